@@ -1,0 +1,75 @@
+# make quickstart   trains an adapter on a real model and real data
+# make test         lint, types, import floors, tests
+#
+# Both make the virtual environment when it is missing and need only Python and make.
+# To use another torch than the one CI tests:   make TORCH=torch quickstart
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+# no warning of conflicts: the packages of DATA come without the requirements they declare
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --no-input install --no-warn-conflicts
+PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
+TORCH ?= $(PINNED_TORCH)
+
+# a torch of one's own brings its own triton, so neither pin may hold it back
+UNPINNED := $(if $(filter $(PINNED_TORCH),$(TORCH)),^$$,^(torch|triton)==)
+CONSTRAINTS := $(VENV)/constraints.txt
+DATA := examples/data-requirements.txt
+
+# content, not time: a fresh clone has fresh times; the version stands in the installed metadata
+KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
+	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
+
+.PHONY: help quickstart test lint types floors tests coverage format clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
+
+quickstart: $(VENV)/.quickstart-$(KEY)
+	$(BIN)/python examples/quickstart.py $(ARGS)
+
+test: lint types floors tests
+
+lint: $(VENV)/.test-$(KEY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test-$(KEY)
+	$(BIN)/mypy
+
+floors: $(VENV)/.test-$(KEY)
+	$(BIN)/lint-imports
+
+# two processes of many threads each slow one another down tenfold: one thread each
+tests coverage: export OMP_NUM_THREADS = 1
+tests coverage: export HF_HUB_OFFLINE = 1
+tests: $(VENV)/.test-$(KEY)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+coverage: $(VENV)/.test-$(KEY)
+	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(ARGS)
+
+format: $(VENV)/.test-$(KEY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist runs .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("adapterzoo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Write: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.%-$(KEY): | $(BIN)/python
+	grep -vE '$(UNPINNED)' constraints.txt > $(CONSTRAINTS)
+	$(INSTALL) -c $(CONSTRAINTS) '$(TORCH)' editables hatchling
+	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e '.[$*]'
+	$(INSTALL) --no-deps --require-hashes -r $(DATA)
+	find $(VENV) -maxdepth 1 -name '.*-*' ! -name '*-$(KEY)' -delete
+	touch $@

@@ -1,0 +1,86 @@
+"""adapterzoo: named adapters and prediction heads for every model of transformers 5.
+
+```python
+from adapterzoo import AutoAdapterModel
+
+model = AutoAdapterModel.from_pretrained("bert-base-uncased")
+model.add_adapter("reviews", config="lora[r=8]")
+model.add_classification_head("reviews", num_labels=2)
+model.train_adapter("reviews")
+```
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .auto import AutoAdapterModel, load_model
+    from .composition import Stack
+    from .configs import AdapterConfig, ConfigUnion
+    from .errors import AdapterZooError
+    from .methods.bottleneck import (
+        AdapterPlusConfig,
+        BnConfig,
+        DoubleSeqBnConfig,
+        ParBnConfig,
+        SeqBnConfig,
+    )
+    from .methods.lora import LoRAConfig
+    from .model import AdapterModelMixin, AdapterSetup, init
+    from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
+
+__version__ = "0.1.0.dev0"
+
+# where each public name lives; imported when it is first asked for, so that `import adapterzoo`
+# alone costs neither torch nor transformers
+_HOMES = {
+    "AdapterConfig": "configs",
+    "AdapterModelMixin": "model",
+    "AdapterPlusConfig": "methods.bottleneck",
+    "AdapterSetup": "model",
+    "AdapterTrainer": "trainer",
+    "AdapterZooError": "errors",
+    "AutoAdapterModel": "auto",
+    "BnConfig": "methods.bottleneck",
+    "ConfigUnion": "configs",
+    "DoubleSeqBnConfig": "methods.bottleneck",
+    "LoRAConfig": "methods.lora",
+    "ParBnConfig": "methods.bottleneck",
+    "Seq2SeqAdapterTrainer": "trainer",
+    "SeqBnConfig": "methods.bottleneck",
+    "Stack": "composition",
+    "init": "model",
+    "load_model": "auto",
+}
+
+__all__ = [
+    "AdapterConfig",
+    "AdapterModelMixin",
+    "AdapterPlusConfig",
+    "AdapterSetup",
+    "AdapterTrainer",
+    "AdapterZooError",
+    "AutoAdapterModel",
+    "BnConfig",
+    "ConfigUnion",
+    "DoubleSeqBnConfig",
+    "LoRAConfig",
+    "ParBnConfig",
+    "Seq2SeqAdapterTrainer",
+    "SeqBnConfig",
+    "Stack",
+    "init",
+    "load_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

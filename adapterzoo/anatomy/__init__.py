@@ -1,0 +1,38 @@
+"""Anatomy: where an adapter can sit in a model. Pure discovery, no list of models.
+
+`find(model)` gives every linear layer of every transformer block a role out of one small closed
+set, and finds the *stream sites* that a bottleneck needs: the module whose output is added to
+the residual stream, the module that reads the stream, the norm behind the addition.
+"""
+
+from __future__ import annotations
+
+from .find import find
+from .sites import (
+    ATTENTION_ROLES,
+    MLP_ROLES,
+    ROLES,
+    Anatomy,
+    Block,
+    Kind,
+    Role,
+    Rows,
+    Site,
+    SubLayer,
+    SubLayerKind,
+)
+
+__all__ = [
+    "ATTENTION_ROLES",
+    "MLP_ROLES",
+    "ROLES",
+    "Anatomy",
+    "Block",
+    "Kind",
+    "Role",
+    "Rows",
+    "Site",
+    "SubLayer",
+    "SubLayerKind",
+    "find",
+]

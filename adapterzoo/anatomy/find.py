@@ -1,0 +1,342 @@
+"""Discovery: stacks of blocks, and the role of every layer in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from .layouts import parts_of
+from .patterns import (
+    ARCHITECTURES,
+    ASIDE,
+    ATTENTION_IN,
+    ATTENTION_OUT,
+    CROSS,
+    EXPERTS,
+    MLP,
+    Row,
+)
+from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
+from .streams import sublayers_of
+from .tree import Branch, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a layer looks like, before it has a role."""
+
+    path: str
+    kind: Kind
+    d_in: int
+    d_out: int
+    parameter: str | None = None
+    transposed: bool = False
+    experts: int = 0
+
+
+def find(model: nn.Module) -> Anatomy:
+    """Where adapters can sit in a model.
+
+    Pure discovery: neither the model nor its configuration is changed, and no weight is read, so
+    that a model on the meta device has the same anatomy.
+
+    Args:
+        model: a backbone, of real or meta tensors. Its `config`, where there is one, helps to
+            read fused layers.
+    """
+    tree = Tree(model)
+    blocks: list[Block] = []
+    templates: dict[tuple[object, ...], Block] = {}
+    for stack in _stacks(tree):
+        for path in tree.children(stack):
+            branch = tree.branch(path)
+            if not any(_shapes(branch)):
+                continue
+            key = (stack, branch.signature)
+            if key not in templates:
+                templates[key] = _read(branch, stack)
+            blocks.append(_planted(templates[key], path, len(blocks)))
+    inside = {site.path for block in blocks for site in block.sites}
+    outside = tuple(_outside(tree, inside))
+    return Anatomy(tuple(blocks), outside, "" if blocks else _why_none(tree))
+
+
+def _stacks(tree: Tree) -> Iterator[str]:
+    """Paths of the containers of blocks, in model order.
+
+    A container of stages (which hold containers of blocks) is not one; neither is a container
+    of sub-layers, such as the `layer` of a T5 block.
+    """
+    taken: list[str] = []
+    for container in tree.containers:
+        if any(container.startswith(f"{stack}.") for stack in taken):
+            continue
+        elements = tree.children(container)
+        if any(_holds_blocks(tree, element) for element in elements):
+            continue
+        if any(_has_attention(tree, element) for element in elements):
+            taken.append(container)
+            yield container
+
+
+def _holds_blocks(tree: Tree, path: str) -> bool:
+    """Whether a container below the path has elements with attention and feed-forward part."""
+    return any(
+        _has_attention(tree, element) and _has_mlp(tree, element)
+        for container in tree.containers
+        if container == path or container.startswith(f"{path}.")
+        for element in tree.children(container)
+    )
+
+
+def _has_attention(tree: Tree, path: str) -> bool:
+    return bool(tree.known(path, "attention", lambda: _names_attention(tree.branch(path))))
+
+
+def _has_mlp(tree: Tree, path: str) -> bool:
+    return bool(tree.known(path, "mlp", lambda: _names_mlp(tree.branch(path))))
+
+
+def _names_attention(branch: Branch) -> bool:
+    row = _row(branch)
+    return any(_projection(shape.path, row) in ATTENTION_ROLES for shape in _shapes(branch))
+
+
+def _names_mlp(branch: Branch) -> bool:
+    return "mlp_out" in _roles(branch, list(_shapes(branch))).values()
+
+
+def _read(branch: Branch, stack: str) -> Block:
+    """The block at a branch, with all paths below the block."""
+    shapes = list(_shapes(branch))
+    roles = _roles(branch, shapes)
+    sites = tuple(
+        Site(
+            path=shape.path,
+            role=roles[shape.path, shape.parameter],
+            layer=-1,
+            stack=stack,
+            kind=shape.kind,
+            d_in=shape.d_in,
+            d_out=shape.d_out,
+            cross=roles[shape.path, shape.parameter] in ATTENTION_ROLES
+            and CROSS.search(f"{stack.rpartition('.')[2]}.{shape.path}") is not None,
+            parameter=shape.parameter,
+            transposed=shape.transposed, experts=shape.experts,
+        )
+        for shape in shapes
+    )
+    row = _row(branch)
+    d_model = _d_model(branch, sites)
+    sublayers, post_norm, note = sublayers_of(branch, sites, d_model, row)
+    parts = tuple(part for site in sites for part in parts_of(site, sites, branch, row))
+    return Block("", -1, stack, d_model, sites, parts, sublayers, post_norm, note)
+
+
+def _planted(block: Block, path: str, layer: int) -> Block:
+    """A block read below its own path, with the paths of the model and its number."""
+
+    def full(below: str) -> str:
+        return f"{path}.{below}" if below else path
+
+    def moved(site: Site) -> Site:
+        return dataclasses.replace(site, path=full(site.path), layer=layer)
+
+    return dataclasses.replace(
+        block,
+        path=path,
+        layer=layer,
+        sites=tuple(map(moved, block.sites)),
+        parts=tuple(map(moved, block.parts)),
+        sublayers=tuple(
+            dataclasses.replace(
+                sub,
+                out=full(sub.out),
+                source=full(sub.source),
+                norm=None if sub.norm is None else full(sub.norm),
+            )
+            for sub in block.sublayers
+        ),
+    )
+
+
+def _shapes(branch: Branch) -> Iterator[_Shape]:
+    """Every layer below the branch that has a weight matrix."""
+    attentions = {p for p, m in branch.modules if isinstance(m, nn.MultiheadAttention)}
+    for path, module in branch.modules:
+        if _parent(path) in attentions and path not in attentions:
+            continue
+        if isinstance(module, nn.Embedding):
+            yield _Shape(path, "embedding", module.num_embeddings, module.embedding_dim)
+        elif (linear := linear_shape(module)) is not None:
+            yield _Shape(path, "linear", *linear[:2], transposed=linear[2])
+        else:
+            yield from _fused(path, module)
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
+    """(d_in, d_out, stored transposed) of a linear layer, None for any other module.
+
+    `Conv1D`, GPT-2's linear layer, is known by its looks, so that transformers stays out.
+    """
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features, False
+    d_out = getattr(module, "nf", None)
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and isinstance(d_out, int) and weight is not None:
+        return int(weight.shape[0]), d_out, True
+    return None
+
+
+def _fused(path: str, module: nn.Module) -> Iterator[_Shape]:
+    """Weights that a module keeps as bare parameters: experts, and torch's own attention."""
+    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        # torch reads its weights and never calls a module, the output projection's either
+        d_out, d_in = module.in_proj_weight.shape
+        yield _Shape(path, "linear", d_in, d_out, "in_proj_weight")
+        yield _Shape(path, "linear", *module.out_proj.weight.shape[::-1], "out_proj.weight")
+        return
+    stored = {
+        name: tuple(tensor.shape)
+        for name, tensor in module.named_parameters(recurse=False)
+        if name in EXPERTS and tensor.dim() == 3
+    }
+    if "down_proj" not in stored:
+        return
+    down = stored["down_proj"]
+    into = next((shape for name, shape in stored.items() if name != "down_proj"), down)
+    # [experts, d_model, d_inner] and [experts, (2) d_inner, d_model], or the other way round
+    upright = into[2] == down[1] and into[1] in (down[2], 2 * down[2])
+    turned = into[1] == down[2] and into[2] in (down[1], 2 * down[1])
+    transposed = bool(getattr(module, "is_transposed", turned)) if upright else turned
+    for name, (count, rows, columns) in stored.items():
+        d_out, d_in = (columns, rows) if transposed else (rows, columns)
+        yield _Shape(path, "experts", d_in, d_out, name, transposed, count)
+
+
+def _row(branch: Branch) -> Row:
+    """The table's row for the architecture that the branch belongs to."""
+    for model_type in branch.model_types:
+        if model_type in ARCHITECTURES:
+            return ARCHITECTURES[model_type]
+    return Row()
+
+
+def _projection(path: str, row: Row) -> Role:
+    """What the path says of an input projection of attention; `other` for all else."""
+    for pattern, role in row.roles.items():
+        if re.fullmatch(pattern, path):
+            return role
+    if not ASIDE.search(path):
+        for role, names in ATTENTION_IN:
+            if names.search(path):
+                return role
+    return "other"
+
+
+def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None], Role]:
+    row = _row(branch)
+    roles: dict[tuple[str, str | None], Role] = {}
+    for shape in shapes:
+        key = (shape.path, shape.parameter)
+        if shape.kind == "experts":
+            roles[key] = EXPERTS[shape.parameter or ""]
+        elif shape.parameter is not None:
+            roles[key] = "qkv" if shape.parameter == "in_proj_weight" else "attention_out"
+        elif shape.kind == "embedding":
+            roles[key] = "other"
+        else:
+            roles[key] = _projection(shape.path, row)
+    linears = [s for s in shapes if s.kind == "linear" and s.parameter is None]
+    cores = [_parent(p) if not m else p for (p, m), r in roles.items() if r in ATTENTION_ROLES[:4]]
+    inner: set[str] = set()
+    for core in dict.fromkeys(cores):
+        root, outs = _way_out(core, linears, roles, row)
+        inner.add(root)
+        for out in outs:
+            roles[out, None] = "attention_out"
+    fixed = {s.path for s in linears if any(re.fullmatch(p, s.path) for p in row.roles)}
+    for shape in linears:
+        free = roles[shape.path, None] == "other" and shape.path not in fixed
+        if free and not _below(shape.path, inner) and not ASIDE.search(shape.path):
+            roles[shape.path, None] = _mlp_role(shape.path)
+    return roles
+
+
+def _way_out(
+    core: str, linears: list[_Shape], roles: dict[tuple[str, str | None], Role], row: Row
+) -> tuple[str, list[str]]:
+    """(path of the whole attention, paths of its output projections).
+
+    The core holds query, key and value. The output projection is below it or, as in BERT, in a
+    module next to it.
+    """
+    root = core
+    while True:
+        below = [
+            s.path
+            for s in linears
+            if _below(s.path, {root})
+            and roles[s.path, None] in ("other", "attention_out")
+            and not ASIDE.search(s.path)
+        ]
+        named = [p for p in below if roles[p, None] == "attention_out"]
+        if named:
+            return root, named
+        for names in ATTENTION_OUT:
+            if found := [path for path in below if names.search(path.removeprefix(f"{root}."))]:
+                return root, found[:1] if len(found) > 1 and root != core else found
+        if not root or not _parent(root):
+            return core, []
+        root = _parent(root)
+
+
+def _mlp_role(path: str) -> Role:
+    for role, names in MLP:
+        if names.search(path):
+            return role
+    return "other"
+
+
+def _d_model(branch: Branch, sites: tuple[Site, ...]) -> int:
+    """Width of the residual stream: what most output projections write."""
+    widths = Counter(
+        s.d_out for s in sites if s.role in ("attention_out", "mlp_out") and s.kind == "linear"
+    )
+    widths.update(s.d_out for s in sites if s.role == "mlp_out" and s.kind == "experts")
+    return widths.most_common(1)[0][0] if widths else 0
+
+
+def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
+    """Embeddings, language model heads and other layers outside of blocks."""
+    for shape in _shapes(tree.branch("")):
+        if shape.path in inside:
+            continue
+        role: Role = "other"
+        if shape.kind == "embedding":
+            role = "embedding"
+        elif re.search(r"(^|\.)lm_head$|(^|\.)embed_out$", shape.path):
+            role = "lm_head"
+        yield Site(
+            shape.path, role, -1, "", shape.kind, shape.d_in, shape.d_out,
+            parameter=shape.parameter, transposed=shape.transposed, experts=shape.experts,
+        )  # fmt: skip
+
+
+def _why_none(tree: Tree) -> str:
+    if any(isinstance(module, nn.Conv2d) for _, module in tree.branch("").modules):
+        return "a convolutional network: no block with attention"
+    return "no container of blocks with attention"
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _below(path: str, roots: set[str]) -> bool:
+    return any(not root or path == root or path.startswith(f"{root}.") for root in roots)

@@ -1,0 +1,193 @@
+"""Fused layers: which rows of their output are query, key, value, gate and input.
+
+Sizes come from the block itself (the output projection of attention reads as many features as
+the query has) and, where heads are interleaved, from the configuration. A layout that does not
+add up to the layer's `d_out` gives no parts: a wrong part would be worse than none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from .patterns import FUSED, Row
+from .sites import Role, Rows, Site
+from .tree import Branch
+
+Split = Mapping[Role, Rows]
+# (the fused layer, features that leave the heads, the block) → its parts
+Layout = Callable[[Site, int, Branch], Split]
+
+
+def parts_of(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> Iterator[Site]:
+    """The parts of a fused layer as sites; nothing for a plain layer or an unknown layout.
+
+    Args:
+        site: the layer, with its path below the block.
+        sites: all layers of the block.
+        branch: the block.
+        row: what the table says of the architecture.
+    """
+    inner = _inner(site, sites)
+    for role, rows in _split(site, inner, branch, row).items():
+        if rows.groups * rows.width == site.d_out and 0 <= rows.start < rows.stop <= rows.width:
+            yield dataclasses.replace(site, role=role, d_out=rows.size, rows=rows)
+
+
+def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
+    named = [name for pattern, name in row.layouts.items() if re.fullmatch(pattern, site.path)]
+    if not named and site.role == "qkv":
+        named = [name for pattern, name in FUSED if pattern.search(site.parameter or site.path)]
+    if not named and site.role == "mlp_in" and site.d_out == 2 * inner:
+        named = ["gate, in"]
+    return LAYOUTS[named[0]](site, inner, branch) if named else {}
+
+
+def _inner(site: Site, sites: tuple[Site, ...]) -> int:
+    """Features that reach the projection behind this layer: d_in of the nearest one."""
+    behind = "attention_out" if site.role == "qkv" else "mlp_out"
+    outs = [s for s in sites if s.role == behind and s.kind == site.kind]
+    near = max(outs, key=lambda s: _shared(s.path, site.path), default=None)
+    return near.d_in if near else 0
+
+
+def _shared(one: str, other: str) -> int:
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), 99)
+
+
+def _consecutive(roles: tuple[Role, ...], sizes: tuple[int, ...], groups: int = 1) -> Split:
+    """Parts that follow one another in each group, with these sizes in one group."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return {
+        role: Rows(groups, ends[-1], end - size, end)
+        for role, size, end in zip(roles, sizes, ends, strict=False)
+    }
+
+
+def _heads(site: Site, branch: Branch) -> int:
+    return branch.setting(site.path, "num_attention_heads", "num_heads", "n_head", "n_heads")
+
+
+def _contiguous(site: Site, inner: int, branch: Branch) -> Split:
+    """`[q | k | v]`; k and v are narrower where heads share them."""
+    shared = (site.d_out - inner) // 2
+    return _consecutive(("query", "key", "value"), (inner, shared, shared))
+
+
+def _per_head(site: Site, inner: int, branch: Branch) -> Split:
+    """`[q | k | v]` for the first head, then for the next."""
+    heads = _heads(site, branch)
+    if not heads:
+        return {}
+    size = site.d_out // heads // 3
+    return _consecutive(("query", "key", "value"), (size, size, size), heads)
+
+
+def _bigcode(site: Site, inner: int, branch: Branch) -> Split:
+    """One key and one value for all heads behind all queries, or per head."""
+    shared = branch.setting(site.path, "multi_query")
+    return (_contiguous if shared else _per_head)(site, inner, branch)
+
+
+def _falcon(site: Site, inner: int, branch: Branch) -> Split:
+    """Three generations: per group of heads, one key and value for all, or per head."""
+    heads = _heads(site, branch)
+    if not heads:
+        return {}
+    size = inner // heads
+    if branch.setting(site.path, "new_decoder_architecture"):
+        groups = branch.setting(site.path, "num_kv_heads")
+        sizes = (heads // groups * size, size, size)
+        return _consecutive(("query", "key", "value"), sizes, groups)
+    return (_contiguous if branch.setting(site.path, "multi_query") else _per_head)(site, inner, branch)
+
+
+def _codegen(site: Site, inner: int, branch: Branch) -> Split:
+    """`[q | v | k]` for each of the four slices of the tensor-parallel training run."""
+    size = site.d_out // 12
+    return _consecutive(("query", "value", "key"), (size, size, size), 4)
+
+
+def _key_value(site: Site, inner: int, branch: Branch) -> Split:
+    """`[k | v]`."""
+    half = site.d_out // 2
+    return _consecutive(("key", "value"), (half, half))
+
+
+def _one_for_both(site: Site, inner: int, branch: Branch) -> Split:
+    """The same features are key and value."""
+    return {"key": Rows(1, site.d_out, 0, site.d_out), "value": Rows(1, site.d_out, 0, site.d_out)}
+
+
+def _latent(site: Site, inner: int, branch: Branch) -> Split:
+    """Multi-head latent attention: `[k without position | v]` for each head."""
+    value = branch.setting(site.path, "v_head_dim")
+    key = branch.setting(site.path, "qk_nope_head_dim")
+    if not value or not key or site.d_out % (key + value):
+        return {}
+    return _consecutive(("key", "value"), (key, value), site.d_out // (key + value))
+
+
+def _linear_attention(site: Site, inner: int, branch: Branch) -> Split:
+    """`[q | k | v]` where the value, not the query, has the width of the output."""
+    size = (site.d_out - inner) // 2
+    return _consecutive(("query", "key", "value"), (size, size, inner))
+
+
+def _gated_linear_attention(site: Site, inner: int, branch: Branch) -> Split:
+    """`[q | k | v | z]` for each key head; z gates the output."""
+    heads = branch.setting(site.path, "linear_num_key_heads", "num_k_heads")
+    if not heads:
+        return {}
+    value = inner // heads
+    size = (site.d_out // heads - 2 * value) // 2
+    return _consecutive(("query", "key", "value", "other"), (size, size, value, value), heads)
+
+
+def _levit(site: Site, inner: int, branch: Branch) -> Split:
+    """Narrow keys and wide values for each head; queries may have a layer of their own."""
+    owner = branch.by_path[site.path.split(".")[0] if "module" in site.path else ""]
+    heads, size = getattr(owner, "num_attention_heads", 0), getattr(owner, "key_dim", 0)
+    if not heads or not size:
+        return {}
+    value = inner // heads
+    if "queries" in site.path:
+        return _consecutive(("query", "key", "value"), (size, size, value), heads)
+    return _consecutive(("key", "value"), (size, value), heads)
+
+
+def _gate_in(site: Site, inner: int, branch: Branch) -> Split:
+    """`[gate | in]`; the gate is the half that goes through the activation."""
+    half = site.d_out // 2
+    return _consecutive(("mlp_gate", "mlp_in"), (half, half))
+
+
+def _in_gate(site: Site, inner: int, branch: Branch) -> Split:
+    """`[in | gate]`."""
+    half = site.d_out // 2
+    return _consecutive(("mlp_in", "mlp_gate"), (half, half))
+
+
+def _gate_in_by_turns(site: Site, inner: int, branch: Branch) -> Split:
+    """Gate and input alternate feature by feature."""
+    return _consecutive(("mlp_gate", "mlp_in"), (1, 1), site.d_out // 2)
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "q, k, v": _contiguous,
+    "q, k, v per head": _per_head,
+    "q, k, v by multi_query": _bigcode,
+    "falcon": _falcon,
+    "codegen": _codegen,
+    "k, v": _key_value,
+    "k = v": _one_for_both,
+    "k, v per head": _latent,
+    "q, k, v of linear attention": _linear_attention,
+    "q, k, v, z per head": _gated_linear_attention,
+    "levit": _levit,
+    "gate, in": _gate_in,
+    "in, gate": _in_gate,
+    "gate, in by turns": _gate_in_by_turns,
+}

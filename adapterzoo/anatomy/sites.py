@@ -1,0 +1,260 @@
+"""What anatomy says about a model: sites, sub-layers, blocks, and the questions they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import SiteError
+
+Role = Literal[
+    "query",
+    "key",
+    "value",
+    "qkv",
+    "attention_out",
+    "mlp_in",
+    "mlp_gate",
+    "mlp_out",
+    "embedding",
+    "lm_head",
+    "other",
+]
+Kind = Literal["linear", "embedding", "experts", "output", "norm", "block"]
+SubLayerKind = Literal["attention", "cross", "mlp"]
+
+ATTENTION_ROLES: tuple[Role, ...] = ("query", "key", "value", "qkv", "attention_out")
+MLP_ROLES: tuple[Role, ...] = ("mlp_in", "mlp_gate", "mlp_out")
+ROLES: tuple[Role, ...] = (*ATTENTION_ROLES, *MLP_ROLES, "embedding", "lm_head", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A part of a fused layer's output features.
+
+    View `d_out` as `[groups, width]` and take `[:, start:stop]` of each group. GPT-2's query is
+    `Rows(1, 3 d, 0, d)`; GPT-NeoX interleaves per head: `Rows(heads, 3 d_head, 0, d_head)`.
+
+    Attributes:
+        groups: number of equal groups, at least 1.
+        width: features of one group; `groups * width` is the layer's `d_out`.
+        start: first feature taken of each group.
+        stop: one past the last feature taken of each group.
+    """
+
+    groups: int
+    width: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of output features taken."""
+        return self.groups * (self.stop - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place of a model where an adapter can sit.
+
+    Attributes:
+        path: dotted path of the module below the model that was searched.
+        role: what the layer does in its block.
+        layer: number of the block, counted over all stacks in model order; −1 outside blocks.
+        stack: path of the container of blocks, empty outside blocks.
+        kind: what sits there: a layer with a 2-D weight, an embedding, a fused parameter that
+            holds all experts, or (stream sites) a module's output, a norm, a block.
+        d_in: input features.
+        d_out: output features; of the part, when `rows` is set.
+        cross: whether it belongs to cross-attention.
+        rows: the part of a fused layer, None for a whole layer.
+        parameter: name of a fused parameter on the module at `path`, for layers that keep
+            their weight there: experts `[experts, d_out, d_in]`, or an attention's input
+            projection `[3 d, d]`.
+        transposed: whether the weight is stored `[d_in, d_out]` (Conv1D, some experts).
+        source: stream sites only: path of the module whose first input is the residual stream
+            before the sub-layer.
+        experts: how many weights the parameter holds, 0 for one without an experts dimension.
+    """
+
+    path: str
+    role: Role
+    layer: int
+    stack: str
+    kind: Kind
+    d_in: int
+    d_out: int
+    cross: bool = False
+    rows: Rows | None = None
+    parameter: str | None = None
+    transposed: bool = False
+    source: str | None = None
+    experts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SubLayer:
+    """Attention or feed-forward part of a block, and where it meets the residual stream.
+
+    With `inp` the first input of `source` and `h` the output of `out`, the stream becomes
+    `inp + h`; where the architecture scales the branch by a constant, `inp + c h`.
+
+    Attributes:
+        kind: self-attention (also its linear relatives), cross-attention or feed-forward.
+        out: path of the module whose output is added to the residual stream.
+        source: path of the module whose first input is the residual stream before the
+            sub-layer: the norm in front of it, or its first layer in post-LN blocks.
+        norm: post-LN only: path of the norm whose input is `inp + h`; None in pre-LN.
+    """
+
+    kind: SubLayerKind
+    out: str
+    source: str
+    norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One transformer block.
+
+    Attributes:
+        path: dotted path of the block.
+        layer: its number over all stacks, in model order (an encoder before its decoder).
+        stack: path of the container that holds it.
+        d_model: width of the residual stream.
+        sites: every layer of the block with a weight matrix, whole, each with its role.
+        parts: the parts of the fused layers among them.
+        sublayers: attention, cross-attention and feed-forward parts, in the block's order.
+        post_norm: whether norms follow the residual additions (post-LN).
+        note: why there are no or not all stream sites, empty when there are.
+    """
+
+    path: str
+    layer: int
+    stack: str
+    d_model: int
+    sites: tuple[Site, ...]
+    parts: tuple[Site, ...]
+    sublayers: tuple[SubLayer, ...]
+    post_norm: bool
+    note: str = ""
+
+    def named(self, role: Role, cross: bool | None = None) -> tuple[Site, ...]:
+        """The block's sites of a role: whole layers, and parts of fused ones.
+
+        Args:
+            role: the role asked for.
+            cross: only (True) or without (False) cross-attention; None: both.
+        """
+        return tuple(
+            site
+            for site in (*self.sites, *self.parts)
+            if site.role == role and (cross is None or site.cross == cross)
+        )
+
+    def has(self, role: Role, cross: bool | None = None) -> bool:
+        """Whether the block has the kind of sub-layer that the role belongs to.
+
+        A Mamba layer among attention layers has no attention, so nobody asks it for a query.
+        """
+        family = ATTENTION_ROLES if role in ATTENTION_ROLES else MLP_ROLES
+        if role not in family:
+            return False
+        crossing = cross if role in ATTENTION_ROLES else None
+        return any(self.named(member, crossing) for member in family)
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Where adapters can sit in one model.
+
+    Attributes:
+        blocks: the transformer blocks, stack after stack in model order.
+        outside: embeddings and linear layers outside of blocks.
+        reason: why there are no blocks; empty when there are.
+    """
+
+    blocks: tuple[Block, ...]
+    outside: tuple[Site, ...]
+    reason: str = ""
+
+    def __iter__(self) -> Iterator[Site]:
+        """Every whole site: those of the blocks, then those outside."""
+        for block in self.blocks:
+            yield from block.sites
+        yield from self.outside
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Paths of the containers of blocks, in model order."""
+        return tuple(dict.fromkeys(block.stack for block in self.blocks))
+
+    def linears(self) -> tuple[Site, ...]:
+        """Every whole linear layer that is a module of its own, in blocks and outside."""
+        return tuple(s for s in self if s.kind == "linear" and s.parameter is None)
+
+    def parts(self, path: str) -> tuple[Site, ...]:
+        """The parts of the fused layer at a path; empty when the layer is not fused."""
+        return tuple(part for block in self.blocks for part in block.parts if part.path == path)
+
+    def select(
+        self,
+        *roles: Role,
+        cross: bool | None = False,
+        layers: Iterable[int] | None = None,
+    ) -> tuple[Site, ...]:
+        """The sites of the roles, block after block.
+
+        Whole layers where the role has a layer of its own, parts of a fused layer elsewhere.
+
+        Args:
+            roles: what to adapt.
+            cross: only (True) or without (False) cross-attention; None: both. Feed-forward
+                roles are not concerned.
+            layers: block numbers to look at; all when None.
+
+        Raises:
+            SiteError: a block has attention (or a feed-forward part) but not the role, or no
+                block has it.
+        """
+        call = f"select({', '.join(map(repr, roles))})"
+        if unknown := [role for role in roles if role not in ROLES]:
+            raise SiteError(f"{call}: {unknown[0]!r} is no role. Legal roles: {', '.join(ROLES)}.")
+        wanted = None if layers is None else frozenset(layers)
+        blocks = [b for b in self.blocks if wanted is None or b.layer in wanted]
+        chosen: list[Site] = []
+        for block in blocks:
+            for role in roles:
+                filtered = cross if role in ATTENTION_ROLES else None
+                found = block.named(role, filtered)
+                if not found and block.has(role, filtered):
+                    raise SiteError(f"{call}: {self._missing(block, role)}")
+                chosen += found
+        chosen += [site for site in self.outside if site.role in roles and wanted is None]
+        for role in roles:
+            if not any(site.role == role for site in chosen):
+                raise SiteError(f"{call}: {self._nowhere(role, blocks)}")
+        return tuple(chosen)
+
+    @staticmethod
+    def _missing(block: Block, role: Role) -> str:
+        lines = "\n".join(
+            f"  {site.path.removeprefix(block.path + '.')} [{site.d_out}, {site.d_in}] {site.role}"
+            for site in block.sites
+        )
+        return (
+            f"the block at {block.path!r} has no layer with the role {role!r}. Its layers:\n"
+            f"{lines}\n"
+            "If one of them has that role, its name is not known yet: write a row such as\n"
+            f"  ARCHITECTURES['<config.model_type>'] = Row(roles={{r'<layer>': {role!r}}})\n"
+            "in adapterzoo/anatomy/patterns.py."
+        )
+
+    def _nowhere(self, role: Role, blocks: list[Block]) -> str:
+        searched = self.reason or f"none of the {len(blocks)} blocks asked has it"
+        known = sorted({site.role for block in blocks for site in (*block.sites, *block.parts)})
+        return (
+            f"no layer with the role {role!r}: {searched}. "
+            f"Roles that are there: {', '.join(known) or 'none'}."
+        )

@@ -1,0 +1,258 @@
+"""Stream sites: where the sub-layers of a block meet the residual stream."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .patterns import (
+    FINAL_NORM,
+    INNER_NORM,
+    NORM_CLASS,
+    NORM_NAME,
+    NORM_PLACES,
+    NUMBERED,
+    SCALES,
+    Place,
+    Row,
+)
+from .sites import Site, SubLayer, SubLayerKind
+from .tree import Branch
+
+
+@dataclass(slots=True)
+class _Part:
+    """A sub-layer in the making; all paths are below the block."""
+
+    kind: SubLayerKind
+    out: str
+    reader: str
+    root: str
+    pre: str | None = None
+    branch: str | None = None
+    scale: str | None = None
+    post: str | None = None
+    at: str | None = None
+
+    def chain(self) -> str:
+        """The last module before the addition."""
+        return self.scale or self.branch or self.out
+
+
+@dataclass(slots=True)
+class _Norms:
+    """The norms of a block by what their names say."""
+
+    placed: list[tuple[str, Place, SubLayerKind]] = field(default_factory=list)
+    numbered: list[str] = field(default_factory=list)
+
+
+def sublayers_of(
+    branch: Branch, sites: tuple[Site, ...], d_model: int, row: Row
+) -> tuple[tuple[SubLayer, ...], bool, str]:
+    """The sub-layers of a block.
+
+    Args:
+        branch: the block.
+        sites: its layers, with roles and with paths below the block.
+        d_model: width of the residual stream.
+        row: what the table says of the architecture.
+
+    Returns:
+        (sub-layers in the block's order, whether it is post-LN, why some are missing)
+    """
+    parts = [*_attentions(sites), *_mlps(sites)]
+    if row.note or not parts:
+        return (), False, row.note or "no attention and no feed-forward part"
+    names = [path for path, module in branch.modules if path and _is_norm(path, module)]
+    norms = _placed(names, parts, row)
+    _hand_out(norms, parts)
+    for path, _ in branch.modules:
+        for pattern, kind in SCALES:
+            if pattern.search(path) and (part := _nearest(path, kind, parts)):
+                part.scale = path
+    post_norm = _is_post(branch, parts, row)
+    sublayers: list[SubLayer] = []
+    for part in parts:
+        pre = part.pre or (None if post_norm else part.at)
+        post = part.post or (part.at if post_norm else None)
+        moved = [out for pattern, out in row.outs.items() if re.fullmatch(pattern, part.out)]
+        out = moved[0] if moved else part.chain()
+        sublayers.append(SubLayer(part.kind, out, pre or part.reader, post))
+    return tuple(sublayers), post_norm, ""
+
+
+def _attentions(sites: tuple[Site, ...]) -> Iterator[_Part]:
+    for site in sites:
+        if site.role != "attention_out" or site.parameter:
+            continue
+        inputs = [s for s in sites if s.role in ("query", "qkv", "value")]
+        near = max(inputs, key=lambda s: _shared(s.path, site.path), default=site)
+        if not _shared(near.path, site.path):
+            near = site if _parent(site.path) else near
+        # the module, not its query: a query may read the stream plus positions (DETR)
+        reader = _parent(near.path) or near.path
+        root = _common(near.path, site.path)
+        yield _Part("cross" if site.cross else "attention", site.path, reader, root)
+
+
+def _mlps(sites: tuple[Site, ...]) -> Iterator[_Part]:
+    split = [re.split(r"(?:^|\.)experts(?:\.|$)", site.path) for site in sites]
+    moes = dict.fromkeys(parts[0] for parts in split if len(parts) > 1)
+    for root in moes:
+        yield _Part("mlp", root, root, root)
+    for site in sites:
+        if site.role != "mlp_out" or any(site.path.startswith(f"{root}.") for root in moes):
+            continue
+        if site.kind == "experts":
+            continue
+        inputs = [s for s in sites if s.role in ("mlp_in", "mlp_gate")]
+        near = max(inputs, key=lambda s: _shared(s.path, site.path), default=site)
+        yield _Part("mlp", site.path, near.path, _common(near.path, site.path))
+
+
+def _is_norm(path: str, module: nn.Module) -> bool:
+    by_class = NORM_CLASS.search(type(module).__name__) is not None
+    name = path.rpartition(".")[2]
+    # an identity in the place of a norm reads the stream as well (the first ModernBERT block)
+    return by_class or (isinstance(module, nn.Identity) and NORM_NAME.search(name) is not None)
+
+
+def _placed(names: list[str], parts: list[_Part], row: Row) -> _Norms:
+    norms = _Norms()
+    for name in names:
+        special = [place for pattern, place in row.norms.items() if re.fullmatch(pattern, name)]
+        if special:
+            if special[0] is not None:
+                norms.placed.append((name, *special[0]))
+            continue
+        if NUMBERED.search(name):
+            norms.numbered.append(name)
+            continue
+        for pattern, place, kind in NORM_PLACES:
+            if pattern.search(name):
+                norms.placed.append((name, place, kind))
+                break
+        else:
+            own = [p for p in parts if p.root and _parent(name) in (_parent(p.root), p.root)]
+            leaf = name.rpartition(".")[2]
+            if own and "." in name and not INNER_NORM.search(leaf):
+                place: Place = "branch" if leaf.startswith("post_") else "at"
+                norms.placed.append((name, "pre" if leaf.startswith("pre_") else place, own[0].kind))
+    return _settled(norms, parts)
+
+
+def _settled(norms: _Norms, parts: list[_Part]) -> _Norms:
+    """Give `post_attention_layernorm` and its like their place, which the others decide."""
+    leaves = {name.rpartition(".")[2] for name, _, _ in norms.placed}
+    crossing = any(p.kind == "cross" for p in parts) and any(p.kind == "attention" for p in parts)
+    before_mlp = any(place == "pre" and kind == "mlp" for _, place, kind in norms.placed)
+    before_attention = any(place == "pre" and kind == "attention" for _, place, kind in norms.placed)
+    out: list[tuple[str, Place, SubLayerKind]] = []
+    for name, place, kind in norms.placed:
+        leaf = name.rpartition(".")[2]
+        if place == "after":
+            if crossing and "final_layernorm" in leaves:
+                place, kind = "pre", "cross"
+            elif before_mlp or (not before_attention and "post_feedforward_layernorm" in leaves):
+                place = "branch"
+            elif not before_attention:
+                place = "post"
+            else:
+                place, kind = "pre", "mlp"
+        elif leaf == "post_mlp_layernorm" and not before_attention:
+            place = "post"
+        elif leaf == "final_layernorm":
+            place = "pre"
+        out.append((name, place, kind))
+    norms.placed = out
+    return norms
+
+
+def _hand_out(norms: _Norms, parts: list[_Part]) -> None:
+    for name, place, kind in norms.placed:
+        for part in _candidates(name, kind, parts):
+            if getattr(part, place) is None:
+                setattr(part, place, name)
+    kinds: tuple[SubLayerKind, ...] = ("attention", "cross", "mlp")
+    ordered = [part for kind in kinds for part in parts if part.kind == kind]
+    names = [name for name, _, _ in norms.placed] + norms.numbered
+    if len(names) == 1:
+        # one norm in front of parallel sub-layers (GPT-J), or of the only one
+        for part in ordered:
+            part.pre = part.pre or names[0]
+    for name, part in zip(sorted(norms.numbered), ordered, strict=False):
+        if part.at is None and len(norms.numbered) > 1:
+            part.at = name
+
+
+def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part]:
+    """The sub-layers of a kind that a norm may belong to: those nearest to it by path."""
+    same = [p for p in parts if p.kind == kind]
+    if not same and kind == "attention":
+        same = [p for p in parts if p.kind == "cross"]
+    if not same:
+        return []
+    likeness = [(_named_after(name, p), _shared(name, p.out)) for p in same]
+    return [p for p, alike in zip(same, likeness, strict=True) if alike == max(likeness)]
+
+
+def _named_after(name: str, part: _Part) -> int:
+    """How much of the sub-layer's name the norm bears: `norm_feed_forward1`, `ffn2_layer_norm`."""
+    owner = part.out.partition(".")[0]
+    return len(owner) if owner in name else 0
+
+
+def _nearest(name: str, kind: SubLayerKind, parts: list[_Part]) -> _Part | None:
+    near = _candidates(name, kind, parts)
+    return near[0] if near else None
+
+
+def _is_post(branch: Branch, parts: list[_Part], row: Row) -> bool:
+    if any(part.post for part in parts):
+        return True
+    if any(part.pre or part.branch for part in parts):
+        return False
+    if not any(part.at for part in parts):
+        return False
+    if isinstance(row.post_norm, str):
+        flag = row.post_norm.removeprefix("!")
+        return bool(branch.setting("", flag)) != row.post_norm.startswith("!")
+    if row.post_norm is not None:
+        return row.post_norm
+    if any(NUMBERED.search(part.at) for part in parts if part.at):
+        return False
+    return not _has_final_norm(branch)
+
+
+def _has_final_norm(branch: Branch) -> bool:
+    """Whether a norm follows the stack: pre-LN stacks need one, post-LN stacks have none."""
+    owner = _parent(_parent(branch.path))
+    names = [*branch.tree.children(owner), *branch.tree.children(_parent(owner))]
+    return any(
+        FINAL_NORM.search(name.rpartition(".")[2]) is not None
+        and NORM_CLASS.search(type(branch.tree.modules[name]).__name__) is not None
+        for name in names
+    )
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _common(one: str, other: str) -> str:
+    """The nearest module that holds both."""
+    parts: list[str] = []
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        parts.append(a)
+    return ".".join(parts)
+
+
+def _shared(one: str, other: str) -> int:
+    common = _common(one, other)
+    return common.count(".") + 1 if common else 0

@@ -1,0 +1,113 @@
+"""A model's modules by path, walked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+class Tree:
+    """All modules of a model, each once, with the questions that discovery asks of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.containers = [
+            path
+            for path, module in self.modules.items()
+            if isinstance(module, nn.ModuleList | nn.Sequential) and path
+        ]
+        self._order = list(self.modules)
+        self._place = {path: i for i, path in enumerate(self._order)}
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def children(self, path: str) -> list[str]:
+        """Paths of the children of a module that are not met earlier in the model."""
+        prefix = f"{path}." if path else ""
+        names = (f"{prefix}{name}" for name, _ in self.modules[path].named_children())
+        return [name for name in names if name in self.modules]
+
+    def branch(self, path: str) -> Branch:
+        """The modules below a path."""
+        return Branch(self, path)
+
+    def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
+        """(path below `path`, module), in model order; the module itself has path ''."""
+        prefix = f"{path}." if path else ""
+        for name in self._order[self._place[path] :]:
+            if name == path:
+                yield "", self.modules[name]
+            elif name.startswith(prefix):
+                yield name[len(prefix) :], self.modules[name]
+            else:
+                return
+
+    def known(self, path: str, question: str, answer: Callable[[], bool]) -> bool:
+        """The answer to a question about a path, worked out once."""
+        if (path, question) not in self._known:
+            self._known[path, question] = answer()
+        return self._known[path, question]
+
+    def owners(self, path: str) -> Iterator[nn.Module]:
+        """The modules that hold the one at `path`, nearest first."""
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self.modules:
+                yield self.modules[path]
+
+
+class Branch:
+    """One module of a tree with all that is below it, by paths that start at that module."""
+
+    def __init__(self, tree: Tree, path: str) -> None:
+        self.tree = tree
+        self.path = path
+        self.modules = list(tree.below(path))
+        self.by_path = dict(self.modules)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for branches with the same anatomy: names, classes and shapes."""
+        return tuple(
+            (path, type(module), *(tuple(p.shape) for p in module.parameters(recurse=False)))
+            for path, module in self.modules
+        )
+
+    @property
+    def configs(self) -> list[Any]:
+        """The configurations that speak of this branch, the nearest first."""
+        owners = (self.tree.modules[self.path], *self.tree.owners(self.path))
+        found = (getattr(module, "config", None) for module in owners)
+        return [config for config in found if config is not None]
+
+    @property
+    def model_types(self) -> list[str]:
+        """The model types that this branch is part of, the nearest first."""
+        types = (getattr(config, "model_type", None) for config in self.configs)
+        return list(dict.fromkeys(t for t in types if isinstance(t, str)))
+
+    def setting(self, path: str, *names: str) -> int:
+        """The first of these settings at a layer's owners, then in the nearest configuration.
+
+        Args:
+            path: the layer, below this branch; the modules that hold it are asked first, since
+                a configuration may differ from layer to layer.
+            names: what the setting may be called.
+
+        Returns:
+            The number (a flag counts as 0 or 1); 0 when nobody has it.
+        """
+        while path:
+            path = path.rpartition(".")[0]
+            for name in names:
+                value = getattr(self.by_path[path], name, None)
+                if isinstance(value, int):
+                    return value
+        # `vars`: a configuration with per-layer values refuses to be asked for them by name
+        for config in self.configs:
+            for name in names:
+                value = vars(config).get(name)
+                if isinstance(value, int):
+                    return value
+        return 0

@@ -1,0 +1,257 @@
+"""`AutoAdapterModel`: any model type with an `AutoModel` class, with named adapters and heads."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any, ClassVar, TypeVar, cast
+
+from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _get_model_class
+
+from .errors import ConfigError, StateError
+from .model.heads import HeadsMixin
+from .model.mixin import with_adapters
+from .model.static import keep_static_head
+
+M = TypeVar("M", bound=PreTrainedModel)
+
+_GENERATING = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+)
+
+
+class AutoAdapterModel:
+    """Makes the model with adapters and heads that fits a checkpoint or a config.
+
+    ```python
+    model = AutoAdapterModel.from_pretrained("bert-base-uncased")  # a BertAdapterModel
+    ```
+
+    The class is a subclass of the family's own `PreTrainedModel`, with the base model under the
+    family's `base_model_prefix`; whatever works on a transformers model works on it.
+    """
+
+    def __init__(self) -> None:
+        """Not to be called.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "AutoAdapterModel(): it chooses the class by the config. Write "
+            "AutoAdapterModel.from_pretrained(name_or_path) or .from_config(config)."
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any
+    ) -> AdapterModel:
+        """Load a checkpoint: a base model, one with a static head, or one saved from here.
+
+        A static head (say of `BertForSequenceClassification`) becomes the named head "default",
+        unless the checkpoint has named heads of its own.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a name on the Hub.
+            *args: as `PreTrainedModel.from_pretrained` takes them.
+            **kwargs: the same: `dtype`, `device_map`, `quantization_config`, `revision`, …
+
+        Raises:
+            ConfigError: transformers has no base model for this type.
+        """
+        config = kwargs.pop("config", None)
+        hub = {k: kwargs[k] for k in _HUB_ARGUMENTS if k in kwargs}
+        if not isinstance(config, PreTrainedConfig):
+            name = pretrained_model_name_or_path if config is None else config
+            config = AutoConfig.from_pretrained(name, **hub)
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = adapter_class(config).from_pretrained(
+            pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
+        )
+        keep_static_head(model, pretrained_model_name_or_path, info["unexpected_keys"], hub)
+        return (model, info) if wants_info else model
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> AdapterModel:
+        """A model with fresh weights.
+
+        Args:
+            config: of any model type that `AutoModel` knows.
+            **kwargs: as `AutoModel.from_config` takes them: `dtype`, `attn_implementation`.
+
+        Raises:
+            ConfigError: transformers has no base model for this type.
+        """
+        return cast("AdapterModel", adapter_class(config)._from_config(config, **kwargs))
+
+
+_HUB_ARGUMENTS = (
+    "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
+)  # fmt: skip
+
+
+def load_model(path: str, model_class: type[M], **kwargs: Any) -> M:
+    """Load a static model that was saved after `init`, with its adapters.
+
+    Args:
+        path: what `save_pretrained` was given.
+        model_class: the transformers class it was saved from.
+        **kwargs: as `from_pretrained` takes them.
+    """
+    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
+    return cast("M", loaded)
+
+
+class AdapterModel(HeadsMixin, PreTrainedModel):
+    """What all classes that `AutoAdapterModel` makes have in common.
+
+    Attributes:
+        backbone_class: the transformers class of the base model.
+        input_names: arguments of the base model's forward, in order.
+    """
+
+    backbone_class: ClassVar[type[PreTrainedModel]]
+    input_names: ClassVar[tuple[str, ...]]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        """Make the base model, and the adapters and heads that the config lists."""
+        super().__init__(config)
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        self._start_adapters()
+        self._start_heads()
+        self.post_init()
+        self._restore_adapters()
+
+    def forward(
+        self,
+        *args: Any,
+        head: str | list[str] | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Base model, then the active heads.
+
+        Args:
+            *args: inputs of the base model by position.
+            head: head or heads to use for this call; None: the active ones.
+            return_dict: False for tuples.
+            **kwargs: inputs of the base model by name, and the labels of the heads.
+
+        Returns:
+            The output class of the task; a `MultiHeadOutput` when several heads are active; the
+            base model's own output when none is.
+        """
+        inputs = dict(zip(self.input_names, args, strict=False)) | kwargs
+        labels = self._take_labels(inputs, head)
+        self._prepare_inputs(inputs, labels, head)
+        outputs = self.base_model(**inputs, return_dict=True)
+        mask = inputs.get(
+            "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
+        )
+        return self.forward_head(
+            outputs, head_name=head, attention_mask=mask, return_dict=return_dict, **labels
+        )
+
+
+def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
+    """The class for a config, `BertAdapterModel` for a `BertConfig`; the same one every time.
+
+    Raises:
+        ConfigError: transformers has no base model for this type.
+    """
+    if type(config) not in modeling_auto.MODEL_MAPPING:
+        raise ConfigError(
+            f"AutoAdapterModel: transformers has no base model for {type(config).__name__} "
+            f"(model_type {config.model_type!r}). Write the config of a type that AutoModel knows."
+        )
+    return _class_for(_get_model_class(config, modeling_auto.MODEL_MAPPING), type(config))
+
+
+@functools.cache
+def _class_for(
+    backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
+) -> type[AdapterModel]:
+    family = next(
+        (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel
+    )
+    generating = _language_model(config_class)
+    bases: list[type] = [AdapterModel]
+    members: dict[str, Any] = {
+        "__module__": __name__,
+        "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
+        "backbone_class": backbone,
+        "input_names": tuple(inspect.signature(backbone.forward).parameters)[1:],
+        "config_class": config_class,
+        "base_model_prefix": family.base_model_prefix or "model",
+        "_tied_weights_keys": None,
+    }
+    if generating is not None:
+        mixins = [
+            b
+            for b in generating.__bases__
+            if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
+        ]
+        bases += mixins or [GenerationMixin]
+    name = f"{backbone.__name__.removesuffix('Model')}AdapterModel"
+    made = cast("type[AdapterModel]", type(name, (*bases, family), members))
+    if generating is not None:
+        _borrow_generation(made, generating)
+    _show_signature(made)
+    return made
+
+
+def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    for mapping in _GENERATING:
+        if config_class in mapping:
+            found = mapping[config_class]
+            return found[0] if isinstance(found, tuple) else found
+    return None
+
+
+def _borrow_generation(made: type, generating: type) -> None:
+    """Give the class what its family's language model changes in `generate`.
+
+    The functions are bound anew: `super()` in them must start from the class that has them now.
+    """
+    for name, member in vars(generating).items():
+        if not isinstance(member, types.FunctionType):
+            continue
+        if name in dir(GenerationMixin) or name == "prepare_decoder_input_ids_from_labels":
+            if name.startswith("__"):
+                continue
+            cells = [
+                types.CellType(made) if free == "__class__" else cell
+                for free, cell in zip(
+                    member.__code__.co_freevars, member.__closure__ or (), strict=True
+                )
+            ]
+            bound = types.FunctionType(
+                member.__code__, member.__globals__, name, member.__defaults__, tuple(cells)
+            )
+            bound.__kwdefaults__ = member.__kwdefaults__
+            setattr(made, name, bound)
+
+
+def _show_signature(made: type[AdapterModel]) -> None:
+    """Let `forward` show the base model's arguments: Trainer and `generate` look at them."""
+    own = inspect.signature(AdapterModel.forward).parameters
+    theirs = inspect.signature(made.backbone_class.forward).parameters
+    shown = [p for p in theirs.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    shown = [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in shown]
+    labels = [own["head"].replace(name=n) for n in HeadsMixin.label_arguments()]
+    extra = [own["head"], *labels]
+    extra += [own["return_dict"]] if "return_dict" not in theirs else []
+    taken = {p.name for p in shown}
+    parameters = [*shown, *(p for p in extra if p.name not in taken), own["kwargs"]]
+
+    @functools.wraps(AdapterModel.forward)
+    def forward(self: AdapterModel, *args: Any, **kwargs: Any) -> Any:
+        return AdapterModel.forward(self, *args, **kwargs)
+
+    cast("Any", forward).__signature__ = inspect.Signature(parameters)
+    cast("Any", made).forward = forward

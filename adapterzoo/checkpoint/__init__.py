@@ -1,0 +1,1 @@
+"""Checkpoints: the native format of adapters and heads, and atomic files."""

@@ -1,0 +1,128 @@
+"""The native format: one folder with one safetensors file, and how it is compared with a model.
+
+`adapter.safetensors` holds an adapter, with its head where there is one; `head.safetensors` a
+head alone. Keys are `<path of the layer>/<parameter>`; no name of an adapter or head stands in
+them. `adapter_config.json` and `head_config.json` repeat the document for people and for the Hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapterzoo.errors import CheckpointError
+from .files import read_tensors, write_json, write_tensors
+
+FORMAT = "adapterzoo"
+VERSION = 1
+_SHOWN = 10
+_HEAD = "head/"
+
+
+@dataclass(slots=True)
+class Stored:
+    """What a checkpoint holds.
+
+    Attributes:
+        document: JSON types: format, version, name, model_type, `config` of the adapter, `head`.
+        adapter: `<path>/<parameter>` to tensor.
+        head: parameter to tensor.
+    """
+
+    document: dict[str, Any]
+    adapter: dict[str, Tensor] = field(default_factory=dict)
+    head: dict[str, Tensor] = field(default_factory=dict)
+
+
+def save(folder: Path, stem: str, stored: Stored) -> None:
+    """Write `<stem>.safetensors` and `<stem>_config.json`.
+
+    Raises:
+        CheckpointError: the folder cannot be written; an old checkpoint is still whole.
+    """
+    document = {"format": FORMAT, "version": VERSION, **stored.document}
+    tensors = stored.adapter | {_HEAD + key: t for key, t in stored.head.items()}
+    write_tensors(folder / f"{stem}.safetensors", document, tensors)
+    write_json(folder / f"{stem}_config.json", document)
+
+
+def load(folder: Path, stem: str) -> Stored:
+    """Read what `save` wrote.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another format or of a newer version.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"load from {str(folder)!r}: there is no such folder. Write the folder that "
+            f"save_{stem} was given."
+        )
+    document, tensors = read_tensors(folder / f"{stem}.safetensors")
+    version = document.get("version")
+    if document.get("format") != FORMAT or not isinstance(version, int):
+        raise CheckpointError(
+            f"load from {str(folder)!r}: not the native format (format="
+            f"{document.get('format')!r}). Write a folder that save_{stem} made."
+        )
+    if version > VERSION:
+        raise CheckpointError(
+            f"load from {str(folder)!r}: written in version {version} of the format, this release "
+            f"reads up to {VERSION}. Write pip install -U adapterzoo."
+        )
+    head = {k.removeprefix(_HEAD): t for k, t in tensors.items() if k.startswith(_HEAD)}
+    adapter = {k: t for k, t in tensors.items() if not k.startswith(_HEAD)}
+    return Stored(document, adapter, head)
+
+
+def differences(
+    file: Mapping[str, Tensor], skeleton: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> list[str]:
+    """How the tensors of a file differ from those of a model in names, shapes and dtypes.
+
+    Args:
+        file: what was read.
+        skeleton: the fresh parameters that it shall fill.
+        dtype: to which the user allows the file to be converted; None: dtypes must agree.
+    """
+    lines = [f"{key}   in the file only" for key in sorted(set(file) - set(skeleton))]
+    lines += [f"{key}   in the model only" for key in sorted(set(skeleton) - set(file))]
+    wrong: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    for key in sorted(set(file) & set(skeleton)):
+        theirs, ours = file[key], skeleton[key]
+        if theirs.shape != ours.shape:
+            lines.append(f"{key}   file {list(theirs.shape)}   model {list(ours.shape)}")
+        elif theirs.dtype != ours.dtype and dtype is None:
+            wrong[theirs.dtype, ours.dtype] = wrong.get((theirs.dtype, ours.dtype), 0) + 1
+    for (theirs_dtype, ours_dtype), count in wrong.items():
+        lines.append(
+            f"dtype of {count} tensors   file {theirs_dtype}   model {ours_dtype}   "
+            f"(pass dtype={ours_dtype} to convert)"
+        )
+    return lines
+
+
+def check_fit(
+    call: str,
+    model: str,
+    file: Mapping[str, Tensor],
+    skeleton: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> None:
+    """Raise one error with every difference between a file and the model that it shall fill.
+
+    Raises:
+        CheckpointError: there is any.
+    """
+    lines = differences(file, skeleton, dtype)
+    if lines:
+        rest = len(lines) - _SHOWN
+        shown = lines[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
+        raise CheckpointError(
+            f"{call}: {len(lines)} difference{'s' * (len(lines) > 1)} from this {model}; nothing "
+            f"has been loaded:\n  " + "\n  ".join(shown)
+        )

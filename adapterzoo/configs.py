@@ -1,0 +1,315 @@
+"""What every adapter config shares: strings, dicts, checks, and the union of several.
+
+A config is a frozen, keyword-only dataclass in the file of its method. It says where its adapters
+sit (`placements`) and makes one (`build`); nothing else in the library knows what a method is.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from .errors import ConfigError, listing
+from .registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from .anatomy import Anatomy, Site
+    from .contracts import Adapter
+
+DEFAULT_CONFIG = "seq_bn"
+# far above any published use; it stops a typo before it allocates
+MAX_WIDTH = 65_536
+
+architectures: Registry[type[AdapterConfig]] = Registry("architecture")
+"""The `architecture` of a config on disk to its class; a config file without one is a bottleneck."""
+
+config_strings: Registry[Callable[..., AdapterConfig]] = Registry("config string")
+"""The short names, `"lora"`, `"seq_bn"`, …, to the function that makes the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One adapter to make: the site that gets it, and the config that makes it.
+
+    Attributes:
+        site: where it sits.
+        config: what builds it.
+        location: under which `get_adapter` shows it, such as "output_adapter"; the site's role
+            when empty.
+    """
+
+    site: Site
+    config: AdapterConfig
+    location: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(ABC):
+    """Base of all adapter configs.
+
+    Subclasses are frozen keyword-only dataclasses that check their values in `__post_init__`.
+    `architecture` is the name of the method in files; two configs with equal fields are equal.
+    """
+
+    architecture: ClassVar[str]
+
+    @abstractmethod
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Every site of the model that gets an adapter.
+
+        Raises:
+            SiteError: nothing in the model fits the request, or some block cannot satisfy it.
+        """
+
+    @abstractmethod
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
+        """A fresh adapter for the site, its parameters on the device and of the dtype.
+
+        Raises:
+            ConfigError: a value does not fit the site's widths.
+        """
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as JSON types, with its `architecture`; `from_dict` reads it back."""
+        fields = {f.name: _as_json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {"architecture": self.architecture, **fields}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AdapterConfig:
+        """The config that `to_dict` wrote; called on `AdapterConfig`, finds the class itself.
+
+        Raises:
+            ConfigError: a field is unknown, or a value is not legal.
+        """
+        fields = dict(values)
+        architecture = fields.pop("architecture", None) or "bottleneck"
+        target = cls if cls is not AdapterConfig else architectures.find(architecture, "config")
+        return target._from_fields(fields)
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> AdapterConfig:
+        return _construct(cls, cls.__name__, {k: _as_field(v) for k, v in fields.items()})
+
+    def replace(self, **changes: Any) -> Self:
+        """The same config with some fields changed.
+
+        Raises:
+            ConfigError: a field is unknown, or a value is not legal.
+        """
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        made: Self = _construct(type(self), type(self).__name__, kept | changes)
+        return made
+
+    @classmethod
+    def load(cls, config: AdapterConfig | str | Mapping[str, Any] | None) -> AdapterConfig:
+        """Whatever a user may pass as `config=`, as a config.
+
+        Args:
+            config: a config; a config string such as `"lora[r=8,alpha=16]"`, several joined by
+                `|`; a dict as `to_dict` writes it; None for `"seq_bn"`.
+
+        Raises:
+            ConfigError: it is none of these, or a value in it is not legal.
+            UnknownNameError: the config string names nothing that is registered.
+        """
+        if config is None:
+            config = DEFAULT_CONFIG
+        if isinstance(config, AdapterConfig):
+            return config
+        if isinstance(config, str):
+            return _parse(config)
+        if isinstance(config, Mapping):
+            return AdapterConfig.from_dict(config)
+        raise ConfigError(
+            f"config={config!r}: a config is an AdapterConfig, a config string or a dict, not a "
+            f"{type(config).__name__}. Write config={DEFAULT_CONFIG!r}."
+        )
+
+
+@architectures.register("union")
+@config_strings.register("union")
+@dataclass(frozen=True, kw_only=True)
+class ConfigUnion(AdapterConfig):
+    """Several configs under one adapter name: `ConfigUnion(SeqBnConfig(), LoRAConfig())`."""
+
+    architecture: ClassVar[str] = "union"
+
+    configs: tuple[AdapterConfig, ...] = ()
+
+    def __init__(self, *configs: AdapterConfig) -> None:
+        """Join the configs.
+
+        Args:
+            configs: two or more, none of them a union; an earlier one acts first where two meet
+                at one layer.
+
+        Raises:
+            ConfigError: fewer than two, or one is not a plain config.
+        """
+        legal = all(isinstance(c, AdapterConfig) and not isinstance(c, ConfigUnion) for c in configs)
+        if len(configs) < 2 or not legal:
+            raise ConfigError(
+                f"ConfigUnion{configs!r}: a union joins two or more configs that are no unions "
+                f"themselves. Write ConfigUnion(SeqBnConfig(), LoRAConfig())."
+            )
+        object.__setattr__(self, "configs", configs)
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """The placements of all members, in their order."""
+        return [placement for config in self.configs for placement in config.placements(anatomy)]
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
+        """Never used: each placement of a union names the member that builds it."""
+        raise ConfigError(
+            f"ConfigUnion.build({site.path!r}): a union builds nothing itself; "
+            f"write placement.config.build(…)."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The members' dicts under `configs`."""
+        return {"architecture": "union", "configs": [c.to_dict() for c in self.configs]}
+
+    def replace(self, **changes: Any) -> ConfigUnion:
+        """The union with the change made in each member."""
+        return ConfigUnion(*(c.replace(**changes) for c in self.configs))
+
+    def __repr__(self) -> str:
+        """A constructor call."""
+        return f"ConfigUnion({', '.join(map(repr, self.configs))})"
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> ConfigUnion:
+        members = fields.pop("configs", [])
+        if fields or not isinstance(members, Sequence):
+            raise ConfigError(
+                f"union config: 'configs' is a list of configs and the only field, got also "
+                f"{listing(fields)}. Write {{'architecture': 'union', 'configs': […]}}."
+            )
+        return cls(*(AdapterConfig.from_dict(c) for c in members))
+
+
+def require_range(config: AdapterConfig, field: str, low: float, high: float) -> None:
+    """Check that a numeric field is a number within `low ≤ value ≤ high`; integers if both are.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    value = getattr(config, field)
+    whole = isinstance(low, int) and isinstance(high, int)
+    kinds: tuple[type, ...] = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        what = "a whole number" if whole else "a number"
+        near = low if not isinstance(value, (int, float)) or not value > high else high
+        raise ConfigError(
+            f"{type(config).__name__}({field}={value!r}): {field} is {what} from {low} to {high}. "
+            f"Write {field}={near}."
+        )
+
+
+def require_choice(config: AdapterConfig, field: str, legal: Sequence[object]) -> None:
+    """Check that a field holds one of the legal values.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    value = getattr(config, field)
+    # True == 1: compare types too
+    if not any(value == choice and type(value) is type(choice) for choice in legal):
+        raise ConfigError(
+            f"{type(config).__name__}({field}={value!r}): {field} is one of {listing(legal)}. "
+            f"Write {field}={legal[0]!r}."
+        )
+
+
+def require_layers(config: AdapterConfig, field: str) -> None:
+    """Check that a field is None or a tuple of layer numbers; lists are stored as tuples.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = getattr(config, field)
+    if value is None:
+        return
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        value = (value,) if isinstance(value, int) else None
+    numbers = tuple(value) if value is not None else ("?",)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+        raise ConfigError(
+            f"{type(config).__name__}({field}={getattr(config, field)!r}): {field} is a list of "
+            f"layer numbers from 0. Write {field}=[0, 1]."
+        )
+    object.__setattr__(config, field, numbers)
+
+
+def _construct(make: Callable[..., Any], shown: str, fields: Mapping[str, Any]) -> Any:
+    legal = [f.name for f in dataclasses.fields(make)] if isinstance(make, type) else None
+    try:
+        return make(**fields)
+    except TypeError as error:
+        unknown = sorted(set(fields) - set(legal or fields))
+        what = f"there is no field {listing(unknown)}" if unknown else str(error)
+        known = f" Its fields: {listing(sorted(legal), limit=40)}." if legal else ""
+        raise ConfigError(f"{shown}: {what}.{known}") from error
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_as_json(v) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): _as_json(v) for k, v in value.items()}
+    return value
+
+
+def _as_field(value: Any) -> Any:
+    return tuple(map(_as_field, value)) if isinstance(value, list) else value
+
+
+_CONFIG_STRING = re.compile(r"(?P<name>[^\[\]|]+)(?:\[(?P<fields>.*)\])?", re.DOTALL)
+
+
+def _parse(text: str) -> AdapterConfig:
+    parts = [_parse_one(part.strip()) for part in re.split(r"\|(?![^\[]*\])", text)]
+    return parts[0] if len(parts) == 1 else ConfigUnion(*parts)
+
+
+def _parse_one(text: str) -> AdapterConfig:
+    match = _CONFIG_STRING.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"config={text!r}: not a config string. Write a name, with fields in brackets if any: "
+            f"'lora[r=8,alpha=16]'."
+        )
+    factory = config_strings.find(match["name"], f"config={text!r}")
+    try:
+        call = ast.parse(f"f({match['fields'] or ''})", mode="eval").body
+        # literal_eval below takes nothing but constants, so no code of the string is run
+        keywords = call.keywords if isinstance(call, ast.Call) and not call.args else None
+        fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
+    except (SyntaxError, ValueError):
+        keywords = None
+    if keywords is None:
+        raise ConfigError(
+            f"config={text!r}: the brackets hold field=value pairs of plain values. Write "
+            f"'lora[r=8,alpha=16]' or 'lora[attn_matrices=[\"q\",\"k\"]]'."
+        )
+    return factory(**{}) if not fields else _construct_from(factory, text, fields)
+
+
+def _construct_from(
+    factory: Callable[..., AdapterConfig], text: str, fields: Mapping[str, Any]
+) -> AdapterConfig:
+    config = factory()
+    changed: AdapterConfig = _construct(
+        type(config),
+        f"config={text!r}",
+        {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        | {k: _as_field(v) for k, v in fields.items()},
+    )
+    return changed

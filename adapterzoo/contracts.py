@@ -1,0 +1,119 @@
+"""The two contracts of the library: what an adapter is, and what a head is.
+
+An adapter is a function around a layer; a head is a function of hidden states. Both are plain
+modules that know nothing of models, names, files, devices or of each other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Base(ABC):
+    """What an adapter sees of the layer that it adapts: callable, with weights to look at.
+
+    In a `Stack`, calling it includes the adapters that acted before; `plain` and `weight` are
+    always those of the untouched layer.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer's output with the adapters before this one. `x` `[*batch, d_in]`."""
+
+    @abstractmethod
+    def plain(self, x: Tensor) -> Tensor:
+        """The untouched layer's output. `x` `[*batch, d_in]`, result `[*batch, d_out]`."""
+
+    @property
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """The untouched weight, `[d_out, d_in]` however the layer stores it.
+
+        Raises:
+            StateError: the layer has no such weight.
+        """
+
+    @property
+    @abstractmethod
+    def bias(self) -> Tensor | None:
+        """The untouched bias `[d_out]`, None where the layer has none."""
+
+    @property
+    @abstractmethod
+    def scale(self) -> float | Tensor:
+        """What the layer multiplies its output by: 1 except in embeddings of some families."""
+
+    @property
+    @abstractmethod
+    def residual(self) -> Tensor:
+        """The residual stream's value before the sub-layer, for a site with a `source`.
+
+        Shape `[*batch, d_model]`.
+        """
+
+
+class Adapter(nn.Module, ABC):
+    """Base of all adapters: `forward(x, base)` is the adapted layer.
+
+    Attributes:
+        acts_on: `"output"` for a function of the layer's output or a delta beside it,
+            `"input"` for one that changes the layer's input. It says in which order a `Stack`
+            nests: the first adapter of a stack is always the first to act.
+    """
+
+    acts_on: ClassVar[str] = "output"
+
+    @abstractmethod
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        """The adapted layer. `x` `[*batch, d_in]` → `[*batch, d_out]`, in the base's dtype."""
+
+
+class WeightAdapter(Adapter):
+    """An adapter that equals a changed weight, so that it can be merged into the layer."""
+
+    @abstractmethod
+    def weight(self, w: Tensor, base: Base) -> Tensor:
+        """The merged weight.
+
+        Args:
+            w: the weight so far, `[d_out, d_in]`, float32 or float64; with several adapters
+                merged one after the other it holds those before.
+            base: the layer; `base.weight` is its untouched weight.
+        """
+
+    def bias(self, b: Tensor, base: Base) -> Tensor:
+        """The merged bias, for adapters that change it.
+
+        Args:
+            b: the bias so far, `[d_out]`; zeros where the layer has none.
+            base: the layer.
+        """
+        return b
+
+
+class Head(nn.Module, ABC):
+    """Base of all heads: hidden states to logits, and logits with labels to a loss."""
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        """Logits of the task.
+
+        Args:
+            hidden: `[batch, tokens, d_model]`, or `[batch, d_model]` where the model has pooled.
+            mask: `[batch, tokens]`, true or 1 at real tokens; None when all are.
+        """
+
+    @abstractmethod
+    def loss(self, logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        """The training loss, a scalar; labels of −100 do not count."""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for norms, solves and merges: float64 for float64, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,0 +1,98 @@
+"""Every error that adapterzoo raises, and how its message is built.
+
+```
+AdapterZooError(Exception)
+├── ConfigError(ValueError)            a value, field or config string is not legal
+├── SiteError(LookupError)             the model has no place of the kind that was asked for
+├── UnknownNameError(KeyError)         no adapter, head or registry entry has this name
+├── DuplicateNameError(ValueError)     the name is taken
+├── CheckpointError(ValueError)        a file is missing, damaged, or does not fit the model
+├── CompositionError(ValueError)       adapters cannot be combined in this way
+├── StateError(RuntimeError)           the model is not in a state that allows the call
+├── KernelError(RuntimeError)          a kernel got operands that it cannot take
+└── HubError(RuntimeError)             the Hub did not answer as it should
+```
+
+A message says what was asked, what is wrong (with the value), what is legal, and what to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+_SHOWN = 10
+
+
+class AdapterZooError(Exception):
+    """Base of all errors of this library."""
+
+    def __str__(self) -> str:
+        """The message as it was written (`KeyError` would show its repr)."""
+        return str(self.args[0]) if self.args else ""
+
+
+class ConfigError(AdapterZooError, ValueError):
+    """A config value, field or config string is not legal."""
+
+
+class SiteError(AdapterZooError, LookupError):
+    """The model has no place of the kind that was asked for."""
+
+
+class UnknownNameError(AdapterZooError, KeyError):
+    """No adapter, head or registry entry has this name."""
+
+
+class DuplicateNameError(AdapterZooError, ValueError):
+    """The name is taken."""
+
+
+class CheckpointError(AdapterZooError, ValueError):
+    """A file is missing, damaged, or does not fit the model."""
+
+
+class CompositionError(AdapterZooError, ValueError):
+    """Adapters cannot be combined in this way."""
+
+
+class StateError(AdapterZooError, RuntimeError):
+    """The model is not in a state that allows the call."""
+
+
+class KernelError(AdapterZooError, RuntimeError):
+    """A kernel got operands that it cannot take."""
+
+
+class HubError(AdapterZooError, RuntimeError):
+    """The Hub did not answer as it should."""
+
+
+def listing(items: Iterable[object], *, limit: int = _SHOWN) -> str:
+    """The items as `'a', 'b', 'c' and 14 more`; the word `none` for an empty list.
+
+    Args:
+        items: what to show, in the order to show it.
+        limit: how many are shown before the rest is counted.
+    """
+    shown = [repr(item) for item in items]
+    if not shown:
+        return "none"
+    rest = len(shown) - limit
+    return ", ".join(shown[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def unknown_name(call: str, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
+    """The error for a name that is not there: says the known names, the nearest first.
+
+    Args:
+        call: what the user wrote, e.g. `"set_active_adapters('sst2')"`.
+        kind: what the name should have been, e.g. `"adapter"`.
+        name: the name that was not found.
+        known: all the names that exist.
+    """
+    names = sorted(known)
+    near = get_close_matches(str(name), names, n=1)
+    cure = f"Did you mean {near[0]!r}?" if near else f"Known {kind}s: {listing(names)}."
+    also = f" Known {kind}s: {listing(names)}." if near and len(names) > 1 else ""
+    return UnknownNameError(f"{call}: there is no {kind} {name!r}. {cure}{also}")

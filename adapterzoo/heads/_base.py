@@ -1,0 +1,390 @@
+"""What every head shares: its config, the registry of head types, its layers and its labels.
+
+A head config is a frozen, keyword-only dataclass in the file of its task. Its fields and its dict
+are those of AdapterHub's `head_config.json`; fields that AdapterHub does not have are written only
+when they differ from their default, so that files go both ways.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo.activations import activation
+from adapterzoo.contracts import Head
+from adapterzoo.errors import ConfigError, listing
+from adapterzoo.registry import Registry
+
+from ._pooling import Pooling
+
+# far above any published use; it stops a typo before it allocates
+_MAX_LAYERS = 64
+_MAX_LABELS = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backbone:
+    """What a head must know of the model below it.
+
+    Attributes:
+        hidden_size: width of the hidden states.
+        device: where the head's parameters shall be.
+        dtype: of the head's parameters.
+        vocab_size: rows of the input embedding, None without one.
+        embedding_size: width of the input embedding, where it is not `hidden_size`.
+        dropout: of heads that do not say their own.
+        layer_norm_eps: of the norms in heads.
+        init_std: standard deviation of fresh weights.
+        pooling: what `pooling="auto"` means for this model.
+        encoder_decoder: whether the hidden states are a decoder's, over those of an encoder.
+        lm_scale: factor of the hidden states below a language modelling head that says none.
+    """
+
+    hidden_size: int
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    vocab_size: int | None = None
+    embedding_size: int | None = None
+    dropout: float = 0.0
+    layer_norm_eps: float = 1e-12
+    init_std: float = 0.02
+    pooling: Pooling = "cls"
+    encoder_decoder: bool = False
+    lm_scale: float | None = None
+
+    def linear(self, d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
+        """A fresh linear layer, normal weights and zero bias."""
+        layer = nn.Linear(d_in, d_out, bias=bias, device=self.device, dtype=self.dtype)
+        nn.init.normal_(layer.weight, std=self.init_std)
+        if bias:
+            nn.init.zeros_(layer.bias)
+        return layer
+
+    def layer_norm(self, width: int) -> nn.LayerNorm:
+        """A fresh norm."""
+        return nn.LayerNorm(width, eps=self.layer_norm_eps, device=self.device, dtype=self.dtype)
+
+
+head_types: Registry[type[HeadConfig]] = Registry("head type")
+"""The `head_type` of a config to its class."""
+
+
+OURS = {"ours": True}
+"""Metadata of a field that AdapterHub's files do not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(ABC):
+    """Base of all head configs.
+
+    Subclasses are frozen keyword-only dataclasses that check their values in `__post_init__`.
+
+    Attributes:
+        head_type: name of the type in files.
+        output_class: which class of `transformers.modeling_outputs` the task answers with.
+        label_names: arguments of the model's `forward` that hold the labels; the head's `loss`
+            gets them stacked along dimension 1 when they are several.
+        inputs: further arguments of the model's `forward` that the head's own `forward` takes.
+        logit_names: fields of the output class for what `forward` returns.
+        token_labels: whether labels at tokens where the attention mask is 0 do not count.
+        label2id: names of the labels; None where they have none.
+    """
+
+    head_type: ClassVar[str]
+    output_class: ClassVar[str]
+    label_names: ClassVar[tuple[str, ...]] = ("labels",)
+    inputs: ClassVar[tuple[str, ...]] = ()
+    logit_names: ClassVar[tuple[str, ...]] = ("logits",)
+    token_labels: ClassVar[bool] = False
+
+    label2id: Mapping[str, int] | None = None
+
+    @abstractmethod
+    def build(self, backbone: Backbone) -> PredictionHead:
+        """A fresh head on the backbone's device and of its dtype.
+
+        Raises:
+            ConfigError: a value does not fit the backbone.
+        """
+
+    @property
+    def id2label(self) -> dict[int, str] | None:
+        """The label of each class number."""
+        return None if self.label2id is None else {i: label for label, i in self.label2id.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as JSON types, with its `head_type`; `from_dict` reads it back."""
+        fields = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if not ("ours" in f.metadata and getattr(self, f.name) == f.default)
+        }
+        if self.label2id is not None:
+            fields["label2id"] = dict(self.label2id)
+        return {"head_type": self.head_type, **fields}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HeadConfig:
+        """The config that `to_dict` or AdapterHub wrote; called on `HeadConfig`, finds the class.
+
+        Args:
+            values: the fields; `id2label` may stand for `label2id`.
+
+        Raises:
+            ConfigError: a field is unknown, or a value is not legal.
+            UnknownNameError: there is no such head type.
+        """
+        fields = dict(values)
+        head_type = fields.pop("head_type", None)
+        target = cls
+        if cls is HeadConfig:
+            target = head_types.find(str(head_type), "head config")
+        id2label = fields.pop("id2label", None)
+        if id2label is not None:
+            fields["label2id"] = labels_from(id2label)
+        known = [f.name for f in dataclasses.fields(target)]
+        if unknown := sorted(set(fields) - set(known)):
+            raise ConfigError(
+                f"head config of type {target.head_type!r}: there is no field {listing(unknown)}. "
+                f"Its fields: {listing(sorted(known), limit=40)}."
+            )
+        return target(**fields)
+
+    def replace(self, **changes: Any) -> Self:
+        """The same config with some fields changed.
+
+        Raises:
+            ConfigError: a value is not legal.
+        """
+        return dataclasses.replace(self, **changes)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the config's dict, the default where the dict does not have it."""
+        return self.to_dict().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        """A value of the config's dict."""
+        return self.to_dict()[key]
+
+    def _check(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            near = high if isinstance(value, int) and value > high else low
+            raise ConfigError(
+                f"{type(self).__name__}({name}={value!r}): {name} is a whole number from {low} to "
+                f"{high}. Write {name}={near}."
+            )
+
+    def _check_labels(self, count: int) -> None:
+        """Number the labels where they have no names; check the names where they have."""
+        if self.label2id is None:
+            names = {f"LABEL_{i}": i for i in range(count)}
+            object.__setattr__(self, "label2id", names)
+            return
+        wrong = [
+            f"{label!r}: {number!r}"
+            for label, number in self.label2id.items()
+            if not 0 <= number < count
+        ]
+        if wrong or len(set(self.label2id.values())) != len(self.label2id):
+            what = wrong[0] if wrong else "one number stands twice"
+            raise ConfigError(
+                f"{type(self).__name__}(label2id=…): {what}; with {count} labels each number from "
+                f"0 to {count - 1} stands once at most. "
+                f"Write id2label={{0: 'a', …, {count - 1}: 'z'}}."
+            )
+        object.__setattr__(self, "label2id", dict(self.label2id))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersConfig(HeadConfig):
+    """Configs of heads that are a stack of linear layers with dropout.
+
+    Attributes:
+        count_field: the field that says how many labels there are.
+        layers: number of linear layers.
+        activation_function: between them; None for none.
+        dropout_prob: before each; None for that of the model.
+    """
+
+    count_field: ClassVar[str] = "num_labels"
+
+    layers: int = 1
+    activation_function: str | None = "tanh"
+    dropout_prob: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        self._check(self.count_field, 1, _MAX_LABELS)
+        self._check("layers", 1, _MAX_LAYERS)
+        activation(self.activation_function)
+        check_probability(self, "dropout_prob")
+        self._check_labels(self.label_count)
+
+    @property
+    def label_count(self) -> int:
+        """How many labels there are."""
+        count: int = getattr(self, self.count_field)
+        return count
+
+    @property
+    def d_out(self) -> int:
+        """Features after the last layer."""
+        return self.label_count
+
+
+def check_probability(config: HeadConfig, name: str) -> None:
+    """Check that a field is None or a number from 0 to below 1.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    value = getattr(config, name)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ConfigError(
+            f"{type(config).__name__}({name}={value!r}): {name} is a number from 0 to below 1, or "
+            f"None for that of the model. Write {name}=0.1."
+        )
+
+
+class Activation(nn.Module):
+    """An activation function of a head, by name."""
+
+    def __init__(self, name: str) -> None:
+        """Look the function up.
+
+        Raises:
+            ConfigError: there is no such function.
+        """
+        super().__init__()
+        self.name = name
+        self.function = activation(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The function of each element; any shape."""
+        return self.function(x)
+
+    def extra_repr(self) -> str:
+        """The name."""
+        return self.name
+
+
+class PredictionHead(Head):
+    """Base of the heads that a model can hold by name.
+
+    Attributes:
+        config: from which it was built; saved with it.
+        pooling: how the model's answer for each sequence is taken from its tokens: it decides
+            which hidden states and which mask the model hands over. None for heads on tokens.
+    """
+
+    def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
+        """Keep the config.
+
+        Args:
+            config: from which it is built.
+            pooling: resolved, never "auto".
+        """
+        super().__init__()
+        self.config = config
+        self.pooling = pooling
+
+    @property
+    def output_embeddings(self) -> nn.Linear | None:
+        """The layer that has a row for each token of the vocabulary, None without one."""
+        return None
+
+    @abstractmethod
+    def loss(
+        self,
+        logits: Tensor | tuple[Tensor, ...],
+        labels: Tensor,
+        count: Tensor | int | None = None,
+    ) -> Tensor:
+        """The training loss, a scalar.
+
+        Args:
+            logits: as `forward` gave them.
+            labels: −100 where a label does not count.
+            count: by how many labels the sum is divided; those of this batch that count, when
+                None. With gradient accumulation it is the number over all the batches.
+        """
+
+
+class LayersHead(PredictionHead):
+    """A stack of linear layers, each behind a dropout, with activations between them.
+
+    Children are numbered as in AdapterHub's `nn.Sequential`: dropout 0, linear 1, activation 2, ….
+    """
+
+    config: LayersConfig
+
+    def __init__(
+        self,
+        config: LayersConfig,
+        backbone: Backbone,
+        pooling: Pooling | None = None,
+        bias: bool = True,
+    ) -> None:
+        """Make the layers.
+
+        Args:
+            config: of the head.
+            backbone: the model below.
+            pooling: resolved; None for a head on tokens.
+            bias: whether the last layer has one.
+        """
+        super().__init__(config, pooling)
+        dropout = backbone.dropout if config.dropout_prob is None else config.dropout_prob
+        width = backbone.hidden_size
+        layers: list[nn.Module] = []
+        for _ in range(config.layers - 1):
+            layers += [nn.Dropout(dropout), backbone.linear(width, width)]
+            if config.activation_function:
+                layers.append(Activation(config.activation_function))
+        layers += [nn.Dropout(dropout), backbone.linear(width, config.d_out, bias)]
+        number(self, layers)
+
+    def score(self, x: Tensor) -> Tensor:
+        """All layers one after the other. `x` `[*batch, d_model]` → `[*batch, d_out]`."""
+        for layer in self._modules.values():
+            x = layer(x)  # type: ignore[misc]
+        return x
+
+
+def number(module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Make the layers children of the module, named 0, 1, 2, …."""
+    for i, layer in enumerate(layers):
+        module.add_module(str(i), layer)
+
+
+def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
+    """Names to class numbers, out of class numbers to names; None for None.
+
+    Raises:
+        ConfigError: it is no such map, or a name stands twice.
+    """
+    if id2label is None:
+        return None
+    # numbers are strings in JSON
+    try:
+        label2id = {str(label): int(number) for number, label in id2label.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"id2label={id2label!r}: it maps class numbers to names. "
+            f"Write id2label={{0: 'negative', 1: 'positive'}}."
+        ) from error
+    if len(label2id) != len(id2label):
+        raise ConfigError(
+            f"id2label={id2label!r}: two classes have the same name. "
+            f"Write a name of its own for each."
+        )
+    return label2id

@@ -1,0 +1,125 @@
+"""Losses of heads: float32 or wider, −100 ignored, finite when no label counts.
+
+The range of labels is checked where that costs nothing, on the CPU outside of compiled code; on
+other devices it would stall the device, and a label out of range is caught there by PyTorch's own
+device-side assertion. Dtype and shape are always checked.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adapterzoo.contracts import compute_dtype
+from adapterzoo.errors import ConfigError
+
+IGNORED = -100
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor | int | None = None) -> Tensor:
+    """The mean of −log softmax(logits)[label] over the labels that count.
+
+    Args:
+        logits: `[*batch, classes]`.
+        labels: `[*batch]` integers, with any further dimensions of size 1; −100 does not count.
+        count: what the sum is divided by, instead of the number of labels that count.
+
+    Raises:
+        ConfigError: wrong dtype, shape or value of the labels.
+    """
+    classes = logits.shape[-1]
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+        raise ConfigError(
+            f"labels: dtype {labels.dtype} for {classes} classes; class numbers are integers from "
+            f"0 to {classes - 1}. Write labels.long(), or multilabel=True for a head that takes "
+            f"a yes or no for each class."
+        )
+    labels = _shaped(labels, logits.shape[:-1]).to(logits.device, torch.long)
+    check_range(labels, 0, classes - 1)
+    total = F.cross_entropy(
+        _wide(logits).reshape(-1, classes),  # [labels, classes]
+        labels.reshape(-1),  # [labels]
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+    return total / _count(labels != IGNORED, count)
+
+
+def binary_cross_entropy(
+    logits: Tensor, labels: Tensor, count: Tensor | int | None = None
+) -> Tensor:
+    """The mean binary cross entropy of σ(logits) over the labels that count.
+
+    Args:
+        logits: `[batch, classes]`.
+        labels: the same shape, from 0 to 1; −100 does not count.
+        count: what the sum is divided by, instead of the number of labels that count.
+
+    Raises:
+        ConfigError: wrong shape or value of the labels.
+    """
+    wide = _wide(logits)
+    labels = _shaped(labels, logits.shape).to(logits.device, wide.dtype)
+    check_range(labels, 0, 1)
+    counts = labels != IGNORED
+    each = F.binary_cross_entropy_with_logits(wide, labels.where(counts, 0.0), reduction="none")
+    return each.where(counts, 0.0).sum() / _count(counts, count)
+
+
+def squared_error(logits: Tensor, labels: Tensor, count: Tensor | int | None = None) -> Tensor:
+    """The mean of (logits − labels)²; every value is a target, −100 too.
+
+    Args:
+        logits: `[batch, 1]`.
+        labels: `[batch]` or `[batch, 1]`.
+        count: what the sum is divided by, instead of the number of labels.
+
+    Raises:
+        ConfigError: wrong shape of the labels.
+    """
+    wide = _wide(logits)
+    labels = _shaped(labels, logits.shape[:-1]).to(logits.device, wide.dtype)
+    total = (wide.squeeze(-1) - labels).square().sum()
+    return total / _count(torch.ones_like(labels), count)
+
+
+def check_range(labels: Tensor, low: int, high: int) -> None:
+    """Check that the labels that count lie within `low ≤ label ≤ high`, on the CPU.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if torch.compiler.is_compiling() or labels.device.type != "cpu":
+        return
+    # not (low ≤ label ≤ high): NaN is wrong too
+    wrong = ~((labels >= low) & (labels <= high)) & (labels != IGNORED)
+    if bool(wrong.any()):
+        raise ConfigError(
+            f"labels: {labels[wrong][0].item()} is no label of this head; legal are {low} to "
+            f"{high}, and {IGNORED} for what does not count. Correct the labels, or add the head "
+            f"with as many labels as the data has."
+        )
+
+
+def _shaped(labels: Tensor, shape: torch.Size) -> Tensor:
+    if labels.shape == shape:
+        return labels
+    kept = [size for size in labels.shape if size != 1]
+    if kept != [size for size in shape if size != 1]:
+        raise ConfigError(
+            f"labels: shape {list(labels.shape)} does not fit logits for {list(shape)}. "
+            f"Write labels of shape {list(shape)}."
+        )
+    return labels.reshape(shape)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(compute_dtype(logits.dtype))
+
+
+def _count(counts: Tensor, given: Tensor | int | None) -> Tensor | int:
+    if given is None:
+        # at least 1: a batch whose labels are all ignored has the loss 0
+        return counts.sum().clamp(min=1)
+    return given.to(counts.device) if isinstance(given, Tensor) else given

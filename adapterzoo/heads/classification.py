@@ -1,0 +1,196 @@
+"""Heads that judge a whole sequence or image: classes, several labels, regression, a choice.
+
+logits = W_n · act(… act(W_1 · pool(hidden) + b_1) …) + b_n, dropout before each W.
+
+Differs from AdapterHub: `pooling` says which tokens answer; labels of −100 do not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from adapterzoo.errors import ConfigError, listing
+
+from ._base import OURS, Backbone, LayersConfig, LayersHead, head_types
+from ._losses import binary_cross_entropy, cross_entropy, squared_error
+from ._pooling import POOLINGS, Pooling, pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledConfig(LayersConfig):
+    """Configs of heads on one vector for each sequence.
+
+    Attributes:
+        use_pooler: whether the model pools; the same as `pooling="pooler"`.
+        bias: whether the last layer has one.
+        pooling: which tokens answer for the sequence.
+    """
+
+    layers: int = 2
+    use_pooler: bool = False
+    bias: bool = field(default=True, metadata=OURS)
+    pooling: Pooling = field(default="auto", metadata=OURS)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.pooling not in POOLINGS:
+            raise ConfigError(
+                f"{type(self).__name__}(pooling={self.pooling!r}): pooling is one of "
+                f"{listing(POOLINGS)}. Write pooling='auto'."
+            )
+        if self.use_pooler and self.pooling not in ("auto", "pooler"):
+            raise ConfigError(
+                f"{type(self).__name__}(use_pooler=True, pooling={self.pooling!r}): the model's "
+                f"pooler and another pooling exclude each other. "
+                f"Write use_pooler=False, pooling={self.pooling!r}."
+            )
+        if self.pooling == "pooler":
+            # one spelling in files, the one that AdapterHub reads
+            object.__setattr__(self, "use_pooler", True)
+            object.__setattr__(self, "pooling", "auto")
+
+    def resolved(self, backbone: Backbone) -> Pooling:
+        """The pooling that holds on this backbone, never "auto"."""
+        if self.use_pooler:
+            return "pooler"
+        return backbone.pooling if self.pooling == "auto" else self.pooling
+
+    def build(self, backbone: Backbone) -> PooledHead:
+        """A fresh head."""
+        return PooledHead(self, backbone)
+
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+        """Cross entropy of classes; the squared error of a single number."""
+        if self.label_count == 1:
+            return squared_error(logits, labels, count)
+        return cross_entropy(logits, labels, count)
+
+
+@head_types.register("classification")
+@dataclass(frozen=True, kw_only=True)
+class ClassificationConfig(PooledConfig):
+    """One of `num_labels` classes for each sequence; with `num_labels=1` a number (regression)."""
+
+    head_type: ClassVar[str] = "classification"
+    output_class: ClassVar[str] = "SequenceClassifierOutput"
+
+    num_labels: int = 2
+    bias: bool = True
+
+
+@head_types.register("multilabel_classification")
+@dataclass(frozen=True, kw_only=True)
+class MultilabelClassificationConfig(PooledConfig):
+    """A yes or no for each of `num_labels` labels."""
+
+    head_type: ClassVar[str] = "multilabel_classification"
+    output_class: ClassVar[str] = "SequenceClassifierOutput"
+
+    num_labels: int = 2
+    bias: bool = True
+
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+        """Binary cross entropy."""
+        return binary_cross_entropy(logits, labels, count)
+
+
+@head_types.register("image_classification")
+@dataclass(frozen=True, kw_only=True)
+class ImageClassificationConfig(PooledConfig):
+    """One of `num_labels` classes for each image, or with `multilabel` a yes or no for each."""
+
+    head_type: ClassVar[str] = "image_classification"
+    output_class: ClassVar[str] = "ImageClassifierOutput"
+
+    num_labels: int = 2
+    multilabel: bool = False
+    bias: bool = True
+
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+        """Binary cross entropy of labels, cross entropy of classes, squared error of a number."""
+        if self.multilabel and self.num_labels > 1:
+            return binary_cross_entropy(logits, labels, count)
+        return super().loss(logits, labels, count)
+
+
+@head_types.register("multiple_choice")
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoiceConfig(PooledConfig):
+    """The best of `num_choices` sequences, each scored by itself."""
+
+    head_type: ClassVar[str] = "multiple_choice"
+    output_class: ClassVar[str] = "MultipleChoiceModelOutput"
+    count_field: ClassVar[str] = "num_choices"
+
+    num_choices: int = 2
+
+    @property
+    def d_out(self) -> int:
+        """One score for each sequence."""
+        return 1
+
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+        """Cross entropy of the choices."""
+        return cross_entropy(logits, labels, count)
+
+    def build(self, backbone: Backbone) -> MultipleChoiceHead:
+        """A fresh head."""
+        return MultipleChoiceHead(self, backbone)
+
+
+class PooledHead(LayersHead):
+    """Layers on one vector for each sequence."""
+
+    config: PooledConfig
+
+    def __init__(self, config: PooledConfig, backbone: Backbone) -> None:
+        """Make the layers."""
+        super().__init__(config, backbone, config.resolved(backbone), config.bias)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits `[batch, num_labels]`.
+
+        Args:
+            hidden: `[batch, tokens, d_model]`, or `[batch, d_model]` where the model has pooled.
+            mask: `[batch, tokens]`, true or 1 at the tokens that `pooling` looks at.
+        """
+        return self.score(pool(hidden, mask, self.pooling or "cls"))
+
+    def loss(
+        self,
+        logits: Tensor | tuple[Tensor, ...],
+        labels: Tensor,
+        count: Tensor | int | None = None,
+    ) -> Tensor:
+        """The loss of the task. `logits` `[batch, num_labels]`, `labels` `[batch]`."""
+        if isinstance(logits, tuple):
+            (logits,) = logits
+        return self.config.loss(logits, labels, count)
+
+
+class MultipleChoiceHead(PooledHead):
+    """A score for each sequence, compared within each group of choices."""
+
+    config: MultipleChoiceConfig
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits `[batch, num_choices]`.
+
+        Args:
+            hidden: `[batch · num_choices, tokens, d_model]`, the choices of one question together.
+            mask: `[batch · num_choices, tokens]`.
+
+        Raises:
+            ConfigError: the sequences do not divide into groups of choices.
+        """
+        choices = self.config.num_choices
+        if hidden.shape[0] % choices:
+            raise ConfigError(
+                f"multiple choice: {hidden.shape[0]} sequences do not divide into groups of "
+                f"num_choices={choices}. Write input_ids of shape [batch, {choices}, tokens]."
+            )
+        return super().forward(hidden, mask).view(-1, choices)  # [batch, num_choices]

@@ -1,0 +1,91 @@
+"""The span of the text that answers a question: its first and its last token.
+
+Devlin et al. 2019, arXiv:1810.04805, §4.2: two scores for each token, the cross entropies of the
+first and of the last token averaged.
+
+Differs from AdapterHub: a position outside of the text does not count on either side of it
+(AdapterHub takes negative ones as 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adapterzoo.errors import ConfigError
+
+from ._base import OURS, Backbone, LayersConfig, LayersHead, head_types
+from ._losses import IGNORED, cross_entropy
+
+
+@head_types.register("question_answering")
+@dataclass(frozen=True, kw_only=True)
+class QuestionAnsweringConfig(LayersConfig):
+    """A score as first and one as last token of the answer, for each token.
+
+    Attributes:
+        num_labels: 2, the two scores.
+        bias: whether the last layer has one.
+    """
+
+    head_type: ClassVar[str] = "question_answering"
+    output_class: ClassVar[str] = "QuestionAnsweringModelOutput"
+    label_names: ClassVar[tuple[str, ...]] = ("start_positions", "end_positions")
+    logit_names: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
+
+    num_labels: int = 2
+    bias: bool = field(default=True, metadata=OURS)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        self._check("num_labels", 2, 2)
+        super().__post_init__()
+
+    def build(self, backbone: Backbone) -> QuestionAnsweringHead:
+        """A fresh head."""
+        return QuestionAnsweringHead(self, backbone, bias=self.bias)
+
+
+class QuestionAnsweringHead(LayersHead):
+    """Layers on each token, two features after the last."""
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Scores as first and as last token, `[batch, tokens]` each.
+
+        Args:
+            hidden: `[batch, tokens, d_model]`.
+            mask: not used; padding is scored like the rest, as by the models of transformers.
+        """
+        start, end = self.score(hidden).unbind(dim=-1)
+        return start.contiguous(), end.contiguous()
+
+    def loss(
+        self,
+        logits: Tensor | tuple[Tensor, ...],
+        labels: Tensor,
+        count: Tensor | int | None = None,
+    ) -> Tensor:
+        """The mean of the two cross entropies.
+
+        Args:
+            logits: of the first and of the last token, `[batch, tokens]` each.
+            labels: `[batch, 2]`, their positions; those outside of the text do not count.
+            count: what each sum is divided by, instead of the number of positions that count.
+
+        Raises:
+            ConfigError: wrong dtype or shape of the labels.
+        """
+        start, end = logits
+        if labels.is_floating_point() or labels.shape[1:] != (2,):
+            raise ConfigError(
+                f"start_positions, end_positions: {labels.dtype} of shape {list(labels.shape[:1])} "
+                f"and more; positions are integers of shape [batch]. Write one number for each row."
+            )
+        inside = (labels >= 0) & (labels < start.shape[1])
+        kept = labels.to(torch.long).where(inside, IGNORED)
+        first = cross_entropy(start, kept[:, 0], count)
+        last = cross_entropy(end, kept[:, 1], count)
+        return (first + last) / 2

@@ -1,0 +1,57 @@
+"""A class for each token: named entities, parts of speech.
+
+logits = W_n · act(… act(W_1 · hidden + b_1) …) + b_n for each token, dropout before each W.
+
+Differs from AdapterHub: nothing; `bias` can leave out that of the last layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from ._base import OURS, Backbone, LayersConfig, LayersHead, head_types
+from ._losses import cross_entropy
+
+
+@head_types.register("tagging")
+@dataclass(frozen=True, kw_only=True)
+class TaggingConfig(LayersConfig):
+    """One of `num_labels` classes for each token.
+
+    Attributes:
+        num_labels: number of classes.
+        bias: whether the last layer has one.
+    """
+
+    head_type: ClassVar[str] = "tagging"
+    output_class: ClassVar[str] = "TokenClassifierOutput"
+    token_labels: ClassVar[bool] = True
+
+    num_labels: int = 2
+    bias: bool = field(default=True, metadata=OURS)
+
+    def build(self, backbone: Backbone) -> TaggingHead:
+        """A fresh head."""
+        return TaggingHead(self, backbone, bias=self.bias)
+
+
+class TaggingHead(LayersHead):
+    """Layers on each token."""
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits `[batch, tokens, num_labels]`. `hidden` `[batch, tokens, d_model]`."""
+        return self.score(hidden)
+
+    def loss(
+        self,
+        logits: Tensor | tuple[Tensor, ...],
+        labels: Tensor,
+        count: Tensor | int | None = None,
+    ) -> Tensor:
+        """Cross entropy. `logits` `[batch, tokens, num_labels]`, `labels` `[batch, tokens]`."""
+        if isinstance(logits, tuple):
+            (logits,) = logits
+        return cross_entropy(logits, labels, count)

@@ -1,0 +1,218 @@
+"""Injection: the only module that changes a model. `put` and `take` undo each other.
+
+`put` gives a layer *object* a subclass of its own class and hangs the adapters below it; `take`
+removes them and gives the class back. No wrapper, so the base model's state-dict keys and
+`isinstance` answers stay; no hook and no closure, so copies, pickles and replicas are independent.
+PyTorch's own `fully_shard` changes classes in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from adapterzoo.composition import evaluate
+from adapterzoo.contracts import Adapter, Base
+from adapterzoo.errors import DuplicateNameError, StateError
+from adapterzoo.selection import Selection
+
+from .parts import ParameterParts, Parts, mergeable
+from .views import Layer, matrix, put_rows, stores_transposed, take_rows
+
+__all__ = [
+    "Adapted",
+    "ParameterParts",
+    "Parts",
+    "Shelf",
+    "base_of",
+    "matrix",
+    "mergeable",
+    "plain_class",
+    "put",
+    "put_rows",
+    "stores_transposed",
+    "take",
+    "take_rows",
+    "tap",
+    "untap",
+]
+
+
+class Shelf(nn.ModuleDict):
+    """The adapters of one layer, by name; any name is legal, also `train` or `type`."""
+
+    def __setitem__(self, key: str, module: nn.Module) -> None:
+        """Enter the module; `add_module` would refuse the names of its own methods."""
+        self._modules[key] = module
+
+
+@dataclass(slots=True)
+class _Link:
+    """What ties a layer to the model: kept in the layer, shared by shallow copies of it."""
+
+    selection: Selection
+    path: str
+    tapped_by: set[tuple[str, str]] = field(default_factory=set)
+
+
+class Adapted(nn.Module):
+    """Mixed into the class of a layer that has adapters, or whose input one of them needs."""
+
+    _link: _Link
+    # names of the parameters that are read changed, where the layer computes with parameters
+    _read: tuple[str, ...] = ()
+    adapters: Shelf
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward with the active adapters; the plain one when none is active."""
+        link = self._link
+        selection = link.selection
+        plan = selection.plan
+        if plan.setup is None:
+            return super().forward(*args, **kwargs)
+        for reader in plan.taps.get(link.path, ()):
+            selection.taps[reader] = args[0] if args else next(iter(kwargs.values()))
+        step = plan.steps.get(link.path)
+        if step is None:
+            return super().forward(*args, **kwargs)
+        residual = selection.taps.pop(link.path, None)
+        base = Layer(self, super().forward, args, kwargs, residual)
+        x = args[0] if args else next(iter(kwargs.values()))
+        return base.pack(evaluate(step, cast("Any", self._modules["adapters"])._modules, x, base))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
+        return _blank, (plain_class(self), self._read), self.__getstate__()
+
+    def _replicate_for_data_parallel(self) -> Any:
+        # worker threads run the replicas: they must see what the replicating thread sees
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        link = self._link
+        replica._link = _Link(link.selection.pinned(), link.path, link.tapped_by)
+        return replica
+
+
+def put(layer: nn.Module, name: str, adapter: Adapter, selection: Selection, path: str) -> None:
+    """Hang the adapter below the layer, inactive until the selection says otherwise.
+
+    Args:
+        layer: any module of the model; its class changes to a subclass of itself.
+        name: under which the adapter is found, `layer.adapters[name]`.
+        adapter: on the device and of the dtype that it shall have.
+        selection: the model's.
+        path: of the layer, as plans name it.
+
+    Raises:
+        DuplicateNameError: the layer has an adapter of this name.
+        StateError: the layer has an attribute `adapters` of its own.
+    """
+    if "adapters" not in layer._modules and "adapters" in {*dir(plain_class(layer)), *vars(layer)}:
+        raise StateError(
+            f"put({name!r}) at {path!r}: {type(layer).__name__} has an attribute 'adapters' of "
+            f"its own. Exclude this layer by exclude_modules."
+        )
+    parameters = tuple(adapter._modules) if isinstance(adapter, ParameterParts) else ()
+    _swap(layer, selection, path, parameters)
+    shelf = cast("Shelf", layer._modules.setdefault("adapters", Shelf().train(layer.training)))
+    if name in shelf:
+        raise DuplicateNameError(
+            f"put({name!r}): there is one at {path!r} already. Take it first, or use another name."
+        )
+    shelf[name] = adapter.train(layer.training)
+
+
+def take(layer: nn.Module, name: str) -> Adapter:
+    """Remove the adapter; the last one leaves the layer as it was before the first `put`.
+
+    Raises:
+        StateError: the layer has no adapter of this name.
+    """
+    shelf = layer._modules.get("adapters")
+    if not isinstance(layer, Adapted) or not isinstance(shelf, Shelf) or name not in shelf:
+        raise StateError(f"take({name!r}): {type(layer).__name__} has no adapter of this name.")
+    adapter = cast("Adapter", shelf._modules.pop(name))
+    if not shelf:
+        del layer._modules["adapters"]
+    _restore(layer)
+    return adapter
+
+
+def tap(module: nn.Module, reader: str, name: str, selection: Selection, path: str) -> None:
+    """Let a module pass its first input on to the site `reader`, for the adapter `name`."""
+    _swap(module, selection, path)
+    cast("Adapted", module)._link.tapped_by.add((reader, name))
+
+
+def untap(module: nn.Module, reader: str, name: str) -> None:
+    """Undo `tap`."""
+    if isinstance(module, Adapted):
+        module._link.tapped_by.discard((reader, name))
+        _restore(module)
+
+
+def plain_class(layer: nn.Module) -> type[nn.Module]:
+    """The layer's class without adapters."""
+    mro = type(layer).__mro__
+    return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
+
+
+def base_of(layer: nn.Module, weight: Tensor | None = None) -> Base:
+    """The layer as its adapters see it, outside of a forward.
+
+    Args:
+        layer: the layer.
+        weight: `[d_out, d_in]`, to be shown as the untouched weight; None: the layer's own.
+    """
+    base = Layer(layer, functools.partial(plain_class(layer).forward, layer))
+    base.shown = weight
+    return base
+
+
+def _swap(
+    layer: nn.Module, selection: Selection, path: str, parameters: tuple[str, ...] = ()
+) -> None:
+    cls = type(layer)
+    if not isinstance(layer, Adapted):
+        layer.__class__ = _adapted_class(cls, parameters)
+        cast("Adapted", layer)._link = _Link(selection, path)
+    elif missing := tuple(p for p in parameters if p not in layer._read):
+        layer.__class__ = _adapted_class(plain_class(layer), (*layer._read, *missing))
+
+
+def _restore(layer: Adapted) -> None:
+    if "adapters" not in layer._modules and not layer._link.tapped_by:
+        del layer._link
+        layer.__class__ = plain_class(layer)
+
+
+@functools.cache
+def _adapted_class(cls: type[nn.Module], parameters: tuple[str, ...] = ()) -> type[Adapted]:
+    members: dict[str, Any] = {"_read": parameters}
+    for parameter in parameters:
+        members[parameter] = property(functools.partial(_changed, parameter=parameter))
+    return cast("type[Adapted]", type(f"Adapted{cls.__name__}", (Adapted, cls), members))
+
+
+def _changed(layer: Adapted, parameter: str) -> Tensor | None:
+    """What a layer that computes with its parameters reads: the changed one when active."""
+    own = layer._parameters[parameter]
+    link = layer._link
+    step = link.selection.plan.steps.get(link.path)
+    if step is None or own is None:
+        return own
+    w = matrix(layer, parameter)
+    base = base_of(layer, w)
+    for name in step:
+        adapter = layer.adapters._modules[name]
+        if isinstance(adapter, ParameterParts):
+            w = adapter.changed(parameter, w, base)
+    w = w.to(own.dtype)
+    return w.mT if stores_transposed(layer, parameter) else w
+
+
+def _blank(cls: type[nn.Module], parameters: tuple[str, ...]) -> nn.Module:
+    adapted = _adapted_class(cls, parameters)
+    return adapted.__new__(adapted)

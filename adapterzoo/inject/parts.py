@@ -1,0 +1,104 @@
+"""Several adapters under one name at one layer: for fused layers, unions and experts."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from adapterzoo.anatomy import Rows
+from adapterzoo.contracts import Adapter, Base, WeightAdapter
+from adapterzoo.errors import StateError
+
+from .views import RowsOf, put_rows, take_rows
+
+
+class Parts(WeightAdapter):
+    """Several adapters of one name at one layer: for the parts of a fused layer, or of a union.
+
+    Each child adapts its rows of the output, all rows where it has none; earlier ones act first.
+    """
+
+    def __init__(self, parts: list[tuple[str, Rows | None, Adapter]]) -> None:
+        """Join the adapters.
+
+        Args:
+            parts: label (the role of the rows, unique), rows, adapter.
+        """
+        super().__init__()
+        self.rows = {label: rows for label, rows, _ in parts}
+        for label, _, adapter in parts:
+            self.add_module(label, adapter)
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        """The fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        y = base(x)
+        for label, rows in self.rows.items():
+            adapter = self._modules[label]
+            part = adapter(x, RowsOf(base, rows or _all_rows(y), x, y))
+            y = part if rows is None else put_rows(y, part, rows, -1)
+        return y
+
+    def weight(self, w: Tensor, base: Base) -> Tensor:
+        """The merged weight of all rows, `[d_out, d_in]`, with experts in front."""
+        empty = w.new_empty(0)
+        for label, rows in self.rows.items():
+            adapter = mergeable(self._modules[label])
+            whole = rows or _all_rows(w, -2)
+            part = adapter.weight(take_rows(w, whole, -2), RowsOf(base, whole, empty, empty))
+            w = put_rows(w, part, whole, -2)
+        return w
+
+    def bias(self, b: Tensor, base: Base) -> Tensor:
+        """The merged bias of all rows, `[d_out]`."""
+        empty = b.new_empty(0)
+        for label, rows in self.rows.items():
+            adapter = mergeable(self._modules[label])
+            whole = rows or _all_rows(b)
+            part = adapter.bias(take_rows(b, whole, 0), RowsOf(base, whole, empty, empty))
+            b = put_rows(b, part, whole, 0)
+        return b
+
+
+class ParameterParts(Adapter):
+    """The adapters of one name at a module that computes with its parameters: fused experts.
+
+    There is no layer to add an output to: while the adapters are active, the parameters that the
+    module reads are the changed ones.
+    """
+
+    def __init__(self, parts: dict[str, Parts]) -> None:
+        """Join the adapters.
+
+        Args:
+            parts: name of a parameter to its adapters.
+        """
+        super().__init__()
+        for parameter, adapters in parts.items():
+            self.add_module(parameter, adapters)
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        """The module's output, computed with the weights that `changed` gives it."""
+        return base(x)
+
+    def changed(self, parameter: str, w: Tensor, base: Base) -> Tensor:
+        """A weight `[*experts, d_out, d_in]` with the adapters' change."""
+        adapters = self._modules.get(parameter)
+        return adapters.weight(w, base) if isinstance(adapters, Parts) else w
+
+
+def mergeable(adapter: nn.Module | None) -> WeightAdapter:
+    """The adapter, when it equals a changed weight.
+
+    Raises:
+        StateError: it is a function that no weight can express.
+    """
+    if isinstance(adapter, WeightAdapter):
+        return adapter
+    raise StateError(
+        f"merge: a {type(adapter).__name__} adapter is no change of a weight and cannot be merged. "
+        f"Keep it active instead; adapters that can be merged derive from WeightAdapter."
+    )
+
+
+def _all_rows(t: Tensor, dim: int = -1) -> Rows:
+    size = t.shape[dim]
+    return Rows(1, size, 0, size)

@@ -1,0 +1,155 @@
+"""How an adapter sees a layer: one call of it, some of its rows, its weight.
+
+The layout of weights is known here and nowhere else: GPT-2's Conv1D and embeddings store theirs
+`[d_in, d_out]`, fused experts keep one tensor for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo.anatomy import Rows
+from adapterzoo.contracts import Base
+from adapterzoo.errors import StateError
+
+
+class Layer(Base):
+    """One call of a layer, as its adapters see it."""
+
+    __slots__ = ("_args", "_forward", "_kwargs", "_module", "_residual", "_rest", "shown")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        self._module = module
+        self._forward = forward
+        self._args = args
+        self._kwargs = kwargs or {}
+        self._residual = residual
+        self._rest: tuple[Any, ...] | None = None
+        self.shown: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._args or not self._kwargs:
+            out = self._forward(x, *self._args[1:], **self._kwargs)
+        else:
+            out = self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
+        # blocks may return (hidden, attention weights, …)
+        if isinstance(out, tuple):
+            self._rest = out[1:]
+            return cast("Tensor", out[0])
+        return cast("Tensor", out)
+
+    plain = __call__
+
+    def pack(self, y: Tensor) -> Any:
+        """The output in the form in which the layer itself returned it."""
+        return y if self._rest is None else (y, *self._rest)
+
+    @property
+    def weight(self) -> Tensor:
+        return matrix(self._module) if self.shown is None else self.shown
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._module._parameters.get("bias")
+
+    @property
+    def scale(self) -> float | Tensor:
+        return getattr(self._module, "embed_scale", 1.0)
+
+    @property
+    def residual(self) -> Tensor:
+        if self._residual is None:
+            raise StateError(
+                f"{type(self._module).__name__}: the adapter at this layer needs the input of "
+                f"another module of the block, which was not run before it. Run the whole block."
+            )
+        return self._residual
+
+
+class RowsOf(Base):
+    """Some output features of a fused layer, as a layer of their own."""
+
+    __slots__ = ("_base", "_rows", "_x", "_y")
+
+    def __init__(self, base: Base, rows: Rows, x: Tensor, y: Tensor) -> None:
+        self._base = base
+        self._rows = rows
+        self._x = x
+        self._y = y
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return take_rows(self._y if x is self._x else self._base(x), self._rows, -1)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return take_rows(self._base.plain(x), self._rows, -1)
+
+    @property
+    def weight(self) -> Tensor:
+        return take_rows(self._base.weight, self._rows, -2)
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = self._base.bias
+        return None if bias is None else take_rows(bias, self._rows, 0)
+
+    @property
+    def scale(self) -> float | Tensor:
+        return self._base.scale
+
+    @property
+    def residual(self) -> Tensor:
+        return self._base.residual
+
+
+def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
+    """Whether a weight is stored `[d_in, d_out]`: embeddings, GPT-2's Conv1D, some experts."""
+    if parameter != "weight":
+        return bool(getattr(layer, "is_transposed", False))
+    names = {cls.__name__ for cls in type(layer).__mro__}
+    return isinstance(layer, nn.Embedding) or "Conv1D" in names
+
+
+def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
+    """A weight as `[d_out, d_in]`, fused experts in front; a view where possible.
+
+    Raises:
+        StateError: the layer has no floating-point matrix of this name.
+    """
+    weight = layer._parameters.get(parameter)
+    if weight is None or weight.dim() < 2 or not weight.is_floating_point():
+        raise StateError(
+            f"{type(layer).__name__}: its {parameter!r} is no floating-point matrix, so it can "
+            f"be adapted by a function of its input or output only."
+        )
+    return weight.mT if stores_transposed(layer, parameter) else weight
+
+
+def take_rows(t: Tensor, rows: Rows, dim: int) -> Tensor:
+    """The features of the rows along a dimension, in the order of a layer of their own."""
+    if rows.groups == 1:
+        return t.narrow(dim, rows.start, rows.stop - rows.start)
+    dim %= t.dim()
+    grouped = t.unflatten(dim, (rows.groups, rows.width))  # [.., groups, width, ..]
+    return grouped.narrow(dim + 1, rows.start, rows.stop - rows.start).flatten(dim, dim + 1)
+
+
+def put_rows(t: Tensor, part: Tensor, rows: Rows, dim: int) -> Tensor:
+    """A tensor in which `take_rows` finds the part, and which is otherwise `t`."""
+    dim %= t.dim()
+    size = rows.stop - rows.start
+    grouped = t.unflatten(dim, (rows.groups, rows.width))  # [.., groups, width, ..]
+    before = grouped.narrow(dim + 1, 0, rows.start)
+    after = grouped.narrow(dim + 1, rows.stop, rows.width - rows.stop)
+    middle = part.unflatten(dim, (rows.groups, size))  # [.., groups, size, ..]
+    return torch.cat([before, middle, after], dim + 1).flatten(dim, dim + 1)

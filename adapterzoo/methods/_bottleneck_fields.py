@@ -1,0 +1,271 @@
+"""The fields of a bottleneck's config, those of AdapterHub's `adapters` 1.3, and their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from adapterzoo.activations import activation
+from adapterzoo.configs import (
+    MAX_WIDTH,
+    AdapterConfig,
+    require_choice,
+    require_layers,
+    require_range,
+)
+from adapterzoo.errors import ConfigError
+
+_SWITCHES = (
+    "mh_adapter", "output_adapter", "cross_adapter", "original_ln_before", "original_ln_after",
+    "ln_before", "ln_after", "is_parallel", "use_gating", "adapter_residual_before_ln", "phm_layer",
+)  # fmt: skip
+
+# fields that mean something only when another one is set
+_NEEDS = {
+    "adapter_residual_before_ln": "ln_after=True",
+    "inv_adapter_reduction_factor": "inv_adapter",
+    "phm_dim": "phm_layer=True",
+    "factorized_phm_W": "phm_layer=True",
+    "shared_W_phm": "phm_layer=True",
+    "shared_phm_rule": "phm_layer=True",
+    "factorized_phm_rule": "phm_layer=True",
+    "phm_c_init": "phm_layer=True",
+    "phm_init_range": "phm_layer=True",
+    "learn_phm": "phm_layer=True",
+    "hypercomplex_nonlinearity": "phm_layer=True",
+    "phm_rank": "phm_layer=True",
+    "phm_bias": "phm_layer=True",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BottleneckFields(AdapterConfig):
+    """Every field of a bottleneck; two configs with equal fields are equal.
+
+    h is a sub-layer's output, inp the residual stream before it, s = h + inp, LN the norm that
+    follows the addition (post-LN blocks only).
+
+    Attributes:
+        mh_adapter: adapters after self-attention.
+        output_adapter: adapters after the feed-forward part.
+        reduction_factor: the width is d_model // reduction_factor, at least 1; a number above 0,
+            or a mapping from layer number to such numbers, with "default" for the others.
+        non_linearity: name of the activation, see `adapterzoo.activations`.
+        original_ln_before: the bottleneck reads LN(s), or s in pre-LN blocks, instead of h.
+        original_ln_after: inp is added and LN applied after the bottleneck.
+        ln_before: a new layer norm in front of the bottleneck.
+        ln_after: a new layer norm behind it.
+        init_weights: "bert": N(0, 0.02), not the identity; "mam_adapter": up projection zero;
+            "houlsby": N(0, 0.01) cut off at two deviations.
+        init_weights_seed: makes the initial values reproducible; they differ from site to site.
+        is_parallel: the bottleneck reads inp, and its result is added to h.
+        scaling: factor of the bottleneck's result: a number, "learned", or "channel" for a
+            learned one per feature.
+        use_gating: a learned gate, one number per sequence, on the result.
+        residual_before_ln: what the result is added to when `original_ln_before`: True: h;
+            "post_add": s; False: what the bottleneck reads.
+        adapter_residual_before_ln: the norm of `ln_after` encloses that addition.
+        inv_adapter: None; invertible adapters do not exist here.
+        inv_adapter_reduction_factor: None; of `inv_adapter`.
+        cross_adapter: adapters after cross-attention.
+        leave_out: numbers of blocks without adapters; encoder blocks first, then decoder.
+        dropout: probability, 0 to below 1, of dropping a feature of the result.
+        phm_layer: False; Compacter's layers do not exist here. All `phm` fields below, and those
+            with `phm` in their name, are Compacter's and hold their defaults.
+        phm_dim: Compacter's.
+        factorized_phm_W: Compacter's.
+        shared_W_phm: Compacter's.
+        shared_phm_rule: Compacter's.
+        factorized_phm_rule: Compacter's.
+        phm_c_init: Compacter's.
+        phm_init_range: Compacter's.
+        learn_phm: Compacter's.
+        hypercomplex_nonlinearity: Compacter's.
+        phm_rank: Compacter's.
+        phm_bias: Compacter's.
+        stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
+            the batch during training.
+    """
+
+    mh_adapter: bool
+    output_adapter: bool
+    reduction_factor: float | Mapping[str, float]
+    non_linearity: str
+    original_ln_before: bool = False
+    original_ln_after: bool = True
+    ln_before: bool = False
+    ln_after: bool = False
+    init_weights: str = "bert"
+    init_weights_seed: int | None = None
+    is_parallel: bool = False
+    scaling: float | str = 1.0
+    use_gating: bool = False
+    residual_before_ln: bool | str = True
+    adapter_residual_before_ln: bool = False
+    inv_adapter: str | None = None
+    inv_adapter_reduction_factor: float | None = None
+    cross_adapter: bool = False
+    leave_out: tuple[int, ...] = ()
+    dropout: float = 0.0
+    phm_layer: bool = False
+    phm_dim: int = 4
+    factorized_phm_W: bool = True  # noqa: N815
+    shared_W_phm: bool = False  # noqa: N815
+    shared_phm_rule: bool = True
+    factorized_phm_rule: bool = False
+    phm_c_init: str = "normal"
+    phm_init_range: float = 0.0001
+    learn_phm: bool = True
+    hypercomplex_nonlinearity: str = "glorot-uniform"
+    phm_rank: int = 1
+    phm_bias: bool = True
+    stochastic_depth: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a value is not legal, or has no effect together with the others.
+        """
+        for field in _SWITCHES:
+            require_choice(self, field, (False, True))
+        require_choice(self, "residual_before_ln", (True, False, "post_add"))
+        require_choice(self, "init_weights", ("bert", "mam_adapter", "houlsby"))
+        require_range(self, "dropout", 0.0, 1.0 - 1e-9)
+        require_range(self, "stochastic_depth", 0.0, 1.0 - 1e-9)
+        if self.init_weights_seed is not None:
+            require_range(self, "init_weights_seed", -(2**63), 2**63 - 1)
+        if isinstance(self.scaling, str):
+            require_choice(self, "scaling", (1.0, "learned", "channel"))
+        else:
+            require_range(self, "scaling", -1e9, 1e9)
+        require_layers(self, "leave_out")
+        activation(self.non_linearity)
+        self._check_reduction()
+        self._check_together()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal; `SeqBnConfig()` equals the `BnConfig` that spells it."""
+        return isinstance(other, BottleneckFields) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        """A hash that equal configs share."""
+        return hash(repr(sorted(self.to_dict().items())))
+
+    def width_at(self, layer: int, d_model: int) -> int:
+        """The bottleneck's width in a block.
+
+        Args:
+            layer: number of the block.
+            d_model: width of its residual stream.
+
+        Raises:
+            ConfigError: the mapping has no number for this block, or the width is too large.
+        """
+        factor = self.reduction_factor
+        if isinstance(factor, Mapping):
+            factors, factor = factor, factor.get(str(layer), factor.get("default", 0))
+            if not factor:
+                raise self._error(
+                    f"reduction_factor={dict(factors)!r}",
+                    f"there is no number for block {layer} and no default",
+                    f"reduction_factor={ {**factors, 'default': 16}!r}",
+                )
+        width = max(1, int(d_model // factor))
+        if width > MAX_WIDTH:
+            raise self._error(
+                f"reduction_factor={factor!r}",
+                f"makes a bottleneck of width {width} out of {d_model} features; at most "
+                f"{MAX_WIDTH} are legal",
+                "reduction_factor=16",
+            )
+        return width
+
+    def _check_reduction(self) -> None:
+        value = self.reduction_factor
+        if isinstance(value, Mapping):
+            value = {str(layer): factor for layer, factor in value.items()}
+            object.__setattr__(self, "reduction_factor", value)
+        given = value if isinstance(value, Mapping) else {"default": value}
+        for layer, factor in given.items():
+            if type(factor) not in (int, float) or not 0 < factor < math.inf:
+                raise self._error(
+                    f"reduction_factor={value!r}",
+                    f"{factor!r} is no number above 0",
+                    "reduction_factor=16 or {'0': 8, 'default': 16}",
+                )
+            if layer != "default" and not layer.isdecimal():
+                raise self._error(
+                    f"reduction_factor={value!r}",
+                    f"{layer!r} is no layer number",
+                    "reduction_factor={'0': 8, 'default': 16}",
+                )
+        if not given:
+            raise self._error("reduction_factor={}", "the mapping is empty", "reduction_factor=16")
+
+    def _check_together(self) -> None:
+        if self.inv_adapter is not None:
+            raise self._error(
+                f"inv_adapter={self.inv_adapter!r}",
+                "invertible adapters need one module at two places, the embeddings and the LM "
+                "head, and do not exist here",
+                "inv_adapter=None",
+            )
+        if self.phm_layer:
+            raise self._error(
+                "phm_layer=True",
+                "Compacter shares one matrix between all layers, an adapter here owns all that it "
+                "uses in its layer, so that each can live on a device of its own",
+                "phm_layer=False with a larger reduction_factor",
+            )
+        defaults = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
+        without = {"ln_after=True": not self.ln_after}
+        for field, need in _NEEDS.items():
+            value = getattr(self, field)
+            if value != defaults[field] and without.get(need, True):
+                raise self._error(
+                    f"{field}={value!r}",
+                    f"has an effect only with {need}",
+                    f"{field}={defaults[field]!r}",
+                )
+        if not (self.mh_adapter or self.output_adapter or self.cross_adapter):
+            raise self._error(
+                "mh_adapter=False, output_adapter=False, cross_adapter=False",
+                "nothing is left to adapt",
+                "output_adapter=True",
+            )
+        self._check_residuals()
+
+    def _check_residuals(self) -> None:
+        if self.is_parallel and self.original_ln_before:
+            raise self._error(
+                "is_parallel=True, original_ln_before=True",
+                "a parallel bottleneck reads the residual stream before the sub-layer, where "
+                "nothing is normalised",
+                "original_ln_before=False",
+            )
+        if self.is_parallel and self.adapter_residual_before_ln:
+            raise self._error(
+                "is_parallel=True, adapter_residual_before_ln=True",
+                "a parallel bottleneck has no residual connection of its own",
+                "adapter_residual_before_ln=False",
+            )
+        if self.residual_before_ln is not True and not self.original_ln_before:
+            raise self._error(
+                f"residual_before_ln={self.residual_before_ln!r}",
+                "has an effect only with original_ln_before=True",
+                "residual_before_ln=True",
+            )
+        keeps = self.original_ln_before and self.residual_before_ln is False
+        if not self.original_ln_after and not keeps:
+            raise self._error(
+                f"original_ln_after=False, original_ln_before={self.original_ln_before}, "
+                f"residual_before_ln={self.residual_before_ln!r}",
+                "the model's own residual connection or norm would be lost",
+                "original_ln_after=False, original_ln_before=True, residual_before_ln=False",
+            )
+
+    def _error(self, asked: str, wrong: str, cure: str) -> ConfigError:
+        return ConfigError(f"{type(self).__name__}({asked}): {wrong}. Write {cure}.")

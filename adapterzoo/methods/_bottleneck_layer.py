@@ -1,0 +1,158 @@
+"""The inside of a bottleneck, f, and the sum that it ends in; where it acts is said elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+
+from adapterzoo.activations import activation
+from adapterzoo.anatomy import Site
+from adapterzoo.contracts import Adapter
+
+from ._bottleneck_fields import BottleneckFields
+from ._init import constant, drawn, generator, kaiming, normal
+
+
+class Affine(nn.Module):
+    """x Wᵀ + b; no `nn.Linear`, so that nothing that walks a model's layers takes it for one."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """The widths."""
+        return f"d_in={self.weight.shape[1]}, d_out={self.weight.shape[0]}"
+
+
+class BottleneckLayer(Adapter):
+    """f(x) = scaling · gate(x) · (W_up φ(W_down LN(x) + b_down) + b_up); norm and gate optional.
+
+    Attributes:
+        adapter_down: the norm of `ln_before` where there is one, then the down projection.
+        adapter_up: the up projection.
+        adapter_norm_after: the norm of `ln_after`, or None.
+        gate: one number per feature that says how open the gate is, or None.
+        scaling: a number, or a parameter of shape `[1]` or `[d_model]`.
+    """
+
+    scaling: Tensor | float
+
+    def __init__(
+        self, config: BottleneckFields, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            config: of the adapter.
+            site: gives block number and width.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.config = config
+        self.activation = activation(config.non_linearity)
+        d_model = site.d_out
+        width = config.width_at(site.layer, d_model)
+        source = generator(config.init_weights_seed, f"{site.path}{site.role}")
+        bert, houlsby, zero = normal(0.02, source), _truncated_normal(0.01, source), constant(0.0)
+        fresh_down, fresh_up = {
+            "bert": (bert, bert),
+            "mam_adapter": (kaiming(source), zero),
+            "houlsby": (houlsby, houlsby),
+        }[config.init_weights]
+        down = Affine(
+            drawn((width, d_model), fresh_down, device, dtype),
+            drawn((width,), zero, device, dtype),
+        )
+        norms = [nn.LayerNorm(d_model, device=device, dtype=dtype)] if config.ln_before else []
+        self.adapter_down = nn.Sequential(*norms, down)
+        self.adapter_up = Affine(
+            drawn((d_model, width), fresh_up, device, dtype),
+            drawn((d_model,), zero, device, dtype),
+        )
+        self.adapter_norm_after: nn.LayerNorm | None = None
+        if config.ln_after:
+            self.adapter_norm_after = nn.LayerNorm(d_model, device=device, dtype=dtype)
+        self.gate: Affine | None = None
+        if config.use_gating:
+            self.gate = Affine(
+                drawn((1, d_model), bert, device, dtype), drawn((1,), zero, device, dtype)
+            )
+        # a number is left to the sum at the end, which multiplies without an operation of its own
+        self.factor = 1.0
+        if isinstance(config.scaling, str):
+            shape = (1,) if config.scaling == "learned" else (d_model,)
+            self.scaling = drawn(shape, constant(1.0), device, dtype)
+        else:
+            self.scaling = self.factor = float(config.scaling)
+
+    def added(self, x: Tensor, to: Tensor) -> Tensor:
+        """`to` + f(x), or with the norm of `ln_after` around f(x) or around the sum.
+
+        Args:
+            x: what the bottleneck reads, `[*batch, d_model]`.
+            to: what its result is added to, same shape; its dtype is that of the result.
+        """
+        # the parameters may have another dtype than the model
+        x = x.to(self.adapter_up.weight.dtype)
+        update = self._unscaled(x)
+        norm = self.adapter_norm_after
+        if norm is None:
+            return torch.add(to, update.to(to.dtype), alpha=self.factor)
+        if self.factor != 1.0:
+            update = update * self.factor
+        if self.config.adapter_residual_before_ln:
+            whole: Tensor = norm(to.to(x.dtype) + update)
+            return whole.to(to.dtype)
+        normed: Tensor = norm(update)
+        return to + normed.to(to.dtype)
+
+    def _unscaled(self, x: Tensor) -> Tensor:
+        """f(x) without a constant scaling. `x` `[*batch, d_model]`, result of the same shape."""
+        update: Tensor = self.adapter_up(self.activation(self.adapter_down(x)))
+        config = self.config
+        if self.training and config.stochastic_depth:
+            update = drop_rows(update, config.stochastic_depth)
+        if isinstance(self.scaling, Tensor):
+            update = update * self.scaling
+        if self.training and config.dropout:
+            update = dropout(update, config.dropout)
+        if self.gate is not None:
+            openness = torch.sigmoid(self.gate(x))  # [*batch, 1]
+            if x.dim() > 2:
+                tokens = tuple(range(1, x.dim() - 1))
+                openness = openness.mean(tokens, keepdim=True)  # [batch, 1, …, 1]
+            update = update * openness
+        return update
+
+    def extra_repr(self) -> str:
+        """What the parameters below do not show."""
+        scaling = self.config.scaling
+        return f"non_linearity={self.config.non_linearity!r}, scaling={scaling!r}"
+
+
+def drop_rows(x: Tensor, p: float) -> Tensor:
+    """Stochastic depth: whole rows of the batch become zero, the others are divided by 1 − p.
+
+    Huang et al. 2016, arXiv:1603.09382, eq. 2, at training time.
+
+    Args:
+        x: `[batch, …]`.
+        p: probability of dropping a row, 0 to below 1.
+    """
+    kept = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1.0 - p)
+    return x * kept.div_(1.0 - p)
+
+
+def _truncated_normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
+    """Normal with mean 0, cut off at two deviations."""
+    return lambda t: nn.init.trunc_normal_(t, 0.0, std, -2 * std, 2 * std, generator=source)

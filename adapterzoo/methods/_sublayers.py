@@ -1,0 +1,94 @@
+"""The sub-layers of a model that a method asks for: once for all methods on the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from adapterzoo.anatomy import Anatomy, Block, Kind, Role, Site, SubLayer, SubLayerKind
+from adapterzoo.errors import SiteError, listing
+
+_SHOWN: Mapping[SubLayerKind, str] = {
+    "attention": "self-attention",
+    "cross": "cross-attention",
+    "mlp": "feed-forward part",
+}
+# the layer whose presence says that a block has the sub-layer, and which attention it counts in
+_SIGN: Mapping[SubLayerKind, tuple[Role, bool | None]] = {
+    "attention": ("attention_out", False),
+    "cross": ("attention_out", True),
+    "mlp": ("mlp_out", None),
+}
+
+
+def sublayers(
+    anatomy: Anatomy, wanted: Mapping[SubLayerKind, str], leave_out: Collection[int], call: str
+) -> list[tuple[Block, SubLayer]]:
+    """The sub-layers of the wanted kinds, block after block, each with its block.
+
+    A block without attention (a Mamba layer, say) is not asked for it; one that has it, but
+    where it meets the residual stream is not known, is an error.
+
+    Args:
+        anatomy: of the model.
+        wanted: the kinds, each with the field that asked for it.
+        leave_out: numbers of blocks to pass over.
+        call: the config, for messages.
+
+    Raises:
+        SiteError: a block cannot give what is asked, or no block has it.
+    """
+    if not anatomy.blocks:
+        raise SiteError(
+            f"{call}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
+            f"target_modules, such as LoRAConfig(target_modules=[…])."
+        )
+    blocks = [block for block in anatomy.blocks if block.layer not in leave_out]
+    found: list[tuple[Block, SubLayer]] = []
+    for block in blocks:
+        here = {sub.kind for sub in block.sublayers}
+        for kind, field in wanted.items():
+            if kind not in here and block.has(*_SIGN[kind]):
+                raise SiteError(_unreadable(block, kind, f"{call}, {field}=True"))
+        found += [(block, sub) for sub in block.sublayers if sub.kind in wanted]
+    for kind, field in wanted.items():
+        if not any(sub.kind == kind for _, sub in found):
+            raise SiteError(
+                f"{call}, {field}=True: none of the {len(blocks)} blocks that leave_out="
+                f"{sorted(leave_out)} leaves has a {_SHOWN[kind]}; the model's blocks are 0 to "
+                f"{len(anatomy.blocks) - 1}. Write {field}=False, or a shorter leave_out."
+            )
+    return found
+
+
+def stream_site(block: Block, sub: SubLayer, kind: Kind, *, taps: bool) -> Site:
+    """The site of a sub-layer's adapter.
+
+    Args:
+        block: of the sub-layer.
+        sub: the sub-layer.
+        kind: "output" for the module that makes h, "norm" for the norm behind the addition,
+            "block" for the block's output.
+        taps: whether the adapter needs the residual stream before the sub-layer.
+    """
+    path = {"output": sub.out, "norm": sub.norm, "block": block.path}[kind]
+    return Site(
+        path=path or sub.out,
+        role=_SIGN[sub.kind][0],
+        layer=block.layer,
+        stack=block.stack,
+        kind=kind,
+        d_in=block.d_model,
+        d_out=block.d_model,
+        cross=sub.kind == "cross",
+        source=sub.source if taps else None,
+    )
+
+
+def _unreadable(block: Block, kind: SubLayerKind, asked: str) -> str:
+    layers = listing(site.path.removeprefix(f"{block.path}.") for site in block.sites)
+    return (
+        f"{asked}: where the {_SHOWN[kind]} of {block.path!r} meets the residual stream is not "
+        f"known{f' ({block.note})' if block.note else ''}. Its layers: {layers}. Write "
+        f"leave_out=[{block.layer}] to pass over this block, or a row for the architecture in "
+        f"adapterzoo/anatomy/patterns.py."
+    )

@@ -1,0 +1,168 @@
+"""Where adapters of linear layers sit: the peers' two vocabularies, once for all such methods.
+
+AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output_lora`,
+`leave_out`. PEFT's: `target_modules`, `exclude_modules`, `layers_to_transform`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from adapterzoo.anatomy import Anatomy, Role, Site
+from adapterzoo.configs import AdapterConfig, Placement, require_layers
+from adapterzoo.errors import ConfigError, SiteError, listing
+
+ALL_LINEAR = "all-linear"
+MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetedConfig(AdapterConfig):
+    """Base of the configs whose adapters sit at linear layers.
+
+    Attributes:
+        selfattn_lora: adapt the attention matrices named by `attn_matrices`; in cross-attention
+            too. On a fused layer the parts are adapted one by one.
+        intermediate_lora: adapt the first feed-forward layer (in gated ones the up projection).
+        output_lora: adapt the second feed-forward layer.
+        attn_matrices: any of "q", "k", "v", "o".
+        leave_out: numbers of blocks that get no adapter; encoder blocks first, then decoder.
+        target_modules: instead of the fields above: names or last parts of paths of layers, one
+            regular expression for whole paths, or "all-linear" for every linear layer in blocks.
+        exclude_modules: names or a regular expression, as above, of layers to leave alone.
+        layers_to_transform: numbers of the only blocks that get adapters; None for all.
+    """
+
+    selfattn_lora: bool = True
+    intermediate_lora: bool = False
+    output_lora: bool = False
+    attn_matrices: tuple[str, ...] = ("q", "v")
+    leave_out: tuple[int, ...] = ()
+    target_modules: str | tuple[str, ...] | None = None
+    exclude_modules: str | tuple[str, ...] | None = None
+    layers_to_transform: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields that say where.
+
+        Raises:
+            ConfigError: a value is not legal.
+        """
+        require_layers(self, "leave_out")
+        require_layers(self, "layers_to_transform")
+        object.__setattr__(self, "attn_matrices", tuple(self.attn_matrices))
+        unknown = [m for m in self.attn_matrices if m not in MATRICES]
+        if unknown:
+            raise ConfigError(
+                f"{self._name}(attn_matrices={list(self.attn_matrices)!r}): there is no attention "
+                f"matrix {listing(unknown)}; legal are {listing(MATRICES)}. "
+                f"Write attn_matrices=['q', 'v']."
+            )
+        for field in ("target_modules", "exclude_modules"):
+            self._check_modules(field)
+        if self.target_modules is None and not self._roles():
+            raise ConfigError(
+                f"{self._name}: nothing is left to adapt: selfattn_lora, intermediate_lora and "
+                f"output_lora are off or attn_matrices is empty, and there are no target_modules. "
+                f"Write target_modules='all-linear' or selfattn_lora=True."
+            )
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """One placement for each layer, or part of a fused layer, that the config names.
+
+        Raises:
+            SiteError: nothing matches, or a block lacks what is asked for.
+        """
+        if self.target_modules is None:
+            sites: Iterable[Site] = self._by_role(anatomy)
+        else:
+            sites = self._by_name(anatomy, self.target_modules)
+        kept = [site for site in sites if self._wants(site)]
+        if not kept:
+            raise SiteError(
+                f"{self._name}: every layer that matches is taken out again by leave_out, "
+                f"layers_to_transform or exclude_modules. The model has blocks 0 to "
+                f"{len(anatomy.blocks) - 1}."
+            )
+        return [Placement(site, self) for site in kept]
+
+    def _roles(self) -> list[Role]:
+        attention = [MATRICES[m] for m in self.attn_matrices] if self.selfattn_lora else []
+        mlp: list[Role] = ["mlp_in"] * self.intermediate_lora + ["mlp_out"] * self.output_lora
+        return attention + mlp
+
+    def _by_role(self, anatomy: Anatomy) -> Sequence[Site]:
+        layers = [b.layer for b in anatomy.blocks if self._in_layers(b.layer)]
+        return anatomy.select(*self._roles(), cross=None, layers=layers)
+
+    def _by_name(self, anatomy: Anatomy, wanted: str | tuple[str, ...]) -> Iterator[Site]:
+        if wanted == ALL_LINEAR:
+            yield from (s for s in anatomy.linears() if s.layer >= 0)
+            return
+        sites = [s for s in anatomy if s.parameter is None]
+        matching = [s for s in sites if matches(s.path, wanted)]
+        missing = [n for n in _names(wanted) if not any(matches(s.path, n) for s in sites)]
+        if missing or not matching:
+            raise SiteError(
+                f"{self._name}(target_modules={wanted!r}): no layer matches "
+                f"{listing(missing) if matching else repr(wanted)}. Names of layers in this model: "
+                f"{listing(sorted({s.path.rpartition('.')[2] for s in sites}), limit=30)}. "
+                f"Write some of them, or target_modules='all-linear'."
+            )
+        yield from matching
+
+    def _wants(self, site: Site) -> bool:
+        excluded = self.exclude_modules is not None and matches(site.path, self.exclude_modules)
+        return self._in_layers(site.layer) and not excluded
+
+    def _in_layers(self, layer: int) -> bool:
+        only = self.layers_to_transform
+        return layer not in self.leave_out and (only is None or layer in only)
+
+    def _check_modules(self, field: str) -> None:
+        value = getattr(self, field)
+        if value is None:
+            return
+        if not isinstance(value, str):
+            value = tuple(value) if isinstance(value, Iterable) else (None,)
+            object.__setattr__(self, field, value)
+        names = _names(value)
+        if not names or not all(isinstance(n, str) and n for n in names):
+            raise ConfigError(
+                f"{self._name}({field}={value!r}): {field} is a list of layer names, a regular "
+                f"expression or 'all-linear'. Write {field}=['query', 'value']."
+            )
+        if isinstance(value, str):
+            check_pattern(self, field, value)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+
+def check_pattern(config: AdapterConfig, field: str, pattern: str) -> None:
+    """Check that a field holds a regular expression.
+
+    Raises:
+        ConfigError: it does not compile.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{type(config).__name__}({field}={pattern!r}): not a regular expression ({error}). "
+            f"Write a list of layer names instead: {field}=['query', 'value']."
+        ) from error
+
+
+def matches(path: str, wanted: str | Iterable[str]) -> bool:
+    """PEFT's rule: a string is a regular expression for the whole path, a list holds endings."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
+    return any(path == name or path.endswith(f".{name}") for name in wanted)
+
+
+def _names(wanted: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (wanted,) if isinstance(wanted, str) else wanted

@@ -1,0 +1,199 @@
+"""Bottleneck adapters, sequential and parallel.
+
+Papers: Houlsby et al. 2019, arXiv:1902.00751 (`DoubleSeqBnConfig`); Pfeiffer et al. 2020,
+arXiv:2005.00247 (`SeqBnConfig`); He et al. 2021, arXiv:2110.04366, eq. 7 (`ParBnConfig`);
+Steitz & Roth 2024, arXiv:2406.06820 (`AdapterPlusConfig`).
+f(x) = scaling · (W_up φ(W_down x + b_down) + b_up), with W_down `[width, d_model]`. With h a
+sub-layer's output, inp the residual stream before it, and s = h + inp:
+
+    sequential                  h ← h + f(h)
+    original_ln_before, post-LN LN(s) ← LN(s + f(LN(s)))
+    original_ln_before, pre-LN  s ← s + f(s)
+    parallel                    h ← h + f(inp)
+
+Differs from the papers: nothing. Differs from adapters: a seed gives each site values of its own;
+`stochastic_depth` holds for parallel bottlenecks too, and "post_add" in pre-LN blocks, where it
+means what it does elsewhere; a `Stack` of parallel bottlenecks adds all of them, not the last.
+Cost per site: 2 · width · d_model + width + d_model parameters.
+Cannot do: Compacter's shared matrices, invertible adapters at the embeddings; configs that lose
+the model's own residual connection. Not the identity at birth, except with "mam_adapter". Where h
+is still scaled or dropped out on its way to the sum, f acts before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer, SubLayerKind
+from adapterzoo.configs import Placement, architectures, config_strings
+from adapterzoo.contracts import Base
+
+from ._bottleneck_fields import BottleneckFields
+from ._bottleneck_layer import BottleneckLayer
+from ._sublayers import stream_site, sublayers
+
+_FIELDS: dict[SubLayerKind, str] = {
+    "attention": "mh_adapter",
+    "cross": "cross_adapter",
+    "mlp": "output_adapter",
+}
+
+
+@architectures.register("bottleneck")
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BnConfig(BottleneckFields):
+    """Config of a bottleneck; see `BottleneckFields` for its fields."""
+
+    architecture: ClassVar[str] = "bottleneck"
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """One placement for each sub-layer that the config names."""
+        wanted = {kind: field for kind, field in _FIELDS.items() if getattr(self, field)}
+        found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
+        return [Placement(self._site(block, sub), self, _FIELDS[sub.kind]) for block, sub in found]
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> BottleneckLayer:
+        """A fresh bottleneck for the site."""
+        kind: type[BottleneckLayer] = Bottleneck
+        if self.is_parallel:
+            kind = ParallelBottleneck
+        elif site.kind == "norm" and self.original_ln_after:
+            kind = NormBottleneck
+        elif site.kind == "output" and self.original_ln_before:
+            kind = StreamBottleneck
+        return kind(self, site, device, dtype)
+
+    def _site(self, block: Block, sub: SubLayer) -> Site:
+        # whether the result is a function of s alone
+        adds_to_h = self.residual_before_ln is True and not self.adapter_residual_before_ln
+        of_stream = adds_to_h if self.original_ln_after else True
+        if not self.original_ln_before:
+            return stream_site(block, sub, "output", taps=self.is_parallel)
+        if sub.norm is not None:
+            return stream_site(block, sub, "norm", taps=not of_stream)
+        if of_stream and sub is block.sublayers[-1]:
+            return stream_site(block, sub, "block", taps=False)
+        return stream_site(block, sub, "output", taps=True)
+
+
+@config_strings.register("seq_bn", "pfeiffer")
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SeqBnConfig(BnConfig):
+    """Pfeiffer et al. 2020: one bottleneck per block, behind the feed-forward part."""
+
+    mh_adapter: bool = False
+    output_adapter: bool = True
+    reduction_factor: float | Mapping[str, float] = 16
+    non_linearity: str = "relu"
+    original_ln_before: bool = True
+
+
+@config_strings.register("double_seq_bn", "houlsby")
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DoubleSeqBnConfig(BnConfig):
+    """Houlsby et al. 2019: one bottleneck behind attention and one behind the feed-forward part."""
+
+    mh_adapter: bool = True
+    output_adapter: bool = True
+    reduction_factor: float | Mapping[str, float] = 16
+    non_linearity: str = "swish"
+
+
+@config_strings.register("par_bn", "parallel")
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParBnConfig(BnConfig):
+    """He et al. 2021: a wide bottleneck beside the feed-forward part, the identity at birth."""
+
+    mh_adapter: bool = False
+    output_adapter: bool = True
+    reduction_factor: float | Mapping[str, float] = 2
+    non_linearity: str = "relu"
+    init_weights: str = "mam_adapter"
+    is_parallel: bool = True
+    scaling: float | str = 4.0
+
+
+@config_strings.register("scaled_par_bn", "scaled_parallel")
+def scaled_par_bn() -> ParBnConfig:
+    """He et al. 2021 with a learned scaling."""
+    return ParBnConfig(scaling="learned")
+
+
+@config_strings.register("adapter_plus")
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterPlusConfig(BnConfig):
+    """Steitz & Roth 2024: behind the block, a learned scaling per feature, stochastic depth."""
+
+    mh_adapter: bool = False
+    output_adapter: bool = True
+    reduction_factor: float | Mapping[str, float] = 96
+    non_linearity: str = "gelu"
+    original_ln_before: bool = True
+    original_ln_after: bool = False
+    residual_before_ln: bool | str = False
+    init_weights: str = "houlsby"
+    scaling: float | str = "channel"
+    stochastic_depth: float = 0.1
+
+
+class Bottleneck(BottleneckLayer):
+    """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
+        y = base(x)
+        return self.added(y, to=y)
+
+
+class ParallelBottleneck(BottleneckLayer):
+    """h ← h + f(inp)."""
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
+        return self.added(base.residual, to=base(x))
+
+
+class StreamBottleneck(BottleneckLayer):
+    """h ← h + f(h + inp): the stream behind the sub-layer is changed where h is made.
+
+    With `residual_before_ln` other than True the result is added to s, and without
+    `original_ln_after` inp is not added to it again.
+    """
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
+        h, inp = base(x), base.residual
+        config = self.config
+        s = h + inp
+        if config.residual_before_ln is True:
+            return self.added(s, to=h)
+        if config.original_ln_after:
+            return self.added(s, to=s)
+        if config.adapter_residual_before_ln:
+            return self.added(s, to=s) - inp
+        # (s + f(s)) − inp without its rounding
+        return self.added(s, to=h)
+
+
+class NormBottleneck(BottleneckLayer):
+    """LN(s) ← LN(s + f(LN(s))), or what the other values of `residual_before_ln` make of it."""
+
+    acts_on: ClassVar[str] = "input"
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        """The adapted norm. `x` is s `[*batch, d_model]`, the result of the same shape."""
+        normed = base.plain(x)
+        config = self.config
+        if config.residual_before_ln is True and not config.adapter_residual_before_ln:
+            return base(self.added(normed, to=x))
+        inp = base.residual
+        if config.residual_before_ln is True:
+            to = x - inp
+        else:
+            to = x if config.residual_before_ln == "post_add" else normed
+        return base(self.added(normed, to=to) + inp)

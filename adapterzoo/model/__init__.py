@@ -1,0 +1,8 @@
+"""A model with named adapters and heads."""
+
+from __future__ import annotations
+
+from .mixin import AdapterModelMixin, init
+from .setup import AdapterSetup
+
+__all__ = ["AdapterModelMixin", "AdapterSetup", "init"]

@@ -1,0 +1,465 @@
+"""Named adapters of a model: add, delete, activate, train, look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo import inject
+from adapterzoo.anatomy import Anatomy, Site, find
+from adapterzoo.composition import Composition, Stack, compile_site, parse
+from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.contracts import Adapter
+from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
+from adapterzoo.names import check_name
+from adapterzoo.selection import Plan, Selection
+from .setup import announce
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """One named adapter: its config, and its modules' places by path."""
+
+    config: AdapterConfig
+    places: dict[str, tuple[Placement, ...]]
+
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """(path of a tapped module, path of the site that reads it), each pair once."""
+        for path, placements in self.places.items():
+            for source in dict.fromkeys(p.site.source for p in placements):
+                if source is not None:
+                    yield source, path
+
+
+class AdaptersConfig(Mapping[str, AdapterConfig]):
+    """The adapters of a model: names to configs, in the order of adding. Read-only."""
+
+    def __init__(self, installed: Mapping[str, Installed]) -> None:
+        """A live view.
+
+        Args:
+            installed: the model's adapters.
+        """
+        self._installed = installed
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Names to architectures."""
+        return {name: config.architecture for name, config in self.items()}
+
+    def __getitem__(self, name: str) -> AdapterConfig:
+        """The config of the adapter."""
+        if name not in self._installed:
+            raise unknown_name(f"adapters_config[{name!r}]", "adapter", name, self._installed)
+        return self._installed[name].config
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._installed)
+
+    def __len__(self) -> int:
+        """How many adapters there are."""
+        return len(self._installed)
+
+    def __repr__(self) -> str:
+        """Names and configs."""
+        return f"AdaptersConfig({dict(self)!r})"
+
+
+@dataclass(slots=True)
+class State:
+    """What the library knows of one model.
+
+    Attributes:
+        installed: the adapters by name.
+        anatomy: of the base model, found once.
+        merged: names of the adapters in the base weights, in the order of merging.
+        originals: path of a merged layer to its parameters as they were before, bit for bit.
+    """
+
+    installed: dict[str, Installed] = field(default_factory=dict)
+    anatomy: Anatomy | None = None
+    merged: tuple[str, ...] = ()
+    originals: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+class AdaptersMixin:
+    """Adapters by name, for any `PreTrainedModel`. Names and arguments are those of `adapters`."""
+
+    _selection: Selection
+    _zoo: State
+
+    def _start_adapters(self) -> None:
+        """Called once, when the model gets these methods."""
+        self._selection = Selection()
+        self._zoo = State()
+        announce(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies and unpickled models are models with adapters too."""
+        super().__setstate__(state)  # type: ignore[misc]
+        announce(self)
+
+    # --- what there is ---
+
+    @property
+    def adapters_config(self) -> AdaptersConfig:
+        """Names and configs of all adapters."""
+        return AdaptersConfig(self._zoo.installed)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """Where adapters can sit in the base model."""
+        if self._zoo.anatomy is None:
+            self._zoo.anatomy = find(self._backbone)
+        return self._zoo.anatomy
+
+    def has_adapters(self) -> bool:
+        """Whether there is any adapter."""
+        return bool(self._zoo.installed)
+
+    def known_heads(self) -> tuple[str, ...]:
+        """Names of the model's heads; a model without named heads has none."""
+        return ()
+
+    @property
+    def _backbone(self) -> nn.Module:
+        return cast("nn.Module", cast("Any", self).base_model)
+
+    def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
+        """The modules of an adapter with the paths of their layers, in model order.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+        """
+        for path in self._find(name, f"adapter_modules({name!r})").places:
+            layer = cast("inject.Adapted", self._backbone.get_submodule(path))
+            yield path, cast("Adapter", layer.adapters[name])
+
+    def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
+        """The modules of an adapter: `{block number: {location: module}}`; −1 is outside blocks.
+
+        Where one location holds several modules they come as a `ModuleList`.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+        """
+        places = self._find(name, f"get_adapter({name!r})").places
+        found: dict[int, dict[str, list[nn.Module]]] = {}
+        for path, module in self.adapter_modules(name):
+            for placement in places[path]:
+                block = found.setdefault(placement.site.layer, {})
+                at = block.setdefault(placement.location or str(placement.site.role), [])
+                if module not in at:
+                    at.append(module)
+        return {
+            layer: {at: ms[0] if len(ms) == 1 else nn.ModuleList(ms) for at, ms in block.items()}
+            for layer, block in found.items()
+        }
+
+    # --- add and delete ---
+
+    def add_adapter(
+        self,
+        adapter_name: str,
+        config: AdapterConfig | str | Mapping[str, Any] | None = None,
+        overwrite_ok: bool = False,
+        set_active: bool = False,
+    ) -> None:
+        """Add an adapter with fresh parameters, on each layer's device and in its dtype.
+
+        Args:
+            adapter_name: its name.
+            config: a config, a config string such as "lora[r=8]", or a dict; None: "seq_bn".
+            overwrite_ok: whether an adapter of this name may be replaced.
+            set_active: whether it becomes the active adapter.
+
+        Raises:
+            ConfigError: the name or a value of the config is not legal.
+            DuplicateNameError: the name is taken.
+            SiteError: the model has no place that the config asks for.
+        """
+        call = f"add_adapter({adapter_name!r})"
+        check_name("add_adapter", adapter_name)
+        loaded = AdapterConfig.load(config)
+        if adapter_name in self._zoo.installed:
+            if not overwrite_ok:
+                raise DuplicateNameError(
+                    f"{call}: the name is taken by {self.adapters_config[adapter_name]!r}. Write "
+                    f"another name, or add_adapter({adapter_name!r}, …, overwrite_ok=True)."
+                )
+            self._refuse_if_overridden(adapter_name, call)
+            self._refuse_if_merged(adapter_name, call)
+        made = self._make(loaded)
+        if adapter_name in self._zoo.installed:
+            self._remove(adapter_name)
+        self._install(adapter_name, loaded, made)
+        if set_active:
+            self.set_active_adapters(adapter_name)
+        else:
+            self._replan()
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter; where it was active, what was active beside it stays so.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+            StateError: it is merged, or active in an `AdapterSetup` of this thread.
+        """
+        call = f"delete_adapter({adapter_name!r})"
+        self._find(adapter_name, call)
+        self._refuse_if_overridden(adapter_name, call)
+        self._refuse_if_merged(adapter_name, call)
+        self._remove(adapter_name)
+        self._replan()
+
+    def _make(self, config: AdapterConfig) -> dict[str, tuple[Adapter, list[Placement]]]:
+        """All modules of a config, before any of them touches the model."""
+        by_path: dict[str, list[Placement]] = {}
+        for placement in config.placements(self.anatomy):
+            by_path.setdefault(inject_path(placement.site), []).append(placement)
+        return {path: (self._build(path, ps), ps) for path, ps in by_path.items()}
+
+    def _build(self, path: str, placements: list[Placement]) -> Adapter:
+        layer = self._backbone.get_submodule(path)
+        device, dtype = self._device_and_dtype(layer)
+        built = [p.config.build(p.site, device, dtype) for p in placements]
+        sites = [p.site for p in placements]
+        if len(built) == 1 and sites[0].rows is None and sites[0].parameter is None:
+            return built[0]
+        roles = [str(s.role) for s in sites]
+        labels = [r if roles.count(r) == 1 else f"{r}_{i}" for i, r in enumerate(roles)]
+        parts = list(zip(labels, [s.rows for s in sites], built, strict=True))
+        if sites[0].parameter is None:
+            return inject.Parts(parts)
+        grouped: dict[str, list[Any]] = {}
+        for site, part in zip(sites, parts, strict=True):
+            inject.mergeable(part[2])
+            grouped.setdefault(str(site.parameter).rpartition(".")[2], []).append(part)
+        return inject.ParameterParts({n: inject.Parts(ps) for n, ps in grouped.items()})
+
+    def _device_and_dtype(self, layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+        """Those of the layer itself; those of the model for integer (quantised) weights."""
+        for tensor in layer.parameters():
+            if tensor.is_floating_point() and tensor.element_size() >= 2:
+                return tensor.device, tensor.dtype
+        device = next((t.device for t in layer.parameters()), cast("Any", self).device)
+        return device, cast("Any", self).dtype
+
+    def _install(
+        self,
+        name: str,
+        config: AdapterConfig,
+        made: Mapping[str, tuple[Adapter, list[Placement]]],
+    ) -> None:
+        installed = Installed(config, {path: tuple(ps) for path, (_, ps) in made.items()})
+        done: list[str] = []
+        try:
+            for path, (adapter, _) in made.items():
+                layer = self._backbone.get_submodule(path)
+                inject.put(layer, name, adapter, self._selection, path)
+                done.append(path)
+        except StateError:
+            for path in done:
+                inject.take(self._backbone.get_submodule(path), name)
+            raise
+        for source, reader in installed.sources():
+            module = self._backbone.get_submodule(source)
+            inject.tap(module, reader, name, self._selection, source)
+        self._zoo.installed[name] = installed
+
+    def _remove(self, name: str) -> None:
+        installed = self._zoo.installed.pop(name)
+        for source, reader in installed.sources():
+            inject.untap(self._backbone.get_submodule(source), reader, name)
+        for path in installed.places:
+            inject.take(self._backbone.get_submodule(path), name)
+
+    # --- activate ---
+
+    @property
+    def active_adapters(self) -> Composition | None:
+        """What is active for the calling thread; None: the plain base model."""
+        return self._selection.plan.setup
+
+    @active_adapters.setter
+    def active_adapters(self, adapter_setup: object) -> None:
+        self.set_active_adapters(adapter_setup)
+
+    def set_active_adapters(
+        self, adapter_setup: object, skip_layers: Iterable[int] | None = None
+    ) -> None:
+        """Choose the adapters of all threads; heads of the same names become active with them.
+
+        Args:
+            adapter_setup: a name, a list of names (a `Stack`), a composition, or None.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop).
+
+        Raises:
+            CompositionError: it is no composition.
+            UnknownNameError: there is no adapter of this name.
+        """
+        plan = self.make_plan(parse(adapter_setup), None, tuple(skip_layers or ()))
+        self._selection.default.plan = plan
+
+    def make_plan(
+        self,
+        setup: Composition | None,
+        head_setup: str | list[str] | None = None,
+        skip_layers: tuple[int, ...] = (),
+    ) -> Plan:
+        """Compile a composition for this model; nothing becomes active.
+
+        Args:
+            setup: what shall act.
+            head_setup: which heads shall answer; None: those named like the adapters where
+                there are any, else those that are active now.
+            skip_layers: numbers of blocks in which no adapter acts.
+
+        Raises:
+            UnknownNameError: there is no adapter or head of this name.
+        """
+        names = setup.flatten() if setup is not None else ()
+        for name in names:
+            self._find(name, f"set_active_adapters({setup!r})")
+        heads = self._heads_for(names, head_setup)
+        if setup is None:
+            return Plan(None, heads, skip_layers=skip_layers)
+        present: dict[str, dict[str, Adapter]] = {}
+        # a merged adapter acts through the base weights
+        acting = [name for name in names if name not in self._zoo.merged]
+        for name in acting:
+            places = self._zoo.installed[name].places
+            for path, module in self.adapter_modules(name):
+                if places[path][0].site.layer not in skip_layers:
+                    present.setdefault(path, {})[name] = module
+        steps = {
+            path: step
+            for path, modules in present.items()
+            if (step := compile_site(setup, modules, modules.__getitem__)) is not None
+        }
+        taps: dict[str, tuple[str, ...]] = {}
+        for name in acting:
+            for source, reader in self._zoo.installed[name].sources():
+                if reader in steps and reader not in taps.get(source, ()):
+                    taps[source] = (*taps.get(source, ()), reader)
+        return Plan(setup, heads, steps, taps, skip_layers)
+
+    def _heads_for(
+        self, names: tuple[str, ...], head_setup: str | list[str] | None
+    ) -> tuple[str, ...]:
+        """The heads of a plan; a model without named heads has none."""
+        return ()
+
+    def _replan(self) -> None:
+        """Compile what is active anew, without the adapters that are gone."""
+        plan = self._selection.default.plan
+        kept = [n for n in plan.setup or () if n in self._zoo.installed]
+        setup = Stack(*kept) if kept else None
+        self._selection.default.plan = self.make_plan(setup, list(plan.heads), plan.skip_layers)
+
+    # --- train ---
+
+    def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
+        """Freeze everything but these adapters and the active heads, and activate them.
+
+        Args:
+            adapter_setup: a name, a list of names or a composition.
+            train_embeddings: whether the input embeddings are trained as well.
+
+        Raises:
+            CompositionError: it is no composition.
+            StateError: it names no adapter.
+            UnknownNameError: there is no adapter of this name.
+        """
+        setup = parse(adapter_setup)
+        if setup is None:
+            raise StateError(
+                f"train_adapter({adapter_setup!r}): there is no adapter to train. Write "
+                f"add_adapter('my_task', 'seq_bn') and then train_adapter('my_task')."
+            )
+        plan = self.make_plan(setup)
+        for name in setup:
+            self._refuse_if_merged(name, f"train_adapter({adapter_setup!r})")
+        self._selection.default.plan = plan
+        model = cast("nn.Module", self)
+        model.train()
+        self.freeze_model(True)
+        for name in setup:
+            for _, module in self.adapter_modules(name):
+                module.requires_grad_(True)
+        self._train_heads()
+        if train_embeddings:
+            cast("Any", self).get_input_embeddings().requires_grad_(True)
+
+    def freeze_model(self, freeze: bool = True) -> None:
+        """Freeze the base model and all adapters, or make the base model trainable.
+
+        Args:
+            freeze: True sets `requires_grad` of all of them to False; False sets it to True for
+                the base model's own parameters.
+        """
+        adapters = {id(p) for name in self._zoo.installed for p in self._parameters_of(name)}
+        for parameter in self._backbone.parameters():
+            if freeze or id(parameter) not in adapters:
+                parameter.requires_grad_(not freeze)
+
+    def _train_heads(self) -> None:
+        """A static head is trained with the adapters, except one that shares the embeddings."""
+        model = cast("Any", self)
+        backbone = {id(p) for p in self._backbone.parameters()}
+        output = model.get_output_embeddings()
+        frozen = {id(p) for p in output.parameters()} if output is not None else set()
+        for parameter in model.parameters():
+            if id(parameter) not in backbone:
+                parameter.requires_grad_(id(parameter) not in frozen)
+
+    def adapter_to(
+        self,
+        name: str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move or cast an adapter alone.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+        """
+        for _, module in self.adapter_modules(name):
+            module.to(device=device, dtype=dtype)
+
+    def _parameters_of(self, name: str) -> Iterator[nn.Parameter]:
+        for _, module in self.adapter_modules(name):
+            yield from module.parameters()
+
+    # --- checks ---
+
+    def _find(self, name: str, call: str) -> Installed:
+        if name not in self._zoo.installed:
+            raise unknown_name(call, "adapter", name, self._zoo.installed)
+        return self._zoo.installed[name]
+
+    def _refuse_if_overridden(self, name: str, call: str) -> None:
+        override = self._selection.override
+        if override is not None and override.setup is not None and name in override.setup:
+            raise StateError(
+                f"{call}: it is active in an AdapterSetup of this thread. Leave the "
+                f"'with AdapterSetup(…)' block first."
+            )
+
+    def _refuse_if_merged(self, name: str, call: str) -> None:
+        if name in self._zoo.merged:
+            raise StateError(
+                f"{call}: {name!r} is merged into the base weights. Write reset_adapter() first."
+            )
+
+
+def inject_path(site: Site) -> str:
+    """Path of the module that gets the adapter; a parameter may belong to a module below."""
+    below = (site.parameter or "").rpartition(".")[0]
+    return f"{site.path}.{below}" if below else site.path

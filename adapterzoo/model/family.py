@@ -1,0 +1,128 @@
+"""What a head must know of a model, read from its config: widths, dropout, and how it pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+from adapterzoo.errors import ConfigError
+from adapterzoo.heads import Backbone, Pooling
+
+# vision models that pool over patches and norm the result, with or without a class token
+_POOLING_VISION = frozenset({"beit", "data2vec-vision"})
+# decoders in name, used as encoders unless config.is_decoder says otherwise
+_ENCODERS = frozenset({"bert-generation"})
+# relatives of T5 whose config has no scale_decoder_outputs
+_SCALING_TIED = frozenset({"switch_transformers", "udop", "umt5"})
+_CLASS_TOKENS = frozenset({"cls_token", "class_token", "class_embedding"})
+
+
+def describe(model: Any) -> Backbone:
+    """The model as a new head sees it; head parameters go where the model's last ones are.
+
+    Args:
+        model: a `PreTrainedModel`.
+
+    Raises:
+        ConfigError: the config does not say how wide the hidden states are.
+    """
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    reference = _reference(model.base_model)
+    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    vocab_size = getattr(text, "vocab_size", None)
+    if encoder_decoder:
+        vocab_size = getattr(config, "decoder_vocab_size", None) or vocab_size
+    dropout = _first(text, "classifier_dropout", "hidden_dropout_prob")
+    return Backbone(
+        hidden_size=_width(model, text),
+        device=reference.device,
+        dtype=reference.dtype,
+        vocab_size=vocab_size,
+        embedding_size=getattr(text, "embedding_size", None),
+        dropout=0.0 if dropout is None else dropout,
+        layer_norm_eps=getattr(text, "layer_norm_eps", None) or 1e-12,
+        init_std=getattr(text, "initializer_range", None) or 0.02,
+        pooling=auto_pooling(model),
+        encoder_decoder=encoder_decoder,
+        lm_scale=lm_scale(text) if encoder_decoder else None,
+    )
+
+
+def lm_scale(text: Any) -> float | None:
+    """The factor of the hidden states below the output embeddings: T5 scales where it ties them.
+
+    Args:
+        text: config of the decoder.
+    """
+    scales = getattr(text, "scale_decoder_outputs", None)
+    if scales is None and text.model_type in _SCALING_TIED:
+        scales = text.tie_word_embeddings
+    return text.d_model**-0.5 if scales else None
+
+
+def auto_pooling(model: Any) -> Pooling:
+    """Which tokens answer for a sequence in models of this family.
+
+    Encoders: the first token. Decoders: the last one. Encoder–decoders: the end of the sequence.
+    Vision: the class token, or the mean where there is none. Audio: the mean.
+    """
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "last" if config.get_text_config(decoder=True).eos_token_id is None else "eos"
+    if model.main_input_name == "pixel_values":
+        if config.model_type in _POOLING_VISION:
+            return "pooler"
+        names = {name.rpartition(".")[2] for name, _ in model.base_model.named_parameters()}
+        return "cls" if names & _CLASS_TOKENS else "mean"
+    if model.main_input_name in ("input_values", "input_features"):
+        return "mean"
+    return "last" if _is_decoder(config) else "cls"
+
+
+def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
+    """The number of the padding token, and those of end-of-sequence tokens."""
+    text = model.config.get_text_config(decoder=True)
+    eos = getattr(text, "eos_token_id", None)
+    if eos is None:
+        eos = ()
+    pad = getattr(text, "pad_token_id", None)
+    return pad, (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _is_decoder(config: Any) -> bool:
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "is_decoder", False):
+        return True
+    types = {config.model_type, text.model_type} - _ENCODERS
+    causal = {
+        *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    return bool(types & (causal - set(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)))
+
+
+def _width(model: Any, text: Any) -> int:
+    # OPT projects its last hidden states; CNNs have a width for each stage
+    width = _first(text, "word_embed_proj_dim", "hidden_size")
+    if width is None and (stages := getattr(text, "hidden_sizes", None)):
+        width = stages[-1]
+    if not isinstance(width, int):
+        raise ConfigError(
+            f"{type(model).__name__}: config.hidden_size is {width!r}, so a head cannot know the "
+            f"width of the hidden states. Write config.hidden_size = … before adding a head."
+        )
+    return width
+
+
+def _reference(module: nn.Module) -> torch.Tensor:
+    # the last one: with a device_map the last layers give the hidden states
+    floating = [p for p in module.parameters() if p.is_floating_point()]
+    return floating[-1] if floating else torch.empty(0)
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((v for n in names if (v := getattr(config, n, None)) is not None), None)

@@ -1,0 +1,212 @@
+"""`HeadsMixin`: a model with named adapters and named heads; runs, trains and stores the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from adapterzoo.checkpoint import native
+from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.heads import LMHead, PredictionHead, head_types, labels_from
+
+from .family import describe
+from .inputs import flatten_choices, head_input, labels_of, last_tokens, shift_labels
+from .outputs import MultiHeadOutput, answer
+from .shelf import ShelfMixin
+from .storing import HeadRecord
+
+# arguments of `forward` that belong to heads of any type
+_COMMON = ("logits_to_keep", "num_items_in_batch")
+
+
+class HeadsMixin(ShelfMixin):
+    """Adapters and named heads for a `PreTrainedModel`; stands before it in a class's bases."""
+
+    # --- run ---
+
+    @staticmethod
+    def label_arguments() -> tuple[str, ...]:
+        """The arguments of `forward` that heads of the known types take, labels among them."""
+        names = [n for cls in head_types.values() for n in (*cls.label_names, *cls.inputs)]
+        return tuple(dict.fromkeys(names))
+
+    def _take_labels(
+        self, inputs: dict[str, Any], head: str | list[str] | None = None
+    ) -> dict[str, Any]:
+        """Take what belongs to the heads out of the arguments of `forward`.
+
+        Raises:
+            StateError: there are labels and no head that could use them.
+            UnknownNameError: there is no head of this name.
+        """
+        used = self._used_heads(head)
+        own = [n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)]
+        taken = {n: inputs.pop(n) for n in (*self.label_arguments(), *own, *_COMMON) if n in inputs}
+        given = [n for n in taken if taken[n] is not None and n not in _COMMON]
+        if given and not used:
+            raise StateError(
+                f"forward({', '.join(f'{n}=…' for n in given)}): no head is active, so nothing "
+                f"answers to labels. Heads: {listing(self.heads)}. "
+                f"Write add_classification_head('my_task') or model.active_head = 'my_task'."
+            )
+        return taken
+
+    def _prepare_inputs(
+        self, inputs: dict[str, Any], labels: dict[str, Any], head: str | list[str] | None = None
+    ) -> None:
+        """Bring the base model's arguments into the form that it and the heads need, in place."""
+        used = self._used_heads(head)
+        types = {h.config.head_type for h in used.values()}
+        if "multiple_choice" in types:
+            flatten_choices(inputs)
+        ids = inputs.get("input_ids")
+        if getattr(self.config, "is_encoder_decoder", False):
+            given = inputs.get("decoder_input_ids")
+            if given is not None and (ids is None or given.shape != ids.shape):
+                ids = given
+            shift_labels(self, inputs, labels.get("labels") if "seq2seq_lm" in types else None)
+        if used:
+            labels["input_ids"] = ids
+
+    def forward_head(
+        self,
+        all_outputs: ModelOutput,
+        head_name: str | list[str] | None = None,
+        attention_mask: Tensor | None = None,
+        return_dict: bool | None = True,
+        input_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run heads on what the base model computed.
+
+        Args:
+            all_outputs: of the base model.
+            head_name: which head or heads; None for the active ones.
+            attention_mask: of the tokens with hidden states.
+            return_dict: False for a tuple of loss, if any, logits, and the rest.
+            input_ids: tokens in whose number the hidden states come; where padding and ends of
+                sequences are looked for.
+            logits_to_keep: of how many last tokens, or which, language models need logits; 0: all.
+            num_items_in_batch: by what the sum of the losses is divided, instead of the number
+                of labels in this batch.
+            **kwargs: labels, and what else heads take. Instead of a tensor a dict from names of
+                heads to tensors.
+
+        Returns:
+            The output class of the task; a `MultiHeadOutput` for several heads; `all_outputs`
+            when no head is active.
+
+        Raises:
+            ConfigError: labels that do not fit.
+            StateError: the base model did not compute what a head needs.
+            UnknownNameError: there is no head of this name.
+        """
+        answers: list[ModelOutput] = []
+        used = self._used_heads(head_name)
+        for name, head in used.items():
+            hidden, mask = head_input(self, head, all_outputs, attention_mask, input_ids)
+            if isinstance(head, LMHead):
+                hidden = last_tokens(hidden, logits_to_keep)
+            logits = head(hidden, mask, **{n: kwargs.get(n) for n in head.config.inputs})
+            labels = labels_of(head, name, kwargs)
+            loss = None
+            if labels is not None:
+                if head.config.token_labels and mask is not None and mask.shape == labels.shape:
+                    labels = labels.masked_fill(mask.to(labels.device) == 0, -100)
+                loss = head.loss(logits, labels, num_items_in_batch)
+            answers.append(answer(head.config, loss, logits, all_outputs))
+        if not answers:
+            return all_outputs if return_dict is not False else all_outputs.to_tuple()
+        if return_dict is False:
+            tuples = [a.to_tuple() for a in answers]
+            return tuples[0] if len(tuples) == 1 else tuple(tuples)
+        if len(answers) == 1:
+            return answers[0]
+        losses = [a["loss"] for a in answers if a.get("loss") is not None]
+        total = torch.stack([x.to(losses[0].device) for x in losses]).sum() if losses else None
+        return MultiHeadOutput(head_outputs=answers, loss=total)
+
+    def _used_heads(self, names: str | list[str] | None) -> dict[str, PredictionHead]:
+        chosen = self._names(names, f"head={names!r}") if names else self._current_heads()
+        return {name: self.get_head(name) for name in chosen}
+
+    # --- train and store ---
+
+    def _train_heads(self) -> None:
+        """The active heads are trained, the others not; embeddings that a head shares neither."""
+        backbone = {id(p) for p in self._backbone.parameters()}
+        active = self._current_heads()
+        for name, head in self.heads.items():
+            for parameter in head.parameters():
+                if id(parameter) not in backbone:
+                    parameter.requires_grad_(name in active)
+
+    def adapter_to(
+        self,
+        name: str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move or cast an adapter, and the head of the same name, alone."""
+        super().adapter_to(name, device, dtype)
+        if name in self.heads:
+            self.heads[name].to(device=device, dtype=dtype)
+
+    def _head_of(self, adapter_name: str) -> str | None:
+        if adapter_name in self.heads:
+            return adapter_name
+        active = self._current_heads()
+        return active[0] if len(active) == 1 else None
+
+    def _head_record(self, name: str | None) -> HeadRecord | None:
+        if name is None:
+            return None
+        head = self._find_head(name, f"save_head({name!r})")
+        return HeadRecord({"config": head.config.to_dict()}, self._own_tensors(head))
+
+    def _own_tensors(self, head: PredictionHead) -> dict[str, Tensor]:
+        """The tensors of a head without those that belong to the base model."""
+        backbone = {id(p) for p in self._backbone.parameters()}
+        tensors = head.state_dict(keep_vars=True)
+        return {key: t for key, t in tensors.items() if id(t) not in backbone}
+
+    def _load_head_record(
+        self,
+        call: str,
+        record: HeadRecord,
+        name: str,
+        id2label: Mapping[int, str] | None,
+        set_active: bool,
+        overwrite_ok: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        values = record.document.get("config")
+        if not isinstance(values, Mapping):
+            raise CheckpointError(
+                f"{call}: the checkpoint has the head of a {record.document.get('static')}, this "
+                f"model has named heads. Write with_head=False, or load into that class."
+            )
+        config = self._config_from(values, call)
+        if id2label is not None:
+            config = config.replace(label2id=labels_from(id2label))
+        checked = self._free_head_name(call, name, overwrite_ok)
+        # initial values are overwritten: do not disturb the caller's random numbers
+        with torch.random.fork_rng(devices=()):
+            head = config.build(describe(self))
+        if isinstance(head, LMHead) and self.config.get_text_config().tie_word_embeddings:
+            head.tie(cast("Any", self).get_input_embeddings().weight)
+        skeleton = self._own_tensors(head)
+        native.check_fit(call, type(self).__name__, record.tensors, skeleton, dtype)
+        if dtype is not None:
+            for tensor in skeleton.values():
+                tensor.data = tensor.data.to(dtype)
+        with torch.no_grad():
+            for key, tensor in record.tensors.items():
+                skeleton[key].copy_(tensor)
+        self._shelve(checked, head, set_active)

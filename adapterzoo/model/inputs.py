@@ -1,0 +1,175 @@
+"""What goes into a base model and its heads: inputs, hidden states, masks and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.heads import PredictionHead
+
+from .family import pad_and_eos
+
+# of the base model, one row for each sequence
+_PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+
+
+def flatten_choices(inputs: dict[str, Any]) -> None:
+    """Put the choices of all questions one after the other, in place.
+
+    `[batch, choices, …]` becomes `[batch · choices, …]`.
+
+    Args:
+        inputs: of the base model.
+    """
+    for name in _PER_SEQUENCE:
+        value = inputs.get(name)
+        if isinstance(value, Tensor) and value.dim() == (4 if name == "inputs_embeds" else 3):
+            inputs[name] = value.flatten(0, 1)  # [batch · choices, tokens]
+
+
+def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> None:
+    """Give a decoder its inputs, in place, where the caller did not: the labels one step later.
+
+    Args:
+        model: an encoder–decoder.
+        inputs: of the base model.
+        labels: of a sequence-to-sequence head; without them the encoder's own tokens are taken.
+    """
+    if labels is not None:
+        inputs.setdefault("use_cache", False)
+    source = inputs.get("input_ids") if labels is None else labels
+    given = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_input_values")
+    if source is None or any(inputs.get(name) is not None for name in given):
+        return
+    # the family's own way, where its language model has one: mBART moves the language to the front
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    inputs["decoder_input_ids"] = _shifted(model.config, source) if own is None else own(source)
+
+
+def _shifted(config: Any, ids: Tensor) -> Tensor:
+    text = config.get_text_config(decoder=True)
+    start = text.decoder_start_token_id
+    start = text.bos_token_id if start is None else start
+    if start is None:
+        raise ConfigError(
+            f"decoder_input_ids: {type(config).__name__} has no decoder_start_token_id to begin "
+            f"with. Write model(…, decoder_input_ids=…), or set config.decoder_start_token_id."
+        )
+    shifted = ids.roll(1, dims=-1)
+    shifted[:, 0] = start
+    pad = text.pad_token_id
+    return shifted.masked_fill(shifted == -100, start if pad is None else pad)
+
+
+def last_tokens(hidden: Tensor, keep: int | Tensor) -> Tensor:
+    """The hidden states of the last `keep` tokens, of those that `keep` lists, or of all (0)."""
+    if isinstance(keep, Tensor):
+        return hidden[:, keep]
+    return hidden[:, -keep:] if keep else hidden
+
+
+def head_input(
+    model: Any,
+    head: PredictionHead,
+    outputs: ModelOutput,
+    attention_mask: Tensor | None,
+    input_ids: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The hidden states and the mask that a head is given.
+
+    Args:
+        model: of which the outputs are.
+        head: says what it wants by its `pooling`.
+        outputs: of the base model.
+        attention_mask: `[batch, tokens]`, or whatever the model was given.
+        input_ids: tokens that belong to the hidden states, None when not known.
+
+    Raises:
+        StateError: the model did not compute what the head wants.
+    """
+    if head.pooling == "pooler":
+        pooled = outputs.get("pooler_output")
+        if pooled is None:
+            raise StateError(
+                f"use_pooler=True: {type(model.base_model).__name__} has no pooled output. Write "
+                f"add_classification_head(…, use_pooler=False)."
+            )
+        # that of a CNN has two more dimensions, of size 1
+        return pooled.flatten(1), None  # [batch, d_model]
+    hidden = cast("Tensor", outputs["last_hidden_state"])
+    if hidden.dim() == 4:
+        hidden = hidden.flatten(2).transpose(1, 2)  # [batch, height · width, channels]
+    if head.pooling not in ("mean", "last", "eos"):
+        return hidden, _fitting(model, attention_mask, hidden)
+    mask = attention_mask
+    pad, eos = pad_and_eos(model)
+    if mask is None and input_ids is not None and pad is not None and head.pooling != "mean":
+        mask = input_ids != pad
+    if head.pooling == "eos" and input_ids is not None and eos:
+        ends = torch.isin(input_ids, torch.tensor(eos, device=input_ids.device))
+        real = torch.ones_like(ends) if mask is None else mask.to(ends.device, torch.bool)
+        if real.shape == ends.shape:
+            ends = ends & real
+            # a sequence that was cut has no end: its last token answers
+            mask = ends.where(ends.any(dim=1, keepdim=True), real)
+    fitting = _fitting(model, mask, hidden)
+    if mask is not None and fitting is None:
+        raise StateError(
+            f"pooling={head.pooling!r}: the mask {list(mask.shape)} does not say which of the "
+            f"{hidden.shape[1]} hidden states {type(model.base_model).__name__} computed are "
+            f"padding. Write pooling='cls' when you add the head."
+        )
+    return hidden, fitting
+
+
+def _fitting(model: Any, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+    """The mask of the tokens that have hidden states, None when it cannot be told."""
+    tokens = hidden.shape[1]
+    if mask is None or mask.dim() != 2:
+        return None
+    if mask.shape[1] > tokens:
+        # audio models shorten the sequence, and have a method of their own for the mask
+        shortened = getattr(model.base_model, "_get_feature_vector_attention_mask", None)
+        if shortened is not None:
+            return cast("Tensor", shortened(tokens, mask))
+        # with a cache the mask has the past too
+        return mask[:, -tokens:]
+    return mask if mask.shape[1] == tokens else None
+
+
+def labels_of(head: PredictionHead, name: str, given: Mapping[str, Any]) -> Tensor | None:
+    """The labels for a head out of the arguments of `forward`, None when there are none.
+
+    Args:
+        head: says which arguments hold its labels.
+        name: of the head; an argument may be a dict from names of heads to labels.
+        given: arguments of `forward`.
+
+    Raises:
+        ConfigError: some of the arguments are there and others not.
+    """
+    found = {}
+    for argument in head.config.label_names:
+        value = given.get(argument)
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        if value is not None:
+            found[argument] = value
+    if not found:
+        return None
+    missing = [a for a in head.config.label_names if a not in found]
+    if missing:
+        raise ConfigError(
+            f"forward({', '.join(f'{a}=…' for a in found)}): the head {name!r} needs also "
+            f"{listing(missing)}. Write all of them or none."
+        )
+    labels = list(found.values())
+    if len(labels) == 1:
+        return cast("Tensor", labels[0])
+    # positions of spans come as [batch] or [batch, 1]
+    return torch.stack([x.squeeze(-1) if x.shape[1:] == (1,) else x for x in labels], dim=1)

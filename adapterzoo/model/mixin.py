@@ -1,0 +1,137 @@
+"""`AdapterModelMixin`: all methods of a model with adapters, and how a model gets them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from adapterzoo.checkpoint.native import FORMAT
+from adapterzoo.errors import StateError
+from adapterzoo.selection import Selection
+from .merging import MergingMixin
+from .storing import StoringMixin
+from .summary import SummaryMixin
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class AdapterModelMixin(StoringMixin, MergingMixin, SummaryMixin):
+    """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle by the model's own class where the class was made by `init`."""
+        plain = type(self).__dict__.get("_plain_class")
+        if plain is None:
+            return cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
+        return _blank, (plain,), self.__getstate__()  # type: ignore[attr-defined]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Save the whole model: base weights, adapters and heads, as transformers does.
+
+        `AutoAdapterModel.from_pretrained` or `load_model` gives it back.
+
+        Args:
+            save_directory: the folder.
+            **kwargs: as `PreTrainedModel.save_pretrained` takes them.
+        """
+        config = cast("Any", self).config
+        if self._zoo.installed:
+            config.adapters = {
+                "format": FORMAT,
+                "adapters": {name: c.to_dict() for name, c in self.adapters_config.items()},
+                "merged": list(self._zoo.merged),
+            }
+        try:
+            cast("Any", super()).save_pretrained(save_directory, **kwargs)
+        finally:
+            vars(config).pop("adapters", None)
+
+    def _restore_adapters(self) -> None:
+        """Make the adapters that the config of a saved model lists; their values come later."""
+        document = vars(cast("Any", self).config).pop("adapters", None)
+        if not isinstance(document, Mapping) or document.get("format") != FORMAT:
+            return
+        for name, config in document["adapters"].items():
+            self.add_adapter(name, config)
+        self._zoo.merged = tuple(document["merged"])
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = cast("Any", super())._replicate_for_data_parallel()
+        replica._selection = self._selection.pinned()
+        return replica
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any
+    ) -> None:
+        # the backward pass recomputes blocks in threads of its own on CUDA, where the override
+        # of the thread that ran the forward is not seen
+        func = functools.partial(_pinned, self._selection, gradient_checkpointing_func)
+        cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)
+
+
+def init(model: M) -> M:
+    """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
+
+    Args:
+        model: any `PreTrainedModel`; changed in place.
+
+    Returns:
+        The same object.
+
+    Raises:
+        StateError: it is no `PreTrainedModel`.
+    """
+    if isinstance(model, AdapterModelMixin):
+        return model
+    if "base_model_prefix" not in dir(model):
+        raise StateError(
+            f"init({type(model).__name__}): adapters are named for a transformers PreTrainedModel. "
+            f"Write init(AutoModel.from_pretrained(…))."
+        )
+    model.__class__ = with_adapters(type(model))
+    cast("Any", model)._start_adapters()
+    return model
+
+
+def _pinned(selection: Selection, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+    override = selection.override
+    if override is None:
+        return checkpoint(run, *args, **kwargs)
+
+    def run_again(*inputs: Any, **named: Any) -> Any:
+        with selection.overridden(override):
+            return run(*inputs, **named)
+
+    return checkpoint(run_again, *args, **kwargs)
+
+
+@functools.cache
+def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class with adapters; it keeps its name, which transformers writes to config.json.
+
+    Args:
+        cls: a `PreTrainedModel` class.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(made, self).__init__(*args, **kwargs)
+        self._start_adapters()
+        self._restore_adapters()
+
+    members = {
+        "_plain_class": cls,
+        "__init__": __init__,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
+    made = type(cls.__name__, (AdapterModelMixin, cls), members)
+    return cast("type[nn.Module]", made)
+
+
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    adapted = with_adapters(cls)
+    return adapted.__new__(adapted)

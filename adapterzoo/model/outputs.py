@@ -1,0 +1,111 @@
+"""What comes out of heads, in the output classes of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import modeling_outputs
+from transformers.utils.generic import ModelOutput
+
+from adapterzoo.heads import HeadConfig
+
+_SEQ2SEQ = "Seq2Seq"
+
+
+@dataclass
+class DependencyParsingOutput(ModelOutput):
+    """Scores of a dependency parser.
+
+    Attributes:
+        loss: of arcs and relations, with labels only.
+        rel_preds: `[batch, tokens, tokens + 1, num_labels]`.
+        arc_preds: `[batch, tokens, tokens + 1]`.
+        hidden_states: of the base model.
+        attentions: of the base model.
+    """
+
+    loss: Tensor | None = None
+    rel_preds: Tensor | None = None
+    arc_preds: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MultiHeadOutput(ModelOutput):
+    """The outputs of several heads: `output[0]`, `len(output)`, `for head_output in output`.
+
+    Attributes:
+        head_outputs: in the order of `active_head`.
+        loss: the sum of their losses; None when no head had labels.
+    """
+
+    head_outputs: list[ModelOutput] | None = None
+    loss: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits of all heads, one batch after the other."""
+        return torch.vstack([output["logits"] for output in self])
+
+    def __getitem__(self, k: Any) -> Any:
+        """The output of a head by its number, a field by its name."""
+        return self._outputs()[k] if isinstance(k, int) else cast("Any", super()).__getitem__(k)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The outputs of the heads."""
+        return iter(self._outputs())
+
+    def __len__(self) -> int:
+        """How many heads there are."""
+        return len(self._outputs())
+
+    def _outputs(self) -> list[ModelOutput]:
+        return self.head_outputs or []
+
+
+def answer(
+    config: HeadConfig,
+    loss: Tensor | None,
+    logits: Tensor | tuple[Tensor, ...],
+    outputs: ModelOutput,
+) -> ModelOutput:
+    """A head's answer in the output class of its task, with what the base model computed.
+
+    Args:
+        config: of the head.
+        loss: None without labels.
+        logits: of the head.
+        outputs: of the base model.
+    """
+    cls = _output_class(config.output_class, outputs)
+    names = [field.name for field in dataclasses.fields(cls)]
+    values = {name: outputs.get(name) for name in names if name in outputs}
+    for name in ("hidden_states", "attentions"):
+        if name in names and name not in values:
+            values[name] = outputs.get(f"decoder_{name}")
+    values["loss"] = loss
+    scores = logits if isinstance(logits, tuple) else (logits,)
+    values.update(zip(config.logit_names, scores, strict=True))
+    return cast("ModelOutput", cls(**values))
+
+
+def _output_class(name: str, outputs: ModelOutput) -> Any:
+    if name == DependencyParsingOutput.__name__:
+        return DependencyParsingOutput
+    variants = []
+    if "encoder_last_hidden_state" in outputs:
+        variants.append(_SEQ2SEQ + name)
+    if outputs.get("cross_attentions") is not None:
+        variants.append(f"{name}WithCrossAttentions")
+    if outputs.get("router_logits") is not None:
+        variants.append(f"Moe{name}WithPast")
+    if "past_key_values" in outputs:
+        variants.append(f"{name}WithPast")
+    known = vars(modeling_outputs)
+    return known[next((variant for variant in variants if variant in known), name)]

@@ -1,0 +1,100 @@
+"""AdapterSetup: other active adapters and heads for the calling thread, as long as a block runs."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from adapterzoo.composition import Composition, parse
+from adapterzoo.errors import StateError, UnknownNameError, unknown_name
+
+if TYPE_CHECKING:
+    from .adapters import AdaptersMixin
+
+# every model with adapters, so that a setup finds those that know its names
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def announce(model: AdaptersMixin) -> None:
+    """Let setups find the model for as long as it lives."""
+    _models.add(model)
+
+
+class AdapterSetup:
+    """A context in which other adapters are active, in the calling thread only.
+
+    ```python
+    with AdapterSetup(Stack("language", "task"), head_setup="task"):
+        output = model(**batch)
+    ```
+
+    It holds for every model that knows all of its names. Threads that DataParallel starts see
+    the setup of the thread that calls it.
+    """
+
+    def __init__(
+        self,
+        adapter_setup: object,
+        head_setup: str | list[str] | None = None,
+        ignore_empty: bool = False,
+    ) -> None:
+        """Describe the setup; nothing changes before the block is entered.
+
+        Args:
+            adapter_setup: a name, a list of names, a composition, or None for the plain model.
+            head_setup: head or heads to use; None for heads named like the adapters where
+                there are any, else those that are active.
+            ignore_empty: whether a setup that fits no model is no error.
+
+        Raises:
+            CompositionError: the setup is no composition.
+        """
+        self.adapter_setup: Composition | None = parse(adapter_setup)
+        self.head_setup = head_setup
+        self.ignore_empty = ignore_empty
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> Self:
+        """Make the setup hold.
+
+        Raises:
+            UnknownNameError: no model has all the adapters and heads that are named.
+        """
+        names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
+        heads = [self.head_setup] if isinstance(self.head_setup, str) else self.head_setup or []
+        known: set[str] = set()
+        with ExitStack() as stack:
+            entered = 0
+            for model in list(_models):
+                known |= set(model.adapters_config) | set(model.known_heads())
+                if set(names) <= set(model.adapters_config) and set(heads) <= set(
+                    model.known_heads()
+                ):
+                    plan = model.make_plan(self.adapter_setup, self.head_setup)
+                    stack.enter_context(model._selection.overridden(plan))
+                    entered += 1
+            if not entered and not self.ignore_empty:
+                raise self._nobody([*names, *heads], known)
+            self._open.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Make what held before hold again."""
+        self._open.pop().close()
+
+    def _nobody(self, names: list[str], known: set[str]) -> UnknownNameError | StateError:
+        call = f"AdapterSetup({self.adapter_setup!r}, head_setup={self.head_setup!r})"
+        for name in names:
+            if name not in known:
+                return unknown_name(call, "adapter or head", name, known)
+        return StateError(
+            f"{call}: no single model has all of these. Call add_adapter or load_adapter first, "
+            f"or write AdapterSetup(…, ignore_empty=True)."
+        )

@@ -1,0 +1,324 @@
+"""The shelf of named heads: look, activate, add, delete, and share embeddings with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, listing, unknown_name
+from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types
+from adapterzoo.inject import Shelf
+from adapterzoo.names import check_name
+from adapterzoo.selection import Plan
+
+from .add_heads import AddHeadsMixin
+from .family import describe
+from .mixin import AdapterModelMixin
+
+
+class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
+    """Named heads of a model, and which of them answer.
+
+    Attributes:
+        heads: the heads by name.
+        custom_heads: head types that were registered for this model alone.
+    """
+
+    heads: Shelf
+    custom_heads: dict[str, type[HeadConfig]]
+    config: Any
+    _tied_weights_keys: dict[str, str] | None
+
+    def _start_heads(self) -> None:
+        """Called once, when the base model is there: makes the heads that the config lists."""
+        self.heads = Shelf()
+        self.custom_heads = {}
+        listed = getattr(self.config, "prediction_heads", None) or {}
+        self.config.prediction_heads = {}
+        for name, config in listed.items():
+            self.add_prediction_head_from_config(name, config)
+
+    # --- what there is ---
+
+    def known_heads(self) -> tuple[str, ...]:
+        """The names of the heads."""
+        return tuple(self.heads)
+
+    def get_head(self, head_name: str) -> PredictionHead:
+        """The head of this name.
+
+        Raises:
+            UnknownNameError: there is none.
+        """
+        return self._find_head(head_name, f"get_head({head_name!r})")
+
+    def get_prediction_heads_config(self) -> dict[str, dict[str, Any]]:
+        """Names of the heads to the dicts of their configs."""
+        return {name: self.get_head(name).config.to_dict() for name in self.heads}
+
+    def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:
+        """Class numbers to their names; None where a head has no classes.
+
+        Args:
+            head_name: which head; None for the active one.
+
+        Raises:
+            UnknownNameError: there is no head of this name.
+            StateError: it cannot be told which head is meant.
+        """
+        name = head_name or self._active_head_name("get_labels_dict()")
+        return self._find_head(name, f"get_labels_dict({name!r})").config.id2label
+
+    def get_labels(self, head_name: str | None = None) -> list[str] | None:
+        """The names of the classes; arguments and errors as of `get_labels_dict`."""
+        labels = self.get_labels_dict(head_name)
+        return None if labels is None else list(labels.values())
+
+    def _find_head(self, name: object, call: str) -> PredictionHead:
+        if not isinstance(name, str) or name not in self.heads:
+            raise unknown_name(call, "head", name, self.heads)
+        return cast("PredictionHead", self.heads[name])
+
+    # --- which answers ---
+
+    @property
+    def active_head(self) -> str | list[str] | None:
+        """The head that answers, a list when several do, None when none does.
+
+        Raises:
+            UnknownNameError: on setting, there is no head of this name.
+        """
+        names = self._current_heads()
+        if len(names) < 2:
+            return names[0] if names else None
+        return list(names)
+
+    @active_head.setter
+    def active_head(self, head_name_or_list: str | list[str] | None) -> None:
+        names = self._names(head_name_or_list, f"active_head = {head_name_or_list!r}")
+        default = self._selection.default
+        default.plan = dataclasses.replace(default.plan, heads=names)
+        self._show_labels(names)
+
+    def set_active_adapters(self, adapter_setup: object, skip_layers: Any = None) -> None:
+        """Choose the adapters of all threads, and with them the head of the same name, if any."""
+        super().set_active_adapters(adapter_setup, skip_layers)
+        self._show_labels(self._selection.default.plan.heads)
+
+    def _current_heads(self) -> tuple[str, ...]:
+        return self._selection.plan.heads
+
+    def _heads_for(
+        self, names: tuple[str, ...], head_setup: str | list[str] | None
+    ) -> tuple[str, ...]:
+        if head_setup is not None:
+            return self._names(head_setup, f"head_setup={head_setup!r}")
+        last = names[-1:]
+        return last if last and last[0] in self.heads else self._current_heads()
+
+    def _names(self, setup: str | list[str] | None, call: str) -> tuple[str, ...]:
+        names = (setup,) if isinstance(setup, str) else tuple(setup or ())
+        names = tuple(name for name in names if name != "")
+        for name in names:
+            self._find_head(name, call)
+        return names
+
+    def _show_labels(self, names: tuple[str, ...]) -> None:
+        # pipelines and Trainer read the labels from the config
+        if len(names) == 1 and (labels := self.get_head(names[0]).config.id2label):
+            self.config.id2label = labels
+            self.config.label2id = {label: number for number, label in labels.items()}
+
+    def _active_head_name(self, call: str) -> str | None:
+        names = self._current_heads()
+        if len(names) == 1:
+            return names[0]
+        raise StateError(
+            f"{call}: {len(names)} heads are active, so it cannot be told which is meant. "
+            f"Write its name; heads: {listing(self.heads)}."
+        )
+
+    # --- add and delete ---
+
+    def add_prediction_head_from_config(
+        self,
+        head_name: str,
+        config: Mapping[str, Any] | HeadConfig,
+        overwrite_ok: bool = False,
+        set_active: bool = True,
+    ) -> None:
+        """Add a head by the dict of its config, as `head_config.json` of AdapterHub holds it.
+
+        Args:
+            head_name: how it is called.
+            config: the dict, with its `head_type`; or a config.
+            overwrite_ok: whether a head of that name may be replaced.
+            set_active: whether it becomes the active head.
+
+        Raises:
+            ConfigError: a value, a field or the name is not legal.
+            DuplicateNameError: the name is taken.
+            UnknownNameError: there is no such head type.
+        """
+        call = "add_prediction_head_from_config"
+        if not isinstance(config, HeadConfig):
+            config = self._config_from(config, call)
+        self._add_head(call, head_name, config, overwrite_ok, set_active)
+
+    def register_custom_head(self, head_type: str, cls: Any) -> None:
+        """Let this model have heads of a type of your own.
+
+        Args:
+            head_type: name of the type in configs, `cls.head_type`.
+            cls: a frozen keyword-only dataclass whose `build` makes the head. Enter it in
+                `adapterzoo.heads.head_types` instead to have it on all models.
+
+        Raises:
+            ConfigError: it is no config class, or has another `head_type`.
+        """
+        if not (isinstance(cls, type) and issubclass(cls, HeadConfig)):
+            raise ConfigError(
+                f"register_custom_head({head_type!r}, {cls!r}): a head type is registered by its "
+                f"config class. Derive one from adapterzoo.heads.HeadConfig whose build(backbone) "
+                f"makes the head, a adapterzoo.heads.PredictionHead."
+            )
+        if cls.head_type != head_type:
+            raise ConfigError(
+                f"register_custom_head({head_type!r}): {cls.__name__}.head_type is "
+                f"{cls.head_type!r}, the name in files. Write "
+                f"register_custom_head({cls.head_type!r}, {cls.__name__})."
+            )
+        self.custom_heads[head_type] = cls
+
+    def add_custom_head(
+        self,
+        head_type: str,
+        head_name: str,
+        overwrite_ok: bool = False,
+        set_active: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Add a head of a registered type.
+
+        Args:
+            head_type: as it was registered.
+            head_name: how it is called.
+            overwrite_ok: whether a head of that name may be replaced.
+            set_active: whether it becomes the active head.
+            **kwargs: fields of its config.
+
+        Raises:
+            ConfigError: a value, a field or the name is not legal.
+            DuplicateNameError: the name is taken.
+            UnknownNameError: there is no such head type.
+        """
+        call = f"add_custom_head({head_type!r})"
+        config = self._config_from({"head_type": head_type, **kwargs}, call)
+        self._add_head("add_custom_head", head_name, config, overwrite_ok, set_active)
+
+    def delete_head(self, head_name: str) -> None:
+        """Delete a head; if it was active it is so no more.
+
+        Raises:
+            UnknownNameError: there is no head of this name.
+        """
+        self._find_head(head_name, f"delete_head({head_name!r})")
+        del self.heads[head_name]
+        kept = {n: c for n, c in self.config.prediction_heads.items() if n != head_name}
+        self.config.prediction_heads = kept
+        selection = self._selection
+        selection.default.plan = _without(selection.default.plan, head_name)
+        if selection.override is not None:
+            selection.override = _without(selection.override, head_name)
+        self._list_tied()
+
+    def _config_from(self, values: Mapping[str, Any], call: str) -> HeadConfig:
+        head_type = str(values.get("head_type"))
+        cls = self.custom_heads.get(head_type)
+        return (cls or head_types.find(head_type, call)).from_dict(values)
+
+    def _add_head(
+        self,
+        call: str,
+        name: object,
+        config: HeadConfig,
+        overwrite_ok: bool = False,
+        set_active: bool = True,
+    ) -> None:
+        checked = self._free_head_name(call, name, overwrite_ok)
+        self._shelve(checked, config.build(describe(self)), set_active)
+
+    def _free_head_name(self, call: str, name: object, overwrite_ok: bool) -> str:
+        checked = check_name(call, name)
+        if checked in self.heads and not overwrite_ok:
+            raise DuplicateNameError(
+                f"{call}({checked!r}): there is a head of this name. Write another name, or "
+                f"overwrite_ok=True to replace it."
+            )
+        return checked
+
+    def _shelve(self, name: str, head: PredictionHead, set_active: bool) -> None:
+        self.heads[name] = head.train(cast("nn.Module", self).training)
+        listed = {**self.config.prediction_heads, name: head.config.to_dict()}
+        self.config.prediction_heads = listed
+        if isinstance(head, LMHead) and self.config.get_text_config().tie_word_embeddings:
+            head.tie(cast("Any", self).get_input_embeddings().weight)
+        self._list_tied()
+        if set_active:
+            self.active_head = name
+
+    # --- language models ---
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The last layer of the first active language modelling head, None without one."""
+        for name in self._current_heads():
+            if (layer := self.get_head(name).output_embeddings) is not None:
+                return layer
+        return None
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the last layer of the active language modelling heads."""
+        for name in self._current_heads():
+            head = self.get_head(name)
+            if isinstance(head, LMHead):
+                head.output_embeddings = new_embeddings
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """What shares its parameter with what: the base model's pairs and those of heads."""
+        pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
+        return {**pairs, **self._tied_heads()}
+
+    def _tied_heads(self) -> dict[str, str]:
+        names = {
+            id(parameter): name
+            for name, parameter in self._backbone.named_parameters(
+                prefix=cast("Any", self).base_model_prefix
+            )
+        }
+        return {
+            f"heads.{name}.{key}": names[id(parameter)]
+            for name, head in self.heads.items()
+            for key, parameter in head.named_parameters()
+            if id(parameter) in names
+        }
+
+    def _list_tied(self) -> None:
+        tied = self._tied_heads()
+        # transformers reads these as patterns
+        own = type(self)._tied_weights_keys or {}
+        self._tied_weights_keys = {**own, **{re.escape(k): re.escape(v) for k, v in tied.items()}}
+        # absent until transformers has finished the constructor
+        listed = vars(self).get("all_tied_weights_keys")
+        if listed is not None:
+            gone = [key for key in listed if key.startswith("heads.")]
+            for key in gone:
+                del listed[key]
+            listed.update(tied)
+
+
+def _without(plan: Plan, head_name: str) -> Plan:
+    return dataclasses.replace(plan, heads=tuple(n for n in plan.heads if n != head_name))

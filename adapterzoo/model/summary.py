@@ -1,0 +1,72 @@
+"""The table of a model's adapters."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast, overload
+
+from torch import nn
+
+from .adapters import AdaptersMixin
+
+_COLUMNS = ("name", "architecture", "#param", "%param", "active", "train")
+
+
+class SummaryMixin(AdaptersMixin):
+    """`adapter_summary`."""
+
+    @overload
+    def adapter_summary(self, as_dict: Literal[True]) -> list[dict[str, Any]]: ...
+    @overload
+    def adapter_summary(self, as_dict: Literal[False] = False) -> str: ...
+
+    def adapter_summary(self, as_dict: bool = False) -> str | list[dict[str, Any]]:
+        """All adapters: name, architecture, parameters, their share, active, trained.
+
+        Args:
+            as_dict: whether to return the rows as dicts instead of a table. The share is in
+                percent of the base model's parameters; the last row is the base model.
+        """
+        active = self.active_adapters
+        rows: list[dict[str, Any]] = []
+        for name, config in self.adapters_config.items():
+            parameters = list(self._parameters_of(name))
+            rows.append(
+                {
+                    "name": name,
+                    "architecture": config.architecture,
+                    "#param": sum(p.numel() for p in parameters),
+                    "active": active is not None and name in active.flatten(),
+                    "train": all(p.requires_grad for p in parameters),
+                }
+            )
+        adapters = {id(p) for name in self.adapters_config for p in self._parameters_of(name)}
+        backbone = cast("nn.Module", self._backbone)
+        own = [p for p in backbone.parameters() if id(p) not in adapters]
+        total = sum(p.numel() for p in own)
+        for row in rows:
+            row["%param"] = 100.0 * row["#param"] / total
+        trained = any(p.requires_grad for p in own)
+        rows.append({"name": "Full model", "#param": total, "%param": 100.0, "train": trained})
+        return rows if as_dict else _table(rows)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    cells = [[_shown(row.get(column, "")) for column in _COLUMNS] for row in rows]
+    lines = [list(_COLUMNS), *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+    texts = ["  ".join(_aligned(*cell) for cell in zip(line, widths, range(9))) for line in lines]
+    rule = "-" * len(texts[0])
+    return "\n".join([texts[0].rstrip(), rule, *(t.rstrip() for t in texts[1:])])
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _aligned(text: str, width: int, column: int) -> str:
+    # numbers to the right
+    return text.rjust(width) if column in {2, 3} else text.ljust(width)

@@ -1,0 +1,37 @@
+"""Names that people give to adapters and heads: what is legal, and the one check of it."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import ConfigError
+
+_LENGTH = 128
+# a name is a folder name, a part of a state-dict key and an element of a comma-joined list
+_LEGAL = re.compile(r"[^\s./\\,:;|\[\]*?\"'<>\x00-\x1f\x7f](?:[^/\\.,:;|\[\]*?\"'<>\x00-\x1f\x7f]*[^\s./\\,:;|\[\]*?\"'<>\x00-\x1f\x7f])?")
+
+
+def check_name(call: str, name: object) -> str:
+    """The name itself, when it may be used for an adapter or a head.
+
+    Args:
+        call: the public function that was called, for the message.
+        name: 1 to 128 characters; no dot, slash, comma or other character that has a meaning in
+            paths, keys or lists; no blank at either end.
+
+    Raises:
+        ConfigError: the name is not legal.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"{call}: a name is a string, got {name!r} of type {type(name).__name__}. "
+            f"Write {call}('my_task', …)."
+        )
+    if len(name) <= _LENGTH and _LEGAL.fullmatch(name):
+        return name
+    legal = re.sub(r"[^\w-]+", "_", name).strip("_")[:_LENGTH] or "my_task"
+    raise ConfigError(
+        f"{call}: the name {name!r} cannot be used: it becomes a folder and a part of parameter "
+        f"names. Legal are 1 to {_LENGTH} characters without blanks at the ends and without "
+        f". / \\ , : ; | [ ] * ? quotes < >. Write {legal!r}."
+    )

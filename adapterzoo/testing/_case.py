@@ -1,0 +1,209 @@
+"""What a check is, what it is run on, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.registry import Registry
+from ._host import KINDS, VOCABULARY, WIDTH, Host
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class ConformanceError(AssertionError):
+    """A method does not do what every method must."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config on one kind of layer, in a dtype, on a device.
+
+    Attributes:
+        config: what is checked.
+        kind: one of `KINDS`: how the layers of the model are stored.
+        dtype: of the model.
+        device: of the model.
+    """
+
+    config: AdapterConfig
+    kind: str = "linear"
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        """For messages and test names: `linear, float32`; the device where it is not the CPU."""
+        shown = f"{self.kind}, {str(self.dtype).removeprefix('torch.')}"
+        return shown if self.device == "cpu" else f"{shown}, {self.device}"
+
+    def host(self, *names: str, config: AdapterConfig | None = None) -> Host:
+        """A model in eval mode with fresh adapters of these names, none of them active.
+
+        Equal calls give equal bits.
+
+        Args:
+            names: of the adapters.
+            config: of the adapters; None: that of the case.
+        """
+        model = Host(self.kind, self.device, self.dtype)
+        for i, name in enumerate(names):
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(i)
+                model.add_adapter(name, self.fitted(config))
+        return model
+
+    def trained(self, *names: str, config: AdapterConfig | None = None) -> Host:
+        """The same, as if each adapter had been trained: no parameter has its first value."""
+        model = self.host(*names, config=config)
+        for i, name in enumerate(names):
+            stir(model, name, seed=i)
+        return model
+
+    def fitted(self, config: AdapterConfig | None = None) -> AdapterConfig:
+        """The config, aimed at the embedding where that is the kind."""
+        config = config or self.config
+        if self.kind == "embedding":
+            return config.replace(target_modules=("embed_tokens",))
+        return config
+
+    def input(self, *batch: int, seed: int = 0) -> Tensor:
+        """Token numbers `[*batch]` for embeddings, else hidden states `[*batch, d_model]`."""
+        source = torch.Generator().manual_seed(seed)
+        if self.kind == "embedding":
+            tokens = torch.randint(VOCABULARY, batch, generator=source, device="cpu")
+            return tokens.to(self.device)
+        hidden = torch.randn((*batch, WIDTH), generator=source, device="cpu", dtype=torch.float32)
+        return hidden.to(self.device, self.dtype)
+
+
+def cases(config: AdapterConfig) -> Iterator[Case]:
+    """Every case that a config can be checked on: kinds × dtypes × devices.
+
+    A kind that the config refuses by a `ConfigError` or `SiteError` is left out.
+    """
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    for kind in KINDS:
+        if _fits(Case(config, kind, device="meta")):
+            yield from (Case(config, kind, dtype, d) for d in devices for dtype in DTYPES)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named check; calling it with a case raises `ConformanceError` when the case fails.
+
+    Attributes:
+        name: under which it is registered.
+        run: the check itself; its docstring says what must hold.
+        dtypes: in which it says something.
+        kinds: on which it says something.
+    """
+
+    name: str
+    run: Callable[[Case], None]
+    dtypes: tuple[torch.dtype, ...]
+    kinds: tuple[str, ...]
+
+    def __call__(self, case: Case) -> None:
+        """Run it."""
+        self.run(case)
+
+    def wants(self, case: Case) -> bool:
+        """Whether the check says something about the case."""
+        return case.dtype in self.dtypes and case.kind in self.kinds
+
+
+checks: Registry[Check] = Registry("check")
+"""Every check by name, in the order in which they are run."""
+
+
+def check(
+    *dtypes: torch.dtype, kinds: tuple[str, ...] = KINDS
+) -> Callable[[Callable[[Case], None]], Check]:
+    """A decorator that enters a function of a case as a check of the same name.
+
+    Args:
+        dtypes: in which it is run; none: float32 only.
+        kinds: on which it is run.
+    """
+
+    def enter(run: Callable[[Case], None]) -> Check:
+        made = Check(run.__name__, run, dtypes or (torch.float32,), kinds)
+        return checks.register(run.__name__)(made)
+
+    return enter
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Fail with a message unless something holds.
+
+    Raises:
+        ConformanceError: it does not hold.
+    """
+    if not holds:
+        raise ConformanceError(otherwise)
+
+
+@torch.no_grad()
+def run(model: Host, x: Tensor) -> Tensor:
+    """The model's output without a graph."""
+    out: Tensor = model(x)
+    return out
+
+
+@torch.no_grad()
+def stir(model: Host, name: str, seed: int = 0, size: float = 0.1) -> None:
+    """Move every parameter of an adapter by normal noise, the same for every dtype and device."""
+    source = torch.Generator().manual_seed(1000 + seed)
+    for _, module in model.adapter_modules(name):
+        for parameter in module.parameters():
+            noise = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
+            noise.normal_(0.0, size, generator=source)
+            parameter.add_(noise.to(parameter.device, parameter.dtype))
+
+
+def bits(model: Host, name: str) -> dict[str, Tensor]:
+    """Copies of all tensors of an adapter, by path and key."""
+    return {
+        f"{path}/{key}": tensor.detach().clone()
+        for path, module in model.adapter_modules(name)
+        for key, tensor in module.state_dict().items()
+    }
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors agree in shape, dtype and every bit."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    raw = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*raw)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference, infinite where one has NaN or another shape."""
+    if one.shape != other.shape:
+        return float("inf")
+    if one.numel() == 0:
+        return 0.0
+    largest = (one.double() - other.double()).abs().max().item()
+    return largest if largest == largest else float("inf")
+
+
+def fields_of(config: AdapterConfig) -> set[str]:
+    """Names of the fields of a config."""
+    return {f.name for f in dataclasses.fields(config)}
+
+
+def _fits(case: Case) -> bool:
+    if case.kind == "embedding" and "target_modules" not in fields_of(case.config):
+        return False
+    try:
+        case.host("a")
+    except (ConfigError, SiteError):
+        return False
+    return True

@@ -1,0 +1,200 @@
+"""The models that the checks run on: two blocks each, one for every way to store a layer.
+
+They mix no tokens, so that any leading shape goes through them, and their weights are numbers
+that float16, bfloat16, float32 and float64 all hold exactly.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+from torch.utils.checkpoint import checkpoint
+
+from adapterzoo.model import AdapterModelMixin
+
+WIDTH = 32
+INNER = 48
+VOCABULARY = 11
+KINDS = ("linear", "linear without bias", "conv1d", "embedding")
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer: the weight is stored `[d_in, d_out]`."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.empty(nx, nf))
+        self.bias = nn.Parameter(torch.empty(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[*batch, nx]` → `[*batch, nf]`."""
+        return x @ self.weight + self.bias
+
+
+class _Attention(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, WIDTH, bias)
+        self.k_proj = nn.Linear(WIDTH, WIDTH, bias)
+        self.v_proj = nn.Linear(WIDTH, WIDTH, bias)
+        self.out_proj = nn.Linear(WIDTH, WIDTH, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.q_proj(x)) * torch.tanh(self.k_proj(x))
+        return cast("Tensor", self.out_proj(gate * self.v_proj(x)))
+
+
+class _FusedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn = Conv1D(3 * WIDTH, WIDTH)
+        self.c_proj = Conv1D(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).chunk(3, -1)  # each [*batch, d_model]
+        return cast("Tensor", self.c_proj(torch.sigmoid(q) * torch.tanh(k) * v))
+
+
+class _FusedMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(INNER, WIDTH)
+        self.c_proj = Conv1D(WIDTH, INNER)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.c_proj(gelu(self.c_fc(x))))
+
+
+class _PostNormBlock(nn.Module):
+    """As in BERT and BART: each norm behind its addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = _Attention(bias=True)
+        self.self_attn_layer_norm = nn.LayerNorm(WIDTH)
+        self.fc1 = nn.Linear(WIDTH, INNER)
+        self.fc2 = nn.Linear(INNER, WIDTH)
+        self.final_layer_norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.self_attn_layer_norm(x + self.self_attn(x))
+        return cast("Tensor", self.final_layer_norm(x + self.fc2(gelu(self.fc1(x)))))
+
+
+class _PreNormBlock(nn.Module):
+    """As in LLaMA: each norm in front of its sub-layer, no biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(WIDTH, bias=False)
+        self.self_attn = _Attention(bias=False)
+        self.pre_feedforward_layernorm = nn.LayerNorm(WIDTH, bias=False)
+        self.up_proj = nn.Linear(WIDTH, INNER, False)
+        self.down_proj = nn.Linear(INNER, WIDTH, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return cast(
+            "Tensor", x + self.down_proj(gelu(self.up_proj(self.pre_feedforward_layernorm(x))))
+        )
+
+
+class _FusedBlock(nn.Module):
+    """As in GPT-2: fused projections, and a tuple for a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(WIDTH)
+        self.attn = _FusedAttention()
+        self.ln_2 = nn.LayerNorm(WIDTH)
+        self.mlp = _FusedMlp()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x)), None
+
+
+_BLOCKS: dict[str, type[nn.Module]] = {
+    "linear": _PostNormBlock,
+    "linear without bias": _PreNormBlock,
+    "conv1d": _FusedBlock,
+    "embedding": _PreNormBlock,
+}
+
+
+class Host(AdapterModelMixin, nn.Module):
+    """A small model with adapters; always the same weights for a kind.
+
+    Attributes:
+        reentrant: None, or the variant of gradient checkpointing that the blocks run under.
+    """
+
+    base_model_prefix = ""
+
+    def __init__(self, kind: str, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Make it.
+
+        Args:
+            kind: one of `KINDS`.
+            device: of all parameters; on the meta device they have no values.
+            dtype: of all parameters.
+        """
+        super().__init__()
+        with torch.device("cpu"):
+            self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
+            self.layers = nn.ModuleList(_BLOCKS[kind]() for _ in range(2))
+            # only stacks of pre-LN blocks end in a norm
+            self.norm = nn.LayerNorm(WIDTH) if kind != "linear" else None
+        self.config = SimpleNamespace(model_type="conformance")
+        self.reentrant: bool | None = None
+        _fill(self)
+        self.to(device=device, dtype=dtype)
+        self._start_adapters()
+        self.eval()
+
+    @property
+    def base_model(self) -> Host:
+        """The model itself: there is no head around it."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self.embed_tokens.weight.dtype
+
+    def get_output_embeddings(self) -> None:
+        """There are none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token numbers `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`."""
+        if not x.is_floating_point():
+            x = self.embed_tokens(x)
+        for layer in self.layers:
+            out: Any = (
+                layer(x)
+                if self.reentrant is None
+                else checkpoint(layer, x, use_reentrant=self.reentrant)
+            )
+            x = out[0] if isinstance(out, tuple) else out
+        return cast("Tensor", x if self.norm is None else self.norm(x))
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    source = torch.Generator().manual_seed(20)
+    for name, parameter in model.named_parameters():
+        values = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
+        values.normal_(0.0, 0.25, generator=source).clamp_(-0.9, 0.9)
+        # multiples of 1/64 below 2 have 7 significant bits: exact in every dtype
+        values = (values * 64).round() / 64
+        parameter.copy_(values + 1.0 if "norm.weight" in name or "ln_" in name else values)

