@@ -78,6 +78,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
+        if name.endswith("AdapterModel"):
+            # BertAdapterModel and its like are made when they are asked for
+            return importlib.import_module(".auto", __name__).class_named(name)
         raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
 

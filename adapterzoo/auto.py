@@ -7,6 +7,7 @@ import inspect
 import types
 from typing import Any, ClassVar, TypeVar, cast
 
+import transformers
 from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _get_model_class
@@ -18,10 +19,11 @@ from .model.static import keep_static_head
 
 M = TypeVar("M", bound=PreTrainedModel)
 
+# where a family has several language models, the one of its whole base model comes first
 _GENERATING = (
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
 )
 
 
@@ -73,7 +75,7 @@ class AutoAdapterModel:
         model, info = adapter_class(config).from_pretrained(
             pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
         )
-        keep_static_head(model, pretrained_model_name_or_path, info["unexpected_keys"], hub)
+        keep_static_head(model, pretrained_model_name_or_path, info, hub)
         return (model, info) if wants_info else model
 
     @classmethod
@@ -127,6 +129,10 @@ class AdapterModel(HeadsMixin, PreTrainedModel):
         self.post_init()
         self._restore_adapters()
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle by the base model's class: this class is made anew where it is loaded."""
+        return _blank, (self.backbone_class, type(self.config)), self.__getstate__()
+
     def forward(
         self,
         *args: Any,
@@ -170,6 +176,26 @@ def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
             f"(model_type {config.model_type!r}). Write the config of a type that AutoModel knows."
         )
     return _class_for(_get_model_class(config, modeling_auto.MODEL_MAPPING), type(config))
+
+
+def class_named(name: str) -> type[AdapterModel]:
+    """The class of a name such as `BertAdapterModel`.
+
+    Raises:
+        AttributeError: transformers has no such base model.
+    """
+    backbone = getattr(transformers, f"{name.removesuffix('AdapterModel')}Model", None)
+    config_class = getattr(backbone, "config_class", None)
+    if backbone is None or config_class not in modeling_auto.MODEL_MAPPING:
+        raise AttributeError(f"transformers has no base model for {name!r}")
+    return _class_for(backbone, config_class)
+
+
+def _blank(
+    backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
+) -> AdapterModel:
+    made = _class_for(backbone, config_class)
+    return cast("AdapterModel", made.__new__(made))
 
 
 @functools.cache

@@ -60,6 +60,11 @@ class AdapterConfig(ABC):
 
     architecture: ClassVar[str]
 
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether a fresh adapter leaves the model's output as it was, bit for bit."""
+        return True
+
     @abstractmethod
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Every site of the model that gets an adapter.
@@ -160,6 +165,11 @@ class ConfigUnion(AdapterConfig):
                 f"themselves. Write ConfigUnion(SeqBnConfig(), LoRAConfig())."
             )
         object.__setattr__(self, "configs", configs)
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether all members do."""
+        return all(config.starts_as_identity for config in self.configs)
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """The placements of all members, in their order."""

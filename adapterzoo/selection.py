@@ -58,6 +58,7 @@ class Selection(threading.local):
         self.override: Plan | None = None
         # residual inputs on their way from a tapped module to the site that takes them
         self.taps: dict[str, Tensor] = {}
+        self._pinned: Selection | None = None
 
     @property
     def plan(self) -> Plan:
@@ -76,8 +77,15 @@ class Selection(threading.local):
             self.taps.clear()
 
     def pinned(self) -> Selection:
-        """A selection of its own that holds, in every thread, what the calling thread sees now."""
-        return Selection(Default(self.plan))
+        """A selection of its own that holds, in every thread, what the calling thread sees now.
+
+        It is the same one until the plan changes: the layers of a replica pass their taps on
+        through it.
+        """
+        plan = self.plan
+        if self._pinned is None or self._pinned.default.plan is not plan:
+            self._pinned = Selection(Default(plan))
+        return self._pinned
 
     def __reduce__(self) -> tuple[type[Selection], tuple[Default]]:
         """Copies and pickles keep the default; an override belongs to its thread."""

@@ -6,7 +6,6 @@ their tests are skipped where they are not there.
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,15 @@ BOTTLENECKS = ("seq_bn", "double_seq_bn", "par_bn")
 LAYERS = 2
 
 
-def cases(methods: tuple[str, ...]) -> Iterator[object]:
+def cases(methods: tuple[str, ...]) -> list[object]:
     """Folders of the golden adapters of the methods, those of the repository first."""
-    for root, label in ((HERE, "here"), (SHARED, "shared")):
-        for family in FAMILIES:
-            for method in methods:
-                folder = root / family / method
-                if root is HERE and not folder.is_dir():
-                    continue
-                yield pytest.param(folder, id=f"{label}-{family}-{method}")
+    here = [HERE / family / method for family in FAMILIES for method in methods]
+    shared = [SHARED / family / method for family in FAMILIES for method in methods]
+    return [
+        pytest.param(folder, id=f"{label}-{folder.parent.name}-{folder.name}")
+        for label, folders in (("here", filter(Path.is_dir, here)), ("shared", shared))
+        for folder in folders
+    ]
 
 
 def tensors(folder: Path, name: str) -> dict[str, Tensor]:

@@ -53,14 +53,13 @@ def find(model: nn.Module) -> Anatomy:
     blocks: list[Block] = []
     templates: dict[tuple[object, ...], Block] = {}
     for stack in _stacks(tree):
-        for path in tree.children(stack):
-            branch = tree.branch(path)
-            if not any(_shapes(branch)):
+        for branch in _branches(tree, stack):
+            if not any(_shapes(branch, Row())):
                 continue
             key = (stack, branch.signature)
             if key not in templates:
                 templates[key] = _read(branch, stack)
-            blocks.append(_planted(templates[key], path, len(blocks)))
+            blocks.append(_planted(templates[key], branch.path, len(blocks)))
     inside = {site.path for block in blocks for site in block.sites}
     outside = tuple(_outside(tree, inside))
     return Anatomy(tuple(blocks), outside, "" if blocks else _why_none(tree))
@@ -84,6 +83,18 @@ def _stacks(tree: Tree) -> Iterator[str]:
             yield container
 
 
+def _branches(tree: Tree, stack: str) -> Iterator[Branch]:
+    """The blocks of a stack, as branches of the tree."""
+    owner, _, name = stack.rpartition(".")
+    lists = _row(tree.branch(owner)).lists
+    for path in tree.children(stack):
+        if name in lists:
+            number = path.rpartition(".")[2]
+            yield tree.branch(owner, tuple(f"{part}.{number}" for part in lists))
+        else:
+            yield tree.branch(path)
+
+
 def _holds_blocks(tree: Tree, path: str) -> bool:
     """Whether a container below the path has elements with attention and feed-forward part."""
     return any(
@@ -104,16 +115,17 @@ def _has_mlp(tree: Tree, path: str) -> bool:
 
 def _names_attention(branch: Branch) -> bool:
     row = _row(branch)
-    return any(_projection(shape.path, row) in ATTENTION_ROLES for shape in _shapes(branch))
+    return any(_projection(shape, row) in ATTENTION_ROLES for shape in _shapes(branch, row))
 
 
 def _names_mlp(branch: Branch) -> bool:
-    return "mlp_out" in _roles(branch, list(_shapes(branch))).values()
+    return "mlp_out" in _roles(branch, list(_shapes(branch, _row(branch)))).values()
 
 
 def _read(branch: Branch, stack: str) -> Block:
     """The block at a branch, with all paths below the block."""
-    shapes = list(_shapes(branch))
+    row = _row(branch)
+    shapes = list(_shapes(branch, row))
     roles = _roles(branch, shapes)
     sites = tuple(
         Site(
@@ -131,11 +143,12 @@ def _read(branch: Branch, stack: str) -> Block:
         )
         for shape in shapes
     )
-    row = _row(branch)
     d_model = _d_model(branch, sites)
     sublayers, post_norm, note = sublayers_of(branch, sites, d_model, row)
     parts = tuple(part for site in sites for part in parts_of(site, sites, branch, row))
-    return Block("", -1, stack, d_model, sites, parts, sublayers, post_norm, note)
+    return Block(
+        "", -1, stack, d_model, sites, parts, sublayers, post_norm, row.absent, note
+    )
 
 
 def _planted(block: Block, path: str, layer: int) -> Block:
@@ -165,18 +178,21 @@ def _planted(block: Block, path: str, layer: int) -> Block:
     )
 
 
-def _shapes(branch: Branch) -> Iterator[_Shape]:
+def _shapes(branch: Branch, row: Row) -> Iterator[_Shape]:
     """Every layer below the branch that has a weight matrix."""
-    attentions = {p for p, m in branch.modules if isinstance(m, nn.MultiheadAttention)}
+    torch_attention = {p for p, m in branch.modules if isinstance(m, nn.MultiheadAttention)}
     for path, module in branch.modules:
-        if _parent(path) in attentions and path not in attentions:
+        if path not in torch_attention and _parent(path) in torch_attention:
             continue
         if isinstance(module, nn.Embedding):
             yield _Shape(path, "embedding", module.num_embeddings, module.embedding_dim)
-        elif (linear := linear_shape(module)) is not None:
-            yield _Shape(path, "linear", *linear[:2], transposed=linear[2])
+        elif (linear := linear_shape(module)) is None:
+            yield from _fused(path, module, row)
+        elif row.functional and re.fullmatch(row.functional, path):
+            owner, _, name = path.rpartition(".")
+            yield _Shape(owner, "linear", *linear[:2], f"{name}.weight", linear[2])
         else:
-            yield from _fused(path, module)
+            yield _Shape(path, "linear", *linear[:2], None, linear[2])
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
@@ -193,13 +209,17 @@ def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
     return None
 
 
-def _fused(path: str, module: nn.Module) -> Iterator[_Shape]:
+def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
     """Weights that a module keeps as bare parameters: experts, and torch's own attention."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
         # torch reads its weights and never calls a module, the output projection's either
         d_out, d_in = module.in_proj_weight.shape
         yield _Shape(path, "linear", d_in, d_out, "in_proj_weight")
         yield _Shape(path, "linear", *module.out_proj.weight.shape[::-1], "out_proj.weight")
+        return
+    if any(re.fullmatch(pattern, path) for pattern in row.experts):
+        _, d_out, d_in = next(module.parameters(recurse=False)).shape
+        yield _Shape(path, "experts", d_in, d_out, "weight")
         return
     stored = {
         name: tuple(tensor.shape)
@@ -221,37 +241,32 @@ def _fused(path: str, module: nn.Module) -> Iterator[_Shape]:
 
 def _row(branch: Branch) -> Row:
     """The table's row for the architecture that the branch belongs to."""
-    for model_type in branch.model_types:
-        if model_type in ARCHITECTURES:
-            return ARCHITECTURES[model_type]
-    return Row()
+    block = branch.tree.modules[branch.path]
+    names = (type(block).__name__, *branch.model_types)
+    return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
 
 
-def _projection(path: str, row: Row) -> Role:
-    """What the path says of an input projection of attention; `other` for all else."""
-    for pattern, role in row.roles.items():
-        if re.fullmatch(pattern, path):
-            return role
-    if not ASIDE.search(path):
-        for role, names in ATTENTION_IN:
-            if names.search(path):
-                return role
-    return "other"
+def _projection(shape: _Shape, row: Row) -> Role:
+    """What the name says of an input projection of attention; `other` for all else."""
+    if shape.parameter == "in_proj_weight":
+        return "qkv"
+    path = shape.path
+    if shape.kind == "linear" and shape.parameter is not None:
+        path = f"{path}.{shape.parameter.removesuffix('.weight')}"
+    named = {**row.roles, **row.experts}
+    if special := [role for pattern, role in named.items() if re.fullmatch(pattern, path)]:
+        return special[0]
+    if shape.kind == "experts":
+        return EXPERTS[shape.parameter] if shape.parameter in EXPERTS else "other"
+    if shape.kind == "embedding" or ASIDE.search(path):
+        return "other"
+    found = [role for role, names in ATTENTION_IN if names.search(path)]
+    return found[0] if found else "attention_out" if shape.parameter else "other"
 
 
 def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None], Role]:
     row = _row(branch)
-    roles: dict[tuple[str, str | None], Role] = {}
-    for shape in shapes:
-        key = (shape.path, shape.parameter)
-        if shape.kind == "experts":
-            roles[key] = EXPERTS[shape.parameter or ""]
-        elif shape.parameter is not None:
-            roles[key] = "qkv" if shape.parameter == "in_proj_weight" else "attention_out"
-        elif shape.kind == "embedding":
-            roles[key] = "other"
-        else:
-            roles[key] = _projection(shape.path, row)
+    roles = {(shape.path, shape.parameter): _projection(shape, row) for shape in shapes}
     linears = [s for s in shapes if s.kind == "linear" and s.parameter is None]
     cores = [_parent(p) if not m else p for (p, m), r in roles.items() if r in ATTENTION_ROLES[:4]]
     inner: set[str] = set()
@@ -314,7 +329,7 @@ def _d_model(branch: Branch, sites: tuple[Site, ...]) -> int:
 
 def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
     """Embeddings, language model heads and other layers outside of blocks."""
-    for shape in _shapes(tree.branch("")):
+    for shape in _shapes(tree.branch(""), Row()):
         if shape.path in inside:
             continue
         role: Role = "other"

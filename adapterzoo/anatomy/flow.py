@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .patterns import NORM_CLASS
@@ -52,6 +53,7 @@ class _Flow(TorchDispatchMode):
         self._sums: dict[int, tuple[Tensor, Sum]] = {}
         self._atoms = 0
         self._gains: dict[int, float] = {}
+        self._constants: set[int] = set()
         self.additions: list[Sum] = []
 
     def sum_of(self, tensor: Tensor) -> Sum:
@@ -73,15 +75,22 @@ class _Flow(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        value = self._value(name, args, kwargs or {}, result) if isinstance(result, Tensor | list | tuple) else None
+        read = list(_tensors(args))
+        value = self._value(func.overloadpacket.__name__, args, kwargs or {}, result, read)
+        constant = bool(read) and all(self._is_constant(t) for t in read)
         for tensor in _tensors(result):
             self.put(tensor, self.atom() if value is None else value)
+            if constant:
+                self._constants.add(id(tensor))
         return result
 
-    def _value(self, name: str, args: Any, kwargs: Any, result: Any) -> Sum | None:
-        tensors = list(_tensors(args))
-        if not tensors:
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._constants
+
+    def _value(
+        self, name: str, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
+    ) -> Sum | None:
+        if not tensors or not isinstance(result, Tensor | list | tuple):
             return None
         if name in _CARRY:
             moved = [t for t in tensors if t.is_floating_point()] or tensors
@@ -100,11 +109,13 @@ class _Flow(TorchDispatchMode):
     def _scaled(self, args: Any, power: int) -> Sum | None:
         """A product with a number, or with a parameter that acts as a gain."""
         value, by = args[:2]
-        if isinstance(value, nn.Parameter) or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or self._is_constant(value) or _is_number(value):
             value, by = by, value
+        if not isinstance(value, Tensor):
+            return None
         if isinstance(by, int | float):
             factor = float(by) ** power
-        elif isinstance(by, nn.Parameter) or by.numel() == 1:
+        elif self._is_constant(by) or _is_number(by):
             # an unknown constant: a number that no other constant of the model has
             factor = self._gains.setdefault(id(by), math.sqrt(2 + len(self._gains))) ** power
         else:
@@ -114,93 +125,127 @@ class _Flow(TorchDispatchMode):
 
 def prove(
     model: nn.Module, blocks: Iterable[Block], run: Callable[[], object]
-) -> dict[int, str]:
+) -> tuple[dict[int, str], str]:
     """Check the stream sites of blocks while the model runs.
+
+    Of blocks with the same anatomy in one stack the first is checked; the others only hand on
+    what it returned.
 
     Args:
         model: the model that `blocks` were found in, on the meta device, in evaluation mode.
         blocks: the blocks to check.
-        run: calls the model; errors pass through, after the blocks that ran were checked.
+        run: calls the model.
 
     Returns:
-        For each block that ran, by number: what is wrong, empty when all its sites are right.
+        (by block number, for each block that ran: what is wrong, empty when all its sites are
+        right; why the run broke off, empty when it did not)
     """
     verdicts: dict[int, str] = {}
-    handles: list[Any] = []
+    handles: list[RemovableHandle] = []
     flow = _Flow()
+    twins: dict[object, list[Block]] = {}
     for block in blocks:
-        handles += _watch(model, block, flow, verdicts)
+        twins.setdefault(likeness(block), []).append(block)
+    stood_in: list[nn.Module] = []
+    failure = ""
     try:
+        for first, *others in twins.values():
+            watch = _Watch(model, first, flow, verdicts)
+            handles += watch.handles
+            for other in others:
+                module = model.get_submodule(other.path)
+                if module is not model:
+                    module.forward = watch.stand_in
+                    stood_in.append(module)
         with torch.no_grad(), flow:
             run()
+    except Exception as error:  # noqa: BLE001 - any model may fail for want of an input
+        failure = f"{type(error).__name__}: {error}"
     finally:
         for handle in handles:
             handle.remove()
-    return verdicts
+        for module in stood_in:
+            del module.forward
+    for alike in twins.values():
+        if alike[0].layer in verdicts:
+            verdicts.update({block.layer: verdicts[alike[0].layer] for block in alike})
+    return verdicts, failure
 
 
-def _watch(
-    model: nn.Module, block: Block, flow: _Flow, verdicts: dict[int, str]
-) -> list[Any]:
-    call = _Call()
+def likeness(block: Block) -> object:
+    """Equal for blocks of one stack that have the same layers and stream sites."""
+    start = len(block.path)
+    layers = tuple((s.path[start:], s.role, s.d_in, s.d_out) for s in block.sites)
+    subs = tuple((s.out[start:], s.source[start:]) for s in block.sublayers)
+    return block.stack, block.d_model, layers, subs
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        call.inputs.clear()
-        call.outputs.clear()
-        flow.additions = call.additions = []
+
+class _Watch:
+    """Hooks on one block: what its modules read and write, judged when the block returns."""
+
+    def __init__(
+        self, model: nn.Module, block: Block, flow: _Flow, verdicts: dict[int, str]
+    ) -> None:
+        self._block, self._flow, self._verdicts = block, flow, verdicts
+        self._call = _Call()
+        self._returned: Any = None
+        module = model.get_submodule(block.path)
+        self.handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True)]
+        paths = {path for sub in block.sublayers for path in (sub.source, sub.out)}
+        paths |= {sub.norm for sub in block.sublayers if sub.norm}
+        paths |= {
+            f"{block.path}.{path}" if block.path else path
+            for path, below in module.named_modules()
+            if path and NORM_CLASS.search(type(below).__name__)
+        }
+        paths |= {s.path for s in block.sites if s.kind == "linear" and s.role != "other"}
+        for path in sorted(paths):
+            self._listen(path, model.get_submodule(path))
+        self.handles.append(module.register_forward_hook(self._leave))
+
+    def stand_in(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the watched block returned."""
+        if self._returned is None:
+            raise RuntimeError("a block like this one was to run before it")
+        return self._returned
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._call = _Call()
+        self._flow.additions = self._call.additions
         first = next(_tensors((args, kwargs)), None)
         if first is not None:
-            call.inputs[""] = flow.sum_of(first)
+            self._call.inputs[""] = self._flow.sum_of(first)
 
-    def leave(module: nn.Module, args: Any, result: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._returned = result
         last = next(_tensors(result), None)
         if last is not None:
-            call.outputs[""] = flow.sum_of(last)
-        verdicts[block.layer] = "; ".join(filter(None, _wrongs(block, call)))
+            self._call.outputs[""] = self._flow.sum_of(last)
+        wrongs = "; ".join(filter(None, _wrongs(self._block, self._call)))
+        self._verdicts.setdefault(self._block.layer, wrongs)
 
-    def reads(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _listen(self, path: str, module: nn.Module) -> None:
+        def reads(module: nn.Module, args: Any, kwargs: Any) -> None:
             first = next(_tensors((args, kwargs)), None)
-            if first is not None and path not in call.inputs:
-                call.inputs[path] = flow.sum_of(first)
+            if first is not None:
+                self._call.inputs.setdefault(path, self._flow.sum_of(first))
 
-        return hook
-
-    def writes(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, result: Any) -> None:
+        def writes(module: nn.Module, args: Any, result: Any) -> None:
             first = next(_tensors(result), None)
-            if first is not None and path not in call.outputs:
-                call.outputs[path] = flow.sum_of(first)
+            if first is not None:
+                self._call.outputs.setdefault(path, self._flow.sum_of(first))
 
-        return hook
-
-    module = model.get_submodule(block.path)
-    handles = [module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)]
-    norms = {
-        f"{block.path}.{path}"
-        for path, below in module.named_modules()
-        if path and NORM_CLASS.search(type(below).__name__)
-    }
-    for path in norms:
-        below = model.get_submodule(path)
-        handles.append(below.register_forward_pre_hook(reads(path), with_kwargs=True))
-        handles.append(below.register_forward_hook(writes(path)))
-    for sub in block.sublayers:
-        for path in {sub.source, sub.norm} - {None} - norms:
-            handles.append(
-                model.get_submodule(path or "").register_forward_pre_hook(
-                    reads(path or ""), with_kwargs=True
-                )
-            )
-        if sub.out not in norms:
-            handles.append(model.get_submodule(sub.out).register_forward_hook(writes(sub.out)))
-    handles.append(module.register_forward_hook(leave))
-    return handles
+        self.handles.append(module.register_forward_pre_hook(reads, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(writes))
 
 
 def _wrongs(block: Block, call: _Call) -> Iterable[str]:
     for sub in block.sublayers:
         yield _wrong(block, sub, call)
+    for site in block.sites:
+        alone = site.kind == "linear" and site.role != "other" and "expert" not in site.path
+        if alone and site.path not in call.outputs:
+            yield f"{site.role} ({site.path.removeprefix(block.path + '.')}): was not called"
     stream, out = call.inputs.get(""), call.outputs.get("")
     if not block.post_norm and stream and out and not _within(stream, out):
         # a block may close with a norm of the stream (Conformer)
@@ -221,10 +266,14 @@ def _wrong(block: Block, sub: SubLayer, call: _Call) -> str:
             return f"{name}: norm was not called"
         rest = {a: c for a, c in s.items() if a not in inp and a not in h}
         right = _within(inp, s) and _within(h, s) and not rest
+        if not right and block.note and sub.kind != "mlp":
+            right = _within(h, s)
         return "" if right else f"{name}: norm does not read inp + h"
     if any(_residual(inp, h, s, call) for s in call.additions):
         return ""
     if any(_within(h, s) for s in call.additions):
+        if block.note and sub.kind != "mlp":
+            return ""
         return f"{name}: source does not read the stream that out is added to"
     return f"{name}: the output of out is never added"
 
@@ -254,6 +303,10 @@ def _plus(one: Sum, other: Sum, alpha: float) -> dict[int, float]:
     for atom, c in other.items():
         total[atom] = total.get(atom, 0.0) + alpha * c
     return {atom: c for atom, c in total.items() if abs(c) > 1e-9}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _tensors(value: Any) -> Iterator[Any]:

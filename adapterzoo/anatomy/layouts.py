@@ -36,9 +36,11 @@ def parts_of(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> I
 
 
 def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
+    if site.role not in ("qkv", "mlp_in"):
+        return {}
     named = [name for pattern, name in row.layouts.items() if re.fullmatch(pattern, site.path)]
     if not named and site.role == "qkv":
-        named = [name for pattern, name in FUSED if pattern.search(site.parameter or site.path)]
+        named = [name for pattern, name in FUSED if pattern.search(site.path if site.parameter is None else site.parameter)]
     if not named and site.role == "mlp_in" and site.d_out == 2 * inner:
         named = ["gate, in"]
     return LAYOUTS[named[0]](site, inner, branch) if named else {}

@@ -167,13 +167,15 @@ NORM_PLACES: tuple[tuple[re.Pattern[str], Place, SubLayerKind], ...] = (
 NUMBERED = re.compile(r"^(?!post)\w*(?:norm|ln)_?[1-4]$")
 
 # norms inside of attention or of the feed-forward part: not of the stream
-INNER_NORM = re.compile(r"^(q|k|kv|q_a|kv_a|o|v|inner_attn|ffn|attn_sub|ffn_sub|multihead)_|^norm$")
+INNER_NORM = re.compile(r"^(q|k|kv|q_a|kv_a|o|v|inner_attn|ffn|attn_sub|ffn_sub|multihead)_|^norm$|expert")
 
 # learned gains on a sub-layer's output, in front of the addition
 SCALES: tuple[tuple[re.Pattern[str], SubLayerKind], ...] = (
     (_tail("layer_scale1", "self_attn_layer_scale"), "attention"),
     (_tail("layer_scale2", "mlp_layer_scale"), "mlp"),
 )
+
+WIDENED = "the residual path beside attention is a projection to another width"
 
 # a norm behind the last block: beside the stack, and not one of the embedding
 FINAL_NORM = re.compile(
@@ -186,71 +188,115 @@ FINAL_NORM = re.compile(
 class Row:
     """What is special about one architecture; everything else is read by the patterns.
 
+    Keys of the mappings are regular expressions for whole paths below the block.
+
     Attributes:
-        roles: path below the block (a regular expression for the whole path) to role.
+        roles: layer to role.
+        absent: roles that a block may lack, since it takes the values from elsewhere.
+        functional: layers whose weights are read without the layer being called.
+        experts: modules with a 3-D `weight` that holds all experts, to role.
+        layouts: fused layer to the name of a layout of `layouts.LAYOUTS`.
         post_norm: whether ambiguous norms follow the addition; the name of a config flag says
             it per model, with `!` in front when the flag means the opposite.
-        norms: path below the block to the place of the norm and the sub-layer it belongs to.
-        layouts: path below the block to the name of a layout of `layouts.LAYOUTS`.
-        outs: path below the block of an output projection to that of the module whose output is
-            added to the stream, where something comes in between.
-        note: why the stream sites of this architecture are not (all) given.
+        norms: norm to its place and the sub-layer it belongs to; None: not of the stream.
+        outs: output projection to the path of the module whose output is added to the stream,
+            where something comes in between.
+        lists: names of parallel lists that hold the parts of the blocks, where a block is no
+            module of its own.
+        mixed: why the source of attention does not read the stream alone.
+        note: why there are no stream sites.
     """
 
     roles: Mapping[str, Role] = field(default_factory=dict)
+    absent: frozenset[Role] = frozenset()
+    functional: str | None = None
+    experts: Mapping[str, Role] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
     post_norm: bool | str | None = None
     norms: Mapping[str, tuple[Place, SubLayerKind] | None] = field(default_factory=dict)
-    layouts: Mapping[str, str] = field(default_factory=dict)
     outs: Mapping[str, str] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
+    mixed: str = ""
     note: str = ""
 
 
 _STABLE = Row(post_norm="!do_stable_layer_norm")
 _POST = Row(post_norm=True)
+_SHARED_KV = Row(absent=frozenset({"key", "value"}))
+_BRANCH_NORMS = Row(
+    norms={
+        "layernorm_before": ("branch", "attention"),
+        "layernorm_after": ("branch", "mlp"),
+    }
+)
 _HYPER = Row(note="hyper-connections: several residual streams, mixed by learned weights")
+_SHARED_BLOCK = Row(note="the attention block has no residual stream of its own")
+_QUERIES = Row(post_norm=True, mixed="attention reads the stream plus positions")
+_XLM_LISTS = ("attentions", "layer_norm1", "ffns", "layer_norm2")
+_XLM_NORMS: Mapping[str, tuple[Place, SubLayerKind] | None] = {
+    r"layer_norm1\.\d+": ("at", "attention"),
+    r"layer_norm2\.\d+": ("at", "mlp"),
+}
 
+# by the class of the block, or by `model_type` of the nearest configuration
 ARCHITECTURES: Mapping[str, Row] = {
     "bigbird_pegasus": Row(post_norm=False),
     "blt": Row(norms={"q_norm": ("pre", "cross")}),
+    "ClvpEncoderLayer": Row(layouts={r"mlp\.fc1\.proj": "in, gate"}),
+    "ClvpSelfAttention": Row(note="attention over the conditioning signal, outside of any stream"),
+    "codegen": Row(layouts={r"attn\.qkv_proj": "codegen"}),
     "data2vec-audio": _POST,
+    "deepseek_v4": Row(layouts={r"self_attn\.kv_proj": "k = v"}, note=_HYPER.note),
+    "EdgeTamVideoTwoWayAttentionBlock": _QUERIES,
+    "falcon": Row(layouts={r".*query_key_value": "falcon"}),
+    "flaubert": Row(lists=_XLM_LISTS, norms=_XLM_NORMS, post_norm="!pre_norm"),
+    "gemma3n_text": _SHARED_KV,
+    "gemma4_text": _SHARED_KV,
     "glm5_next_text": _HYPER,
+    "gpt_bigcode": Row(layouts={r"attn\.c_attn": "q, k, v by multi_query"}),
+    "gpt_oss": Row(layouts={r"mlp\.experts": "gate, in by turns"}),
     "hubert": _STABLE,
     "hy_v4": _HYPER,
-    "maskformer": _POST,
-    "megatron-bert": Row(
-        norms={r"attention\.ln": ("pre", "attention"), r"ln": ("pre", "mlp")}
+    "ibert": Row(note="quantised layers that pass scaling factors beside their output"),
+    "inkling2_text": Row(note="the stream is re-mixed from earlier blocks before each sub-layer"),
+    "jetmoe": Row(
+        experts={
+            r"self_attention\.experts\.input_linear": "query",
+            r"self_attention\.experts\.output_linear": "attention_out",
+            r"mlp\.input_linear": "mlp_in",
+            r"mlp\.output_linear": "mlp_out",
+        },
+        outs={
+            r"self_attention\.experts\.output_linear": "self_attention",
+            r"mlp\.output_linear": "mlp",
+        },
     ),
+    "levit": Row(note="attention and feed-forward part are blocks of their own, of convolutions"),
+    "maskformer": _POST,
+    "megatron-bert": Row(norms={r"attention\.ln": ("pre", "attention"), r"ln": ("pre", "mlp")}),
+    "minimax": Row(
+        layouts={r"self_attn\.qkv_proj": "q, k, v per head"},
+        # the normalised stream is what is carried on
+        norms={"input_layernorm": None, "post_attention_layernorm": None},
+    ),
+    "mobilebert": Row(mixed="attention reads a bottleneck of the stream"),
+    "MoonshineDecoderLayer": Row(layouts={r"mlp\.fc1": "in, gate"}),
+    "MoonshineStreamingDecoderLayer": Row(layouts={r"mlp\.fc1": "in, gate"}),
+    "neomme": Row(mixed="attention reads a mix of the stream and the embeddings"),
     "openai-gpt": _POST,
     "pegasus_x": Row(outs={r"self_attn\.out_proj": "self_attn"}),
+    "Phi4MultimodalAudioConformerEncoderLayer": Row(
+        layouts={r"feed_forward_\w+\.gate_up_proj": "in, gate"}
+    ),
     "pp_doclayout_v3": _POST,
+    "ProphetNetDecoderLayer": Row(outs={r"self_attn\.out_proj": "self_attn"}),
+    "pvt_v2": Row(norms={r"attention\.layer_norm": None}),
+    "reformer": Row(absent=frozenset({"key"})),
     "roberta-prelayernorm": Row(
         norms={
             r"attention\.LayerNorm": ("pre", "attention"),
             r"intermediate\.LayerNorm": ("pre", "mlp"),
         }
-    ),
-    "sew": _POST,
-    "speecht5": _POST,
-    "timesformer": Row(outs={r"temporal_attention\.output\.dense": "temporal_dense"}),
-    "unispeech": _STABLE,
-    "unispeech-sat": _STABLE,
-    "wav2vec2": _STABLE,
-    "wavlm": _STABLE,
-    "xlm-roberta-xl": Row(
-        norms={
-            r"attention\.self_attn_layer_norm": ("pre", "attention"),
-            r"LayerNorm": ("pre", "mlp"),
-        }
-    ),
-    "codegen": Row(layouts={r"attn\.qkv_proj": "codegen"}),
-    "deepseek_v4": Row(layouts={r"self_attn\.kv_proj": "k = v"}, note=_HYPER.note),
-    "falcon": Row(layouts={r".*query_key_value": "falcon"}),
-    "gpt_bigcode": Row(layouts={r"attn\.c_attn": "q, k, v by multi_query"}),
-    "gpt_oss": Row(layouts={r"mlp\.experts": "gate, in by turns"}),
-    "minimax": Row(
-        layouts={r"self_attn\.qkv_proj": "q, k, v per head"},
-        # the normalised stream is what is carried on
-        norms={"input_layernorm": None, "post_attention_layernorm": None},
     ),
     "rwkv": Row(
         roles={
@@ -262,4 +308,36 @@ ARCHITECTURES: Mapping[str, Row] = {
         },
         outs={r"feed_forward\.value": "feed_forward"},
     ),
+    "Sam2TwoWayAttentionBlock": _QUERIES,
+    "Sam2VideoTwoWayAttentionBlock": _QUERIES,
+    "Sam3TrackerTwoWayAttentionBlock": _QUERIES,
+    "Sam3TrackerVideoTwoWayAttentionBlock": _QUERIES,
+    "SamHQTwoWayAttentionBlock": _QUERIES,
+    "SamTwoWayAttentionBlock": _QUERIES,
+    "SeamlessM4TConformerAdapterLayer": Row(mixed="attention reads a convolution of the stream"),
+    "SeamlessM4Tv2ConformerAdapterLayer": Row(mixed="attention reads a convolution of the stream"),
+    "SeamlessM4Tv2TextToUnitDecoderLayer": _POST,
+    "sew": _POST,
+    "speecht5": _POST,
+    "SwiftFormerStage": Row(absent=frozenset({"value"})),
+    "swin2sr": _BRANCH_NORMS,
+    "swinv2": _BRANCH_NORMS,
+    "timesformer": Row(outs={r"temporal_attention\.output\.dense": "temporal_dense"}),
+    "unispeech": _STABLE,
+    "unispeech-sat": _STABLE,
+    "wav2vec2": _STABLE,
+    "wavlm": Row(
+        functional=r"attention\.(q|k|v|out)_proj",
+        outs={r"attention": "attention"},
+        post_norm="!do_stable_layer_norm",
+    ),
+    "xlm": Row(lists=_XLM_LISTS, norms=_XLM_NORMS, post_norm=True),
+    "xlm-roberta-xl": Row(
+        norms={
+            r"attention\.self_attn_layer_norm": ("pre", "attention"),
+            r"LayerNorm": ("pre", "mlp"),
+        }
+    ),
+    "zamba": _SHARED_BLOCK,
+    "zamba2": _SHARED_BLOCK,
 }

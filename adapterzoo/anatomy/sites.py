@@ -127,7 +127,9 @@ class Block:
         parts: the parts of the fused layers among them.
         sublayers: attention, cross-attention and feed-forward parts, in the block's order.
         post_norm: whether norms follow the residual additions (post-LN).
-        note: why there are no or not all stream sites, empty when there are.
+        absent: roles that the block lacks since it takes the values from elsewhere, such as
+            keys and values that several blocks share.
+        note: what is special about its stream sites, or why there are none; mostly empty.
     """
 
     path: str
@@ -138,6 +140,7 @@ class Block:
     parts: tuple[Site, ...]
     sublayers: tuple[SubLayer, ...]
     post_norm: bool
+    absent: frozenset[Role] = frozenset()
     note: str = ""
 
     def named(self, role: Role, cross: bool | None = None) -> tuple[Site, ...]:
@@ -154,12 +157,12 @@ class Block:
         )
 
     def has(self, role: Role, cross: bool | None = None) -> bool:
-        """Whether the block has the kind of sub-layer that the role belongs to.
+        """Whether the block should have the role, since it has that kind of sub-layer.
 
         A Mamba layer among attention layers has no attention, so nobody asks it for a query.
         """
         family = ATTENTION_ROLES if role in ATTENTION_ROLES else MLP_ROLES
-        if role not in family:
+        if role not in family or role in self.absent:
             return False
         crossing = cross if role in ATTENTION_ROLES else None
         return any(self.named(member, crossing) for member in family)

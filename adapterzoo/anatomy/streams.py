@@ -16,10 +16,11 @@ from .patterns import (
     NORM_PLACES,
     NUMBERED,
     SCALES,
+    WIDENED,
     Place,
     Row,
 )
-from .sites import Site, SubLayer, SubLayerKind
+from .sites import MLP_ROLES, Site, SubLayer, SubLayerKind
 from .tree import Branch
 
 
@@ -31,6 +32,7 @@ class _Part:
     out: str
     reader: str
     root: str
+    place: int = 0
     pre: str | None = None
     branch: str | None = None
     scale: str | None = None
@@ -67,6 +69,9 @@ def sublayers_of(
     parts = [*_attentions(sites), *_mlps(sites)]
     if row.note or not parts:
         return (), False, row.note or "no attention and no feed-forward part"
+    places = {path: place for place, (path, _) in enumerate(branch.modules)}
+    for part in parts:
+        part.place = places[part.out]
     names = [path for path, module in branch.modules if path and _is_norm(path, module)]
     norms = _placed(names, parts, row)
     _hand_out(norms, parts)
@@ -75,6 +80,8 @@ def sublayers_of(
             if pattern.search(path) and (part := _nearest(path, kind, parts)):
                 part.scale = path
     post_norm = _is_post(branch, parts, row)
+    if row.lists and not post_norm:
+        return (), False, "a block is no module of its own: its output cannot be reached"
     sublayers: list[SubLayer] = []
     for part in parts:
         pre = part.pre or (None if post_norm else part.at)
@@ -82,12 +89,14 @@ def sublayers_of(
         moved = [out for pattern, out in row.outs.items() if re.fullmatch(pattern, part.out)]
         out = moved[0] if moved else part.chain()
         sublayers.append(SubLayer(part.kind, out, pre or part.reader, post))
-    return tuple(sublayers), post_norm, ""
+    # a bare projection beside attention carries the stream to another width (Hiera)
+    changed = any("." not in s.path and s.role == "other" and s.d_in != s.d_out for s in sites)
+    return tuple(sublayers), post_norm, row.mixed or (WIDENED if changed else "")
 
 
 def _attentions(sites: tuple[Site, ...]) -> Iterator[_Part]:
     for site in sites:
-        if site.role != "attention_out" or site.parameter:
+        if site.role != "attention_out":
             continue
         inputs = [s for s in sites if s.role in ("query", "qkv", "value")]
         near = max(inputs, key=lambda s: _shared(s.path, site.path), default=site)
@@ -95,19 +104,23 @@ def _attentions(sites: tuple[Site, ...]) -> Iterator[_Part]:
             near = site if _parent(site.path) else near
         # the module, not its query: a query may read the stream plus positions (DETR)
         reader = _parent(near.path) or near.path
+        if site.parameter and site.kind == "linear":
+            reader = site.path
         root = _common(near.path, site.path)
         yield _Part("cross" if site.cross else "attention", site.path, reader, root)
 
 
 def _mlps(sites: tuple[Site, ...]) -> Iterator[_Part]:
-    split = [re.split(r"(?:^|\.)experts(?:\.|$)", site.path) for site in sites]
+    split = [
+        re.split(r"(?:^|\.)experts(?:\.|$)", site.path)
+        for site in sites
+        if site.role in MLP_ROLES
+    ]
     moes = dict.fromkeys(parts[0] for parts in split if len(parts) > 1)
     for root in moes:
         yield _Part("mlp", root, root, root)
     for site in sites:
         if site.role != "mlp_out" or any(site.path.startswith(f"{root}.") for root in moes):
-            continue
-        if site.kind == "experts":
             continue
         inputs = [s for s in sites if s.role in ("mlp_in", "mlp_gate")]
         near = max(inputs, key=lambda s: _shared(s.path, site.path), default=site)
@@ -179,6 +192,8 @@ def _hand_out(norms: _Norms, parts: list[_Part]) -> None:
                 setattr(part, place, name)
     kinds: tuple[SubLayerKind, ...] = ("attention", "cross", "mlp")
     ordered = [part for kind in kinds for part in parts if part.kind == kind]
+    if len(parts) > len(kinds):
+        ordered = sorted(parts, key=lambda part: part.place)
     names = [name for name, _, _ in norms.placed] + norms.numbered
     if len(names) == 1:
         # one norm in front of parallel sub-layers (GPT-J), or of the only one

@@ -28,9 +28,9 @@ class Tree:
         names = (f"{prefix}{name}" for name, _ in self.modules[path].named_children())
         return [name for name in names if name in self.modules]
 
-    def branch(self, path: str) -> Branch:
-        """The modules below a path."""
-        return Branch(self, path)
+    def branch(self, path: str, only: tuple[str, ...] = ()) -> Branch:
+        """The modules below a path; only those below some of its descendants, if these are given."""
+        return Branch(self, path, only)
 
     def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
         """(path below `path`, module), in model order; the module itself has path ''."""
@@ -60,10 +60,14 @@ class Tree:
 class Branch:
     """One module of a tree with all that is below it, by paths that start at that module."""
 
-    def __init__(self, tree: Tree, path: str) -> None:
+    def __init__(self, tree: Tree, path: str, only: tuple[str, ...] = ()) -> None:
         self.tree = tree
         self.path = path
-        self.modules = list(tree.below(path))
+        self.modules = [
+            (name, module)
+            for name, module in tree.below(path)
+            if not only or any(name == o or name.startswith(f"{o}.") for o in only)
+        ]
         self.by_path = dict(self.modules)
 
     @property

@@ -6,6 +6,7 @@ One file for each kind of task. A head sees tensors, never a transformers model 
 from __future__ import annotations
 
 from ._base import Backbone, HeadConfig, PredictionHead, head_types, labels_from
+from ._lm import LMHead
 from ._pooling import POOLINGS, Pooling, pool
 from .classification import (
     ClassificationConfig,
@@ -14,12 +15,7 @@ from .classification import (
     MultipleChoiceConfig,
 )
 from .dependency_parsing import DependencyParsingConfig
-from .language_modeling import (
-    CausalLMConfig,
-    LMHead,
-    MaskedLMConfig,
-    Seq2SeqLMConfig,
-)
+from .language_modeling import CausalLMConfig, MaskedLMConfig, Seq2SeqLMConfig
 from .question_answering import QuestionAnsweringConfig
 from .tagging import TaggingConfig
 

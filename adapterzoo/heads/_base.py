@@ -66,9 +66,10 @@ class Backbone:
             nn.init.zeros_(layer.bias)
         return layer
 
-    def layer_norm(self, width: int) -> nn.LayerNorm:
-        """A fresh norm."""
-        return nn.LayerNorm(width, eps=self.layer_norm_eps, device=self.device, dtype=self.dtype)
+    def layer_norm(self, width: int, bias: bool = True, eps: float | None = None) -> nn.LayerNorm:
+        """A fresh norm; `eps` None for that of the model."""
+        eps = self.layer_norm_eps if eps is None else eps
+        return nn.LayerNorm(width, eps, bias=bias, device=self.device, dtype=self.dtype)
 
 
 head_types: Registry[type[HeadConfig]] = Registry("head type")
@@ -116,7 +117,9 @@ class HeadConfig(ABC):
     @property
     def id2label(self) -> dict[int, str] | None:
         """The label of each class number."""
-        return None if self.label2id is None else {i: label for label, i in self.label2id.items()}
+        # files may list the labels by name
+        named = self.label2id
+        return None if named is None else {named[n]: n for n in sorted(named, key=named.__getitem__)}
 
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON types, with its `head_type`; `from_dict` reads it back."""

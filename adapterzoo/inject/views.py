@@ -61,7 +61,7 @@ class Layer(Base):
 
     @property
     def bias(self) -> Tensor | None:
-        return self._module._parameters.get("bias")
+        return own(self._module, "bias")
 
     @property
     def scale(self) -> float | Tensor:
@@ -112,6 +112,14 @@ class RowsOf(Base):
         return self._base.residual
 
 
+def own(layer: nn.Module, parameter: str) -> Tensor | None:
+    """A layer's own parameter, None where it has none of this name.
+
+    DataParallel's replicas hold tensors in the place of parameters, as plain attributes.
+    """
+    return layer._parameters.get(parameter, vars(layer).get(parameter))
+
+
 def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
     """Whether a weight is stored `[d_in, d_out]`: embeddings, GPT-2's Conv1D, some experts."""
     if parameter != "weight":
@@ -126,7 +134,7 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     Raises:
         StateError: the layer has no floating-point matrix of this name.
     """
-    weight = layer._parameters.get(parameter)
+    weight = own(layer, parameter)
     if weight is None or weight.dim() < 2 or not weight.is_floating_point():
         raise StateError(
             f"{type(layer).__name__}: its {parameter!r} is no floating-point matrix, so it can "

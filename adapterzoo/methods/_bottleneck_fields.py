@@ -154,6 +154,15 @@ class BottleneckFields(AdapterConfig):
         """A hash that equal configs share."""
         return hash(repr(sorted(self.to_dict().items())))
 
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether the up projection starts as zero and the result is added to what was there."""
+        keeps = self.residual_before_ln is True or not (
+            self.original_ln_before and self.original_ln_after
+        )
+        zero = self.init_weights == "mam_adapter"
+        return zero and keeps and not self.adapter_residual_before_ln
+
     def width_at(self, layer: int, d_model: int) -> int:
         """The bottleneck's width in a block.
 

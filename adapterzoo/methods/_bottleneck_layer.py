@@ -102,9 +102,12 @@ class BottleneckLayer(Adapter):
             x: what the bottleneck reads, `[*batch, d_model]`.
             to: what its result is added to, same shape; its dtype is that of the result.
         """
+        up = self.adapter_up
+        weight = up.weight
         # the parameters may have another dtype than the model
-        x = x.to(self.adapter_up.weight.dtype)
-        update = self._unscaled(x)
+        x = x.to(weight.dtype)
+        update = linear(self.activation(self.adapter_down(x)), weight, up.bias)
+        update = self._shaped(update, x)
         norm = self.adapter_norm_after
         if norm is None:
             return torch.add(to, update.to(to.dtype), alpha=self.factor)
@@ -116,9 +119,8 @@ class BottleneckLayer(Adapter):
         normed: Tensor = norm(update)
         return to + normed.to(to.dtype)
 
-    def _unscaled(self, x: Tensor) -> Tensor:
-        """f(x) without a constant scaling. `x` `[*batch, d_model]`, result of the same shape."""
-        update: Tensor = self.adapter_up(self.activation(self.adapter_down(x)))
+    def _shaped(self, update: Tensor, x: Tensor) -> Tensor:
+        """The update after its options, but for a constant scaling; all `[*batch, d_model]`."""
         config = self.config
         if self.training and config.stochastic_depth:
             update = drop_rows(update, config.stochastic_depth)

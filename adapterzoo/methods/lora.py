@@ -88,6 +88,15 @@ class LoRAConfig(TargetedConfig):
         for rank in self.rank_pattern.values():
             self.replace(r=rank, rank_pattern={})
 
+    def __hash__(self) -> int:
+        """A hash that equal configs share; the patterns, which are dicts, are left to `==`."""
+        return hash((self.r, self.alpha, self.target_modules, self.attn_matrices, self.leave_out))
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether B starts as zero."""
+        return self.init_weights == "lora"
+
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
         """A fresh adapter for the site."""
         return LoRA(self, site, device, _DTYPES[self.dtype] if self.dtype else dtype)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import safetensors
 import torch
@@ -18,16 +20,59 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file
 
+from adapterzoo.heads.static import from_static, is_task
+
+from .family import describe
+
 if TYPE_CHECKING:
     from .heads import HeadsMixin
 
+_LOG = logging.getLogger(__name__)
 DEFAULT_HEAD = "default"
 
 
 def keep_static_head(
-    model: HeadsMixin, path: str, unexpected: Iterable[str], hub: Mapping[str, Any]
+    model: HeadsMixin,
+    path: str | os.PathLike[str],
+    info: Mapping[str, Iterable[str]],
+    hub: Mapping[str, Any],
 ) -> None:
-    """x"""
+    """Make the static head of a checkpoint the named head "default", the active one.
+
+    Nothing happens for a checkpoint of a base model, or of a model with named heads. A head that
+    has no named equivalent is left out with a warning that says why.
+
+    Args:
+        model: loaded from the checkpoint.
+        path: a folder, or a name on the Hub.
+        info: which keys transformers missed and did not use when it loaded the base model.
+        hub: arguments for the Hub, such as `revision`.
+    """
+    config = cast("Any", model).config
+    architecture = next(iter(config.architectures or ()), "")
+    if model.known_heads() or not is_task(architecture):
+        return
+    prefix = cast("Any", model).base_model_prefix
+    tensors = leftover_tensors(str(path), info["unexpected_keys"], prefix, hub)
+    below = dict(model._backbone.named_modules())
+    missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
+    has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
+    text = config.get_text_config(decoder=True)
+    found = from_static(
+        architecture,
+        {key: tuple(tensor.shape) for key, tensor in tensors.items()},
+        {**config.to_dict(), **text.to_dict()},
+        describe(model),
+        has_pooler,
+    )
+    if isinstance(found, str):
+        _LOG.warning("The checkpoint's head is left out; add one of your own. %s", found)
+        return
+    model.add_prediction_head_from_config(DEFAULT_HEAD, found.config)
+    mine = model.get_head(DEFAULT_HEAD).state_dict(keep_vars=True)
+    with torch.no_grad():
+        for theirs, ours in found.keys.items():
+            mine[ours].copy_(tensors[theirs])
 
 
 def leftover_tensors(

@@ -64,7 +64,7 @@ def initial_values(case: Case) -> None:
     plain = case.fitted()
     first = _born(case, plain)
     _require_equal(first, _born(case, plain), "a second time with the same torch.manual_seed")
-    for chosen in {plain, config}:
+    for chosen in (plain, config):
         first = _born(case, chosen)
         with torch.device("meta"):
             _require_equal(first, _born(case, chosen), "under torch.device('meta')")

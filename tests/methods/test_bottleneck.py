@@ -82,7 +82,7 @@ def anatomy_of(model, kinds=("attention", "mlp"), note=""):
             )
             for kind in kinds
         )
-        return Block(path, number, "blocks", D, sites, (), sublayers, post_norm, note)
+        return Block(path, number, "blocks", D, sites, (), sublayers, post_norm, note=note)
 
     return Anatomy(tuple(block(i, b.post_norm) for i, b in enumerate(model.blocks)), ())
 

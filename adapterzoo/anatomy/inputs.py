@@ -1,0 +1,122 @@
+"""Inputs on the meta device for any model or block, made from its signature and configuration.
+
+Only shapes matter: nothing is computed. What cannot be guessed is left out, and the model that
+needs it fails, which its line in the survey then says.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .sites import Block
+
+_TOKENS = 16
+_MODAL = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "audio_values")
+
+
+def of_model(model: nn.Module) -> dict[str, Any]:
+    """Keyword arguments for a model's forward: text where it reads text, else its own kind."""
+    config = getattr(model, "config", None)
+    parameters = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", "input_ids")
+    made: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        if name in _MODAL and name != main and "input_ids" in parameters:
+            continue
+        needed = parameter.default is inspect.Parameter.empty
+        if (value := _named(name, config, needed=needed)) is not None:
+            made[name] = value
+    return made
+
+
+def _named(name: str, config: Any, *, needed: bool) -> Any:
+    if name in ("input_ids", "decoder_input_ids"):
+        return _zeros(1, _TOKENS, dtype=torch.long)
+    if name == "attention_mask" and needed:
+        return torch.ones(1, _TOKENS, dtype=torch.long, device="meta")
+    if name in ("pixel_values", "pixel_values_videos"):
+        vision = getattr(config, "vision_config", None) or config
+        size = _get(vision, "image_size") or 224
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        image = (_get(vision, "num_channels", "in_channels", "in_chans") or 3, height, width)
+        frames = _get(vision, "num_frames", "frames_per_clip")
+        if frames or name == "pixel_values_videos":
+            return _zeros(1, frames or 8, *image)
+        return _zeros(1, *image)
+    if name == "input_values":
+        bins, length = _get(config, "num_mel_bins"), _get(config, "max_length")
+        return _zeros(1, length, bins) if bins and length else _zeros(1, 16000)
+    if name in ("input_features", "audio_values"):
+        bins = _get(config, "num_mel_bins", "feature_size", "input_feat_per_channel") or 80
+        if positions := _get(config, "max_source_positions"):
+            return _zeros(1, bins, 2 * positions)
+        wide = _get(config, "feature_projection_input_dim")
+        return _zeros(1, 200, wide or bins)
+    if needed and ("hidden" in name or "embeds" in name):
+        text = getattr(config, "text_config", None) or config
+        return _zeros(1, _TOKENS, _get(text, "hidden_size", "d_model") or _TOKENS)
+    return None
+
+
+def of_block(block: Block, module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Keyword arguments to try for a block's forward, one set after the other.
+
+    What differs from model to model: whether there is a batch dimension, and the width and
+    number of dimensions of rotary embeddings.
+    """
+    heads = {getattr(m, "head_dim", None) for m in module.modules()}
+    widths = [h for h in heads if isinstance(h, int)] or [64]
+    for batched in (True, False):
+        for width in widths:
+            for rotary in (width, width // 2, width // 4):
+                yield _block_call(block, module, batched=batched, rotary=rotary)
+
+
+def _block_call(block: Block, module: nn.Module, *, batched: bool, rotary: int) -> dict[str, Any]:
+    batch = (1,) if batched else ()
+    hidden = _zeros(*batch, _TOKENS, block.d_model)
+    across = [s.d_in for s in block.sites if s.cross and s.role in ("key", "qkv")]
+    angles = _zeros(*batch, _TOKENS, rotary)
+    made: dict[str, Any] = {}
+    for i, (name, parameter) in enumerate(inspect.signature(module.forward).parameters.items()):
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if i == 0:
+            made[name] = hidden
+        elif "position_embeddings" in name and "object" not in name:
+            made[name] = (angles, angles)
+        elif name in _OTHER_STREAMS:
+            made[name] = _zeros(*batch, _TOKENS, across[0] if across else block.d_model)
+        elif name == "position_ids":
+            made[name] = _zeros(*batch, _TOKENS, dtype=torch.long)
+        elif name == "cu_seqlens":
+            made[name] = _zeros(2, dtype=torch.int32)
+        elif name in ("height", "width", "max_seqlen"):
+            made[name] = 4
+        elif name == "input_dimensions":
+            made[name] = (4, 4)
+        elif parameter.default is inspect.Parameter.empty:
+            made[name] = None
+    return made
+
+
+_OTHER_STREAMS = frozenset({
+    "encoder_hidden_states", "vision_features", "cross_attention_states", "kv_hidden_states",
+    "context", "key_value_states", "keys", "query_point_embedding", "key_point_embedding",
+    "initial_hidden_states", "lang_feats", "visn_feats", "visual_feats", "prompt_feats",
+    "layout_inputs", "global_hidden_states", "value_embeds",
+})  # fmt: skip
+
+
+def _get(config: Any, *names: str) -> Any:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype, device="meta")

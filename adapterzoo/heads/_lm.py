@@ -1,0 +1,198 @@
+"""The layers that all language modelling heads share: features, and logits over the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adapterzoo.activations import activation
+from adapterzoo.errors import ConfigError
+
+from ._base import (
+    OURS,
+    Activation,
+    Backbone,
+    HeadConfig,
+    PredictionHead,
+    number,
+)
+from ._losses import IGNORED, cross_entropy
+
+_MAX_VOCAB = 10_000_000
+_MAX_LAYERS = 64
+_POSITIVE = ("hidden_scale", "logit_scale", "logit_divisor", "logit_softcap", "layer_norm_eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LMConfig(HeadConfig):
+    """Configs of language modelling heads.
+
+    Attributes:
+        vocab_size: number of tokens; None for that of the model.
+        layers: number of linear layers, that onto the vocabulary included.
+        activation_function: after each layer but the last; None for none.
+        layer_norm: whether a norm follows each layer but the last.
+        bias: whether the last layer has one.
+        shift_labels: whether the token at position t is judged by the logits at t − 1.
+        hidden_scale: factor of the hidden states; None for that of the model.
+        logit_scale: factor of the logits.
+        logit_divisor: divides the logits.
+        logit_softcap: caps the logits to this size.
+        added_bias: whether a constant `final_logits_bias`, not trained, is added to the logits.
+        dense_bias: whether the layers but the last have one.
+        norm_bias: whether the norms have one.
+        layer_norm_eps: of the norms; None for that of the model.
+    """
+
+    vocab_size: int | None = None
+    layers: int = 1
+    activation_function: str | None = None
+    layer_norm: bool = False
+    bias: bool = False
+    shift_labels: bool = False
+    hidden_scale: float | None = field(default=None, metadata=OURS)
+    logit_scale: float | None = field(default=None, metadata=OURS)
+    logit_divisor: float | None = field(default=None, metadata=OURS)
+    logit_softcap: float | None = field(default=None, metadata=OURS)
+    added_bias: bool = field(default=False, metadata=OURS)
+    dense_bias: bool = field(default=True, metadata=OURS)
+    norm_bias: bool = field(default=True, metadata=OURS)
+    layer_norm_eps: float | None = field(default=None, metadata=OURS)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.vocab_size is not None:
+            self._check("vocab_size", 1, _MAX_VOCAB)
+        self._check("layers", 1, _MAX_LAYERS)
+        activation(self.activation_function)
+        for name in (
+            "hidden_scale",
+            "logit_scale",
+            "logit_divisor",
+            "logit_softcap",
+            "layer_norm_eps",
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(
+                    f"{type(self).__name__}({name}={value!r}): {name} is a number above 0, or "
+                    f"None. Write {name}=None."
+                )
+
+    def build(self, backbone: Backbone) -> LMHead:
+        """A fresh head, not yet tied."""
+        return LMHead(self, backbone, None, 0.0)
+
+
+class LMHead(PredictionHead):
+    """Layers on each token, the last onto the vocabulary; children numbered in their order."""
+
+    config: LMConfig
+    final_logits_bias: Tensor
+
+    def __init__(
+        self, config: LMConfig, backbone: Backbone, embedding_size: int | None, dropout: float
+    ) -> None:
+        """Make the layers.
+
+        Args:
+            config: of the head.
+            backbone: the model below.
+            embedding_size: features before the last layer; None for those of the model.
+            dropout: before the last layer.
+
+        Raises:
+            ConfigError: the model has no vocabulary and the config says none.
+        """
+        super().__init__(config)
+        vocabulary = config.vocab_size or backbone.vocab_size
+        if vocabulary is None:
+            raise ConfigError(
+                f"{type(config).__name__}(vocab_size=None): the model has no vocabulary of its "
+                f"own. Write vocab_size=…."
+            )
+        self.dropout = dropout
+        given = config.hidden_scale
+        self.hidden_scale = backbone.lm_scale if given is None else given
+        d_out = embedding_size or backbone.embedding_size or backbone.hidden_size
+        width = backbone.hidden_size
+        layers: list[nn.Module] = []
+        for _ in range(config.layers - 1):
+            layers.append(backbone.linear(width, d_out, config.dense_bias))
+            width = d_out
+            if config.activation_function:
+                layers.append(Activation(config.activation_function))
+            if config.layer_norm:
+                layers.append(backbone.layer_norm(d_out, config.norm_bias, config.layer_norm_eps))
+        layers.append(backbone.linear(width, vocabulary, config.bias))
+        number(self, layers)
+        if config.added_bias:
+            bias = torch.zeros(1, vocabulary, device=backbone.device, dtype=backbone.dtype)
+            self.register_buffer("final_logits_bias", bias)
+
+    @property
+    def output_embeddings(self) -> nn.Linear:
+        """The layer onto the vocabulary; it can be set to another one."""
+        last = next(reversed(self._modules.values()))
+        if not isinstance(last, nn.Linear):
+            raise ConfigError(f"output embeddings: {type(last).__name__} is no linear layer.")
+        return last
+
+    @output_embeddings.setter
+    def output_embeddings(self, layer: nn.Linear) -> None:
+        self._modules[next(reversed(self._modules))] = layer
+
+    def tie(self, weight: nn.Parameter) -> bool:
+        """Share the weight of the input embedding; False, and nothing done, if it does not fit.
+
+        Args:
+            weight: `[vocab_size, embedding_size]`.
+        """
+        fits = self.output_embeddings.weight.shape == weight.shape
+        if fits:
+            self.output_embeddings.weight = weight
+        return fits
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """All layers but the last. `hidden` `[*batch, d_model]` → `[*batch, embedding_size]`."""
+        if self.hidden_scale is not None:
+            hidden = hidden * self.hidden_scale
+        *inner, _ = self._modules.values()
+        for layer in inner:
+            hidden = layer(hidden)  # type: ignore[misc]
+        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
+
+    def decode(self, features: Tensor) -> Tensor:
+        """The last layer. `[*batch, embedding_size]` → `[*batch, vocab_size]`."""
+        config = self.config
+        logits: Tensor = self.output_embeddings(features)
+        if config.added_bias:
+            logits = logits + self.final_logits_bias
+        if config.logit_scale is not None:
+            logits = logits * config.logit_scale
+        if config.logit_divisor is not None:
+            logits = logits / config.logit_divisor
+        if config.logit_softcap is not None:
+            logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+        return logits
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits `[batch, tokens, vocab_size]`. `hidden` `[batch, tokens, d_model]`."""
+        return self.decode(self.features(hidden))
+
+    def loss(
+        self,
+        logits: Tensor | tuple[Tensor, ...],
+        labels: Tensor,
+        count: Tensor | int | None = None,
+    ) -> Tensor:
+        """Cross entropy. `logits` `[batch, tokens, vocab_size]`, `labels` `[batch, tokens]`."""
+        if isinstance(logits, tuple):
+            (logits,) = logits
+        if self.config.shift_labels:
+            # the labels move, not the logits: those would be copied
+            labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+        return cross_entropy(logits, labels, count)

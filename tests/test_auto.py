@@ -1,0 +1,211 @@
+"""`AutoAdapterModel`: classes, static checkpoints that keep their head, copies, signatures."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+import transformers
+from families import tiny_config, tiny_inputs
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertModel,
+    PreTrainedModel,
+)
+
+import adapterzoo
+from adapterzoo import AutoAdapterModel
+from adapterzoo.errors import ConfigError, StateError
+
+STATIC = {
+    AutoModelForSequenceClassification: (
+        "bert", "roberta", "distilbert", "deberta-v2", "electra", "albert", "xlm-roberta", "gpt2",
+        "gpt_neox", "llama", "mistral", "qwen2", "gemma2", "phi3", "mixtral", "bart", "mbart",
+    ),
+    AutoModelForTokenClassification: (
+        "bert", "roberta", "distilbert", "deberta-v2", "electra", "albert", "gpt2", "llama",
+    ),
+    AutoModelForQuestionAnswering: ("bert", "roberta", "distilbert", "electra", "albert", "bart"),
+    AutoModelForMaskedLM: ("bert", "roberta", "distilbert", "xlm-roberta"),
+    AutoModelForMultipleChoice: ("bert", "roberta"),
+    AutoModelForImageClassification: ("vit", "beit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("auto", "family"), [(auto, family) for auto, names in STATIC.items() for family in names]
+)
+def test_a_static_checkpoint_keeps_its_head(auto, family, tmp_path):
+    config = tiny_config(family)
+    if auto is AutoModelForSequenceClassification:
+        config.id2label = {0: "bad", 1: "so-so", 2: "good"}
+        config.label2id = {label: i for i, label in config.id2label.items()}
+    torch.manual_seed(0)
+    static = auto.from_config(config).eval()
+    static.save_pretrained(tmp_path)
+    model = AutoAdapterModel.from_pretrained(tmp_path)
+    assert model.active_head == "default"
+    inputs = tiny_inputs(family)
+    inputs.pop("decoder_input_ids", None)
+    if family in {"bart", "mbart"}:
+        # transformers wants as many ends of sequence in each row
+        inputs["input_ids"][:, -1] = config.eos_token_id
+        inputs["attention_mask"][:] = 1
+    if auto is AutoModelForMultipleChoice:
+        inputs = {name: tensor.unsqueeze(1).repeat(1, 2, 1) for name, tensor in inputs.items()}
+    if family in {"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "gemma2", "phi3", "mixtral"}:
+        # transformers looks for padding in the tokens, and not in the mask
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, 0)
+    with torch.no_grad():
+        ours, theirs = model(**inputs), static(**inputs)
+    assert type(ours).__name__ == type(theirs).__name__
+    for name in ("logits", "start_logits", "end_logits"):
+        if name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
+    if auto is AutoModelForSequenceClassification:
+        assert model.get_labels() == ["bad", "so-so", "good"]
+
+
+def test_a_head_without_an_equivalent_is_left_out_with_the_reason(tmp_path, caplog):
+    static = transformers.DebertaV2ForMaskedLM(tiny_config("deberta-v2"))
+    static.lm_predictions = torch.nn.Linear(3, 3)
+    static.save_pretrained(tmp_path)
+    model = AutoAdapterModel.from_pretrained(tmp_path)
+    assert model.active_head is None
+    assert "left out" in caplog.text
+    assert "lm_predictions" in caplog.text
+
+
+def test_classes_are_made_once_and_belong_to_the_family():
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    assert type(model).__name__ == "BertAdapterModel"
+    assert type(model) is adapterzoo.BertAdapterModel
+    assert isinstance(model, PreTrainedModel)
+    assert isinstance(model, transformers.BertPreTrainedModel)
+    assert type(model.bert) is BertModel
+    assert model.base_model is model.bert
+    assert isinstance(model, adapterzoo.AdapterModelMixin)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "vit"])
+def test_forward_shows_the_arguments_of_the_base_model_and_the_labels(family):
+    model = AutoAdapterModel.from_config(tiny_config(family))
+    shown = inspect.signature(model.forward).parameters
+    theirs = inspect.signature(model.base_model.forward).parameters
+    wanted = {n for n, p in theirs.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert wanted <= set(shown)
+    assert {"labels", "start_positions", "end_positions", "head", "return_dict"} <= set(shown)
+
+
+def test_inputs_by_position_are_inputs_by_name():
+    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
+    model.add_tagging_head("tags", num_labels=3)
+    inputs = tiny_inputs("bert")
+    by_name = model(**inputs).logits
+    assert torch.equal(model(inputs["input_ids"], inputs["attention_mask"]).logits, by_name)
+    loss, logits = model(**inputs, labels=torch.zeros(2, 7).long(), return_dict=False)[:2]
+    assert torch.equal(logits, by_name)
+    assert loss.dim() == 0
+
+
+def test_without_a_head_the_output_is_that_of_the_base_model():
+    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
+    inputs = tiny_inputs("bert")
+    out = model(**inputs)
+    assert torch.equal(out.last_hidden_state, model.bert(**inputs).last_hidden_state)
+    assert isinstance(model(**inputs, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_equal_and_share_nothing(way):
+    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
+    model.add_adapter("a", "lora[init_weights='bert']", set_active=True)
+    model.add_adapter("b", "par_bn")
+    model.add_classification_head("a", num_labels=3)
+    inputs = tiny_inputs("bert")
+    before = model(**inputs).logits
+    if way == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif way == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        copied = torch.load(buffer, weights_only=False)
+    assert type(copied) is type(model)
+    assert torch.equal(copied(**inputs).logits, before)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    copied.set_active_adapters("b")
+    copied.delete_adapter("a")
+    assert torch.equal(model(**inputs).logits, before)
+
+
+def test_several_heads_give_a_list_and_the_sum_of_losses():
+    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
+    model.add_classification_head("topic", num_labels=3)
+    model.add_tagging_head("tags", num_labels=4)
+    model.active_head = ["topic", "tags"]
+    inputs = tiny_inputs("bert")
+    labels = {"topic": torch.tensor([0, 2]), "tags": torch.ones(2, 7).long()}
+    out = model(**inputs, labels=labels)
+    assert [tuple(o.logits.shape) for o in out] == [(2, 3), (2, 7, 4)]
+    torch.testing.assert_close(out.loss, out[0].loss + out[1].loss)
+    alone = model(**inputs, head="topic", labels=labels["topic"])
+    assert torch.equal(alone.logits, out[0].logits)
+    assert torch.equal(alone.loss, out[0].loss)
+
+
+def test_dtype_is_that_which_was_asked_for(tmp_path):
+    AutoAdapterModel.from_config(tiny_config("llama")).base_model.save_pretrained(tmp_path)
+    model = AutoAdapterModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model.add_adapter("a", "lora")
+    model.add_adapter("b", "seq_bn")
+    model.add_causal_lm_head("lm")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    model.set_active_adapters(["a", "b"])
+    assert model(**tiny_inputs("llama")).logits.dtype is torch.bfloat16
+
+
+def test_a_static_model_with_adapters_comes_back_by_load_model(tmp_path):
+    torch.manual_seed(0)
+    static = transformers.BertForSequenceClassification(tiny_config("bert")).eval()
+    model = adapterzoo.init(static)
+    model.add_adapter("a", "lora[init_weights='bert']", set_active=True)
+    inputs = tiny_inputs("bert")
+    before = model(**inputs).logits
+    model.save_pretrained(tmp_path)
+    cls = transformers.BertForSequenceClassification
+    again = adapterzoo.load_model(tmp_path, cls).eval()
+    again.set_active_adapters("a")
+    assert torch.equal(again(**inputs).logits, before)
+    # and plain transformers loads the base model from the same folder
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.architectures == ["BertForSequenceClassification"]
+
+
+def test_it_is_not_to_be_called_and_says_what_is():
+    with pytest.raises(StateError, match=r"from_pretrained\(name_or_path\)"):
+        AutoAdapterModel()
+
+
+def test_a_type_without_base_model_is_an_error_that_names_it():
+    with pytest.raises(ConfigError, match="PreTrainedConfig"):
+        AutoAdapterModel.from_config(transformers.PreTrainedConfig())
+
+
+def test_a_name_that_is_no_class_is_no_attribute():
+    with pytest.raises(AttributeError, match="NoSuchAdapterModel"):
+        _ = adapterzoo.NoSuchAdapterModel

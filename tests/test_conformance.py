@@ -1,0 +1,61 @@
+"""Every registered method does what every method must: the checks of `adapterzoo.testing`."""
+
+from __future__ import annotations
+
+import pytest
+
+from adapterzoo.configs import AdapterConfig, config_strings
+from adapterzoo.errors import UnknownNameError
+from adapterzoo.testing import KINDS, ConformanceError, cases, check_method, checks, report
+
+# a union is made of others: this one meets itself at no layer and at one layer
+UNIONS = ("seq_bn|lora", "lora[attn_matrices=['q'],dropout=0.1]|lora[output_lora=True]")
+
+
+def distinct() -> dict[str, AdapterConfig]:
+    """Every registered config string, and unions; of strings for equal configs, the first."""
+    found: dict[str, AdapterConfig] = {}
+    for text in [*(s for s in config_strings if s != "union"), *UNIONS]:
+        config = AdapterConfig.load(text)
+        if config not in found.values():
+            found[text] = config
+    return found
+
+
+CONFIGS = distinct()
+
+
+@pytest.mark.parametrize("check", checks)
+@pytest.mark.parametrize("text", CONFIGS)
+def test_method(text: str, check: str) -> None:
+    failures = report(CONFIGS[text], only=[check])
+    assert not failures, "\n".join(map(str, failures))
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_every_kind_of_layer_is_tried(text: str) -> None:
+    # a method that refuses a kind of layer would be left out without a word
+    kinds = {case.kind for case in cases(CONFIGS[text])}
+    assert kinds >= set(KINDS) - {"embedding"}
+
+
+def test_embeddings_are_tried_where_layers_can_be_named() -> None:
+    kinds = {text: {case.kind for case in cases(config)} for text, config in CONFIGS.items()}
+    named = {text for text, config in CONFIGS.items() if "target_modules" in dir(config)}
+    assert {text for text, found in kinds.items() if "embedding" in found} <= named
+    assert "embedding" in kinds["lora"]
+
+
+def test_every_check_says_what_must_hold() -> None:
+    for check in checks.values():
+        assert check.run.__doc__, check.name
+
+
+def test_a_config_that_fits_nowhere_is_an_error() -> None:
+    with pytest.raises(ConformanceError, match="fits no model of the suite"):
+        check_method("lora[target_modules=['no_such_layer']]")
+
+
+def test_an_unknown_check_is_an_error_with_the_near_one() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'gradients'"):
+        report("lora", only=["gradient"])

@@ -1,0 +1,86 @@
+"""`generate` with named heads and adapters: token-identical to the static model, cache or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import tiny_config, tiny_inputs
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+from adapterzoo import AutoAdapterModel, init
+
+DECODERS = (
+    "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3",
+    "mixtral", "qwen3_moe",
+)  # fmt: skip
+ENCODER_DECODERS = ("t5", "mt5", "bart", "mbart", "whisper")
+ATTENTION = 'lora[attn_matrices=["q","k","v","o"]]'
+
+
+def static_model(family):
+    torch.manual_seed(0)
+    if family in DECODERS:
+        auto = AutoModelForCausalLM
+    else:
+        auto = AutoModelForSpeechSeq2Seq if family == "whisper" else AutoModelForSeq2SeqLM
+    return auto.from_config(tiny_config(family)).eval().requires_grad_(False)
+
+
+def prompt(family):
+    inputs = tiny_inputs(family)
+    inputs.pop("decoder_input_ids", None)
+    if family in DECODERS:
+        # decoders are padded at the left
+        inputs["attention_mask"] = inputs["attention_mask"].flip(-1)
+    return inputs
+
+
+def tokens(model, inputs, **kwargs):
+    return model.generate(**inputs, max_new_tokens=8, do_sample=False, **kwargs)
+
+
+def randomise(model, name):
+    source = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, module in model.adapter_modules(name):
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=source) * 0.3)
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
+def test_the_head_of_a_static_checkpoint_generates_as_the_static_model(family, tmp_path):
+    static = static_model(family)
+    static.save_pretrained(tmp_path)
+    model = AutoAdapterModel.from_pretrained(tmp_path)
+    assert model.active_head == "default"
+    inputs = prompt(family)
+    for kwargs in ({}, {"use_cache": False}, {"num_beams": 2}):
+        assert torch.equal(tokens(model, inputs, **kwargs), tokens(static, inputs, **kwargs))
+    forward = tiny_inputs(family)
+    with torch.no_grad():
+        assert torch.equal(model(**forward).logits, static(**forward).logits)
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
+@pytest.mark.parametrize("config", [ATTENTION, "double_seq_bn", "par_bn"])
+def test_an_adapter_generates_the_same_with_and_without_cache(family, config):
+    model = init(static_model(family))
+    inputs = prompt(family)
+    plain = tokens(model, inputs)
+    model.add_adapter("a", config)
+    randomise(model, "a")
+    assert torch.equal(tokens(model, inputs), plain)
+    model.set_active_adapters("a")
+    cached = tokens(model, inputs)
+    assert torch.equal(cached, tokens(model, inputs, use_cache=False))
+    model.set_active_adapters(None)
+    assert torch.equal(tokens(model, inputs), plain)
+
+
+def test_the_adapter_reaches_generation():
+    model = init(static_model("llama"))
+    inputs = prompt("llama")
+    plain = tokens(model, inputs)
+    model.add_adapter("a", ATTENTION, set_active=True)
+    randomise(model, "a")
+    assert not torch.equal(tokens(model, inputs), plain)
