@@ -42,7 +42,10 @@ def golden_model(folder: Path):
     model = AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
     adapter = json.loads((folder / "adapter_config.json").read_text())
     head = json.loads((folder / "head_config.json").read_text())
-    model.add_adapter("golden", config=adapter["config"])
+    # fields of methods that adapters keeps in LoRA's config, at the values that turn them off
+    off = {"composition_mode": "add", "use_dora": False, "vera_b": None, "vera_d": None}
+    config = {k: v for k, v in adapter["config"].items() if off.get(k, ...) != v}
+    model.add_adapter("golden", config=config)
     model.add_prediction_head_from_config("golden", head["config"])
     model.set_active_adapters("golden")
     return model
@@ -105,5 +108,64 @@ def test_bottlenecks_give_the_golden_outputs(folder: Path):
     assert places == set(by_module)
     for (layer, location), values in by_module.items():
         adapters[layer][location].load_state_dict(values)
+    fill_head(model, folder)
+    check(model, folder)
+
+
+# the last parts of the paths that adapters writes, to the role of the layer
+LORA_ROLES = {
+    "query": "query", "q": "query", "q_proj": "query",
+    "key": "key", "k": "key", "k_proj": "key",
+    "value": "value", "v": "value", "v_proj": "value",
+    "intermediate.dense": "mlp_in", "wi": "mlp_in", "c_fc": "mlp_in", "up_proj": "mlp_in",
+    "output.dense": "mlp_out", "wo": "mlp_out", "mlp.c_proj": "mlp_out", "down_proj": "mlp_out",
+    "c_attn": "qkv",
+}  # fmt: skip
+LORA_PLACE = re.compile(
+    r"^\w+\.(?:(?P<stack>encoder|decoder)\.)?(?:layer|layers|h|block)\.(?P<layer>\d+)\."
+    r"(?P<layer_path>.*)\.loras\.golden\.(?P<suffix>lora_[AB])$"
+)
+
+
+def lora_place(key: str) -> tuple[tuple[int, str, bool], str]:
+    """((block number over all stacks, role, cross-attention), parameter) of a golden tensor."""
+    found = LORA_PLACE.match(key)
+    assert found is not None, key
+    layer = int(found["layer"]) + LAYERS * (found["stack"] == "decoder")
+    path = found["layer_path"]
+    role = next(r for end, r in LORA_ROLES.items() if re.search(rf"(^|\.){end}$", path))
+    return (layer, role, "EncDecAttention" in path), found["suffix"]
+
+
+@pytest.mark.parametrize("folder", cases(("lora",)))
+def test_lora_gives_the_golden_outputs(folder: Path):
+    if not folder.is_dir():
+        pytest.skip(f"no golden checkpoints in {folder.parents[1].name}/")
+    model = golden_model(folder)
+    rank = json.loads((folder / "adapter_config.json").read_text())["config"]["r"]
+    file: dict[tuple[int, str, bool], dict[str, Tensor]] = {}
+    for key, value in tensors(folder, "pytorch_adapter.bin").items():
+        place, suffix = lora_place(key)
+        file.setdefault(place, {})[suffix] = value
+    # adapters keeps the parts of a fused layer in one tensor, one under the other
+    for layer, role, cross in [place for place in file if place[1] == "qkv"]:
+        fused = file.pop((layer, role, cross))
+        for i, part in enumerate(("query", "key", "value")):
+            rows = fused["lora_B"].shape[0] // 3
+            file[layer, part, cross] = {
+                "lora_A": fused["lora_A"][i * rank : (i + 1) * rank],
+                "lora_B": fused["lora_B"][i * rows : (i + 1) * rows],
+            }
+    modules = dict(model.adapter_modules("golden"))
+    sites = {
+        (site.layer, site.role, site.cross): site
+        for role in ("query", "key", "value", "mlp_in", "mlp_out")
+        for site in model.anatomy.select(role, cross=None)
+    }
+    assert sites.keys() == file.keys()
+    for place, values in file.items():
+        module = modules[sites[place].path]
+        part = module if sites[place].rows is None else module.get_submodule(place[1])
+        part.load_state_dict(values)
     fill_head(model, folder)
     check(model, folder)

@@ -119,7 +119,9 @@ class HeadConfig(ABC):
         """The label of each class number."""
         # files may list the labels by name
         named = self.label2id
-        return None if named is None else {named[n]: n for n in sorted(named, key=named.__getitem__)}
+        return (
+            None if named is None else {named[n]: n for n in sorted(named, key=named.__getitem__)}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON types, with its `head_type`; `from_dict` reads it back."""

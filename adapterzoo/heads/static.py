@@ -15,6 +15,17 @@ from typing import Any
 from adapterzoo.errors import ConfigError
 
 from ._base import Backbone, HeadConfig
+from ._static_facts import (
+    ENCODER_TAGGING,
+    IMAGE_POOLING,
+    STRANGE,
+    InexpressibleError,
+    Shapes,
+    Static,
+    activation_after,
+    logit_fields,
+    summary_pooling,
+)
 from .classification import (
     ClassificationConfig,
     ImageClassificationConfig,
@@ -24,8 +35,6 @@ from .classification import (
 from .language_modeling import CausalLMConfig, MaskedLMConfig, Seq2SeqLMConfig
 from .question_answering import QuestionAnsweringConfig
 from .tagging import TaggingConfig
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,68 +49,6 @@ class StaticHead:
 
     config: HeadConfig
     keys: Mapping[str, str]
-
-
-class _InexpressibleError(Exception):
-    """Why a static head has no named equivalent."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Static:
-    """What is known of a static head.
-
-    Attributes:
-        tensors: names and shapes of all that is not the base model's.
-        config: dict of the transformers config, its text part on top.
-        backbone: the base model.
-        pooler: whether the base model's checkpoint has a pooler.
-    """
-
-    tensors: Shapes
-    config: Mapping[str, Any]
-    backbone: Backbone
-    pooler: bool
-
-    def module(self, role: str) -> str | None:
-        """The path of the "dense" layer, of the "norm", or of the layer that gives the "output"."""
-        paths = [k.removesuffix(".weight") for k in self.tensors if k.endswith(".weight")]
-        found = [path for path in paths if _role(path) == role]
-        if len(found) > 1:
-            raise _InexpressibleError(f"it has several layers of one kind: {', '.join(found)}")
-        return found[0] if found else None
-
-    def shape(self, path: str) -> tuple[int, ...]:
-        """Of the weight of a module."""
-        return self.tensors[f"{path}.weight"]
-
-    def has_bias(self, path: str) -> bool:
-        """Whether the module has a bias."""
-        return f"{path}.bias" in self.tensors
-
-
-_DENSE = re.compile(r"(^|\.)(dense|pre_classifier|vocab_transform|summary)$")
-_NORM = re.compile(r"norm$", re.IGNORECASE)
-
-# model types whose `classifier.dense` is followed by config.hidden_act, and not by tanh
-_HIDDEN_ACT = frozenset({"big_bird", "convbert", "mra", "nystromformer", "roformer", "yoso"})
-# image models by what their one layer looks at
-_IMAGE_POOLING: Mapping[str, str] = {
-    model_type: pooling
-    for pooling, model_types in (
-        ("cls", "deit vit vit_msn pvt"),
-        ("mean", "ijepa levit siglip siglip_vision_model"),
-        (
-            "pooler",
-            (
-                "beit convnext convnextv2 data2vec-vision focalnet mobilevit mobilevitv2 regnet "
-                "resnet swin swinv2"
-            ),
-        ),
-    )
-    for model_type in model_types.split()
-}
-# fields of a config that change logits in ways that no head here has
-_STRANGE = ("dim_model_base", "output_multiplier", "unpadded_vocab_size", "use_predict_layer")
 
 
 def from_static(
@@ -125,8 +72,8 @@ def from_static(
     if task is None:
         return f"{architecture}: none of the tasks that have heads: {', '.join(_TASKS)}"
     try:
-        return _TASKS[task](_Static(tensors, config, backbone, pooler))
-    except _InexpressibleError as reason:
+        return _TASKS[task](Static(tensors, config, backbone, pooler))
+    except InexpressibleError as reason:
         return f"{architecture}: {reason}"
     except ConfigError as error:
         return f"{architecture}: {error}"
@@ -159,40 +106,42 @@ def _layers(config: HeadConfig) -> dict[str, Any]:
     return {k: v for k, v in config.to_dict().items() if k not in beside and v is not None}
 
 
-def _classification(static: _Static) -> StaticHead:
+def _classification(static: Static) -> StaticHead:
     if static.config.get("problem_type") == "multi_label_classification":
         return _pooled(static, MultilabelClassificationConfig, "num_labels")
     return _pooled(static, ClassificationConfig, "num_labels")
 
 
-def _image(static: _Static) -> StaticHead:
+def _image(static: Static) -> StaticHead:
     multilabel = static.config.get("problem_type") == "multi_label_classification"
     return _pooled(static, ImageClassificationConfig, "num_labels", multilabel=multilabel)
 
 
-def _choice(static: _Static) -> StaticHead:
+def _choice(static: Static) -> StaticHead:
     return _pooled(static, MultipleChoiceConfig, "num_choices")
 
 
-def _pooled(static: _Static, kind: type[Any], counts: str, **fields: Any) -> StaticHead:
+def _pooled(static: Static, kind: type[Any], counts: str, **fields: Any) -> StaticHead:
     out, dense, keys = _linears(static)
     pooling = "cls"
     activation = None
     if dense is not None:
-        activation = _activation_after(dense, static.config)
+        activation = activation_after(dense, static.config)
         if dense.startswith("classification_head."):
             pooling = "eos"
+        elif dense.startswith("sequence_summary."):
+            pooling = summary_pooling(static.config)
     elif kind is ImageClassificationConfig:
         model_type = str(static.config.get("model_type"))
-        if model_type not in _IMAGE_POOLING:
-            raise _InexpressibleError(f"it is not known what the head of a {model_type} looks at")
-        pooling = _IMAGE_POOLING[model_type]
+        if model_type not in IMAGE_POOLING:
+            raise InexpressibleError(f"it is not known what the head of a {model_type} looks at")
+        pooling = IMAGE_POOLING[model_type]
     elif out == "score":
         pooling = "last"
     elif static.pooler:
         pooling = "pooler"
     else:
-        raise _InexpressibleError("its base model has no pooler")
+        raise InexpressibleError("its base model has no pooler")
     if kind is MultipleChoiceConfig:
         labels = static.config.get("id2label") or {0: "", 1: ""}
         count = len(labels)
@@ -212,9 +161,9 @@ def _pooled(static: _Static, kind: type[Any], counts: str, **fields: Any) -> Sta
     return StaticHead(config, keys)
 
 
-def _tagging(static: _Static) -> StaticHead:
-    if static.backbone.encoder_decoder:
-        raise _InexpressibleError("it labels the encoder's tokens, named heads the decoder's")
+def _tagging(static: Static) -> StaticHead:
+    if static.config.get("model_type") in ENCODER_TAGGING:
+        raise InexpressibleError("it labels the encoder's tokens, named heads the decoder's")
     out, keys = _one_linear(static)
     count = static.shape(out)[0]
     config = TaggingConfig(
@@ -227,7 +176,7 @@ def _tagging(static: _Static) -> StaticHead:
     return StaticHead(config, keys)
 
 
-def _span(static: _Static) -> StaticHead:
+def _span(static: Static) -> StaticHead:
     out, keys = _one_linear(static)
     config = QuestionAnsweringConfig(
         num_labels=static.shape(out)[0],
@@ -238,26 +187,26 @@ def _span(static: _Static) -> StaticHead:
     return StaticHead(config, keys)
 
 
-def _masked_lm(static: _Static) -> StaticHead:
+def _masked_lm(static: Static) -> StaticHead:
     return _lm(static, MaskedLMConfig)
 
 
-def _causal_lm(static: _Static) -> StaticHead:
+def _causal_lm(static: Static) -> StaticHead:
     return _lm(static, CausalLMConfig)
 
 
-def _conditional(static: _Static) -> StaticHead:
+def _conditional(static: Static) -> StaticHead:
     return _lm(static, Seq2SeqLMConfig if static.backbone.encoder_decoder else CausalLMConfig)
 
 
-def _lm(static: _Static, kind: type[Any]) -> StaticHead:
+def _lm(static: Static, kind: type[Any]) -> StaticHead:
     config = static.config
-    if strange := [name for name in _STRANGE if config.get(name) not in (None, False, 1)]:
-        raise _InexpressibleError(f"its config says {strange[0]}={config[strange[0]]!r}")
+    if strange := [name for name in STRANGE if config.get(name) not in (None, False, 1)]:
+        raise InexpressibleError(f"its config says {strange[0]}={config[strange[0]]!r}")
     out, dense, norm = (static.module(role) for role in ("output", "dense", "norm"))
     modules = [path for path in (dense, norm, out) if path is not None]
     if norm is not None and dense is None:
-        raise _InexpressibleError(f"it has the norm {norm} without a layer in front of it")
+        raise InexpressibleError(f"it has the norm {norm} without a layer in front of it")
     keys = {}
     # dense 0, activation 1, norm 2, output behind them
     places = {dense: 0, norm: 2, out: 0 if dense is None else 2 if norm is None else 3}
@@ -275,10 +224,10 @@ def _lm(static: _Static, kind: type[Any]) -> StaticHead:
     rows = static.backbone.vocab_size if out is None else static.shape(out)[0]
     width = static.backbone.embedding_size or static.backbone.hidden_size
     if out is not None and static.shape(out)[1] != width:
-        raise _InexpressibleError(f"{out} takes {static.shape(out)[1]} features, not {width}")
+        raise InexpressibleError(f"{out} takes {static.shape(out)[1]} features, not {width}")
     fields: dict[str, Any] = {}
     if dense is not None:
-        fields["activation_function"] = _activation_after(dense, config)
+        fields["activation_function"] = activation_after(dense, config)
         fields["dense_bias"] = static.has_bias(dense)
     if norm is not None:
         fields["norm_bias"] = static.has_bias(norm)
@@ -291,25 +240,16 @@ def _lm(static: _Static, kind: type[Any]) -> StaticHead:
         layer_norm=norm is not None,
         bias=f"{places[out]}.bias" in keys.values(),
         added_bias=added,
-        **_logit_fields(config),
+        **logit_fields(config),
     )
     return StaticHead(made, keys)
 
 
-def _logit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    cohere = str(config.get("model_type")).startswith("cohere")
-    return {
-        "logit_scale": config.get("logit_scale" if cohere else "lm_head_multiplier"),
-        "logit_divisor": config.get("logits_scaling"),
-        "logit_softcap": config.get("final_logit_softcapping") or config.get("logits_soft_cap"),
-    }
-
-
-def _linears(static: _Static) -> tuple[str, str | None, dict[str, str]]:
+def _linears(static: Static) -> tuple[str, str | None, dict[str, str]]:
     """The last layer, the one before it if any, and the names of all tensors in a named head."""
     out, dense = static.module("output"), static.module("dense")
     if out is None:
-        raise _InexpressibleError("it has no output layer")
+        raise InexpressibleError("it has no output layer")
     # dropout 0, dense 1, activation 2, dropout 3, output 4; or dropout 0, output 1
     places = {out: 1} if dense is None else {dense: 1, out: 4}
     keys = {
@@ -321,61 +261,25 @@ def _linears(static: _Static) -> tuple[str, str | None, dict[str, str]]:
     _all_used(static, keys)
     d = static.backbone.hidden_size
     if static.shape(out)[1:] != (d,) or (dense is not None and static.shape(dense) != (d, d)):
-        raise _InexpressibleError(f"its layers are not {d} wide")
+        raise InexpressibleError(f"its layers are not {d} wide")
     if dense is not None and not static.has_bias(dense):
-        raise _InexpressibleError(f"{dense} has no bias")
+        raise InexpressibleError(f"{dense} has no bias")
     return out, dense, keys
 
 
-def _one_linear(static: _Static) -> tuple[str, dict[str, str]]:
+def _one_linear(static: Static) -> tuple[str, dict[str, str]]:
     out, dense, keys = _linears(static)
     if dense is not None:
-        raise _InexpressibleError(f"it has the layer {dense} before the last")
+        raise InexpressibleError(f"it has the layer {dense} before the last")
     return out, keys
 
 
-def _all_used(static: _Static, keys: Mapping[str, str]) -> None:
+def _all_used(static: Static, keys: Mapping[str, str]) -> None:
     if rest := sorted(set(static.tensors) - set(keys)):
-        raise _InexpressibleError(f"it has tensors of unknown use: {', '.join(rest[:5])}")
+        raise InexpressibleError(f"it has tensors of unknown use: {', '.join(rest[:5])}")
 
 
-def _role(path: str) -> str:
-    if _DENSE.search(path):
-        return "dense"
-    return "norm" if _NORM.search(path) else "output"
-
-
-def _activation_after(dense: str, config: Mapping[str, Any]) -> str:
-    named = _ACTIVATIONS.get(dense)
-    found = named(config) if named is not None else None
-    if not isinstance(found, str):
-        raise _InexpressibleError(f"it is not known what follows {dense}")
-    return found
-
-
-def _after_classifier(config: Mapping[str, Any]) -> object:
-    model_type = config.get("model_type")
-    if model_type in _HIDDEN_ACT:
-        return config.get("hidden_act")
-    return "gelu" if model_type == "electra" else "tanh"
-
-
-_ACTIVATIONS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
-    "classifier.dense": _after_classifier,
-    "classification_head.dense": lambda _: "tanh",
-    "pre_classifier": lambda _: "relu",
-    "pooler.dense": lambda config: config.get("pooler_hidden_act"),
-    "sequence_summary.summary": lambda config: config.get("summary_activation") or "linear",
-    "cls.predictions.transform.dense": lambda config: config.get("hidden_act"),
-    "predictions.dense": lambda config: config.get("hidden_act"),
-    "lm_head.dense": lambda _: "gelu",
-    "generator_predictions.dense": lambda _: "gelu",
-    "vocab_transform": lambda config: config.get("activation"),
-    "head.dense": lambda config: config.get("classifier_activation"),
-}
-
-
-def _dropout(static: _Static, *names: str) -> float | None:
+def _dropout(static: Static, *names: str) -> float | None:
     config = static.config
     for name in (*names, "classifier_dropout", "hidden_dropout_prob"):
         if config.get(name) is not None:
@@ -384,14 +288,14 @@ def _dropout(static: _Static, *names: str) -> float | None:
     return 0.0
 
 
-def _label_names(static: _Static, count: int) -> dict[str, int] | None:
+def _label_names(static: Static, count: int) -> dict[str, int] | None:
     names = static.config.get("label2id")
     if not isinstance(names, Mapping) or len(names) != count:
         return None
     return {str(label): int(number) for label, number in names.items()}
 
 
-_TASKS: Mapping[str, Callable[[_Static], StaticHead]] = {
+_TASKS: Mapping[str, Callable[[Static], StaticHead]] = {
     "ForSequenceClassification": _classification,
     "ForImageClassification": _image,
     "ForMultipleChoice": _choice,
@@ -402,4 +306,5 @@ _TASKS: Mapping[str, Callable[[_Static], StaticHead]] = {
     "LMHeadModel": _causal_lm,
     "GenerationDecoder": _causal_lm,
     "ForConditionalGeneration": _conditional,
+    "MTModel": _conditional,
 }

@@ -9,6 +9,7 @@ PyTorch's own `fully_shard` changes classes in the same way.
 from __future__ import annotations
 
 import functools
+import types
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -174,18 +175,26 @@ def base_of(layer: nn.Module, weight: Tensor | None = None) -> Base:
 def _swap(
     layer: nn.Module, selection: Selection, path: str, parameters: tuple[str, ...] = ()
 ) -> None:
-    cls = type(layer)
     if not isinstance(layer, Adapted):
-        layer.__class__ = _adapted_class(cls, parameters)
+        _become(layer, _adapted_class(type(layer), parameters))
         cast("Adapted", layer)._link = _Link(selection, path)
     elif missing := tuple(p for p in parameters if p not in layer._read):
-        layer.__class__ = _adapted_class(plain_class(layer), (*layer._read, *missing))
+        _become(layer, _adapted_class(plain_class(layer), (*layer._read, *missing)))
 
 
 def _restore(layer: Adapted) -> None:
     if "adapters" not in layer._modules and not layer._link.tapped_by:
         del layer._link
-        layer.__class__ = plain_class(layer)
+        _become(layer, plain_class(layer))
+
+
+def _become(layer: nn.Module, cls: type[nn.Module]) -> None:
+    layer.__class__ = cls
+    # accelerate (device_map, offloading) keeps the forward it has found in the instance
+    for name in ("forward", "_old_forward"):
+        kept = vars(layer).get(name)
+        if isinstance(kept, types.MethodType) and kept.__self__ is layer:
+            setattr(layer, name, types.MethodType(cls.forward, layer))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from adapterzoo.composition import Composition, Stack, compile_site, parse
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
+from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, unknown_name
 from adapterzoo.names import check_name
 from adapterzoo.selection import Plan, Selection
 from .setup import announce
@@ -232,6 +232,13 @@ class AdaptersMixin:
         sites = [p.site for p in placements]
         if len(built) == 1 and sites[0].rows is None and sites[0].parameter is None:
             return built[0]
+        whole = [a for a, s in zip(built, sites, strict=True) if s.rows is None]
+        if len(whole) > 1 and any(adapter.acts_on == "input" for adapter in whole):
+            raise ConfigError(
+                f"{placements[0].config!r} with {placements[1].config!r}: both change the input of "
+                f"{path!r}, which one adapter can do. Add them under two names and write "
+                f"set_active_adapters(Stack('a', 'b'))."
+            )
         roles = [str(s.role) for s in sites]
         labels = [r if roles.count(r) == 1 else f"{r}_{i}" for i, r in enumerate(roles)]
         parts = list(zip(labels, [s.rows for s in sites], built, strict=True))
@@ -244,12 +251,14 @@ class AdaptersMixin:
         return inject.ParameterParts({n: inject.Parts(ps) for n, ps in grouped.items()})
 
     def _device_and_dtype(self, layer: nn.Module) -> tuple[torch.device, torch.dtype]:
-        """Those of the layer itself; those of the model for integer (quantised) weights."""
-        for tensor in layer.parameters():
-            if tensor.is_floating_point() and tensor.element_size() >= 2:
-                return tensor.device, tensor.dtype
-        device = next((t.device for t in layer.parameters()), cast("Any", self).device)
-        return device, cast("Any", self).dtype
+        """Those of the layer itself; the model's dtype for integer (quantised) weights."""
+        tensors = list(layer.parameters())
+        device = tensors[0].device if tensors else cast("Any", self).device
+        # weights that accelerate offloads are on the meta device between two forwards
+        hook = vars(layer).get("_hf_hook")
+        device = torch.device(getattr(hook, "execution_device", None) or device)
+        wide = (t.dtype for t in tensors if t.is_floating_point() and t.element_size() >= 2)
+        return device, next(wide, cast("Any", self).dtype)
 
     def _install(
         self,

@@ -22,10 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# importing a file registers its checks
-from . import _configs, _state, _values, _world  # noqa: F401
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.configs import AdapterConfig
+
+# importing a file registers its checks
+from . import _configs, _state, _values, _world  # noqa: F401
 from ._case import DTYPES, Case, Check, ConformanceError, cases, checks
 from ._host import KINDS
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.registry import Registry
+
 from ._host import KINDS, VOCABULARY, WIDTH, Host
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

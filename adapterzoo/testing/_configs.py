@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import ConfigError
+
 from ._case import Case, check, require
 
 
@@ -18,7 +19,7 @@ def repr_is_a_call(case: Case) -> None:
     known = {cls.__name__: cls for cls in _configs()}
     try:
         # the text is our own: the repr of a dataclass
-        made = eval(repr(config), {"__builtins__": {}}, known)  # noqa: S307
+        made = eval(repr(config), {"__builtins__": {}}, known)
     except (NameError, SyntaxError, TypeError) as error:
         require(False, f"{config!r} cannot be evaluated: {error}")
     require(made == config and type(made) is type(config), f"{config!r} gives another config")
@@ -26,7 +27,7 @@ def repr_is_a_call(case: Case) -> None:
 
 @check(kinds=("linear",))
 def dict_round_trip(case: Case) -> None:
-    """`to_dict` gives JSON types, of which `from_dict` makes an equal config of the architecture."""
+    """`to_dict` gives JSON types, of which `from_dict` makes an equal config."""
     config = case.config
     for member in config.configs if isinstance(config, ConfigUnion) else (config,):
         changed = _varied(member)
@@ -40,17 +41,20 @@ def dict_round_trip(case: Case) -> None:
             require(back == one, f"{document!r} gives {back!r}")
             require(hash(back) == hash(one), "equal configs have different hashes")
             require(back.architecture == one.architecture, "the architecture differs")
-        require(changed != member or not dataclasses.fields(member), "configs that differ are equal")
+        require(
+            changed != member or not dataclasses.fields(member), "configs that differ are equal"
+        )
 
 
 @check(kinds=("linear",))
 def unknown_fields_raise(case: Case) -> None:
     """A field that does not exist is a `ConfigError` that names it, however it is given."""
     member = case.config.configs[0] if isinstance(case.config, ConfigUnion) else case.config
-    for how, make in (
-        ("from_dict", lambda: AdapterConfig.from_dict(member.to_dict() | {"no_such_field": 1})),
-        ("replace", lambda: member.replace(no_such_field=1)),
-    ):
+    makers: dict[str, Callable[[], AdapterConfig]] = {
+        "from_dict": lambda: AdapterConfig.from_dict(member.to_dict() | {"no_such_field": 1}),
+        "replace": lambda: member.replace(no_such_field=1),
+    }
+    for how, make in makers.items():
         try:
             make()
         except ConfigError as error:

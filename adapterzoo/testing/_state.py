@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from adapterzoo.contracts import Adapter
 from adapterzoo.model import AdapterSetup
+
 from ._case import Case, bits, check, require, run, same_bits, stir
 from ._host import Host
 
@@ -141,7 +142,7 @@ def copies_are_independent(case: Case) -> None:
         require(same_bits(first, run(made, x)), f"{how}: the copy gives another output")
         require(not _storages(model, "a") & _storages(made, "a"), f"{how}: memory is shared")
         stir(made, "a", seed=5)
-        require(same_bits(first, run(model, x)), f"{how}: a change of the copy changes the original")
+        require(same_bits(first, run(model, x)), f"{how}: a change of the copy is seen")
         require(
             not torch.equal(first, run(made, x)),
             f"{how}: the copy does not use its own parameters",
@@ -258,4 +259,3 @@ def _storages(model: Host, name: str) -> set[int]:
 def _census(model: Host) -> dict[str, tuple[type, set[str]]]:
     """Class and attributes of every module."""
     return {path: (type(m), set(vars(m))) for path, m in model.named_modules()}
-

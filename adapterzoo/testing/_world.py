@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import ConfigError
+
 from ._case import DTYPES, Case, check, distance, fields_of, require, run, same_bits
 from ._host import Host
 
@@ -27,9 +28,7 @@ def any_leading_shape(case: Case) -> None:
         base = run(model, x)
         model.set_active_adapters("a")
         y = run(model, x)
-        require(
-            y.shape == base.shape, f"batch {batch}: output {[*y.shape]}, not {[*base.shape]}"
-        )
+        require(y.shape == base.shape, f"batch {batch}: output {[*y.shape]}, not {[*base.shape]}")
         require(bool(y.isfinite().all()), f"batch {batch}: the output is not finite")
     x = case.input(3, 4)
     whole = run(model, x)
@@ -212,8 +211,9 @@ def _outputs(model: Host, setup: object, x: Tensor) -> dict[str, Tensor]:
 
 def _replica(model: Host) -> Host:
     """A shallow copy with tensors for parameters, made as `torch.nn.parallel.replicate` does."""
-    modules = list(model.modules())
-    copies: dict[nn.Module, Any] = {m: cast("Any", m)._replicate_for_data_parallel() for m in modules}
+    copies: dict[nn.Module, Any] = {
+        module: cast("Any", module)._replicate_for_data_parallel() for module in model.modules()
+    }
     for module, made in copies.items():
         for name, child in module._modules.items():
             made._modules[name] = None if child is None else copies[child]
@@ -242,4 +242,3 @@ def _trained_in_mode(case: Case, p: float) -> tuple[Host, AdapterConfig]:
     model = case.trained("a", config=config)
     model.set_active_adapters("a")
     return model, config
-

