@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import types
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -51,8 +52,8 @@ class AutoAdapterModel:
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any
-    ) -> AdapterModel:
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> Any:
         """Load a checkpoint: a base model, one with a static head, or one saved from here.
 
         A static head (say of `BertForSequenceClassification`) becomes the named head "default",
@@ -72,7 +73,7 @@ class AutoAdapterModel:
             name = pretrained_model_name_or_path if config is None else config
             config = AutoConfig.from_pretrained(name, **hub)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = adapter_class(config).from_pretrained(
+        model, info = cast("Any", adapter_class(config)).from_pretrained(
             pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
         )
         keep_static_head(model, pretrained_model_name_or_path, info, hub)
@@ -89,7 +90,9 @@ class AutoAdapterModel:
         Raises:
             ConfigError: transformers has no base model for this type.
         """
-        return cast("AdapterModel", adapter_class(config)._from_config(config, **kwargs))
+        return cast(
+            "AdapterModel", cast("Any", adapter_class(config))._from_config(config, **kwargs)
+        )
 
 
 _HUB_ARGUMENTS = (
@@ -97,7 +100,7 @@ _HUB_ARGUMENTS = (
 )  # fmt: skip
 
 
-def load_model(path: str, model_class: type[M], **kwargs: Any) -> M:
+def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
     """Load a static model that was saved after `init`, with its adapters.
 
     Args:
@@ -109,7 +112,7 @@ def load_model(path: str, model_class: type[M], **kwargs: Any) -> M:
     return cast("M", loaded)
 
 
-class AdapterModel(HeadsMixin, PreTrainedModel):
+class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
     """What all classes that `AutoAdapterModel` makes have in common.
 
     Attributes:
@@ -126,12 +129,13 @@ class AdapterModel(HeadsMixin, PreTrainedModel):
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         self._start_adapters()
         self._start_heads()
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
         self._restore_adapters()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the base model's class: this class is made anew where it is loaded."""
-        return _blank, (self.backbone_class, type(self.config)), self.__getstate__()
+        state = cast("Any", self).__getstate__()
+        return _blank, (self.backbone_class, type(self.config)), state
 
     def forward(
         self,
@@ -184,25 +188,33 @@ def class_named(name: str) -> type[AdapterModel]:
     Raises:
         AttributeError: transformers has no such base model.
     """
-    backbone = getattr(transformers, f"{name.removesuffix('AdapterModel')}Model", None)
-    config_class = getattr(backbone, "config_class", None)
+    backbone: Any = getattr(transformers, f"{name.removesuffix('AdapterModel')}Model", None)
+    config_class: Any = getattr(backbone, "config_class", None)
     if backbone is None or config_class not in modeling_auto.MODEL_MAPPING:
         raise AttributeError(f"transformers has no base model for {name!r}")
     return _class_for(backbone, config_class)
 
 
-def _blank(
-    backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
-) -> AdapterModel:
+def _blank(backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> AdapterModel:
     made = _class_for(backbone, config_class)
-    return cast("AdapterModel", made.__new__(made))
+    return made.__new__(made)
 
 
-@functools.cache
+_classes: dict[type[PreTrainedModel], type[AdapterModel]] = {}
+
+
 def _class_for(
     backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[AdapterModel]:
-    family = next(
+    if backbone not in _classes:
+        _classes[backbone] = _make_class(backbone, config_class)
+    return _classes[backbone]
+
+
+def _make_class(
+    backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
+) -> type[AdapterModel]:
+    family: Any = next(
         (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel
     )
     generating = _language_model(config_class)

@@ -27,10 +27,10 @@ DEFAULT_CONFIG = "seq_bn"
 # far above any published use; it stops a typo before it allocates
 MAX_WIDTH = 65_536
 
-architectures: Registry[type[AdapterConfig]] = Registry("architecture")
-"""The `architecture` of a config on disk to its class; a config file without one is a bottleneck."""
+architectures: Registry[Any] = Registry("architecture")
+"""The `architecture` of a config on disk to its class; without one it is a bottleneck."""
 
-config_strings: Registry[Callable[..., AdapterConfig]] = Registry("config string")
+config_strings: Registry[Any] = Registry("config string")
 """The short names, `"lora"`, `"seq_bn"`, …, to the function that makes the config."""
 
 
@@ -87,12 +87,17 @@ class AdapterConfig(ABC):
         return {"architecture": self.architecture, **fields}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> AdapterConfig:
+    def from_dict(cls, values: object) -> AdapterConfig:
         """The config that `to_dict` wrote; called on `AdapterConfig`, finds the class itself.
 
         Raises:
             ConfigError: a field is unknown, or a value is not legal.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"config={values!r}: a config in a file or a union is an object with fields, not a "
+                f"{type(values).__name__}. Write {{'architecture': 'lora', 'r': 8}}."
+            )
         fields = dict(values)
         architecture = fields.pop("architecture", None) or "bottleneck"
         target = cls if cls is not AdapterConfig else architectures.find(architecture, "config")
@@ -100,7 +105,9 @@ class AdapterConfig(ABC):
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> AdapterConfig:
-        return _construct(cls, cls.__name__, {k: _as_field(v) for k, v in fields.items()})
+        values = {name: _as_field(value) for name, value in fields.items()}
+        made: AdapterConfig = _construct(cls, cls.__name__, values)
+        return made
 
     def replace(self, **changes: Any) -> Self:
         """The same config with some fields changed.
@@ -158,8 +165,10 @@ class ConfigUnion(AdapterConfig):
         Raises:
             ConfigError: fewer than two, or one is not a plain config.
         """
-        legal = all(isinstance(c, AdapterConfig) and not isinstance(c, ConfigUnion) for c in configs)
-        if len(configs) < 2 or not legal:
+        wrong = [
+            c for c in configs if isinstance(c, ConfigUnion) or not isinstance(c, AdapterConfig)
+        ]
+        if len(configs) < 2 or wrong:
             raise ConfigError(
                 f"ConfigUnion{configs!r}: a union joins two or more configs that are no unions "
                 f"themselves. Write ConfigUnion(SeqBnConfig(), LoRAConfig())."
@@ -211,12 +220,14 @@ def require_range(config: AdapterConfig, field: str, low: float, high: float) ->
     Raises:
         ConfigError: it is not.
     """
-    value = getattr(config, field)
+    value: Any = getattr(config, field)
     whole = isinstance(low, int) and isinstance(high, int)
-    kinds: tuple[type, ...] = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+    # not isinstance: True is an int
+    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:
         what = "a whole number" if whole else "a number"
-        near = low if not isinstance(value, (int, float)) or not value > high else high
+        near = {f.name: f.default for f in dataclasses.fields(config)}[field]
+        if type(value) in (int, float):
+            near = low if value < low else high if value > high else near
         raise ConfigError(
             f"{type(config).__name__}({field}={value!r}): {field} is {what} from {low} to {high}. "
             f"Write {field}={near}."
@@ -303,13 +314,13 @@ def _parse_one(text: str) -> AdapterConfig:
         keywords = call.keywords if isinstance(call, ast.Call) and not call.args else None
         fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
     except (SyntaxError, ValueError):
-        keywords = None
-    if keywords is None:
+        keywords, fields = None, {}
+    if keywords is None or len(fields) < len(keywords):
         raise ConfigError(
-            f"config={text!r}: the brackets hold field=value pairs of plain values. Write "
-            f"'lora[r=8,alpha=16]' or 'lora[attn_matrices=[\"q\",\"k\"]]'."
+            f"config={text!r}: the brackets hold field=value pairs of plain values, each field "
+            f"once. Write 'lora[r=8,alpha=16]' or 'lora[attn_matrices=[\"q\",\"k\"]]'."
         )
-    return factory(**{}) if not fields else _construct_from(factory, text, fields)
+    return factory() if not fields else _construct_from(factory, text, fields)
 
 
 def _construct_from(

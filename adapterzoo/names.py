@@ -8,7 +8,8 @@ from .errors import ConfigError
 
 _LENGTH = 128
 # a name is a folder name, a part of a state-dict key and an element of a comma-joined list
-_LEGAL = re.compile(r"[^\s./\\,:;|\[\]*?\"'<>\x00-\x1f\x7f](?:[^/\\.,:;|\[\]*?\"'<>\x00-\x1f\x7f]*[^\s./\\,:;|\[\]*?\"'<>\x00-\x1f\x7f])?")
+_FORBIDDEN = r"./\\,:;|\[\]*?\"'<>\x00-\x1f\x7f"
+_LEGAL = re.compile(rf"[^\s{_FORBIDDEN}](?:[^{_FORBIDDEN}]*[^\s{_FORBIDDEN}])?")
 
 
 def check_name(call: str, name: object) -> str:

@@ -41,7 +41,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
         return enter
 
-    def find(self, name: str, call: str) -> T:
+    def find(self, name: object, call: str) -> T:
         """The entry of this name.
 
         Args:
@@ -51,7 +51,7 @@ class Registry(Mapping[str, T], Generic[T]):
         Raises:
             UnknownNameError: nothing is registered under the name.
         """
-        if name not in self._entries:
+        if not isinstance(name, str) or name not in self._entries:
             raise unknown_name(call, self.kind, name, self._entries)
         return self._entries[name]
 

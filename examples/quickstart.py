@@ -43,6 +43,7 @@ class Options:
     dataset: str
     methods: Sequence[str]
     epochs: float
+    batch_size: int
     learning_rate: float
     train_rows: int
     test_rows: int
@@ -103,7 +104,7 @@ def train(method: str, task: Task, tokenizer: Any, options: Options) -> tuple[An
         args=TrainingArguments(
             output_dir=str(options.output / "trainer"),
             num_train_epochs=options.epochs,
-            per_device_train_batch_size=32,
+            per_device_train_batch_size=options.batch_size,
             learning_rate=options.learning_rate,
             seed=options.seed,
             use_cpu=options.device.type == "cpu",
@@ -197,6 +198,7 @@ def parse() -> Options:
     parser.add_argument("--dataset", default=SNIPPETS, help="Hub name; %(default)s if none")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="config strings of adapters")
     parser.add_argument("--epochs", type=float, default=1.0)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--train-rows", type=int, default=3000)
     parser.add_argument("--test-rows", type=int, default=2000)
@@ -209,6 +211,7 @@ def parse() -> Options:
         dataset=given.dataset,
         methods=given.methods,
         epochs=given.epochs,
+        batch_size=given.batch_size,
         learning_rate=given.learning_rate,
         train_rows=given.train_rows,
         test_rows=given.test_rows,

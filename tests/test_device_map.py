@@ -31,7 +31,9 @@ def test_an_adapter_acts_on_offloaded_layers_as_on_others(config, tmp_path):
     for model in (whole, spread):
         torch.manual_seed(1)
         model.add_adapter("a", config, set_active=True)
-    assert all(p.device.type == "cpu" for _, m in spread.adapter_modules("a") for p in m.parameters())
+    assert all(
+        p.device.type == "cpu" for _, m in spread.adapter_modules("a") for p in m.parameters()
+    )
     inputs = tiny_inputs("llama")
     with torch.no_grad():
         plain = first_output(base(**inputs))

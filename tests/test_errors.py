@@ -27,11 +27,9 @@ def tree() -> dict[str, type]:
 
 def test_the_tree_in_the_docstring_is_the_tree():
     drawn = dict(re.findall(r"[├└]── (\w+)\((\w+)\)", errors.__doc__))
-    real = {
-        name: cls.__bases__[1].__name__ for name, cls in tree().items() if cls is not AdapterZooError
-    }
-    assert drawn == real
-    assert all(cls.__bases__[0] is AdapterZooError for n, cls in tree().items() if n in drawn)
+    below = {name: cls.__bases__ for name, cls in tree().items() if cls is not AdapterZooError}
+    assert drawn == {name: bases[1].__name__ for name, bases in below.items()}
+    assert all(bases[0] is AdapterZooError for bases in below.values())
 
 
 @pytest.mark.parametrize("cls", tree().values())
@@ -53,8 +51,9 @@ def test_everything_that_the_package_raises_is_in_the_tree():
             name = called.id if isinstance(called, ast.Name) else ""
             if name in vars(builtins) and name not in allowed:
                 strangers.append(f"{file.relative_to(PACKAGE)}:{node.lineno} {name}")
-    # the conformance suite reports a finding as tests do
-    assert not [s for s in strangers if not s.startswith("testing/")]
+    # findings of the conformance suite; and how a traced model run is stopped, caught beside it
+    inside = ("testing/", "anatomy/flow.py")
+    assert not [s for s in strangers if not s.startswith(inside)]
 
 
 @pytest.mark.parametrize(

@@ -128,4 +128,3 @@ def test_the_families_are_those_that_are_promised():
         "whisper vit beit dinov2 clip siglip wav2vec2"
     )
     assert set(promised.split()) == set(FAMILIES)
-

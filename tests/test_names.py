@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import Shelf
@@ -67,5 +68,5 @@ def test_what_is_legal_stays_one_folder_and_one_key(name):
     assert name == name.strip()
     assert not set(name) & set("./\\,:;|[]*?\"'<>\0\n\r\t")
     shelf = Shelf()
-    shelf[name] = __import__("torch").nn.Linear(1, 1)
+    shelf[name] = nn.Linear(1, 1)
     assert list(shelf.state_dict()) == [f"{name}.weight", f"{name}.bias"]

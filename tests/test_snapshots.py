@@ -103,7 +103,11 @@ def test_refused_wants_value_and_cure(model):
         unknown(model)
 
 
+def half_done(model):
+    model.delete_head("a")
+    unknown(model)
+
+
 def test_refused_wants_nothing_changed(model):
     with pytest.raises(AssertionError), refused(model, UnknownNameError, "'c'", "'a'"):
-        model.delete_head("a")
-        unknown(model)
+        half_done(model)

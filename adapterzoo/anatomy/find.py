@@ -115,6 +115,8 @@ def _has_mlp(tree: Tree, path: str) -> bool:
 
 def _names_attention(branch: Branch) -> bool:
     row = _row(branch)
+    if row.outside:
+        return False
     return any(_projection(shape, row) in ATTENTION_ROLES for shape in _shapes(branch, row))
 
 
@@ -143,19 +145,34 @@ def _read(branch: Branch, stack: str) -> Block:
         )
         for shape in shapes
     )
-    d_model = _d_model(branch, sites)
-    sublayers, post_norm, note = sublayers_of(branch, sites, d_model, row)
+    streams = sublayers_of(branch, sites, row)
     parts = tuple(part for site in sites for part in parts_of(site, sites, branch, row))
     return Block(
-        "", -1, stack, d_model, sites, parts, sublayers, post_norm, row.absent, note
+        path="",
+        layer=-1,
+        stack=stack,
+        d_model=_d_model(sites),
+        sites=sites,
+        parts=parts,
+        sublayers=streams.sublayers,
+        post_norm=streams.post_norm,
+        absent=row.absent | _absent(sites),
+        mixed=streams.mixed,
+        note=streams.note,
     )
+
+
+def _absent(sites: tuple[Site, ...]) -> frozenset[Role]:
+    """Deformable attention looks at sampled places and has neither query nor key."""
+    sampling = any(site.path.endswith(".sampling_offsets") for site in sites)
+    return frozenset({"query", "key"}) if sampling else frozenset()
 
 
 def _planted(block: Block, path: str, layer: int) -> Block:
     """A block read below its own path, with the paths of the model and its number."""
 
     def full(below: str) -> str:
-        return f"{path}.{below}" if below else path
+        return f"{path}.{below}" if path and below else path or below
 
     def moved(site: Site) -> Site:
         return dataclasses.replace(site, path=full(site.path), layer=layer)
@@ -280,6 +297,11 @@ def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None],
         free = roles[shape.path, None] == "other" and shape.path not in fixed
         if free and not _below(shape.path, inner) and not ASIDE.search(shape.path):
             roles[shape.path, None] = _mlp_role(shape.path)
+    for key, role in roles.items():
+        beside = {r for k, r in roles.items() if _parent(k[0]) == _parent(key[0])}
+        if role == "mlp_gate" and "mlp_in" not in beside:
+            # a plain feed-forward part that only bears the name (TimesFM)
+            roles[key] = "mlp_in"
     return roles
 
 
@@ -318,7 +340,7 @@ def _mlp_role(path: str) -> Role:
     return "other"
 
 
-def _d_model(branch: Branch, sites: tuple[Site, ...]) -> int:
+def _d_model(sites: tuple[Site, ...]) -> int:
     """Width of the residual stream: what most output projections write."""
     widths = Counter(
         s.d_out for s in sites if s.role in ("attention_out", "mlp_out") and s.kind == "linear"

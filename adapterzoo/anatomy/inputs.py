@@ -37,6 +37,8 @@ def of_model(model: nn.Module) -> dict[str, Any]:
 def _named(name: str, config: Any, *, needed: bool) -> Any:
     if name in ("input_ids", "decoder_input_ids"):
         return _zeros(1, _TOKENS, dtype=torch.long)
+    if name == "bbox":
+        return _zeros(1, _TOKENS, 4, dtype=torch.long)
     if name == "attention_mask" and needed:
         return torch.ones(1, _TOKENS, dtype=torch.long, device="meta")
     if name in ("pixel_values", "pixel_values_videos"):
@@ -95,7 +97,8 @@ def _block_call(block: Block, module: nn.Module, *, batched: bool, rotary: int) 
         elif name == "position_ids":
             made[name] = _zeros(*batch, _TOKENS, dtype=torch.long)
         elif name == "cu_seqlens":
-            made[name] = _zeros(2, dtype=torch.int32)
+            # real numbers: attention splits its input by them
+            made[name] = torch.tensor([0, _TOKENS], dtype=torch.int32)
         elif name in ("height", "width", "max_seqlen"):
             made[name] = 4
         elif name == "input_dimensions":

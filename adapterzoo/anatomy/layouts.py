@@ -40,7 +40,8 @@ def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
         return {}
     named = [name for pattern, name in row.layouts.items() if re.fullmatch(pattern, site.path)]
     if not named and site.role == "qkv":
-        named = [name for pattern, name in FUSED if pattern.search(site.path if site.parameter is None else site.parameter)]
+        stored = site.parameter or site.path
+        named = [name for pattern, name in FUSED if pattern.search(stored)]
     if not named and site.role == "mlp_in" and site.d_out == 2 * inner:
         named = ["gate, in"]
     return LAYOUTS[named[0]](site, inner, branch) if named else {}
@@ -103,7 +104,7 @@ def _falcon(site: Site, inner: int, branch: Branch) -> Split:
         groups = branch.setting(site.path, "num_kv_heads")
         sizes = (heads // groups * size, size, size)
         return _consecutive(("query", "key", "value"), sizes, groups)
-    return (_contiguous if branch.setting(site.path, "multi_query") else _per_head)(site, inner, branch)
+    return _bigcode(site, inner, branch)
 
 
 def _codegen(site: Site, inner: int, branch: Branch) -> Split:
@@ -130,6 +131,15 @@ def _latent(site: Site, inner: int, branch: Branch) -> Split:
     if not value or not key or site.d_out % (key + value):
         return {}
     return _consecutive(("key", "value"), (key, value), site.d_out // (key + value))
+
+
+def _query_gate(site: Site, inner: int, branch: Branch) -> Split:
+    """`[q | gate]` for each head; the gate is as wide as the value."""
+    heads = _heads(site, branch)
+    if not heads:
+        return {}
+    gate = inner // heads
+    return _consecutive(("query", "other"), (site.d_out // heads - gate, gate), heads)
 
 
 def _linear_attention(site: Site, inner: int, branch: Branch) -> Split:
@@ -186,6 +196,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "k, v": _key_value,
     "k = v": _one_for_both,
     "k, v per head": _latent,
+    "q, gate per head": _query_gate,
     "q, k, v of linear attention": _linear_attention,
     "q, k, v, z per head": _gated_linear_attention,
     "levit": _levit,

@@ -169,10 +169,11 @@ NUMBERED = re.compile(r"^(?!post)\w*(?:norm|ln)_?[1-4]$")
 # norms inside of attention or of the feed-forward part: not of the stream
 INNER_NORM = re.compile(r"^(q|k|kv|q_a|kv_a|o|v|inner_attn|ffn|attn_sub|ffn_sub|multihead)_|^norm$|expert")
 
-# learned gains on a sub-layer's output, in front of the addition
+# what changes a sub-layer's output in front of the addition, beside norms: learned gains and
+# short convolutions
 SCALES: tuple[tuple[re.Pattern[str], SubLayerKind], ...] = (
-    (_tail("layer_scale1", "self_attn_layer_scale"), "attention"),
-    (_tail("layer_scale2", "mlp_layer_scale"), "mlp"),
+    (_tail("layer_scale1", "self_attn_layer_scale", "post_attention_convolution"), "attention"),
+    (_tail("layer_scale2", "mlp_layer_scale", "post_mlp_convolution"), "mlp"),
 )
 
 WIDENED = "the residual path beside attention is a projection to another width"
@@ -203,8 +204,9 @@ class Row:
             where something comes in between.
         lists: names of parallel lists that hold the parts of the blocks, where a block is no
             module of its own.
-        mixed: why the source of attention does not read the stream alone.
-        note: why there are no stream sites.
+        mixed: sub-layers whose source does not read the stream alone; `note` says what it reads.
+        outside: whether the class looks like a block but is none.
+        note: why there are no stream sites, or what is mixed.
     """
 
     roles: Mapping[str, Role] = field(default_factory=dict)
@@ -216,7 +218,8 @@ class Row:
     norms: Mapping[str, tuple[Place, SubLayerKind] | None] = field(default_factory=dict)
     outs: Mapping[str, str] = field(default_factory=dict)
     lists: tuple[str, ...] = ()
-    mixed: str = ""
+    mixed: frozenset[SubLayerKind] = frozenset()
+    outside: bool = False
     note: str = ""
 
 
@@ -231,7 +234,8 @@ _BRANCH_NORMS = Row(
 )
 _HYPER = Row(note="hyper-connections: several residual streams, mixed by learned weights")
 _SHARED_BLOCK = Row(note="the attention block has no residual stream of its own")
-_QUERIES = Row(post_norm=True, mixed="attention reads the stream plus positions")
+_ATTENTION: frozenset[SubLayerKind] = frozenset({"attention", "cross"})
+_QUERIES = Row(post_norm=True, mixed=_ATTENTION, note="attention reads the stream plus positions")
 _XLM_LISTS = ("attentions", "layer_norm1", "ffns", "layer_norm2")
 _XLM_NORMS: Mapping[str, tuple[Place, SubLayerKind] | None] = {
     r"layer_norm1\.\d+": ("at", "attention"),
@@ -240,10 +244,14 @@ _XLM_NORMS: Mapping[str, tuple[Place, SubLayerKind] | None] = {
 
 # by the class of the block, or by `model_type` of the nearest configuration
 ARCHITECTURES: Mapping[str, Row] = {
+    "axk2": Row(
+        roles={r"self_attn\.q_gate_proj": "qkv"},
+        layouts={r"self_attn\.q_gate_proj": "q, gate per head"},
+    ),
     "bigbird_pegasus": Row(post_norm=False),
     "blt": Row(norms={"q_norm": ("pre", "cross")}),
     "ClvpEncoderLayer": Row(layouts={r"mlp\.fc1\.proj": "in, gate"}),
-    "ClvpSelfAttention": Row(note="attention over the conditioning signal, outside of any stream"),
+    "ClvpSelfAttention": Row(outside=True),
     "codegen": Row(layouts={r"attn\.qkv_proj": "codegen"}),
     "data2vec-audio": _POST,
     "deepseek_v4": Row(layouts={r"self_attn\.kv_proj": "k = v"}, note=_HYPER.note),
@@ -258,7 +266,10 @@ ARCHITECTURES: Mapping[str, Row] = {
     "hubert": _STABLE,
     "hy_v4": _HYPER,
     "ibert": Row(note="quantised layers that pass scaling factors beside their output"),
-    "inkling2_text": Row(note="the stream is re-mixed from earlier blocks before each sub-layer"),
+    "inkling2_text": Row(
+        mixed=frozenset({"attention", "mlp"}),
+        note="each sub-layer reads a mix of the outputs of earlier blocks",
+    ),
     "jetmoe": Row(
         experts={
             r"self_attention\.experts\.input_linear": "query",
@@ -279,10 +290,10 @@ ARCHITECTURES: Mapping[str, Row] = {
         # the normalised stream is what is carried on
         norms={"input_layernorm": None, "post_attention_layernorm": None},
     ),
-    "mobilebert": Row(mixed="attention reads a bottleneck of the stream"),
+    "mobilebert": Row(mixed=_ATTENTION, note="attention reads a bottleneck of the stream"),
     "MoonshineDecoderLayer": Row(layouts={r"mlp\.fc1": "in, gate"}),
     "MoonshineStreamingDecoderLayer": Row(layouts={r"mlp\.fc1": "in, gate"}),
-    "neomme": Row(mixed="attention reads a mix of the stream and the embeddings"),
+    "neomme": Row(mixed=_ATTENTION, note="attention reads a mix of the stream and the embeddings"),
     "openai-gpt": _POST,
     "pegasus_x": Row(outs={r"self_attn\.out_proj": "self_attn"}),
     "Phi4MultimodalAudioConformerEncoderLayer": Row(
@@ -314,8 +325,8 @@ ARCHITECTURES: Mapping[str, Row] = {
     "Sam3TrackerVideoTwoWayAttentionBlock": _QUERIES,
     "SamHQTwoWayAttentionBlock": _QUERIES,
     "SamTwoWayAttentionBlock": _QUERIES,
-    "SeamlessM4TConformerAdapterLayer": Row(mixed="attention reads a convolution of the stream"),
-    "SeamlessM4Tv2ConformerAdapterLayer": Row(mixed="attention reads a convolution of the stream"),
+    "SeamlessM4TConformerAdapterLayer": Row(mixed=_ATTENTION, note="attention reads a convolution of the stream"),
+    "SeamlessM4Tv2ConformerAdapterLayer": Row(mixed=_ATTENTION, note="attention reads a convolution of the stream"),
     "SeamlessM4Tv2TextToUnitDecoderLayer": _POST,
     "sew": _POST,
     "speecht5": _POST,
@@ -336,6 +347,12 @@ ARCHITECTURES: Mapping[str, Row] = {
         norms={
             r"attention\.self_attn_layer_norm": ("pre", "attention"),
             r"LayerNorm": ("pre", "mlp"),
+        }
+    ),
+    "zaya": Row(
+        roles={
+            r"self_attn\.qkv_proj\.v_proj_current": "value",
+            r"self_attn\.qkv_proj\.v_proj_delayed": "value",
         }
     ),
     "zamba": _SHARED_BLOCK,

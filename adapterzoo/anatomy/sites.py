@@ -129,7 +129,8 @@ class Block:
         post_norm: whether norms follow the residual additions (post-LN).
         absent: roles that the block lacks since it takes the values from elsewhere, such as
             keys and values that several blocks share.
-        note: what is special about its stream sites, or why there are none; mostly empty.
+        mixed: sub-layers whose source reads something else beside the stream.
+        note: what that is, or why there are no stream sites; empty for almost all models.
     """
 
     path: str
@@ -141,6 +142,7 @@ class Block:
     sublayers: tuple[SubLayer, ...]
     post_norm: bool
     absent: frozenset[Role] = frozenset()
+    mixed: frozenset[SubLayerKind] = frozenset()
     note: str = ""
 
     def named(self, role: Role, cross: bool | None = None) -> tuple[Site, ...]:

@@ -24,6 +24,16 @@ from .sites import MLP_ROLES, Site, SubLayer, SubLayerKind
 from .tree import Branch
 
 
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The stream sites of a block, as in `Block`."""
+
+    sublayers: tuple[SubLayer, ...] = ()
+    post_norm: bool = False
+    mixed: frozenset[SubLayerKind] = frozenset()
+    note: str = ""
+
+
 @dataclass(slots=True)
 class _Part:
     """A sub-layer in the making; all paths are below the block."""
@@ -53,35 +63,33 @@ class _Norms:
 
 
 def sublayers_of(
-    branch: Branch, sites: tuple[Site, ...], d_model: int, row: Row
-) -> tuple[tuple[SubLayer, ...], bool, str]:
+    branch: Branch, sites: tuple[Site, ...], row: Row
+) -> Streams:
     """The sub-layers of a block.
 
     Args:
         branch: the block.
         sites: its layers, with roles and with paths below the block.
-        d_model: width of the residual stream.
         row: what the table says of the architecture.
 
-    Returns:
-        (sub-layers in the block's order, whether it is post-LN, why some are missing)
     """
     parts = [*_attentions(sites), *_mlps(sites)]
-    if row.note or not parts:
-        return (), False, row.note or "no attention and no feed-forward part"
+    if not parts or (row.note and not row.mixed):
+        return Streams(note=row.note)
     places = {path: place for place, (path, _) in enumerate(branch.modules)}
     for part in parts:
         part.place = places[part.out]
     names = [path for path, module in branch.modules if path and _is_norm(path, module)]
     norms = _placed(names, parts, row)
-    _hand_out(norms, parts)
+    own = [n for n in names if "." not in n or not INNER_NORM.search(n.rpartition(".")[2])]
+    _hand_out(norms, parts, alone=own[0] if len(own) == 1 else None)
     for path, _ in branch.modules:
         for pattern, kind in SCALES:
             if pattern.search(path) and (part := _nearest(path, kind, parts)):
                 part.scale = path
     post_norm = _is_post(branch, parts, row)
     if row.lists and not post_norm:
-        return (), False, "a block is no module of its own: its output cannot be reached"
+        return Streams(note="a block is no module of its own: its output cannot be reached")
     sublayers: list[SubLayer] = []
     for part in parts:
         pre = part.pre or (None if post_norm else part.at)
@@ -91,7 +99,9 @@ def sublayers_of(
         sublayers.append(SubLayer(part.kind, out, pre or part.reader, post))
     # a bare projection beside attention carries the stream to another width (Hiera)
     changed = any("." not in s.path and s.role == "other" and s.d_in != s.d_out for s in sites)
-    return tuple(sublayers), post_norm, row.mixed or (WIDENED if changed else "")
+    if changed:
+        return Streams(tuple(sublayers), post_norm, frozenset({"attention"}), WIDENED)
+    return Streams(tuple(sublayers), post_norm, row.mixed, row.note)
 
 
 def _attentions(sites: tuple[Site, ...]) -> Iterator[_Part]:
@@ -122,8 +132,10 @@ def _mlps(sites: tuple[Site, ...]) -> Iterator[_Part]:
     for site in sites:
         if site.role != "mlp_out" or any(site.path.startswith(f"{root}.") for root in moes):
             continue
-        inputs = [s for s in sites if s.role in ("mlp_in", "mlp_gate")]
-        near = max(inputs, key=lambda s: _shared(s.path, site.path), default=site)
+        before = sites[: sites.index(site)]
+        inputs = [s for s in before or sites if s.role in ("mlp_in", "mlp_gate")]
+        # of those equally near by path the last: `lang_output` follows `lang_inter`
+        near = max(reversed(inputs), key=lambda s: _shared(s.path, site.path), default=site)
         yield _Part("mlp", site.path, near.path, _common(near.path, site.path))
 
 
@@ -185,7 +197,7 @@ def _settled(norms: _Norms, parts: list[_Part]) -> _Norms:
     return norms
 
 
-def _hand_out(norms: _Norms, parts: list[_Part]) -> None:
+def _hand_out(norms: _Norms, parts: list[_Part], alone: str | None) -> None:
     for name, place, kind in norms.placed:
         for part in _candidates(name, kind, parts):
             if getattr(part, place) is None:
@@ -194,11 +206,10 @@ def _hand_out(norms: _Norms, parts: list[_Part]) -> None:
     ordered = [part for kind in kinds for part in parts if part.kind == kind]
     if len(parts) > len(kinds):
         ordered = sorted(parts, key=lambda part: part.place)
-    names = [name for name, _, _ in norms.placed] + norms.numbered
-    if len(names) == 1:
+    if alone and alone in (*norms.numbered, *(name for name, _, _ in norms.placed)):
         # one norm in front of parallel sub-layers (GPT-J), or of the only one
         for part in ordered:
-            part.pre = part.pre or names[0]
+            part.pre = part.pre or alone
     for name, part in zip(sorted(norms.numbered), ordered, strict=False):
         if part.at is None and len(norms.numbered) > 1:
             part.at = name

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.errors import CheckpointError
+
 from .files import read_tensors, write_json, write_tensors
 
 FORMAT = "adapterzoo"

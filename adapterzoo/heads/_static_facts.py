@@ -1,4 +1,4 @@
-"""What neither names nor shapes of a static head's tensors tell: tables of transformers' families."""
+"""What neither names nor shapes of a static head's tensors tell: tables of model families."""
 
 from __future__ import annotations
 

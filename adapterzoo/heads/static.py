@@ -1,7 +1,7 @@
 """How the heads of transformers' own task classes become named heads, and back.
 
 A task class such as `BertForSequenceClassification` is a base model and a few tensors. The end of
-its name says the task, the names and shapes of the tensors say the layers, and tables below say
+its name says the task, the names and shapes of the tensors say the layers, and tables say
 what neither tells: which activation stands between them, and which tokens answer.
 """
 
@@ -147,6 +147,8 @@ def _pooled(static: Static, kind: type[Any], counts: str, **fields: Any) -> Stat
         count = len(labels)
     else:
         count = static.shape(out)[0]
+        if count > 1 and static.config.get("problem_type") == "regression":
+            raise InexpressibleError(f"it is a regression of {count} numbers at once")
         fields["label2id"] = _label_names(static, count)
     config = kind(
         **{counts: count},

@@ -86,7 +86,8 @@ class Adapted(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
-        return _blank, (plain_class(self), self._read), self.__getstate__()
+        state = self.__getstate__()  # type: ignore[no-untyped-call]
+        return _blank, (plain_class(self), self._read), state
 
     def _replicate_for_data_parallel(self) -> Any:
         # worker threads run the replicas: they must see what the replicating thread sees
@@ -197,12 +198,19 @@ def _become(layer: nn.Module, cls: type[nn.Module]) -> None:
             setattr(layer, name, types.MethodType(cls.forward, layer))
 
 
-@functools.cache
+# one subclass for each class of layers, so that equal layers stay of one class
+_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[Adapted]] = {}
+
+
 def _adapted_class(cls: type[nn.Module], parameters: tuple[str, ...] = ()) -> type[Adapted]:
-    members: dict[str, Any] = {"_read": parameters}
-    for parameter in parameters:
-        members[parameter] = property(functools.partial(_changed, parameter=parameter))
-    return cast("type[Adapted]", type(f"Adapted{cls.__name__}", (Adapted, cls), members))
+    key = (cls, parameters)
+    if key not in _classes:
+        members: dict[str, Any] = {"_read": parameters}
+        for parameter in parameters:
+            members[parameter] = property(functools.partial(_changed, parameter=parameter))
+        made = type(f"Adapted{cls.__name__}", (Adapted, cls), members)
+        _classes[key] = cast("type[Adapted]", made)
+    return _classes[key]
 
 
 def _changed(layer: Adapted, parameter: str) -> Tensor | None:

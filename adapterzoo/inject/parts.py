@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Rows
@@ -32,7 +34,7 @@ class Parts(WeightAdapter):
         """The fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
         y = base(x)
         for label, rows in self.rows.items():
-            adapter = self._modules[label]
+            adapter = cast("Adapter", self._modules[label])
             part = adapter(x, RowsOf(base, rows or _all_rows(y), x, y))
             y = part if rows is None else put_rows(y, part, rows, -1)
         return y

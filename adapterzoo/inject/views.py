@@ -39,6 +39,7 @@ class Layer(Base):
         self.shown: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The untouched layer's output; what it returns beside it is kept for `pack`."""
         if self._args or not self._kwargs:
             out = self._forward(x, *self._args[1:], **self._kwargs)
         else:
@@ -57,18 +58,22 @@ class Layer(Base):
 
     @property
     def weight(self) -> Tensor:
+        """The untouched weight."""
         return matrix(self._module) if self.shown is None else self.shown
 
     @property
     def bias(self) -> Tensor | None:
+        """The untouched bias."""
         return own(self._module, "bias")
 
     @property
     def scale(self) -> float | Tensor:
+        """The factor of the output."""
         return getattr(self._module, "embed_scale", 1.0)
 
     @property
     def residual(self) -> Tensor:
+        """The residual stream before the sub-layer."""
         if self._residual is None:
             raise StateError(
                 f"{type(self._module).__name__}: the adapter at this layer needs the input of "
@@ -89,26 +94,32 @@ class RowsOf(Base):
         self._y = y
 
     def __call__(self, x: Tensor) -> Tensor:
+        """These rows of the layer's output."""
         return take_rows(self._y if x is self._x else self._base(x), self._rows, -1)
 
     def plain(self, x: Tensor) -> Tensor:
+        """The untouched layer's output for these rows."""
         return take_rows(self._base.plain(x), self._rows, -1)
 
     @property
     def weight(self) -> Tensor:
+        """The untouched weight."""
         return take_rows(self._base.weight, self._rows, -2)
 
     @property
     def bias(self) -> Tensor | None:
+        """The untouched bias."""
         bias = self._base.bias
         return None if bias is None else take_rows(bias, self._rows, 0)
 
     @property
     def scale(self) -> float | Tensor:
+        """The factor of the output."""
         return self._base.scale
 
     @property
     def residual(self) -> Tensor:
+        """The residual stream before the sub-layer."""
         return self._base.residual
 
 
@@ -149,7 +160,8 @@ def take_rows(t: Tensor, rows: Rows, dim: int) -> Tensor:
         return t.narrow(dim, rows.start, rows.stop - rows.start)
     dim %= t.dim()
     grouped = t.unflatten(dim, (rows.groups, rows.width))  # [.., groups, width, ..]
-    return grouped.narrow(dim + 1, rows.start, rows.stop - rows.start).flatten(dim, dim + 1)
+    taken: Tensor = grouped.narrow(dim + 1, rows.start, rows.stop - rows.start)
+    return taken.flatten(dim, dim + 1)
 
 
 def put_rows(t: Tensor, part: Tensor, rows: Rows, dim: int) -> Tensor:

@@ -45,8 +45,13 @@ def drawn(
 
 
 def kaiming(source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """torch's own initialiser of linear layers, Kaiming's with a = √5: uniform in ±1/√fan_in."""
-    return lambda t: t.uniform_(-1 / math.sqrt(t.shape[-1]), 1 / math.sqrt(t.shape[-1]), generator=source)
+    """Uniform in ±1/√fan_in: what torch's linear layers do (Kaiming's with a = √5)."""
+
+    def fill(t: Tensor) -> Tensor:
+        bound = 1.0 / math.sqrt(t.shape[-1])
+        return t.uniform_(-bound, bound, generator=source)
+
+    return fill
 
 
 def normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:

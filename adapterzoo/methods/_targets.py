@@ -89,9 +89,12 @@ class TargetedConfig(AdapterConfig):
         return [Placement(site, self) for site in kept]
 
     def _roles(self) -> list[Role]:
-        attention = [MATRICES[m] for m in self.attn_matrices] if self.selfattn_lora else []
-        mlp: list[Role] = ["mlp_in"] * self.intermediate_lora + ["mlp_out"] * self.output_lora
-        return attention + mlp
+        roles = [MATRICES[m] for m in self.attn_matrices] if self.selfattn_lora else []
+        if self.intermediate_lora:
+            roles.append("mlp_in")
+        if self.output_lora:
+            roles.append("mlp_out")
+        return roles
 
     def _by_role(self, anatomy: Anatomy) -> Sequence[Site]:
         layers = [b.layer for b in anatomy.blocks if self._in_layers(b.layer)]

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
+from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.anatomy import Anatomy, Site, find
 from adapterzoo.composition import Composition, Stack, compile_site, parse
-from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, unknown_name
 from adapterzoo.names import check_name
 from adapterzoo.selection import Plan, Selection
+
 from .setup import announce
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adapterzoo import inject
 from adapterzoo.contracts import Adapter, compute_dtype
 from adapterzoo.errors import StateError
+
 from .adapters import AdaptersMixin
 
 

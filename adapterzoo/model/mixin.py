@@ -12,6 +12,7 @@ from torch import nn
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.errors import StateError
 from adapterzoo.selection import Selection
+
 from .merging import MergingMixin
 from .storing import StoringMixin
 from .summary import SummaryMixin
@@ -27,7 +28,7 @@ class AdapterModelMixin(StoringMixin, MergingMixin, SummaryMixin):
         plain = type(self).__dict__.get("_plain_class")
         if plain is None:
             return cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
-        return _blank, (plain,), self.__getstate__()  # type: ignore[attr-defined]
+        return _blank, (plain,), cast("Any", self).__getstate__()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save the whole model: base weights, adapters and heads, as transformers does.
@@ -73,6 +74,15 @@ class AdapterModelMixin(StoringMixin, MergingMixin, SummaryMixin):
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)
 
 
+class _Started(AdapterModelMixin):
+    """Mixed into transformers' own classes, whose constructors know nothing of adapters."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._start_adapters()
+        self._restore_adapters()
+
+
 def init(model: M) -> M:
     """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
 
@@ -92,7 +102,7 @@ def init(model: M) -> M:
             f"init({type(model).__name__}): adapters are named for a transformers PreTrainedModel. "
             f"Write init(AutoModel.from_pretrained(…))."
         )
-    model.__class__ = with_adapters(type(model))
+    cast("Any", model).__class__ = with_adapters(type(model))
     cast("Any", model)._start_adapters()
     return model
 
@@ -109,27 +119,20 @@ def _pinned(selection: Selection, checkpoint: Any, run: Any, *args: Any, **kwarg
     return checkpoint(run_again, *args, **kwargs)
 
 
-@functools.cache
+# one subclass for each class of models
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     """The class with adapters; it keeps its name, which transformers writes to config.json.
 
     Args:
         cls: a `PreTrainedModel` class.
     """
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        super(made, self).__init__(*args, **kwargs)
-        self._start_adapters()
-        self._restore_adapters()
-
-    members = {
-        "_plain_class": cls,
-        "__init__": __init__,
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-    }
-    made = type(cls.__name__, (AdapterModelMixin, cls), members)
-    return cast("type[nn.Module]", made)
+    if cls not in _classes:
+        names = {"_plain_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        _classes[cls] = type(cls.__name__, (_Started, cls), names)
+    return _classes[cls]
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapterzoo.checkpoint import native
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, StateError
 from adapterzoo.names import check_name
+
 from .adapters import AdaptersMixin
 
 ADAPTER_STEM = "adapter"
@@ -278,7 +279,7 @@ class StoringMixin(AdaptersMixin):
         """The tensors of a static head, without those of the language model's output."""
         model = cast("Any", self)
         output = model.get_output_embeddings()
-        skip = {id(t) for t in cast("nn.Module", self._backbone).state_dict(keep_vars=True).values()}
+        skip = {id(t) for t in self._backbone.state_dict(keep_vars=True).values()}
         skip |= {id(p) for p in output.parameters()} if output is not None else set()
         for key, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in skip:
@@ -288,7 +289,11 @@ class StoringMixin(AdaptersMixin):
 
     def _provenance(self, name: str) -> dict[str, Any]:
         config = cast("Any", self).config
-        text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+        text = (
+            config.get_text_config()
+            if callable(getattr(config, "get_text_config", None))
+            else config
+        )
         return {
             "name": name,
             "model_type": config.model_type,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, overload
-
-from torch import nn
+from typing import Any, Literal, overload
 
 from .adapters import AdaptersMixin
 
@@ -40,8 +38,7 @@ class SummaryMixin(AdaptersMixin):
                 }
             )
         adapters = {id(p) for name in self.adapters_config for p in self._parameters_of(name)}
-        backbone = cast("nn.Module", self._backbone)
-        own = [p for p in backbone.parameters() if id(p) not in adapters]
+        own = [p for p in self._backbone.parameters() if id(p) not in adapters]
         total = sum(p.numel() for p in own)
         for row in rows:
             row["%param"] = 100.0 * row["#param"] / total
@@ -51,12 +48,18 @@ class SummaryMixin(AdaptersMixin):
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    cells = [[_shown(row.get(column, "")) for column in _COLUMNS] for row in rows]
-    lines = [list(_COLUMNS), *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
-    texts = ["  ".join(_aligned(*cell) for cell in zip(line, widths, range(9))) for line in lines]
-    rule = "-" * len(texts[0])
-    return "\n".join([texts[0].rstrip(), rule, *(t.rstrip() for t in texts[1:])])
+    lines = [list(_COLUMNS), *([_shown(row.get(c, "")) for c in _COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [
+        "  ".join(
+            # numbers to the right
+            text.rjust(width) if column.endswith("param") else text.ljust(width)
+            for text, width, column in zip(line, widths, _COLUMNS, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    rule = "-" * max(map(len, texts))
+    return "\n".join([texts[0], rule, *texts[1:]])
 
 
 def _shown(value: object) -> str:
@@ -65,8 +68,3 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _aligned(text: str, width: int, column: int) -> str:
-    # numbers to the right
-    return text.rjust(width) if column in {2, 3} else text.ljust(width)

@@ -1,0 +1,160 @@
+"""Low-rank factors: the fields and parameters that LoRA and its relatives share.
+
+The update is s · B A with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha / rank, or
+alpha / √rank with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Site
+from adapterzoo.configs import MAX_WIDTH, require_choice, require_range
+from adapterzoo.contracts import WeightAdapter
+from adapterzoo.errors import ConfigError
+
+from ._init import constant, drawn, generator, kaiming, normal
+from ._targets import TargetedConfig, check_pattern
+
+_T = TypeVar("_T")
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankConfig(TargetedConfig):
+    """Base of the configs with low-rank factors.
+
+    Attributes:
+        r: rank, 1 to 65,536.
+        alpha: numerator of the scaling.
+        dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
+        init_weights: "lora": B is zero, so that a fresh adapter changes nothing; "bert": both
+            normal with deviation 0.02.
+        init_weights_seed: makes the initial values reproducible, whatever was drawn before.
+        use_rslora: scale by alpha / √r.
+        rank_pattern: path endings or regular expressions to the rank of the layers they match.
+        alpha_pattern: the same for alpha.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
+    """
+
+    r: int = 8
+    alpha: float = 8
+    dropout: float = 0.0
+    init_weights: str = "lora"
+    init_weights_seed: int | None = None
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a value is not legal.
+        """
+        super().__post_init__()
+        require_range(self, "r", 1, MAX_WIDTH)
+        require_range(self, "alpha", -1e9, 1e9)
+        require_range(self, "dropout", 0.0, 1.0 - 1e-9)
+        require_choice(self, "init_weights", ("lora", "bert"))
+        require_choice(self, "dtype", (None, *_DTYPES))
+        for name in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, name):
+                check_pattern(self, name, pattern)
+        for rank in self.rank_pattern.values():
+            self.replace(r=rank, rank_pattern={}, alpha_pattern={})
+        for alpha in self.alpha_pattern.values():
+            self.replace(alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+    def __hash__(self) -> int:
+        """A hash that equal configs share; the patterns, which are dicts, are left to `==`."""
+        return hash((self.r, self.alpha, self.target_modules, self.attn_matrices, self.leave_out))
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether B starts as zero."""
+        return self.init_weights == "lora"
+
+    def rank_at(self, path: str) -> int:
+        """The rank of the adapter at a path."""
+        return _matching(self.rank_pattern, path, self.r)
+
+    def scaling_at(self, path: str) -> float:
+        """The factor s of the adapter at a path."""
+        rank = self.rank_at(path)
+        alpha = _matching(self.alpha_pattern, path, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the parameters at a layer of the given dtype."""
+        return _DTYPES[self.dtype] if self.dtype else dtype
+
+
+class LowRank(WeightAdapter):
+    """An adapter with the factors A and B; what it makes of them, subclasses say.
+
+    Attributes:
+        lora_A: `[rank, d_in]`, with experts in front where the site has them.
+        lora_B: `[d_out, rank]`, likewise.
+        scaling: the factor s.
+        dropout: probability on the way to A.
+        looks_up: whether the layer is an embedding, whose input is token numbers.
+    """
+
+    def __init__(
+        self, config: LowRankConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the factors.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+            device: of the parameters.
+            dtype: of the layer.
+
+        Raises:
+            ConfigError: there is dropout, and the site has no features to drop.
+        """
+        super().__init__()
+        self.scaling = config.scaling_at(site.path)
+        self.dropout = config.dropout
+        self.looks_up = site.kind == "embedding"
+        if config.dropout and (self.looks_up or site.parameter):
+            what = "reads token numbers" if self.looks_up else "computes with its parameters"
+            raise ConfigError(
+                f"{type(config).__name__}(dropout={config.dropout}) at {site.path!r}: the module "
+                f"{what}, so there are no features to drop on the way to A. Write dropout=0.0."
+            )
+        rank = config.rank_at(site.path)
+        lead = (site.experts,) if site.experts else ()
+        source = generator(config.init_weights_seed, f"{site.path}{site.role}")
+        small = normal(0.02, source)
+        zero_b = config.init_weights == "lora"
+        fresh = (kaiming(source), constant(0.0)) if zero_b else (small, small)
+        dtype = config.dtype_at(dtype)
+        self.lora_A = drawn((*lead, rank, site.d_in), fresh[0], device, dtype)
+        self.lora_B = drawn((*lead, site.d_out, rank), fresh[1], device, dtype)
+
+    def delta(self, dtype: torch.dtype) -> Tensor:
+        """The update s · B A, `[d_out, d_in]`, computed in the dtype."""
+        return self.scaling * (self.lora_B.to(dtype) @ self.lora_A.to(dtype))
+
+    def extra_repr(self) -> str:
+        """Widths, rank and scaling."""
+        rank, d_in = self.lora_A.shape[-2:]
+        return f"d_in={d_in}, d_out={self.lora_B.shape[-2]}, rank={rank}, scaling={self.scaling:g}"
+
+
+def _matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", path):
+            return value
+    return otherwise

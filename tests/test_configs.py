@@ -1,0 +1,296 @@
+"""Configs: strings, dicts, files and constructors say the same; nothing illegal gets in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+
+import adapterzoo
+from adapterzoo import (
+    AdapterConfig,
+    AdapterPlusConfig,
+    BnConfig,
+    ConfigUnion,
+    DoubleSeqBnConfig,
+    LoRAConfig,
+    ParBnConfig,
+    SeqBnConfig,
+)
+from adapterzoo.configs import MAX_WIDTH, architectures, config_strings
+from adapterzoo.errors import ConfigError, DuplicateNameError, UnknownNameError
+from adapterzoo.registry import Registry
+
+SPECIAL = [
+    LoRAConfig(r=3, alpha=1.5, attn_matrices=("k",), rank_pattern={"query": 2}, dtype="float32"),
+    LoRAConfig(target_modules=["query", "value"], layers_to_transform=[1], use_rslora=True),
+    LoRAConfig(target_modules=".*query", exclude_modules="pooler", leave_out=[0]),
+    BnConfig(mh_adapter=True, output_adapter=False, reduction_factor=4, non_linearity="gelu"),
+    SeqBnConfig(reduction_factor={"0": 8, "default": 16.5}, scaling="learned"),
+    ParBnConfig(leave_out=(1, 2), init_weights_seed=0),
+    ConfigUnion(SeqBnConfig(), LoRAConfig(r=2)),
+]
+MADE = {name: AdapterConfig.load(name) for name in config_strings if name != "union"}
+ALL = [*MADE.values(), *SPECIAL]
+
+
+def ids(configs):
+    return [repr(config)[:40] for config in configs]
+
+
+@pytest.mark.parametrize("config", ALL, ids=ids(ALL))
+def test_a_config_goes_through_json(config):
+    written = json.dumps(config.to_dict(), allow_nan=False)
+    read = AdapterConfig.from_dict(json.loads(written))
+    assert read == config
+    if isinstance(config, BnConfig):
+        assert hash(read) == hash(config)
+    assert read.to_dict() == config.to_dict()
+    assert AdapterConfig.load(json.loads(written)) == config
+
+
+@pytest.mark.parametrize("config", ALL, ids=ids(ALL))
+def test_the_repr_is_a_constructor_call(config):
+    assert eval(repr(config), vars_of_package()) == config
+
+
+@pytest.mark.parametrize("config", ALL, ids=ids(ALL))
+def test_a_config_goes_through_pickle_and_replace(config):
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert config.replace() == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.r = 5
+
+
+def vars_of_package():
+    names = [name for name in dir(adapterzoo) if name.startswith(("Config", "Adapter"))]
+    names += [name for name in dir(adapterzoo) if name.endswith("Config")]
+    return {name: getattr(adapterzoo, name) for name in names if "Trainer" not in name}
+
+
+def test_strings_mean_what_the_classes_mean():
+    load = AdapterConfig.load
+    assert load(None) == load("seq_bn") == load("pfeiffer") == SeqBnConfig()
+    assert load("double_seq_bn") == load("houlsby") == DoubleSeqBnConfig()
+    assert load("par_bn") == load("parallel") == ParBnConfig()
+    assert load("scaled_par_bn") == ParBnConfig(scaling="learned")
+    assert load("adapter_plus") == AdapterPlusConfig()
+    assert load("lora") == load("lora[]") == LoRAConfig()
+    assert load("lora[r=16,alpha=32]") == LoRAConfig(r=16, alpha=32)
+    assert load(" lora[ r = 16 , use_rslora = True ] ") == LoRAConfig(r=16, use_rslora=True)
+    assert load('lora[attn_matrices=["q","k"],dropout=0.1]') == LoRAConfig(
+        attn_matrices=("q", "k"), dropout=0.1
+    )
+    assert load('lora[target_modules="(a|b)"]') == LoRAConfig(target_modules="(a|b)")
+    assert load('seq_bn[reduction_factor={"0":8,"default":16}]') == SeqBnConfig(
+        reduction_factor={"0": 8, "default": 16}
+    )
+    assert load("seq_bn|lora[r=2]") == ConfigUnion(SeqBnConfig(), LoRAConfig(r=2))
+    assert load("par_bn[leave_out=[0,1]] | lora") == ConfigUnion(
+        ParBnConfig(leave_out=(0, 1)), LoRAConfig()
+    )
+    config = LoRAConfig(r=5)
+    assert load(config) is config
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        ("lora[r=8", "lora[r=8,alpha=16]"),
+        ("lora]", "lora[r=8,alpha=16]"),
+        ("", "lora[r=8,alpha=16]"),
+        ("seq_bn|", "lora[r=8,alpha=16]"),
+        ("lora[8]", "field=value"),
+        ("lora[r=8,r=9]", "field=value"),
+        ("lora[r=]", "field=value"),
+        ("lora[r=8)+f(r=9]", "field=value"),
+        ("lora[r=8\0]", "field=value"),
+        ("lora[r=x]", "field=value"),
+        ("lora[" + "(" * 5000 + "]", "field=value"),
+        ("lora[rank=8]", "Its fields: "),
+        ("lora[**{'rank': 8}]", "Its fields: "),
+        ("scaled_par_bn[nope=8]", "nope"),
+        ("lora[r=0]", "Write r=1."),
+    ],
+)
+def test_a_wrong_string_is_refused(text, cure):
+    with pytest.raises(ConfigError) as caught:
+        AdapterConfig.load(text)
+    assert cure in str(caught.value)
+
+
+def test_a_string_runs_no_code(tmp_path):
+    file = tmp_path / "made"
+    for value in (f"open({str(file)!r},'w')", f"__import__('pathlib').Path({str(file)!r}).touch()"):
+        with pytest.raises(ConfigError, match="field=value"):
+            AdapterConfig.load(f"lora[r={value}]")
+    assert not Path(file).exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("lroa", "Did you mean 'lora'?"),
+        ("seq_bm[reduction_factor=2]", "Did you mean 'seq_bn'?"),
+        ("zzz", "Known config strings: "),
+        ({"architecture": "lroa"}, "Did you mean 'lora'?"),
+        ({"architecture": "prefix_tuning"}, "Known architectures: "),
+    ],
+)
+def test_an_unknown_method_is_met_with_the_known_ones(asked, says):
+    with pytest.raises(UnknownNameError) as caught:
+        AdapterConfig.load(asked)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", [5, LoRAConfig, ["lora"], b"lora", True])
+def test_what_is_no_config_is_refused(asked):
+    with pytest.raises(ConfigError) as caught:
+        AdapterConfig.load(asked)
+    assert repr(asked) in str(caught.value)
+    assert "Write config='seq_bn'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"architecture": "lora", "rank": 8},
+        {"architecture": "lora", "r": 8, 5: 1},
+        {"architecture": ["lora"]},
+        {"architecture": "lora", "attn_matrices": 5},
+        {"architecture": "lora", "rank_pattern": 5},
+        {"architecture": "lora", "alpha": None},
+        {"architecture": "union"},
+        {"architecture": "union", "configs": 5},
+        {"architecture": "union", "configs": [5, 6]},
+        {"architecture": "union", "configs": ["lora", "seq_bn"], "r": 3},
+        {"reduction_factor": 16},
+        {**SeqBnConfig().to_dict(), "reduction_factor": [16]},
+        {**SeqBnConfig().to_dict(), "mh_adapter": 1},
+        {**SeqBnConfig().to_dict(), "non_linearity": 5},
+    ],
+)
+def test_a_dict_of_anything_else_is_refused(asked):
+    with pytest.raises((ConfigError, UnknownNameError)):
+        AdapterConfig.load(asked)
+
+
+def test_a_field_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(ConfigError) as caught:
+        AdapterConfig.load({"architecture": "lora", "rank": 8, "lora_alpha": 2})
+    text = str(caught.value)
+    assert "there is no field 'lora_alpha', 'rank'" in text
+    assert all(repr(field.name) in text for field in dataclasses.fields(LoRAConfig))
+    with pytest.raises(ConfigError, match="there is no field 'rank'"):
+        LoRAConfig().replace(rank=3)
+
+
+@pytest.mark.parametrize(
+    ("r", "near"),
+    [(0, 1), (-1, 1), (10**9, MAX_WIDTH), (MAX_WIDTH + 1, MAX_WIDTH), (True, 8), (8.5, 8), ("8", 8),
+     (None, 8), (math.nan, 8), (math.inf, MAX_WIDTH)],
+)  # fmt: skip
+def test_a_rank_out_of_bounds_is_refused(r, near):
+    for make in (lambda: LoRAConfig(r=r), lambda: LoRAConfig(rank_pattern={"query": r})):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert f"r={r!r}" in str(caught.value)
+        assert f"from 1 to {MAX_WIDTH}" in str(caught.value)
+        assert f"Write r={near}." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "cure"),
+    [
+        ("alpha", math.nan, "Write alpha="),
+        ("alpha", math.inf, "Write alpha="),
+        ("dropout", 1.0, "Write dropout="),
+        ("dropout", -0.1, "Write dropout=0.0"),
+        ("init_weights", "pissa", "Write init_weights='lora'"),
+        ("dtype", "int8", "Write dtype=None"),
+        ("attn_matrices", ("q", "z"), "Write attn_matrices=['q', 'v']"),
+        ("attn_matrices", (), "Write target_modules='all-linear'"),
+        ("leave_out", (-1,), "Write leave_out=[0, 1]"),
+        ("leave_out", ("0",), "Write leave_out=[0, 1]"),
+        ("leave_out", "0", "Write leave_out=[0, 1]"),
+        ("layers_to_transform", (0.5,), "Write layers_to_transform=[0, 1]"),
+        ("target_modules", (), "Write target_modules=['query', 'value']"),
+        ("target_modules", ("",), "Write target_modules=['query', 'value']"),
+        ("target_modules", 5, "Write target_modules=['query', 'value']"),
+        ("target_modules", "(", "Write a list of layer names"),
+        ("exclude_modules", "[", "Write a list of layer names"),
+        ("rank_pattern", {"(": 4}, "Write a list of layer names"),
+        ("alpha_pattern", {"(": 4}, "Write a list of layer names"),
+        ("alpha", math.nan, "Write alpha=8"),
+    ],
+)
+def test_a_value_that_is_not_legal_is_refused(field, value, cure):
+    for make in (LoRAConfig, LoRAConfig().replace):
+        with pytest.raises(ConfigError) as caught:
+            make(**{field: value})
+        assert field in str(caught.value)
+        assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize("alpha", [math.nan, math.inf, "16", None])
+def test_patterns_hold_legal_values(alpha):
+    with pytest.raises(ConfigError, match=r"LoRAConfig\(alpha=.*Write alpha="):
+        LoRAConfig(alpha_pattern={"query": alpha})
+    config = LoRAConfig(rank_pattern={"query": 2}, alpha_pattern={"value": 4})
+    assert config.rank_at("a.query") == 2
+    assert config.scaling_at("a.query") == 8 / 2
+    assert config.scaling_at("a.value") == 4 / 8
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (),
+        (SeqBnConfig(),),
+        (SeqBnConfig(), "lora"),
+        (SeqBnConfig(), ConfigUnion(SeqBnConfig(), LoRAConfig())),
+    ],
+)
+def test_a_union_wants_two_plain_configs(members):
+    with pytest.raises(ConfigError, match=r"Write ConfigUnion\("):
+        ConfigUnion(*members)
+
+
+def test_a_union_is_the_identity_when_all_members_are():
+    assert ConfigUnion(ParBnConfig(), LoRAConfig()).starts_as_identity
+    assert not ConfigUnion(SeqBnConfig(), LoRAConfig()).starts_as_identity
+
+
+def test_equal_fields_are_equal_configs_and_others_are_not():
+    spelled = BnConfig(
+        mh_adapter=False, output_adapter=True, reduction_factor=16, non_linearity="relu",
+        original_ln_before=True,
+    )  # fmt: skip
+    assert spelled == SeqBnConfig()
+    assert hash(spelled) == hash(SeqBnConfig())
+    assert SeqBnConfig() != SeqBnConfig(reduction_factor=8)
+    assert SeqBnConfig() != LoRAConfig()
+    assert LoRAConfig(r=4) != LoRAConfig(r=8)
+    assert SeqBnConfig(reduction_factor=16) != ParBnConfig(reduction_factor=16)
+
+
+def test_every_config_of_a_method_is_registered_and_exported():
+    classes = set(architectures.values())
+    assert {BnConfig, LoRAConfig, ConfigUnion} <= classes
+    for cls in classes:
+        assert architectures[cls.architecture] is cls
+        assert getattr(adapterzoo, cls.__name__) is cls
+
+
+def test_a_registry_refuses_a_taken_name_and_keeps_what_it_had():
+    registry: Registry[object] = Registry("thing")
+    first, second = object(), object()
+    registry.register("a", "b")(first)
+    registry.register("a")(first)
+    with pytest.raises(DuplicateNameError, match="Write another name"):
+        registry.register("c", "b")(second)
+    assert dict(registry) == {"a": first, "b": first}
