@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .composition import Stack
     from .configs import AdapterConfig, ConfigUnion
     from .errors import AdapterZooError
+    from .methods.boft import BOFTConfig
     from .methods.bottleneck import (
         AdapterPlusConfig,
         BnConfig,
@@ -43,6 +44,7 @@ _HOMES = {
     "AdapterTrainer": "trainer",
     "AdapterZooError": "errors",
     "AutoAdapterModel": "auto",
+    "BOFTConfig": "methods.boft",
     "BnConfig": "methods.bottleneck",
     "ConfigUnion": "configs",
     "DoubleSeqBnConfig": "methods.bottleneck",
@@ -63,6 +65,7 @@ __all__ = [
     "AdapterTrainer",
     "AdapterZooError",
     "AutoAdapterModel",
+    "BOFTConfig",
     "BnConfig",
     "ConfigUnion",
     "DoubleSeqBnConfig",

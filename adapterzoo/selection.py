@@ -9,7 +9,7 @@ value that the calling thread sees.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +56,8 @@ class Selection(threading.local):
         """
         self.default = default if default is not None else Default()
         self.override: Plan | None = None
+        # what blocks further out will bring back, outermost first
+        self._outer: list[Plan | None] = []
         # residual inputs on their way from a tapped module to the site that takes them
         self.taps: dict[str, Tensor] = {}
         self._pinned: Selection | None = None
@@ -69,12 +71,23 @@ class Selection(threading.local):
     @contextmanager
     def overridden(self, plan: Plan) -> Iterator[None]:
         """The plan holds for the calling thread until the context ends, however it ends."""
-        before, self.override = self.override, plan
+        self._outer.append(self.override)
+        self.override = plan
         try:
             yield
         finally:
-            self.override = before
+            self.override = self._outer.pop()
             self.taps.clear()
+
+    @property
+    def overrides(self) -> list[Plan]:
+        """The override of the calling thread, and those that come back when its block ends."""
+        return [plan for plan in (*self._outer, self.override) if plan is not None]
+
+    def change_overrides(self, change: Callable[[Plan], Plan]) -> None:
+        """Put another plan in the place of each of the calling thread's overrides."""
+        self._outer = [plan and change(plan) for plan in self._outer]
+        self.override = self.override and change(self.override)
 
     def pinned(self) -> Selection:
         """A selection of its own that holds, in every thread, what the calling thread sees now.

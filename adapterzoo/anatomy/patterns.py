@@ -128,6 +128,7 @@ NORM_PLACES: tuple[tuple[re.Pattern[str], Place, SubLayerKind], ...] = (
             "layernorm_before_attention", "attention_norm", "attn_norm", "operator_norm",
             "norm_self_att", "layer_norm_att", "attention_layernorm", "temporal_pre_norm",
             "norm_mlstm", "q_input_layernorm", "pre_attn_norm", "layernorm1", "^norm",
+            "input_latents_norm",
         ),
         "pre",
         "attention",
@@ -180,7 +181,7 @@ WIDENED = "the residual path beside attention is a projection to another width"
 
 # a norm behind the last block: beside the stack, and not one of the embedding
 FINAL_NORM = re.compile(
-    r"^(?!.*emb)(?!.*(pre|input))(\w*layer_?norm\w*|\w*norm|ln_f|norm_f|final_\w*norm)$",
+    r"^(?!.*emb)(?!.*(pre|input))(\w*layer_?norm\w*|\w*norm|ln_f|ln_post|norm_f|final_\w*norm)$",
     re.IGNORECASE,
 )
 
@@ -302,7 +303,11 @@ ARCHITECTURES: Mapping[str, Row] = {
     "pp_doclayout_v3": _POST,
     "ProphetNetDecoderLayer": Row(outs={r"self_attn\.out_proj": "self_attn"}),
     "pvt_v2": Row(norms={r"attention\.layer_norm": None}),
-    "reformer": Row(absent=frozenset({"key"})),
+    "reformer": Row(
+        absent=frozenset({"key"}),
+        mixed=frozenset({"attention", "mlp"}),
+        note="reversible: each sub-layer reads one of two streams and is added to the other",
+    ),
     "roberta-prelayernorm": Row(
         norms={
             r"attention\.LayerNorm": ("pre", "attention"),

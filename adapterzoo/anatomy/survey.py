@@ -71,12 +71,13 @@ def survey() -> Iterator[Line]:
 def _build(model_type: str) -> nn.Module | str:
     """The model of the default configuration on the meta device, or why there is none."""
     from transformers import AutoConfig, AutoModel
+    from transformers.initialization import no_init_weights
 
     try:
         config = AutoConfig.for_model(model_type)
         # the default kernel for experts wants a real device
         config._experts_implementation = "batched_mm"
-        with torch.device("meta"), warnings.catch_warnings():
+        with torch.device("meta"), no_init_weights(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model: nn.Module = AutoModel.from_config(config)
     except ImportError:

@@ -84,7 +84,7 @@ class QuestionAnsweringHead(LayersHead):
                 f"start_positions, end_positions: {labels.dtype} of shape {list(labels.shape[:1])} "
                 f"and more; positions are integers of shape [batch]. Write one number for each row."
             )
-        inside = (labels < start.shape[1])
+        inside = (labels >= 0) & (labels < start.shape[1])
         kept = labels.to(torch.long).where(inside, IGNORED)
         first = cross_entropy(start, kept[:, 0], count)
         last = cross_entropy(end, kept[:, 1], count)

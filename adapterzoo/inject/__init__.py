@@ -29,6 +29,7 @@ __all__ = [
     "Parts",
     "Shelf",
     "base_of",
+    "check_put",
     "matrix",
     "mergeable",
     "plain_class",
@@ -111,11 +112,7 @@ def put(layer: nn.Module, name: str, adapter: Adapter, selection: Selection, pat
         DuplicateNameError: the layer has an adapter of this name.
         StateError: the layer has an attribute `adapters` of its own.
     """
-    if "adapters" not in layer._modules and "adapters" in {*dir(plain_class(layer)), *vars(layer)}:
-        raise StateError(
-            f"put({name!r}) at {path!r}: {type(layer).__name__} has an attribute 'adapters' of "
-            f"its own. Exclude this layer by exclude_modules."
-        )
+    check_put(layer, path)
     parameters = tuple(adapter._modules) if isinstance(adapter, ParameterParts) else ()
     _swap(layer, selection, path, parameters)
     shelf = cast("Shelf", layer._modules.setdefault("adapters", Shelf().train(layer.training)))
@@ -124,6 +121,21 @@ def put(layer: nn.Module, name: str, adapter: Adapter, selection: Selection, pat
             f"put({name!r}): there is one at {path!r} already. Take it first, or use another name."
         )
     shelf[name] = adapter.train(layer.training)
+
+
+def check_put(layer: nn.Module, path: str) -> None:
+    """Check that an adapter can hang below the layer.
+
+    Raises:
+        StateError: the layer has an attribute `adapters` of its own.
+    """
+    shelf = layer._modules.get("adapters")
+    own = {*dir(plain_class(layer)), *vars(layer), *layer._modules, *layer._parameters}
+    if not isinstance(shelf, Shelf) and "adapters" in own:
+        raise StateError(
+            f"adapter at {path!r}: {type(layer).__name__} has an attribute 'adapters' of its own, "
+            f"where adapters hang. Exclude this layer by exclude_modules=[{path!r}]."
+        )
 
 
 def take(layer: nn.Module, name: str) -> Adapter:

@@ -152,7 +152,7 @@ class BottleneckFields(AdapterConfig):
 
     def __hash__(self) -> int:
         """A hash that equal configs share."""
-        return hash(repr(sorted(self.to_dict().items())))
+        return hash((self.non_linearity, self.init_weights, self.scaling, self.leave_out))
 
     @property
     def starts_as_identity(self) -> bool:

@@ -46,6 +46,9 @@ class LoRAConfig(LowRankConfig):
     use_gating: bool = False
     lora_bias: bool = False
 
+    # a dataclass would make one of all fields, and dicts have none
+    __hash__ = LowRankConfig.__hash__
+
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
         """A fresh adapter for the site."""
         return LoRA(self, site, device, dtype)
@@ -101,8 +104,10 @@ class LoRA(LowRank):
             return low_rank_reference(y, x, a, b, self.scaling)
         update = linear(x @ a.T, b, self.lora_B_bias) * self.scaling
         if self.gate is not None:
-            gate = torch.sigmoid(x @ self.gate.T)  # [*batch, tokens, 1]
-            update = update * gate.mean(-2, keepdim=True)
+            gate = torch.sigmoid(x @ self.gate.T)  # [*batch, 1]
+            if x.dim() > 2:
+                gate = gate.mean(tuple(range(1, x.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]
+            update = update * gate
         return y + update.to(y.dtype)
 
     def weight(self, w: Tensor, base: Base) -> Tensor:

@@ -224,6 +224,8 @@ class AdaptersMixin:
         by_path: dict[str, list[Placement]] = {}
         for placement in config.placements(self.anatomy):
             by_path.setdefault(inject_path(placement.site), []).append(placement)
+        for path in by_path:
+            inject.check_put(self._backbone.get_submodule(path), path)
         return {path: (self._build(path, ps), ps) for path, ps in by_path.items()}
 
     def _build(self, path: str, placements: list[Placement]) -> Adapter:
@@ -268,16 +270,9 @@ class AdaptersMixin:
         made: Mapping[str, tuple[Adapter, list[Placement]]],
     ) -> None:
         installed = Installed(config, {path: tuple(ps) for path, (_, ps) in made.items()})
-        done: list[str] = []
-        try:
-            for path, (adapter, _) in made.items():
-                layer = self._backbone.get_submodule(path)
-                inject.put(layer, name, adapter, self._selection, path)
-                done.append(path)
-        except StateError:
-            for path in done:
-                inject.take(self._backbone.get_submodule(path), name)
-            raise
+        for path, (adapter, _) in made.items():
+            layer = self._backbone.get_submodule(path)
+            inject.put(layer, name, adapter, self._selection, path)
         for source, reader in installed.sources():
             module = self._backbone.get_submodule(source)
             inject.tap(module, reader, name, self._selection, source)
@@ -393,10 +388,10 @@ class AdaptersMixin:
                 f"train_adapter({adapter_setup!r}): there is no adapter to train. Write "
                 f"add_adapter('my_task', 'seq_bn') and then train_adapter('my_task')."
             )
-        plan = self.make_plan(setup)
         for name in setup:
+            self._find(name, f"train_adapter({adapter_setup!r})")
             self._refuse_if_merged(name, f"train_adapter({adapter_setup!r})")
-        self._selection.default.plan = plan
+        self.set_active_adapters(setup)
         model = cast("nn.Module", self)
         model.train()
         self.freeze_model(True)
@@ -455,8 +450,7 @@ class AdaptersMixin:
         return self._zoo.installed[name]
 
     def _refuse_if_overridden(self, name: str, call: str) -> None:
-        override = self._selection.override
-        if override is not None and override.setup is not None and name in override.setup:
+        if any(name in plan.setup for plan in self._selection.overrides if plan.setup):
             raise StateError(
                 f"{call}: it is active in an AdapterSetup of this thread. Leave the "
                 f"'with AdapterSetup(…)' block first."

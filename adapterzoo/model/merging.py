@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.contracts import Adapter, compute_dtype
-from adapterzoo.errors import StateError
+from adapterzoo.errors import StateError, listing
 
 from .adapters import AdaptersMixin
 
@@ -27,18 +27,21 @@ class MergingMixin(AdaptersMixin):
 
         Raises:
             UnknownNameError: there is no adapter of this name.
-            StateError: it is merged already, is no change of a weight (a bottleneck), or its
-                merged weights are not finite; nothing has changed then.
+            StateError: it is merged already, is no change of a weight (a bottleneck), is active
+                in an `AdapterSetup` of this thread, or its merged weights are not finite; nothing
+                has changed then.
         """
         call = f"merge_adapter({name!r})"
         self._find(name, call)
         self._refuse_if_merged(name, call)
+        self._refuse_if_overridden(name, call)
         names = (*self._zoo.merged, name)
         modules = dict(self.adapter_modules(name))
+        self._refuse_lost(call, set(modules))
         # every check that can be made comes before the first write
-        for path, module in modules.items():
+        for module in modules.values():
             _check_mergeable(module)
-            self._refuse_tied(path, call)
+        self._refuse_tied(modules, call)
         before: dict[str, dict[str, Tensor]] = {}
         kept = dict(self._zoo.originals)
         try:
@@ -60,19 +63,28 @@ class MergingMixin(AdaptersMixin):
         """Give the base weights back their bits; the adapters that were merged act as before.
 
         Raises:
-            StateError: the merged weights came from a file, so the originals are not known.
+            StateError: the merged weights came from a file, so the originals are not known; or a
+                merged adapter is active in an `AdapterSetup` of this thread.
         """
-        places = {p for n in self._zoo.merged for p, _ in self.adapter_modules(n)}
-        if lost := places - set(self._zoo.originals):
-            raise StateError(
-                f"reset_adapter(): the base weights at {min(lost)!r} were merged before they were "
-                f"saved, so the originals are not known. Load the base model again."
-            )
+        for name in self._zoo.merged:
+            self._refuse_if_overridden(name, "reset_adapter()")
+        self._refuse_lost("reset_adapter()")
         for path, originals in self._zoo.originals.items():
             _restore(self._backbone.get_submodule(path), originals)
         self._zoo.originals.clear()
         self._zoo.merged = ()
         self._replan()
+
+    def _refuse_lost(self, call: str, at: set[str] | None = None) -> None:
+        merged = {p for n in self._zoo.merged for p, _ in self.adapter_modules(n)}
+        lost = merged - set(self._zoo.originals)
+        if at is not None:
+            lost &= at
+        if lost:
+            raise StateError(
+                f"{call}: the base weights at {min(lost)!r} were merged before they were saved, so "
+                f"the originals are not known. Load the base model and the adapters again."
+            )
 
     def _write(self, path: str, names: tuple[str, ...], call: str) -> None:
         layer = self._backbone.get_submodule(path)
@@ -81,8 +93,11 @@ class MergingMixin(AdaptersMixin):
         for parameter, stored in self._zoo.originals[path].items():
             if parameter == "bias":
                 continue
+            target = cast("Tensor", layer._parameters[parameter])
             turned = inject.stores_transposed(layer, parameter)
-            original = stored.mT if turned else stored
+            # the model may have been moved since the copy was made
+            original = stored.to(target.device)
+            original = original.mT if turned else original
             base = inject.base_of(layer, original)
             w = original.to(compute_dtype(original.dtype))
             for adapter in adapters:
@@ -90,15 +105,7 @@ class MergingMixin(AdaptersMixin):
                     w = adapter.changed(parameter, w, base)
                 else:
                     w = inject.mergeable(adapter).weight(w, base)
-            merged = w.to(original.dtype)
-            if not bool(merged.isfinite().all()):
-                why = "overflows" if bool(w.isfinite().all()) else "is not finite"
-                raise StateError(
-                    f"{call}: the merged {parameter} at {path!r} {why} in {original.dtype}; "
-                    f"nothing has changed. Look for NaN in the adapter, or merge in a wider dtype: "
-                    f"model.float() before it."
-                )
-            cast("Tensor", layer._parameters[parameter]).copy_(merged.mT if turned else merged)
+            _fill(target, w.mT if turned else w, f"{call}: the merged {parameter} at {path!r}")
         self._write_bias(path, adapters, call)
 
     def _write_bias(self, path: str, adapters: list[Any], call: str) -> None:
@@ -109,35 +116,47 @@ class MergingMixin(AdaptersMixin):
         if weight is None or weight.dim() != 2:
             return
         zeros = torch.zeros_like(base.weight[:, 0], dtype=compute_dtype(weight.dtype))
-        b = zeros if stored is None else stored.to(zeros.dtype)
+        b = zeros if stored is None else stored.to(zeros)
         for adapter in adapters:
             if not isinstance(adapter, inject.ParameterParts):
                 b = inject.mergeable(adapter).bias(b, base)
         if stored is not None:
-            cast("Tensor", layer._parameters["bias"]).copy_(b)
+            target = cast("Tensor", layer._parameters["bias"])
+            _fill(target, b, f"{call}: the merged bias at {path!r}")
         elif bool(b.count_nonzero()):
             raise StateError(
                 f"{call}: the adapter adds a bias at {path!r}, where the layer has none. "
                 f"Keep it active instead."
             )
 
-    def _refuse_tied(self, path: str, call: str) -> None:
-        weight = self._backbone.get_submodule(path)._parameters.get("weight")
-        sharing = [
-            n
-            for n, p in cast("nn.Module", self).named_parameters(remove_duplicate=False)
-            if p is weight
-        ]
-        if len(sharing) > 1:
-            raise StateError(
-                f"{call}: the weight at {path!r} is shared by {', '.join(map(repr, sharing))}; "
-                f"merging would change all of them. Keep the adapter active instead."
-            )
+    def _refuse_tied(self, paths: Iterable[str], call: str) -> None:
+        sharing: dict[int, list[str]] = {}
+        for name, p in cast("nn.Module", self).named_parameters(remove_duplicate=False):
+            sharing.setdefault(id(p), []).append(name)
+        for path in paths:
+            weight = self._backbone.get_submodule(path)._parameters.get("weight")
+            names = sharing.get(id(weight), [])
+            if len(names) > 1:
+                raise StateError(
+                    f"{call}: the weight at {path!r} is shared by {listing(names)}; merging would "
+                    f"change all of them. Keep the adapter active instead."
+                )
 
 
 def _check_mergeable(adapter: Adapter) -> None:
     if not isinstance(adapter, inject.ParameterParts):
         inject.mergeable(adapter)
+
+
+def _fill(target: Tensor, value: Tensor, what: str) -> None:
+    merged = value.to(target.dtype)
+    if not bool(merged.isfinite().all()):
+        why = "overflows" if bool(value.isfinite().all()) else "is not finite"
+        raise StateError(
+            f"{what} {why} in {target.dtype}; nothing has changed. Look for NaN in the adapter, or "
+            f"merge in a wider dtype: model.float() before it."
+        )
+    target.copy_(merged)
 
 
 def _copies(layer: nn.Module, adapter: Adapter) -> dict[str, Tensor]:

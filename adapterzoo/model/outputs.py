@@ -83,8 +83,7 @@ def answer(
         logits: of the head.
         outputs: of the base model.
     """
-    cls = _output_class(config.output_class, outputs)
-    names = [field.name for field in dataclasses.fields(cls)]
+    cls, names = _output_class(config.output_class, outputs)
     values = {name: outputs.get(name) for name in names if name in outputs}
     for name in ("hidden_states", "attentions"):
         if name in names and name not in values:
@@ -95,9 +94,15 @@ def answer(
     return cast("ModelOutput", cls(**values))
 
 
-def _output_class(name: str, outputs: ModelOutput) -> Any:
-    if name == DependencyParsingOutput.__name__:
-        return DependencyParsingOutput
+# classes by name with the names of their fields: looked up here once, not in each forward
+_CLASSES = {
+    cls.__name__: (cls, tuple(field.name for field in dataclasses.fields(cls)))
+    for cls in (*vars(modeling_outputs).values(), DependencyParsingOutput)
+    if isinstance(cls, type) and issubclass(cls, ModelOutput) and dataclasses.is_dataclass(cls)
+}
+
+
+def _output_class(name: str, outputs: ModelOutput) -> tuple[Any, tuple[str, ...]]:
     variants = []
     if "encoder_last_hidden_state" in outputs:
         variants.append(_SEQ2SEQ + name)
@@ -107,5 +112,4 @@ def _output_class(name: str, outputs: ModelOutput) -> Any:
         variants.append(f"Moe{name}WithPast")
     if "past_key_values" in outputs:
         variants.append(f"{name}WithPast")
-    known = vars(modeling_outputs)
-    return known[next((variant for variant in variants if variant in known), name)]
+    return _CLASSES[next((variant for variant in variants if variant in _CLASSES), name)]

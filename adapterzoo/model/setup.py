@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import ExitStack
 from types import TracebackType
@@ -15,11 +16,20 @@ if TYPE_CHECKING:
 
 # every model with adapters, so that a setup finds those that know its names
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
+_models_lock = threading.Lock()
 
 
 def announce(model: AdaptersMixin) -> None:
     """Let setups find the model for as long as it lives."""
-    _models.add(model)
+    with _models_lock:
+        _models.add(model)
+
+
+class _Entered(threading.local):
+    """What a thread has to leave, the last block first."""
+
+    def __init__(self) -> None:
+        self.blocks: list[ExitStack] = []
 
 
 class AdapterSetup:
@@ -54,7 +64,7 @@ class AdapterSetup:
         self.adapter_setup: Composition | None = parse(adapter_setup)
         self.head_setup = head_setup
         self.ignore_empty = ignore_empty
-        self._open: list[ExitStack] = []
+        self._entered = _Entered()
 
     def __enter__(self) -> Self:
         """Make the setup hold.
@@ -65,9 +75,11 @@ class AdapterSetup:
         names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
         heads = [self.head_setup] if isinstance(self.head_setup, str) else self.head_setup or []
         known: set[str] = set()
+        with _models_lock:
+            models = list(_models)
         with ExitStack() as stack:
             entered = 0
-            for model in list(_models):
+            for model in models:
                 known |= set(model.adapters_config) | set(model.known_heads())
                 if set(names) <= set(model.adapters_config) and set(heads) <= set(
                     model.known_heads()
@@ -77,7 +89,7 @@ class AdapterSetup:
                     entered += 1
             if not entered and not self.ignore_empty:
                 raise self._nobody([*names, *heads], known)
-            self._open.append(stack.pop_all())
+            self._entered.blocks.append(stack.pop_all())
         return self
 
     def __exit__(
@@ -87,7 +99,7 @@ class AdapterSetup:
         trace: TracebackType | None,
     ) -> None:
         """Make what held before hold again."""
-        self._open.pop().close()
+        self._entered.blocks.pop().close()
 
     def _nobody(self, names: list[str], known: set[str]) -> UnknownNameError | StateError:
         call = f"AdapterSetup({self.adapter_setup!r}, head_setup={self.head_setup!r})"

@@ -232,8 +232,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         self.config.prediction_heads = kept
         selection = self._selection
         selection.default.plan = _without(selection.default.plan, head_name)
-        if selection.override is not None:
-            selection.override = _without(selection.override, head_name)
+        selection.change_overrides(lambda plan: _without(plan, head_name))
         self._list_tied()
 
     def _config_from(self, values: Mapping[str, Any], call: str) -> HeadConfig:

@@ -228,7 +228,7 @@ def leaves_input_alone(case: Case) -> None:
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
-def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
+def _tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
     """Tensors in a value, its items, attributes and closure."""
     if isinstance(value, Tensor):
         yield value

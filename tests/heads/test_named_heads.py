@@ -231,7 +231,7 @@ def test_labels_have_names():
     assert model.get_labels("b") is None
     assert model.config.id2label == {0: "no", 1: "yes"}
     model.active_head = ["a", "b"]
-    with pytest.raises(StateError, match="2 heads are active.*heads: 'a', 'b'"):
+    with pytest.raises(StateError, match=r"2 heads are active.*heads: 'a', 'b'"):
         model.get_labels()
 
 
@@ -375,5 +375,5 @@ def test_a_pooler_that_is_not_there_is_named():
         GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, pad_token_id=0)
     )
     model.add_classification_head("a", use_pooler=True)
-    with pytest.raises(StateError, match="GPT2Model has no pooled output.*use_pooler=False"):
+    with pytest.raises(StateError, match=r"GPT2Model has no pooled output.*use_pooler=False"):
         model(IDS)

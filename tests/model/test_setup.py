@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,7 @@ from snapshots import changes, output, refused, same_bits, snapshot, stir
 
 from adapterzoo import AdapterSetup, Stack
 from adapterzoo.errors import CompositionError, StateError, UnknownNameError
+from adapterzoo.model.setup import announce
 
 # names that no model of another test has: a setup holds for every model that knows its names
 A, B = "setup-a", "setup-b"
@@ -219,19 +221,21 @@ def test_threads_with_setups_of_their_own_never_mix(model):
 
 
 def test_one_setup_object_in_two_threads_ends_in_each(model):
-    # the threads leave in the order in which they came, so a shared pile would close the wrong one
-    setup, inside, left = AdapterSetup(A), threading.Barrier(2), threading.Event()
+    # they leave in the order in which they came, so a pile for both would close the wrong one
+    setup, entered, inside, left = AdapterSetup(A), *(threading.Event() for _ in range(3))
 
     def first():
         with AdapterSetup(B):
             with setup:
-                inside.wait(timeout=30)
+                entered.set()
+                assert inside.wait(timeout=30)
             left.set()
             return model.active_adapters
 
     def second():
+        assert entered.wait(timeout=30)
         with setup:
-            inside.wait(timeout=30)
+            inside.set()
             assert left.wait(timeout=30)
             here = model.active_adapters
         return here, model.active_adapters
@@ -269,24 +273,28 @@ def test_the_default_reaches_threads_that_run_already(model):
 
 
 def test_models_may_come_and_go_while_setups_are_entered(tiny, model):
-    made = tiny()
-    stop = threading.Event()
+    made = [copy.copy(tiny()) for _ in range(100)]
+    stop, interval = threading.Event(), sys.getswitchinterval()
 
     def come_and_go():
         while not stop.is_set():
-            copy.copy(made)
-            copy.deepcopy(made.base_model.pooler)
-            copy.deepcopy(made)
+            alive = [copy.copy(m) for m in made]
+            for m in alive:
+                announce(m)
 
     def enter():
         try:
-            for _ in range(400):
+            for _ in range(20):
                 with AdapterSetup(A):
                     assert model.active_adapters == Stack(A)
         finally:
             stop.set()
 
-    in_threads(enter, come_and_go, come_and_go)
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(enter, come_and_go, come_and_go)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # --- DataParallel ---

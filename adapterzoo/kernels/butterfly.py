@@ -1,0 +1,108 @@
+"""Block butterfly rotations of features, without permutation matrices or dense rotations.
+
+Paper: Liu et al. 2023, arXiv:2311.06243, §4. Rot = M_{m−1} ⋯ M_0 with M_i = P_i diag(Q_i) P_iᵀ:
+a block of factor i mixes two halves of b / 2 features, 2ⁱ halves apart. So no factor leaves its
+chunk of b · 2^(m−1) features, and permutations are views.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import gcd
+
+import torch
+from torch import Tensor
+
+# products of narrower blocks waste a matrix unit, and a batch of them costs more than its FLOPs
+_NARROWEST = 16
+# from here on m products with blocks of b cost less than one with chunks of b · 2^(m−1)
+_WIDEST = 256
+
+
+def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
+    """The definition, factor by factor: x · Rot, or x · Rotᵀ.
+
+    Args:
+        x: `[*batch, d_in]`, or `[*experts, *batch, d_in]` where Q has experts.
+        Q: `[*experts, m, d_in / b, b, b]`; for m > 1, b is even and b · 2^(m−1) divides d_in.
+        transposed: whether to multiply by Rotᵀ, which undoes Rot.
+
+    Returns:
+        Shape and dtype of x.
+    """
+    m, blocks, b = Q.shape[-4:-1]
+    lead, half = Q.shape[:-4], b // 2
+    y = x.reshape(*lead, -1, blocks * b)  # [*experts, rows, d_in]
+    for i in range(m) if transposed else reversed(range(m)):
+        factor = Q[..., i, :, :, :].to(x.dtype)  # [*experts, blocks, b, b]
+        if i:
+            apart = y.reshape(
+                *y.shape[:-1], blocks >> i, 2, 1 << i, half
+            )  # [.., rows, pairs, 2, 2ⁱ, b/2]
+            y = apart.transpose(-3, -2).reshape(y.shape)  # [*experts, rows, d_in]
+        y = _rotated(y, factor.mT if transposed else factor)
+        if i:
+            paired = y.reshape(
+                *y.shape[:-1], blocks >> i, 1 << i, 2, half
+            )  # [.., rows, pairs, 2ⁱ, 2, b/2]
+            y = paired.transpose(-3, -2).reshape(y.shape)  # [*experts, rows, d_in]
+    return y.reshape(x.shape)
+
+
+def butterfly(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
+    """`butterfly_reference` with all factors folded into one: a single pass over x.
+
+    For the backward it saves x and the folded rotation, `d_in · b · 2^(m−1)` numbers; where that
+    is too wide to pay, the m factors act one by one.
+
+    Args:
+        x: `[*batch, d_in]`, or `[*experts, *batch, d_in]` where Q has experts.
+        Q: `[*experts, m, d_in / b, b, b]`, best in float32 also where x is narrower.
+        transposed: whether to multiply by Rotᵀ.
+
+    Returns:
+        Shape and dtype of x; under autocast its dtype.
+    """
+    m, _, b = Q.shape[-4:-1]
+    if m > 1 and b << (m - 1) > _WIDEST:
+        return butterfly_reference(x, Q, transposed)
+    folded = fold(Q).to(x.dtype)  # [*experts, chunks, width, width]
+    y = x.reshape(*Q.shape[:-4], -1, folded.shape[-3] * folded.shape[-1])  # [*experts, rows, d_in]
+    return _rotated(y, folded.mT if transposed else folded).reshape(x.shape)
+
+
+def fold(Q: Tensor) -> Tensor:
+    """The m factors as one block-diagonal rotation, in the dtype of Q.
+
+    Args:
+        Q: `[*experts, m, d_in / b, b, b]`.
+
+    Returns:
+        `[*experts, chunks, width, width]`; the width is a multiple of b · 2^(m−1).
+    """
+    m, blocks, b = Q.shape[-4:-1]
+    chunk = b << (m - 1)
+    # neighbours share one wider block, whose other parts are zero
+    width = chunk * gcd(blocks * b // chunk, max(1, _NARROWEST // chunk))
+    if m == 1:
+        together = width // b
+        own = torch.eye(together, device=Q.device, dtype=Q.dtype).view(together, 1, together, 1)
+        grouped = Q.reshape(*Q.shape[:-4], -1, together, b, 1, b)
+        return (grouped * own).flatten(-4, -3).flatten(-2)  # [*experts, chunks, width, width]
+    eye = torch.eye(width, device=Q.device, dtype=Q.dtype)
+    rows = eye.repeat(1, blocks * b // width).expand(*Q.shape[:-4], -1, -1)  # [.., width, d_in]
+    with _no_autocast(Q.device.type):
+        turned = butterfly_reference(rows, Q)  # [*experts, width, d_in]
+    return turned.unflatten(-1, (-1, width)).transpose(-3, -2)
+
+
+def _rotated(y: Tensor, blocks: Tensor) -> Tensor:
+    """`y` `[*experts, rows, d_in]` by `blocks` `[*experts, blocks, b, b]` along the diagonal."""
+    parts = y.unflatten(-1, blocks.shape[-3:-1]).transpose(-3, -2)  # [*experts, blocks, rows, b]
+    return (parts @ blocks).transpose(-3, -2).flatten(-2)  # [*experts, rows, d_in]
+
+
+def _no_autocast(device: str) -> torch.autocast | nullcontext[None]:
+    """Products of small rotations stay in float32; not every kind of device knows autocast."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()

@@ -1,0 +1,32 @@
+"""The Cayley transform: square matrices without constraints to rotations.
+
+Source: Cayley 1846; Liu et al. 2023, arXiv:2311.06243, §3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adapterzoo.contracts import compute_dtype
+
+
+def cayley_reference(R: Tensor) -> Tensor:
+    """The definition: Q = (I − S) (I + S)⁻¹ with S = (R − Rᵀ) / 2.
+
+    Q is orthogonal with determinant 1, and exactly I where R is symmetric. I + S cannot be
+    singular: the eigenvalues of S are imaginary.
+
+    Args:
+        R: `[*batch, b, b]`; float16 and bfloat16 are computed in float32.
+
+    Returns:
+        Q `[*batch, b, b]`, in the dtype of R.
+    """
+    wide = R.to(compute_dtype(R.dtype))
+    S = (wide - wide.mT) / 2  # [*batch, b, b]
+    eye = torch.eye(S.shape[-1], device=S.device, dtype=S.dtype)
+    # (I − S) (I + S)⁻¹ = 2 (I + S)⁻¹ − I: one inverse and no product that autocast could round;
+    # inv_ex because a NaN in R shall come out as NaN, and a GPU needs not be waited for
+    inverse = torch.linalg.inv_ex(eye + S).inverse
+    return (2 * inverse - eye).to(R.dtype)
