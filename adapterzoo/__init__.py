@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ParBnConfig,
         SeqBnConfig,
     )
+    from .methods.dora import DoRAConfig
     from .methods.lora import LoRAConfig
     from .model import AdapterModelMixin, AdapterSetup, init
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
@@ -47,6 +48,7 @@ _HOMES = {
     "BOFTConfig": "methods.boft",
     "BnConfig": "methods.bottleneck",
     "ConfigUnion": "configs",
+    "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
     "LoRAConfig": "methods.lora",
     "ParBnConfig": "methods.bottleneck",
@@ -68,6 +70,7 @@ __all__ = [
     "BOFTConfig",
     "BnConfig",
     "ConfigUnion",
+    "DoRAConfig",
     "DoubleSeqBnConfig",
     "LoRAConfig",
     "ParBnConfig",

@@ -239,7 +239,7 @@ def _make_class(
     made = cast("type[AdapterModel]", type(name, (*bases, family), members))
     if generating is not None:
         _borrow_generation(made, generating)
-    _show_signature(made)
+    _show_signature(made, generating)
     return made
 
 
@@ -275,14 +275,20 @@ def _borrow_generation(made: type, generating: type) -> None:
             setattr(made, name, bound)
 
 
-def _show_signature(made: type[AdapterModel]) -> None:
-    """Let `forward` show the base model's arguments: Trainer and `generate` look at them."""
+def _show_signature(made: type[AdapterModel], generating: type | None) -> None:
+    """Let `forward` show the base model's arguments: Trainer and `generate` look at them.
+
+    `logits_to_keep` is shown where the family's language model has it, so that `generate` asks
+    for the same logits of both.
+    """
     own = inspect.signature(AdapterModel.forward).parameters
     theirs = inspect.signature(made.backbone_class.forward).parameters
     shown = [p for p in theirs.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     shown = [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in shown]
     labels = [own["head"].replace(name=n) for n in HeadsMixin.label_arguments()]
     extra = [own["head"], *labels]
+    if "logits_to_keep" in inspect.signature(getattr(generating, "forward", _blank)).parameters:
+        extra.append(own["head"].replace(name="logits_to_keep"))
     extra += [own["return_dict"]] if "return_dict" not in theirs else []
     taken = {p.name for p in shown}
     parameters = [*shown, *(p for p in extra if p.name not in taken), own["kwargs"]]

@@ -65,6 +65,14 @@ class AdapterConfig(ABC):
         """Whether a fresh adapter leaves the model's output as it was, bit for bit."""
         return True
 
+    @property
+    def gradients_are_exact(self) -> bool:
+        """Whether autograd gives the derivative of the output for every parameter.
+
+        False for a method that treats a part of its formula as a constant on purpose.
+        """
+        return True
+
     @abstractmethod
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Every site of the model that gets an adapter.
@@ -179,6 +187,11 @@ class ConfigUnion(AdapterConfig):
     def starts_as_identity(self) -> bool:
         """Whether all members do."""
         return all(config.starts_as_identity for config in self.configs)
+
+    @property
+    def gradients_are_exact(self) -> bool:
+        """Whether those of all members are."""
+        return all(config.gradients_are_exact for config in self.configs)
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """The placements of all members, in their order."""

@@ -28,7 +28,11 @@ class Base(ABC):
 
     @abstractmethod
     def plain(self, x: Tensor) -> Tensor:
-        """The untouched layer's output. `x` `[*batch, d_in]`, result `[*batch, d_out]`."""
+        """The untouched layer's output. `x` `[*batch, d_in]`, result `[*batch, d_out]`.
+
+        Costs nothing after a call that gave the layer the same `x`, and is the same object as its
+        result where no adapter acted before.
+        """
 
     @property
     @abstractmethod
@@ -68,6 +72,15 @@ class Adapter(nn.Module, ABC):
     """
 
     acts_on: ClassVar[str] = "output"
+
+    def attach(self, base: Base) -> None:
+        """Take initial values from the layer: called once, before a fresh adapter is put there.
+
+        An adapter that is filled from a file does not need them, and is not asked.
+
+        Args:
+            base: the layer, with its values at hand even where they are offloaded.
+        """
 
     @abstractmethod
     def forward(self, x: Tensor, base: Base) -> Tensor:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 
+from torch import nn
+
 from .errors import ConfigError
 
 _LENGTH = 128
-# a name is a folder name, a part of a state-dict key and an element of a comma-joined list
-_FORBIDDEN = r"./\\,:;|\[\]*?\"'<>\x00-\x1f\x7f"
+# a name is a folder name, a part of a state-dict key, which transformers reads as a regular
+# expression, and an element of a comma-joined list
+_FORBIDDEN = r"./\\,:;|()\[\]*?\"'<>\x00-\x1f\x7f"
 _LEGAL = re.compile(rf"[^\s{_FORBIDDEN}](?:[^{_FORBIDDEN}]*[^\s{_FORBIDDEN}])?")
+
+# transformers finds modules by getattr
+_TAKEN = frozenset(dir(nn.ModuleDict()))
 
 
 def check_name(call: str, name: object) -> str:
@@ -28,11 +34,16 @@ def check_name(call: str, name: object) -> str:
             f"{call}: a name is a string, got {name!r} of type {type(name).__name__}. "
             f"Write {call}('my_task', …)."
         )
+    if name in _TAKEN:
+        raise ConfigError(
+            f"{call}: the name {name!r} cannot be used: the container of adapters and heads has "
+            f"an attribute of this name. Write {name + '_task'!r}."
+        )
     if len(name) <= _LENGTH and _LEGAL.fullmatch(name):
         return name
     legal = re.sub(r"[^\w-]+", "_", name).strip("_")[:_LENGTH] or "my_task"
     raise ConfigError(
         f"{call}: the name {name!r} cannot be used: it becomes a folder and a part of parameter "
         f"names. Legal are 1 to {_LENGTH} characters without blanks at the ends and without "
-        f". / \\ , : ; | [ ] * ? quotes < >. Write {legal!r}."
+        f". / \\ , : ; | ( ) [ ] * ? quotes < >. Write {legal!r}."
     )

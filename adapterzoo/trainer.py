@@ -19,16 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils.generic import find_labels
 
-from .checkpoint import files, native
-from .configs import AdapterConfig
 from .errors import CheckpointError, ConfigError, StateError, listing
 from .heads import LMHead, PredictionHead
+from .model import snapshot
 from .model.heads import HeadsMixin
 from .model.inputs import labels_of, shift_labels
 from .model.mixin import AdapterModelMixin
-from .model.storing import ADAPTER_STEM, HEAD_STEM
 
-_UNFROZEN = "unfrozen.safetensors"
 _IGNORED = -100
 # whatever a base model can answer besides the scores of a head
 _OUTPUTS = frozenset(
@@ -48,10 +45,9 @@ class AdapterTrainer(Trainer):
     trainer.train()
     ```
 
-    Each adapter lies in the sub-folder of its name, with the head of the same name in one file,
-    as `load_adapter` reads it; a head of another name lies in a sub-folder of its own, as
-    `load_head` reads it. Parameters of the base model that were made trainable on purpose
-    (`train_embeddings=True`) are in one more file.
+    Each adapter lies in the sub-folder of its name, as `load_adapter` reads it, together with the
+    head of the same name; a head of another name has a sub-folder of its own, as `load_head`
+    reads it. What else is trained (`train_embeddings=True`) is in one more file.
 
     Differs from AdapterHub: resuming and loading the best model fill the parameters that are
     there, so an optimizer made before keeps training them; the losses of accumulated batches are
@@ -110,11 +106,12 @@ class AdapterTrainer(Trainer):
                 f"parameter, and these checkpoints hold whole ones. Leave out fsdp=… and "
                 f"deepspeed=…, or write Trainer(…)."
             )
+        # _counted has shifted them
+        self._loss_shifts_labels = False
         heads = self._heads()
         if heads:
             # all named heads take it, whatever the classes of the family say
             self.model_accepts_loss_kwargs = True
-            self._loss_shifts_labels = False
             if self.args.label_names is None:
                 names = [n for head in heads.values() for n in head.config.label_names]
                 self.label_names = list(dict.fromkeys(names))
@@ -170,19 +167,19 @@ class AdapterTrainer(Trainer):
     def _check_ready(self) -> None:
         model = self._adapted
         call = f"{type(self).__name__}.train()"
-        active = tuple(model.active_adapters or ())
+        active = model.active_adapters.flatten()
         if not any(p.requires_grad for name in active for p in model._parameters_of(name)):
             raise StateError(
                 f"{call}: no parameter of the active adapters {listing(active)} is trained. "
                 f"{_cure(model)}"
             )
-        if not _frozen(model):
+        if not snapshot.has_frozen_matrix(model):
             raise StateError(
                 f"{call}: the base model is not frozen, so all of it would be trained. "
                 f"{_cure(model)} To train all of it write Trainer(…)."
             )
         own_loss = self.compute_loss_func is not None
-        own_loss |= type(self).compute_loss not in _OUR_LOSSES
+        own_loss |= type(self).compute_loss is not AdapterTrainer.compute_loss
         named = isinstance(model, HeadsMixin)
         if not own_loss and not (self._heads() if named else find_labels(type(model))):
             heads = f"; there are {listing(model.heads)}" if named else ""
@@ -205,7 +202,8 @@ class AdapterTrainer(Trainer):
         self._usual_count = None
         if not known or len(known) < len(counted):
             return None
-        if self._heads() and self.label_smoother is None:
+        own_loss = self.compute_loss_func is not None
+        if own_loss or (self._heads() and self.label_smoother is None):
             batches = [{"labels": labels} for labels in known]
             number = super()._get_num_items_in_batch(batches, device)
             # at least 1: labels that are all ignored give the loss 0
@@ -231,13 +229,14 @@ class AdapterTrainer(Trainer):
         mask = batch.get(f"{prefix}attention_mask")
         found = []
         for name, head in heads.items():
-            if len(head.config.label_names) > 1 or (l := labels_of(head, name, batch)) is None:
+            labels = labels_of(head, name, batch)
+            if labels is None or len(head.config.label_names) > 1:
                 return None
-            if head.config.token_labels and mask is not None and mask.shape == l.shape:
-                l = l.masked_fill(mask == 0, _IGNORED)
-            found.append(
-                _shifted(l) if isinstance(head, LMHead) and head.config.shift_labels else l
-            )
+            if head.config.token_labels and mask is not None and mask.shape == labels.shape:
+                labels = labels.masked_fill(mask == 0, _IGNORED)
+            if isinstance(head, LMHead) and head.config.shift_labels:
+                labels = _shifted(labels)
+            found.append(labels)
         return found[0] if len({_count(labels) for labels in found}) == 1 else None
 
     def compute_loss(
@@ -260,10 +259,10 @@ class AdapterTrainer(Trainer):
         """
         inputs = dict(inputs)
         share = self._share(inputs) if model.training and num_items_in_batch is None else 1.0
-        replaced = self.label_smoother is not None or self.compute_loss_func is not None
-        if replaced and self._heads():
-            # Trainer takes the labels away, from which the decoder's inputs are made
-            if self._adapted.config.is_encoder_decoder:
+        heads = self._heads()
+        if heads and (self.label_smoother is not None or self.compute_loss_func is not None):
+            # Trainer takes the labels away, from which the inputs of a decoder are made
+            if any(head.config.head_type == "seq2seq_lm" for head in heads.values()):
                 shift_labels(self._adapted, inputs, inputs.get("labels"))
             if self.compute_loss_func is None:
                 inputs["labels"] = self._smoothed_labels(inputs)
@@ -274,10 +273,8 @@ class AdapterTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _share(self, inputs: Mapping[str, Any]) -> float:
-        labels = None if self._usual_count is None else self._counted(inputs)
-        return (
-            1.0 if labels is None or not self._usual_count else _count(labels) / self._usual_count
-        )
+        labels = self._counted(inputs) if self._usual_count else None
+        return 1.0 if labels is None else _count(labels) / cast("float", self._usual_count)
 
     def _smoothed_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         labels = self._counted(inputs) if len(self._heads()) == 1 else None
@@ -317,9 +314,7 @@ class AdapterTrainer(Trainer):
         )
         if len(heads) > 1 and isinstance(logits, list):
             answers = zip(heads.values(), logits, strict=True)
-            logits = tuple(
-                answer[name] for head, answer in answers for name in head.config.logit_names
-            )
+            logits = tuple(answer[n] for head, answer in answers for n in head.config.logit_names)
         return loss, logits, labels
 
     # --- checkpoints ---
@@ -328,17 +323,7 @@ class AdapterTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = Path(output_dir or cast("str", self.args.output_dir))
-        model = self._adapted
-        heads = model.known_heads()
-        for name in model.adapters_config:
-            # a static head has no name, and goes with each adapter
-            model.save_adapter(folder / name, name, with_head=not heads or name in heads)
-        for name in heads:
-            if name not in model.adapters_config:
-                model.save_head(folder / name, name)
-        if unfrozen := _unfrozen(model):
-            document = {"format": native.FORMAT, "version": native.VERSION}
-            files.write_tensors(folder / _UNFROZEN, document, unfrozen)
+        snapshot.save(self._adapted, folder)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(str(folder))
@@ -356,28 +341,17 @@ class AdapterTrainer(Trainer):
                 f"resume from {resume_from_checkpoint!r}: there is no {TRAINER_STATE_NAME}, which "
                 f"is written last, so this is no whole checkpoint. Write {cure}."
             )
-        self._restore(folder)
+        self._restore(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._restore(Path(cast("str", self.state.best_model_checkpoint)))
+        self._restore(cast("str", self.state.best_model_checkpoint))
 
-    def _restore(self, folder: Path) -> None:
-        """Fill adapters and heads in place; when anything does not fit, nothing is filled."""
-        call = f"resume from {str(folder)!r}"
-        pairs = list(_pairs(self._adapted, folder, call))
-        for theirs, mine, kind in pairs:
-            native.check_fit(f"{call}, {kind}", type(self._adapted).__name__, theirs, mine, None)
-        with torch.no_grad():
-            for theirs, mine, _ in pairs:
-                for key, tensor in theirs.items():
-                    mine[key].copy_(tensor)
+    def _restore(self, folder: str) -> None:
+        snapshot.restore(self._adapted, Path(folder), f"checkpoint {folder!r}")
 
 
 class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
     """An `AdapterTrainer` that can judge by generated text: `predict_with_generate=True`."""
-
-
-_OUR_LOSSES = (AdapterTrainer.compute_loss, Seq2SeqAdapterTrainer.compute_loss)
 
 
 def _unwrapped(model: Any) -> Any:
@@ -412,83 +386,3 @@ def _shifted(labels: Tensor) -> Tensor:
 
 def _count(labels: Tensor) -> int:
     return int((labels != _IGNORED).sum())
-
-
-def _frozen(model: Any) -> bool:
-    """Whether any matrix of the base model, embeddings aside, is frozen."""
-    own = {id(p) for name in model.adapters_config for p in model._parameters_of(name)}
-    return any(
-        not p.requires_grad
-        for module in model._backbone.modules()
-        if not isinstance(module, nn.Embedding)
-        for p in module._parameters.values()
-        if p is not None and p.dim() > 1 and id(p) not in own
-    )
-
-
-def _unfrozen(model: Any) -> dict[str, Tensor]:
-    """Trained parameters by name that belong to no adapter and no head."""
-    kept = {id(p) for name in model.adapters_config for p in model._parameters_of(name)}
-    for name in model.known_heads() or (None,):
-        record = model._head_record(name)
-        kept |= set() if record is None else {id(t) for t in record.tensors.values()}
-    return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in kept}
-
-
-def _pairs(
-    model: Any, folder: Path, call: str
-) -> Iterator[tuple[Mapping[str, Tensor], Mapping[str, Tensor], str]]:
-    """(tensors of a file, tensors of the model, what they belong to) of a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint has other adapters, heads or configs.
-    """
-    heads = model.known_heads()
-    alone = [name for name in heads if name not in model.adapters_config]
-    for stem, names in ((ADAPTER_STEM, list(model.adapters_config)), (HEAD_STEM, alone)):
-        there = sorted(p.parent.name for p in folder.glob(f"*/{stem}.safetensors"))
-        if there != sorted(names):
-            raise CheckpointError(
-                f"{call}: the checkpoint has the {stem}s {listing(there)}, the model "
-                f"{listing(sorted(names))}; nothing has been loaded. Add and delete {stem}s as "
-                f"they were when it was saved."
-            )
-    for name, config in model.adapters_config.items():
-        stored = native.load(folder / name, ADAPTER_STEM)
-        theirs = AdapterConfig.from_dict(stored.document["config"])
-        if theirs != config:
-            raise _other_config(call, "adapter", name, theirs, config)
-        mine = {
-            f"{path}/{key}": tensor
-            for path, module in model.adapter_modules(name)
-            for key, tensor in module.state_dict(keep_vars=True).items()
-        }
-        yield stored.adapter, mine, f"adapter {name!r}"
-        if not heads or name in heads:
-            yield _head_pair(model, name if heads else None, stored, call)
-    for name in alone:
-        yield _head_pair(model, name, native.load(folder / name, HEAD_STEM), call)
-    unfrozen = _unfrozen(model)
-    file = folder / _UNFROZEN
-    if unfrozen or file.is_file():
-        tensors = files.read_tensors(file)[1] if file.is_file() else {}
-        yield tensors, unfrozen, "parameters of the base model that are not frozen"
-
-
-def _head_pair(
-    model: Any, name: str | None, stored: native.Stored, call: str
-) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], str]:
-    record = model._head_record(name)
-    theirs = stored.document.get("head")
-    if name is not None and theirs is not None:
-        saved = model._config_from(theirs["config"], call)
-        if saved != model.get_head(name).config:
-            raise _other_config(call, "head", name, saved, model.get_head(name).config)
-    return stored.head, {} if record is None else record.tensors, f"head {name or 'of the model'!r}"
-
-
-def _other_config(call: str, kind: str, name: str, theirs: Any, mine: Any) -> CheckpointError:
-    return CheckpointError(
-        f"{call}: the {kind} {name!r} of the checkpoint is a {theirs!r}, that of the model a "
-        f"{mine!r}; nothing has been loaded. Add it with the config of the checkpoint."
-    )

@@ -106,6 +106,8 @@ def train(method: str, task: Task, tokenizer: Any, options: Options) -> tuple[An
             num_train_epochs=options.epochs,
             per_device_train_batch_size=options.batch_size,
             learning_rate=options.learning_rate,
+            # rows of mixed length would be padding for almost one half
+            train_sampling_strategy="group_by_length",
             seed=options.seed,
             use_cpu=options.device.type == "cpu",
             dataloader_pin_memory=options.device.type != "cpu",

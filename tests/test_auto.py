@@ -196,6 +196,25 @@ def test_a_static_model_with_adapters_comes_back_by_load_model(tmp_path):
     assert config.architectures == ["BertForSequenceClassification"]
 
 
+def test_what_was_active_is_active_after_a_round_trip(tmp_path):
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
+    for name in ("z", "a"):
+        model.add_adapter(name, "lora[init_weights='bert']")
+        model.add_tagging_head(name, num_labels=3)
+    model.add_tagging_head("m", num_labels=3)
+    model.set_active_adapters(["z", "a"])
+    model.active_head = ["z", "m"]
+    model.save_pretrained(tmp_path)
+    again = AutoAdapterModel.from_pretrained(tmp_path)
+    assert again.active_adapters == model.active_adapters
+    assert again.active_head == ["z", "m"]
+    assert list(again.adapters_config) == ["z", "a"]
+    inputs = tiny_inputs("bert")
+    ours, theirs = model(**inputs), again(**inputs)
+    assert all(torch.equal(x.logits, y.logits) for x, y in zip(ours, theirs, strict=True))
+
+
 def test_it_is_not_to_be_called_and_says_what_is():
     with pytest.raises(StateError, match=r"from_pretrained\(name_or_path\)"):
         AutoAdapterModel()

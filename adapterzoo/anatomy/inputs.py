@@ -68,18 +68,26 @@ def _named(name: str, config: Any, *, needed: bool) -> Any:
 def of_block(block: Block, module: nn.Module) -> Iterator[dict[str, Any]]:
     """Keyword arguments to try for a block's forward, one set after the other.
 
-    What differs from model to model: whether there is a batch dimension, and the width and
-    number of dimensions of rotary embeddings.
+    What differs from model to model: whether there is a batch dimension, the width of rotary
+    embeddings, and whether further inputs are tensors as wide as the stream.
     """
     heads = {getattr(m, "head_dim", None) for m in module.modules()}
-    widths = [h for h in heads if isinstance(h, int)] or [64]
-    for batched in (True, False):
-        for width in widths:
-            for rotary in (width, width // 2, width // 4):
-                yield _block_call(block, module, batched=batched, rotary=rotary)
+    width = next((h for h in heads if isinstance(h, int)), 64)
+    for batched, rotary, fill in (
+        (True, width, False),
+        (True, width // 2, False),
+        (False, width, False),
+        (False, width // 2, False),
+        (True, width, True),
+        (True, width // 2, True),
+        (False, width, True),
+    ):
+        yield _block_call(block, module, batched=batched, rotary=rotary, fill=fill)
 
 
-def _block_call(block: Block, module: nn.Module, *, batched: bool, rotary: int) -> dict[str, Any]:
+def _block_call(
+    block: Block, module: nn.Module, *, batched: bool, rotary: int, fill: bool
+) -> dict[str, Any]:
     batch = (1,) if batched else ()
     hidden = _zeros(*batch, _TOKENS, block.d_model)
     across = [s.d_in for s in block.sites if s.cross and s.role in ("key", "qkv")]
@@ -104,10 +112,16 @@ def _block_call(block: Block, module: nn.Module, *, batched: bool, rotary: int) 
         elif name == "input_dimensions":
             made[name] = (4, 4)
         elif parameter.default is inspect.Parameter.empty:
-            made[name] = None
+            made[name] = hidden.clone() if fill and "mask" not in name else None
+        elif fill and name in _POSITIONS:
+            made[name] = hidden.clone()
     return made
 
 
+_POSITIONS = frozenset({
+    "position_embeddings", "object_queries_position_embeddings", "vision_pos_encoding",
+    "query_pos", "query_position_embeddings", "spatial_position_embeddings",
+})  # fmt: skip
 _OTHER_STREAMS = frozenset({
     "encoder_hidden_states", "vision_features", "cross_attention_states", "kv_hidden_states",
     "context", "key_value_states", "keys", "query_point_embedding", "key_point_embedding",

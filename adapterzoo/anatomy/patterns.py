@@ -202,7 +202,7 @@ class Row:
             it per model, with `!` in front when the flag means the opposite.
         norms: norm to its place and the sub-layer it belongs to; None: not of the stream.
         outs: output projection to the path of the module whose output is added to the stream,
-            where something comes in between.
+            where something comes in between; empty when nothing adds it to the stream.
         lists: names of parallel lists that hold the parts of the blocks, where a block is no
             module of its own.
         mixed: sub-layers whose source does not read the stream alone; `note` says what it reads.
@@ -237,6 +237,20 @@ _HYPER = Row(note="hyper-connections: several residual streams, mixed by learned
 _SHARED_BLOCK = Row(note="the attention block has no residual stream of its own")
 _ATTENTION: frozenset[SubLayerKind] = frozenset({"attention", "cross"})
 _QUERIES = Row(post_norm=True, mixed=_ATTENTION, note="attention reads the stream plus positions")
+_LW_DETR = Row(
+    norms={r"layer_norm": ("at", "mlp")}, post_norm=True, mixed=_ATTENTION, note=_QUERIES.note
+)
+_GROUNDING = Row(
+    norms={
+        r"text_enhancer_layer\.layer_norm_before": ("post", "attention"),
+        r"text_enhancer_layer\.layer_norm_after": ("post", "mlp"),
+        r"deformable_layer\.self_attn_layer_norm": ("post", "attention"),
+        r"deformable_layer\.final_layer_norm": ("post", "mlp"),
+        r"fusion_layer\..*": None,
+    },
+    mixed=_ATTENTION,
+    note=_QUERIES.note,
+)
 _XLM_LISTS = ("attentions", "layer_norm1", "ffns", "layer_norm2")
 _XLM_NORMS: Mapping[str, tuple[Place, SubLayerKind] | None] = {
     r"layer_norm1\.\d+": ("at", "attention"),
@@ -257,6 +271,24 @@ ARCHITECTURES: Mapping[str, Row] = {
     "data2vec-audio": _POST,
     "deepseek_v4": Row(layouts={r"self_attn\.kv_proj": "k = v"}, note=_HYPER.note),
     "EdgeTamVideoTwoWayAttentionBlock": _QUERIES,
+    "EdgeTamVideoPerceiverEncoderLayer": Row(
+        norms={
+            r"layer_norm_latents": ("pre", "cross"),
+            r"layer_norm_self": ("pre", "attention"),
+        }
+    ),
+    "EfficientLoFTRLocalFeatureTransformerLayer": Row(
+        norms={
+            r".*\.mlp\.layer_norm": ("branch", "mlp"),
+            r".*\.aggregation\.norm": None,
+        },
+        outs={r".*\.attention\.o_proj": ""},
+        mixed=frozenset({"mlp"}),
+        note="the feed-forward part reads the stream beside attention's output",
+    ),
+    "FastSpeech2ConformerEncoderLayer": Row(post_norm="!normalize_before"),
+    "GroundingDinoDecoderLayer": _QUERIES,
+    "GroundingDinoEncoderLayer": _GROUNDING,
     "falcon": Row(layouts={r".*query_key_value": "falcon"}),
     "flaubert": Row(lists=_XLM_LISTS, norms=_XLM_NORMS, post_norm="!pre_norm"),
     "gemma3n_text": _SHARED_KV,
@@ -284,6 +316,16 @@ ARCHITECTURES: Mapping[str, Row] = {
         },
     ),
     "levit": Row(note="attention and feed-forward part are blocks of their own, of convolutions"),
+    "LightGlueTransformerLayer": Row(
+        norms={r".*_mlp\.layer_norm": None},
+        outs={r"\w+_attention\.o_proj": ""},
+        mixed=frozenset({"mlp"}),
+        note="the feed-forward part reads the stream beside attention's output",
+    ),
+    "LwDetrDecoderLayer": _LW_DETR,
+    "Mask2FormerMaskedAttentionDecoderLayer": Row(
+        post_norm="!pre_norm", mixed=_ATTENTION, note=_QUERIES.note
+    ),
     "maskformer": _POST,
     "megatron-bert": Row(norms={r"attention\.ln": ("pre", "attention"), r"ln": ("pre", "mlp")}),
     "minimax": Row(
@@ -291,11 +333,34 @@ ARCHITECTURES: Mapping[str, Row] = {
         # the normalised stream is what is carried on
         norms={"input_layernorm": None, "post_attention_layernorm": None},
     ),
+    "MMGroundingDinoDecoderLayer": _QUERIES,
+    "MMGroundingDinoEncoderLayer": _GROUNDING,
     "mobilebert": Row(mixed=_ATTENTION, note="attention reads a bottleneck of the stream"),
     "MoonshineDecoderLayer": Row(layouts={r"mlp\.fc1": "in, gate"}),
     "MoonshineStreamingDecoderLayer": Row(layouts={r"mlp\.fc1": "in, gate"}),
     "neomme": Row(mixed=_ATTENTION, note="attention reads a mix of the stream and the embeddings"),
+    "OneFormerTransformerDecoderLayer": Row(
+        norms={
+            r"cross_attn\.norm": ("at", "cross"),
+            r"self_attn\.norm": ("at", "attention"),
+            r"ffn\.norm": ("at", "mlp"),
+        },
+        post_norm="!normalize_before",
+        mixed=_ATTENTION,
+        note=_QUERIES.note,
+    ),
+    "OneFormerTransformerDecoderQueryTransformerDecoderLayer": Row(
+        post_norm="!normalize_before", mixed=_ATTENTION, note=_QUERIES.note
+    ),
     "openai-gpt": _POST,
+    "patchtst": Row(
+        norms={
+            r"norm_sublayer1": ("at", "attention"),
+            r"norm_sublayer3": ("at", "mlp"),
+            r"norm_sublayer\d\.batchnorm": None,
+        },
+        post_norm="!pre_norm",
+    ),
     "pegasus_x": Row(outs={r"self_attn\.out_proj": "self_attn"}),
     "Phi4MultimodalAudioConformerEncoderLayer": Row(
         layouts={r"feed_forward_\w+\.gate_up_proj": "in, gate"}
@@ -308,6 +373,7 @@ ARCHITECTURES: Mapping[str, Row] = {
         mixed=frozenset({"attention", "mlp"}),
         note="reversible: each sub-layer reads one of two streams and is added to the other",
     ),
+    "RfDetrDecoderLayer": _LW_DETR,
     "roberta-prelayernorm": Row(
         norms={
             r"attention\.LayerNorm": ("pre", "attention"),
@@ -326,6 +392,8 @@ ARCHITECTURES: Mapping[str, Row] = {
     ),
     "Sam2TwoWayAttentionBlock": _QUERIES,
     "Sam2VideoTwoWayAttentionBlock": _QUERIES,
+    "Sam3DetrDecoderLayer": _QUERIES,
+    "Sam3LiteTextDetrDecoderLayer": _QUERIES,
     "Sam3TrackerTwoWayAttentionBlock": _QUERIES,
     "Sam3TrackerVideoTwoWayAttentionBlock": _QUERIES,
     "SamHQTwoWayAttentionBlock": _QUERIES,
@@ -346,6 +414,14 @@ ARCHITECTURES: Mapping[str, Row] = {
         functional=r"attention\.(q|k|v|out)_proj",
         outs={r"attention": "attention"},
         post_norm="!do_stable_layer_norm",
+    ),
+    "XCLIPVisionEncoderLayer": Row(
+        norms={
+            r"layer_norm1": ("pre", "attention"),
+            r"layer_norm2": ("pre", "mlp"),
+            r"message_ln": None,
+        },
+        outs={r"message_attn\.out_proj": ""},
     ),
     "xlm": Row(lists=_XLM_LISTS, norms=_XLM_NORMS, post_norm=True),
     "xlm-roberta-xl": Row(

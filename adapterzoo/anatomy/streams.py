@@ -73,7 +73,12 @@ def sublayers_of(
         row: what the table says of the architecture.
 
     """
-    parts = [*_attentions(sites), *_mlps(sites)]
+    away = [pattern for pattern, out in row.outs.items() if not out]
+    parts = [
+        part
+        for part in (*_attentions(sites), *_mlps(sites))
+        if not any(re.fullmatch(pattern, part.out) for pattern in away)
+    ]
     if not parts or (row.note and not row.mixed):
         return Streams(note=row.note)
     places = {path: place for place, (path, _) in enumerate(branch.modules)}
@@ -154,7 +159,7 @@ def _placed(names: list[str], parts: list[_Part], row: Row) -> _Norms:
             if special[0] is not None:
                 norms.placed.append((name, *special[0]))
             continue
-        if NUMBERED.search(name):
+        if NUMBERED.search(name.rpartition(".")[2]):
             norms.numbered.append(name)
             continue
         for pattern, place, kind in NORM_PLACES:
@@ -202,17 +207,24 @@ def _hand_out(norms: _Norms, parts: list[_Part], alone: str | None) -> None:
         for part in _candidates(name, kind, parts):
             if getattr(part, place) is None:
                 setattr(part, place, name)
-    kinds: tuple[SubLayerKind, ...] = ("attention", "cross", "mlp")
-    ordered = [part for kind in kinds for part in parts if part.kind == kind]
-    if len(parts) > len(kinds):
-        ordered = sorted(parts, key=lambda part: part.place)
     if alone and alone in (*norms.numbered, *(name for name, _, _ in norms.placed)):
         # one norm in front of parallel sub-layers (GPT-J), or of the only one
-        for part in ordered:
+        for part in parts:
             part.pre = part.pre or alone
-    for name, part in zip(sorted(norms.numbered), ordered, strict=False):
-        if part.at is None and len(norms.numbered) > 1:
-            part.at = name
+        return
+    for owner in dict.fromkeys(map(_parent, norms.numbered)):
+        beside = sorted(name for name in norms.numbered if _parent(name) == owner)
+        below = [part for part in parts if not owner or part.out.startswith(f"{owner}.")]
+        for name, part in zip(beside, _in_order(below), strict=False):
+            part.at = part.at or name
+
+
+def _in_order(parts: list[_Part]) -> list[_Part]:
+    """The sub-layers as they follow one another: attention, cross-attention, feed-forward."""
+    kinds: tuple[SubLayerKind, ...] = ("attention", "cross", "mlp")
+    if len(parts) > len(kinds):
+        return sorted(parts, key=lambda part: part.place)
+    return sorted(parts, key=lambda part: kinds.index(part.kind))
 
 
 def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part]:
@@ -249,7 +261,7 @@ def _is_post(branch: Branch, parts: list[_Part], row: Row) -> bool:
         return bool(branch.setting("", flag)) != row.post_norm.startswith("!")
     if row.post_norm is not None:
         return row.post_norm
-    if any(NUMBERED.search(part.at) for part in parts if part.at):
+    if any(NUMBERED.search(part.at.rpartition(".")[2]) for part in parts if part.at):
         return False
     return not _has_final_norm(branch)
 

@@ -104,10 +104,10 @@ class Branch:
         """
         while path:
             path = path.rpartition(".")[0]
-            for name in names:
-                value = getattr(self.by_path[path], name, None)
-                if isinstance(value, int):
-                    return value
+            if isinstance(value := _first(self.by_path[path], names), int):
+                return value
+        if isinstance(value := _first(self.tree.modules[self.path], names), int):
+            return value
         # `vars`: a configuration with per-layer values refuses to be asked for them by name
         for config in self.configs:
             for name in names:
@@ -115,3 +115,8 @@ class Branch:
                 if isinstance(value, int):
                     return value
         return 0
+
+
+def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)

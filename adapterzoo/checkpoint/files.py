@@ -67,13 +67,15 @@ def write_bytes(file: Path, content: bytes) -> None:
         os.umask(mask)
         Path(temporary).chmod(0o666 & ~mask)
         Path(temporary).replace(file)
+        temporary = None
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise CheckpointError(
             f"save to {str(file)!r}: {error.strerror or error}. What was there before is still "
             f"whole. Write to a folder that can be written and has space."
         ) from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 `adapter.safetensors` holds an adapter, with its head where there is one; `head.safetensors` a
 head alone. Keys are `<path of the layer>/<parameter>`; no name of an adapter or head stands in
-them. `adapter_config.json` and `head_config.json` repeat the document for people and for the Hub.
+them. Those of a head are `head//<parameter>`. `adapter_config.json` and `head_config.json` repeat the document for people and for the Hub.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .files import read_tensors, write_json, write_tensors
 FORMAT = "adapterzoo"
 VERSION = 1
 _SHOWN = 10
-_HEAD = "head/"
+# two slashes: no layer, were it called "head", can have such a key
+_HEAD = "head//"
 
 
 @dataclass(slots=True)

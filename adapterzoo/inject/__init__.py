@@ -30,6 +30,7 @@ __all__ = [
     "Shelf",
     "base_of",
     "check_put",
+    "introduce",
     "matrix",
     "mergeable",
     "plain_class",
@@ -173,15 +174,26 @@ def plain_class(layer: nn.Module) -> type[nn.Module]:
     return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
 
 
-def base_of(layer: nn.Module, weight: Tensor | None = None) -> Base:
+def introduce(layer: nn.Module, adapter: Adapter) -> None:
+    """Let a fresh adapter take initial values from the layer that it will be put at."""
+    if isinstance(adapter, ParameterParts):
+        for parameter, parts in adapter._modules.items():
+            cast("Parts", parts).attach(base_of(layer, matrix(layer, parameter)))
+    else:
+        adapter.attach(base_of(layer))
+
+
+def base_of(layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None) -> Base:
     """The layer as its adapters see it, outside of a forward.
 
     Args:
         layer: the layer.
         weight: `[d_out, d_in]`, to be shown as the untouched weight; None: the layer's own.
+        bias: `[d_out]`, to be shown as the untouched bias; None: the layer's own.
     """
     base = Layer(layer, functools.partial(plain_class(layer).forward, layer))
     base.shown = weight
+    base.shown_bias = bias
     return base
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Rows
@@ -29,6 +30,13 @@ class Parts(WeightAdapter):
         self.rows = {label: rows for label, rows, _ in parts}
         for label, _, adapter in parts:
             self.add_module(label, adapter)
+
+    def attach(self, base: Base) -> None:
+        """Show each child its rows of the layer."""
+        empty = torch.empty(0)
+        for label, rows in self.rows.items():
+            adapter = cast("Adapter", self._modules[label])
+            adapter.attach(base if rows is None else RowsOf(base, rows, empty, empty))
 
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""

@@ -20,7 +20,17 @@ from adapterzoo.errors import StateError
 class Layer(Base):
     """One call of a layer, as its adapters see it."""
 
-    __slots__ = ("_args", "_forward", "_kwargs", "_module", "_residual", "_rest", "shown")
+    __slots__ = (
+        "_args",
+        "_forward",
+        "_kwargs",
+        "_last",
+        "_module",
+        "_residual",
+        "_rest",
+        "shown",
+        "shown_bias",
+    )
 
     def __init__(
         self,
@@ -36,10 +46,20 @@ class Layer(Base):
         self._kwargs = kwargs or {}
         self._residual = residual
         self._rest: tuple[Any, ...] | None = None
+        # the last input and its output: an adapter may ask for what one before it has asked for
+        self._last: tuple[Tensor, Tensor] | None = None
         self.shown: Tensor | None = None
+        self.shown_bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The untouched layer's output; what it returns beside it is kept for `pack`."""
+        if self._last is None or self._last[0] is not x:
+            self._last = x, self._run(x)
+        return self._last[1]
+
+    plain = __call__
+
+    def _run(self, x: Tensor) -> Tensor:
         if self._args or not self._kwargs:
             out = self._forward(x, *self._args[1:], **self._kwargs)
         else:
@@ -49,8 +69,6 @@ class Layer(Base):
             self._rest = out[1:]
             return cast("Tensor", out[0])
         return cast("Tensor", out)
-
-    plain = __call__
 
     def pack(self, y: Tensor) -> Any:
         """The output in the form in which the layer itself returned it."""
@@ -64,7 +82,7 @@ class Layer(Base):
     @property
     def bias(self) -> Tensor | None:
         """The untouched bias."""
-        return own(self._module, "bias")
+        return own(self._module, "bias") if self.shown_bias is None else self.shown_bias
 
     @property
     def scale(self) -> float | Tensor:

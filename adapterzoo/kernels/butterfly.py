@@ -31,21 +31,14 @@ def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tenso
         Shape and dtype of x.
     """
     m, blocks, b = Q.shape[-4:-1]
-    lead, half = Q.shape[:-4], b // 2
-    y = x.reshape(*lead, -1, blocks * b)  # [*experts, rows, d_in]
+    y = x.reshape(*Q.shape[:-4], -1, blocks * b)  # [*experts, rows, d_in]
     for i in range(m) if transposed else reversed(range(m)):
         factor = Q[..., i, :, :, :].to(x.dtype)  # [*experts, blocks, b, b]
         if i:
-            apart = y.reshape(
-                *y.shape[:-1], blocks >> i, 2, 1 << i, half
-            )  # [.., rows, pairs, 2, 2ⁱ, b/2]
-            y = apart.transpose(-3, -2).reshape(y.shape)  # [*experts, rows, d_in]
+            y = _swapped(y, blocks >> i, 2, 1 << i)
         y = _rotated(y, factor.mT if transposed else factor)
         if i:
-            paired = y.reshape(
-                *y.shape[:-1], blocks >> i, 1 << i, 2, half
-            )  # [.., rows, pairs, 2ⁱ, 2, b/2]
-            y = paired.transpose(-3, -2).reshape(y.shape)  # [*experts, rows, d_in]
+            y = _swapped(y, blocks >> i, 1 << i, 2)
     return y.reshape(x.shape)
 
 
@@ -93,13 +86,21 @@ def fold(Q: Tensor) -> Tensor:
     rows = eye.repeat(1, blocks * b // width).expand(*Q.shape[:-4], -1, -1)  # [.., width, d_in]
     with _no_autocast(Q.device.type):
         turned = butterfly_reference(rows, Q)  # [*experts, width, d_in]
-    return turned.unflatten(-1, (-1, width)).transpose(-3, -2)
+    chunks: Tensor = turned.unflatten(-1, (-1, width))  # [*experts, width, chunks, width]
+    return chunks.transpose(-3, -2)
 
 
 def _rotated(y: Tensor, blocks: Tensor) -> Tensor:
     """`y` `[*experts, rows, d_in]` by `blocks` `[*experts, blocks, b, b]` along the diagonal."""
     parts = y.unflatten(-1, blocks.shape[-3:-1]).transpose(-3, -2)  # [*experts, blocks, rows, b]
-    return (parts @ blocks).transpose(-3, -2).flatten(-2)  # [*experts, rows, d_in]
+    turned: Tensor = parts @ blocks
+    return turned.transpose(-3, -2).flatten(-2)  # [*experts, rows, d_in]
+
+
+def _swapped(y: Tensor, chunks: int, outer: int, inner: int) -> Tensor:
+    """`y` `[.., d_in]`: each chunk's half-blocks, an `[outer, inner]` table, read by columns."""
+    table: Tensor = y.unflatten(-1, (chunks, outer, inner, -1))  # [.., chunks, outer, inner, b/2]
+    return table.transpose(-3, -2).flatten(-4)  # [.., d_in]
 
 
 def _no_autocast(device: str) -> torch.autocast | nullcontext[None]:

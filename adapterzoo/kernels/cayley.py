@@ -26,7 +26,8 @@ def cayley_reference(R: Tensor) -> Tensor:
     wide = R.to(compute_dtype(R.dtype))
     S = (wide - wide.mT) / 2  # [*batch, b, b]
     eye = torch.eye(S.shape[-1], device=S.device, dtype=S.dtype)
-    # (I − S) (I + S)⁻¹ = 2 (I + S)⁻¹ − I: one inverse and no product that autocast could round;
-    # inv_ex because a NaN in R shall come out as NaN, and a GPU needs not be waited for
-    inverse = torch.linalg.inv_ex(eye + S).inverse
-    return (2 * inverse - eye).to(R.dtype)
+    # (I − S) (I + S)⁻¹ = I − 2 (I + S)⁻¹ S: no product that autocast could round, and small
+    # rotations, the usual ones, are orthogonal to the last bits, which 2 (I + S)⁻¹ − I is not;
+    # solve_ex because NaN shall come out as NaN, and no GPU be waited for
+    half: Tensor = torch.linalg.solve_ex(eye + S, S).result  # [*batch, b, b]
+    return (eye - 2 * half).to(R.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -197,6 +198,10 @@ class AdaptersMixin:
             self._refuse_if_overridden(adapter_name, call)
             self._refuse_if_merged(adapter_name, call)
         made = self._make(loaded)
+        for path, (adapter, _) in made.items():
+            layer = self._backbone.get_submodule(path)
+            with _at_hand(layer), torch.no_grad():
+                inject.introduce(layer, adapter)
         if adapter_name in self._zoo.installed:
             self._remove(adapter_name)
         self._install(adapter_name, loaded, made)
@@ -255,7 +260,7 @@ class AdaptersMixin:
 
     def _device_and_dtype(self, layer: nn.Module) -> tuple[torch.device, torch.dtype]:
         """Those of the layer itself; the model's dtype for integer (quantised) weights."""
-        tensors = list(layer.parameters())
+        tensors = list(_own_parameters(layer))
         device = tensors[0].device if tensors else cast("Any", self).device
         # weights that accelerate offloads are on the meta device between two forwards
         hook = vars(layer).get("_hf_hook")
@@ -452,7 +457,7 @@ class AdaptersMixin:
     def _refuse_if_overridden(self, name: str, call: str) -> None:
         if any(name in plan.setup for plan in self._selection.overrides if plan.setup):
             raise StateError(
-                f"{call}: it is active in an AdapterSetup of this thread. Leave the "
+                f"{call}: {name!r} is active in an AdapterSetup of this thread. Leave the "
                 f"'with AdapterSetup(…)' block first."
             )
 
@@ -461,6 +466,28 @@ class AdaptersMixin:
             raise StateError(
                 f"{call}: {name!r} is merged into the base weights. Write reset_adapter() first."
             )
+
+
+@contextmanager
+def _at_hand(layer: nn.Module) -> Iterator[None]:
+    """The layer's values are there, also where accelerate has offloaded them."""
+    hook = vars(layer).get("_hf_hook")
+    if hook is None:
+        yield
+        return
+    hook.pre_forward(layer)
+    try:
+        yield
+    finally:
+        hook.post_forward(layer, None)
+
+
+def _own_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of the base model: what earlier adapters brought decides nothing, and costs nothing."""
+    yield from (p for p in layer._parameters.values() if p is not None)
+    for child in layer.children():
+        if not isinstance(child, inject.Shelf):
+            yield from _own_parameters(child)
 
 
 def inject_path(site: Site) -> str:

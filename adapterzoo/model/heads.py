@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -176,7 +176,7 @@ class HeadsMixin(ShelfMixin):
         tensors = head.state_dict(keep_vars=True)
         return {key: t for key, t in tensors.items() if id(t) not in backbone}
 
-    def _load_head_record(
+    def _fitting_head(
         self,
         call: str,
         record: HeadRecord,
@@ -185,7 +185,7 @@ class HeadsMixin(ShelfMixin):
         set_active: bool,
         overwrite_ok: bool,
         dtype: torch.dtype | None,
-    ) -> None:
+    ) -> Callable[[], None]:
         values = record.document.get("config")
         if not isinstance(values, Mapping):
             raise CheckpointError(
@@ -209,4 +209,4 @@ class HeadsMixin(ShelfMixin):
         with torch.no_grad():
             for key, tensor in record.tensors.items():
                 skeleton[key].copy_(tensor)
-        self._shelve(checked, head, set_active)
+        return lambda: self._shelve(checked, head, set_active)

@@ -111,12 +111,16 @@ class MergingMixin(AdaptersMixin):
     def _write_bias(self, path: str, adapters: list[Any], call: str) -> None:
         layer = self._backbone.get_submodule(path)
         stored = self._zoo.originals[path].get("bias")
-        base = inject.base_of(layer)
-        weight = layer._parameters.get("weight")
+        weight = self._zoo.originals[path].get("weight")
         if weight is None or weight.dim() != 2:
             return
-        zeros = torch.zeros_like(base.weight[:, 0], dtype=compute_dtype(weight.dtype))
-        b = zeros if stored is None else stored.to(zeros)
+        # what the layer holds now is merged already, and may have been moved since the copy
+        original = weight.to(cast("Tensor", layer._parameters["weight"]).device)
+        original = original.mT if inject.stores_transposed(layer) else original
+        own = None if stored is None else stored.to(original.device)
+        base = inject.base_of(layer, original, own)
+        zeros = torch.zeros_like(original[:, 0], dtype=compute_dtype(original.dtype))
+        b = zeros if own is None else own.to(zeros.dtype)
         for adapter in adapters:
             if not isinstance(adapter, inject.ParameterParts):
                 b = inject.mergeable(adapter).bias(b, base)

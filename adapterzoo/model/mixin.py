@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from adapterzoo.checkpoint.native import FORMAT
+from adapterzoo.composition import parse
 from adapterzoo.errors import StateError
 from adapterzoo.selection import Selection
 
@@ -33,18 +34,24 @@ class AdapterModelMixin(StoringMixin, MergingMixin, SummaryMixin):
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save the whole model: base weights, adapters and heads, as transformers does.
 
-        `AutoAdapterModel.from_pretrained` or `load_model` gives it back.
+        `AutoAdapterModel.from_pretrained` or `load_model` gives it back, with the same adapters
+        and heads active.
 
         Args:
             save_directory: the folder.
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
         config = cast("Any", self).config
-        if self._zoo.installed:
+        plan = self._selection.default.plan
+        if self._zoo.installed or plan.heads:
             config.adapters = {
                 "format": FORMAT,
-                "adapters": {name: c.to_dict() for name, c in self.adapters_config.items()},
+                # a list: JSON keeps its order, transformers sorts the keys of objects
+                "adapters": [[name, c.to_dict()] for name, c in self.adapters_config.items()],
                 "merged": list(self._zoo.merged),
+                "active": list(plan.setup or ()),
+                "skip_layers": list(plan.skip_layers),
+                "heads": list(plan.heads),
             }
         try:
             cast("Any", super()).save_pretrained(save_directory, **kwargs)
@@ -56,9 +63,12 @@ class AdapterModelMixin(StoringMixin, MergingMixin, SummaryMixin):
         document = vars(cast("Any", self).config).pop("adapters", None)
         if not isinstance(document, Mapping) or document.get("format") != FORMAT:
             return
-        for name, config in document["adapters"].items():
+        for name, config in document["adapters"]:
             self.add_adapter(name, config)
         self._zoo.merged = tuple(document["merged"])
+        self._selection.default.plan = self.make_plan(
+            parse(document["active"]), document["heads"], tuple(document["skip_layers"])
+        )
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = cast("Any", super())._replicate_for_data_parallel()

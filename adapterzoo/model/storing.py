@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 from adapterzoo.checkpoint import native
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, StateError
 from adapterzoo.names import check_name
 
-from .adapters import AdaptersMixin
+from .adapters import AdaptersMixin, inject_path
 
 ADAPTER_STEM = "adapter"
 HEAD_STEM = "head"
@@ -29,6 +30,16 @@ class HeadRecord:
 
     document: dict[str, Any]
     tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An adapter that was read and fits the model, and what puts its head there."""
+
+    name: str
+    config: AdapterConfig
+    made: dict[str, tuple[Adapter, list[Placement]]]
+    enter_head: Callable[[], None] | None
 
 
 class StoringMixin(AdaptersMixin):
@@ -57,9 +68,12 @@ class StoringMixin(AdaptersMixin):
 
         Raises:
             UnknownNameError: there is no adapter of this name.
+            ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written.
         """
-        installed = self._find(adapter_name, f"save_adapter({adapter_name!r})")
+        call = f"save_adapter({adapter_name!r})"
+        installed = self._find(adapter_name, call)
+        _check_meta(call, meta_dict)
         tensors = {
             f"{path}/{key}": tensor
             for path, module in self.adapter_modules(adapter_name)
@@ -107,8 +121,27 @@ class StoringMixin(AdaptersMixin):
                 message has every difference, and nothing has been loaded.
             DuplicateNameError: the name is taken.
         """
-        call = f"load_adapter({str(adapter_name_or_path)!r})"
-        stored = native.load(Path(adapter_name_or_path), ADAPTER_STEM)
+        loaded = self._fitting(
+            adapter_name_or_path, load_as, with_head, tuple(leave_out or ()), id2label, set_active,
+            overwrite_ok, dtype,
+        )  # fmt: skip
+        self._enter(loaded, set_active)
+        return loaded.name
+
+    def _fitting(
+        self,
+        path: str | os.PathLike[str],
+        load_as: str | None = None,
+        with_head: bool = True,
+        leave_out: tuple[int, ...] = (),
+        id2label: Mapping[int, str] | None = None,
+        set_active: bool = False,
+        overwrite_ok: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Loaded:
+        """What `load_adapter` reads, checked in every way; the model has not changed."""
+        call = f"load_adapter({str(path)!r})"
+        stored = native.load(Path(path), ADAPTER_STEM)
         name = check_name("load_adapter", load_as or stored.document.get("name"))
         if name in self._zoo.installed:
             if not overwrite_ok:
@@ -118,21 +151,25 @@ class StoringMixin(AdaptersMixin):
                 )
             self._refuse_if_overridden(name, call)
             self._refuse_if_merged(name, call)
-        config, made = self._filled(call, stored, tuple(leave_out or ()), dtype)
-        document = stored.document.get("head")
-        if with_head and document is not None:
-            self._load_head_record(
-                call, HeadRecord(document, stored.head), name, id2label, set_active,
-                overwrite_ok, dtype,
-            )  # fmt: skip
-        if name in self._zoo.installed:
-            self._remove(name)
-        self._install(name, config, made)
+        config, made = self._filled(call, stored, leave_out, dtype)
+        enter_head = None
+        if with_head and stored.document.get("head") is not None:
+            record = _record_of(call, stored)
+            enter_head = self._fitting_head(
+                call, record, name, id2label, set_active, overwrite_ok, dtype
+            )
+        return Loaded(name, config, made, enter_head)
+
+    def _enter(self, loaded: Loaded, set_active: bool = False) -> None:
+        if loaded.enter_head is not None:
+            loaded.enter_head()
+        if loaded.name in self._zoo.installed:
+            self._remove(loaded.name)
+        self._install(loaded.name, loaded.config, loaded.made)
         if set_active:
-            self.set_active_adapters(name)
+            self.set_active_adapters(loaded.name)
         else:
             self._replan()
-        return name
 
     def save_all_adapters(
         self,
@@ -157,16 +194,27 @@ class StoringMixin(AdaptersMixin):
             The names, sorted.
 
         Raises:
-            CheckpointError: there is none, or one does not fit the model.
+            CheckpointError: there is none, or one does not fit the model; none is loaded then.
+            DuplicateNameError: a name is taken, or stands in two folders; none is loaded then.
         """
+        call = f"load_all_adapters({str(save_directory)!r})"
         file = f"{ADAPTER_STEM}.safetensors"
         folders = sorted(p.parent for p in Path(save_directory).glob(f"*/{file}"))
         if not folders:
             raise CheckpointError(
-                f"load_all_adapters({str(save_directory)!r}): no sub-folder holds an {file}. "
+                f"{call}: no sub-folder holds an {file}. "
                 f"Write the folder that save_all_adapters was given."
             )
-        return [self.load_adapter(folder, with_head=with_head) for folder in folders]
+        loads = [self._fitting(folder, with_head=with_head) for folder in folders]
+        names = [loaded.name for loaded in loads]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DuplicateNameError(
+                f"{call}: two sub-folders hold an adapter {twice[0]!r}. Load them one by one: "
+                f"load_adapter(folder, load_as='another_name')."
+            )
+        for loaded in loads:
+            self._enter(loaded)
+        return names
 
     # --- heads ---
 
@@ -231,8 +279,8 @@ class StoringMixin(AdaptersMixin):
         call = f"load_head({str(save_directory)!r})"
         stored = native.load(Path(save_directory), HEAD_STEM)
         name = check_name("load_head", load_as or stored.document.get("name"))
-        record = HeadRecord(dict(stored.document.get("head") or {}), stored.head)
-        self._load_head_record(call, record, name, id2label, True, overwrite_ok, dtype)
+        record = _record_of(call, stored)
+        self._fitting_head(call, record, name, id2label, True, overwrite_ok, dtype)()
         return name
 
     # --- what a model without named heads does; HeadsMixin has its own ---
@@ -248,7 +296,7 @@ class StoringMixin(AdaptersMixin):
         tensors = dict(self._static_head())
         return HeadRecord({"static": type(self).__name__}, tensors) if tensors else None
 
-    def _load_head_record(
+    def _fitting_head(
         self,
         call: str,
         record: HeadRecord,
@@ -257,7 +305,8 @@ class StoringMixin(AdaptersMixin):
         set_active: bool,
         overwrite_ok: bool,
         dtype: torch.dtype | None,
-    ) -> None:
+    ) -> Callable[[], None]:
+        """A head of a checkpoint, checked in every way; what is returned enters it."""
         if "static" not in record.document:
             raise CheckpointError(
                 f"{call}: the checkpoint has a named head ({record.document.get('config')}), and "
@@ -271,9 +320,13 @@ class StoringMixin(AdaptersMixin):
             )
         mine = dict(self._static_head())
         native.check_fit(call, type(self).__name__, record.tensors, mine, dtype)
-        with torch.no_grad():
+
+        @torch.no_grad()
+        def enter() -> None:
             for key, tensor in record.tensors.items():
                 mine[key].copy_(tensor)
+
+        return enter
 
     def _static_head(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a static head, without those of the language model's output."""
@@ -316,9 +369,9 @@ class StoringMixin(AdaptersMixin):
         config = AdapterConfig.from_dict(document)
         tensors = stored.adapter
         if leave_out:
-            everywhere = {p.site.path for p in config.placements(self.anatomy)}
-            config = config.replace(leave_out=leave_out)
-            kept = {p.site.path for p in config.placements(self.anatomy)}
+            everywhere = {inject_path(p.site) for p in config.placements(self.anatomy)}
+            config = _leaving_out(config, leave_out)
+            kept = {inject_path(p.site) for p in config.placements(self.anatomy)}
             gone = everywhere - kept
             tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
         # initial values are overwritten: do not disturb the caller's random numbers
@@ -333,9 +386,38 @@ class StoringMixin(AdaptersMixin):
         if dtype is not None:
             for module, _ in made.values():
                 module.to(dtype)
+        by_path: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            path, _, parameter = key.partition("/")
+            by_path.setdefault(path, {})[parameter] = tensor
         for path, (module, _) in made.items():
-            prefix = f"{path}/"
-            module.load_state_dict(
-                {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-            )
+            module.load_state_dict(by_path.get(path, {}))
         return config, made
+
+
+def _record_of(call: str, stored: native.Stored) -> HeadRecord:
+    document = stored.document.get("head")
+    if not isinstance(document, Mapping):
+        raise CheckpointError(
+            f"{call}: the checkpoint describes its head by {document!r}, which is no object. "
+            f"Save it again, or write with_head=False."
+        )
+    return HeadRecord(dict(document), stored.head)
+
+
+def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
+    """The config without these blocks, and without those that it left out already."""
+    if isinstance(config, ConfigUnion):
+        return ConfigUnion(*(_leaving_out(member, layers) for member in config.configs))
+    own = tuple(config.to_dict().get("leave_out", ()))
+    return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
+
+
+def _check_meta(call: str, meta: Mapping[str, Any] | None) -> None:
+    try:
+        json.dumps(dict(meta or {}), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{call}: meta_dict={meta!r} is not JSON ({error}). "
+            f"Write meta_dict={{'key': …}} of texts, numbers, lists and dicts."
+        ) from error

@@ -63,12 +63,15 @@ class Failure:
         return f"{self.check} [{self.case}]: {self.message}"
 
 
-def report(config: AdapterConfig | str, only: Iterable[str] | None = None) -> list[Failure]:
+def report(
+    config: AdapterConfig | str, only: Iterable[str] | None = None, kinds: Iterable[str] = KINDS
+) -> list[Failure]:
     """Run the checks on every case of a config.
 
     Args:
         config: a config, or a config string.
         only: names of the checks to run; None: all.
+        kinds: of layers to run them on.
 
     Returns:
         What failed; empty for a method that is right.
@@ -79,7 +82,7 @@ def report(config: AdapterConfig | str, only: Iterable[str] | None = None) -> li
     """
     loaded = AdapterConfig.load(config)
     chosen = [checks.find(n, "report(only=…)") for n in (checks if only is None else only)]
-    found = list(cases(loaded))
+    found = list(cases(loaded, kinds))
     if not found:
         raise ConformanceError(
             f"{loaded!r}: fits no model of the suite. Its blocks have the linear layers q_proj, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -83,13 +83,17 @@ class Case:
         return hidden.to(self.device, self.dtype)
 
 
-def cases(config: AdapterConfig) -> Iterator[Case]:
+def cases(config: AdapterConfig, kinds: Iterable[str] = KINDS) -> Iterator[Case]:
     """Every case that a config can be checked on: kinds × dtypes × devices.
 
     A kind that the config refuses by a `ConfigError` or `SiteError` is left out.
+
+    Args:
+        config: what is checked.
+        kinds: which of `KINDS` to look at.
     """
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    for kind in KINDS:
+    for kind in kinds:
         if _fits(Case(config, kind, device="meta")):
             yield from (Case(config, kind, dtype, d) for d in devices for dtype in DTYPES)
 

@@ -1,0 +1,144 @@
+"""DoRA — Weight-Decomposed Low-Rank Adaptation.
+
+Paper: Liu et al. 2024, arXiv:2402.09353, eq. 5 and §4.3.
+W' = m · (W + s · B A) / ‖W + s · B A‖, the norm taken over d_in for each output row, so that
+y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖; gradients treat the norm as a constant.
+
+Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: m is born from a
+float32 norm and stays in float32 over half-precision layers, dropout does not reach W x and so
+costs no second product with W, and a row of zeros keeps its output instead of turning into NaN.
+Differs from adapters: all of it but `convention="adapterhub"`, which is what adapters computes.
+Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
+output, and in each forward one over the weight for the norm.
+Cannot do: layers without a floating-point weight to take norms of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, embedding, linear
+
+from adapterzoo.anatomy import Site
+from adapterzoo.configs import architectures, config_strings, require_choice
+from adapterzoo.contracts import Base, compute_dtype
+from adapterzoo.kernels.dora import compose_reference, direction_reference, row_norm_reference
+
+from ._init import constant, drawn
+from ._low_rank import LowRank, LowRankConfig
+
+
+@architectures.register("dora")
+@config_strings.register("dora")
+@dataclass(frozen=True, kw_only=True)
+class DoRAConfig(LowRankConfig):
+    """Config of DoRA; `TargetedConfig` says where the adapters sit, `LowRankConfig` how big.
+
+    Attributes:
+        convention: "paper", which is PEFT's too; or "adapterhub": the norm is of W + B A without
+            the factor s, gradients pass through it, and the bias is multiplied by g as well.
+    """
+
+    architecture: ClassVar[str] = "dora"
+
+    convention: str = "paper"
+
+    # a dataclass would make one of all fields, and dicts have none
+    __hash__ = LowRankConfig.__hash__
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a value is not legal.
+        """
+        super().__post_init__()
+        require_choice(self, "convention", ("paper", "adapterhub"))
+
+    @property
+    def gradients_are_exact(self) -> bool:
+        """The paper's leave out what flows through the norm (§4.3)."""
+        return self.convention == "adapterhub"
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> DoRA:
+        """A fresh adapter for the site; `attach` gives it its magnitudes."""
+        return DoRA(self, site, device, dtype)
+
+
+class DoRA(LowRank):
+    """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖.
+
+    In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
+
+    Attributes:
+        m: the magnitudes, `[d_out]`, with experts in front where the site has them.
+        adapterhub: whether the convention is that of adapters.
+    """
+
+    def __init__(
+        self, config: DoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters; the magnitudes are ones until `attach`.
+
+        Args:
+            config: of the adapter.
+            site: gives the widths.
+            device: of the parameters.
+            dtype: of the layer.
+
+        Raises:
+            ConfigError: there is dropout, and the site has no features to drop.
+        """
+        super().__init__(config, site, device, dtype)
+        self.adapterhub = config.convention == "adapterhub"
+        # a rounded magnitude would not be the norm, and a fresh adapter not the identity
+        self.m = drawn(self.lora_B.shape[:-1], constant(1.0), device, compute_dtype(dtype))
+
+    def attach(self, base: Base) -> None:
+        """The magnitudes start as the norms of the layer's rows, ‖W‖."""
+        zeros = torch.zeros_like(self.lora_B)
+        self.m.copy_(row_norm_reference(base.weight, self.lora_A, zeros, 1.0))
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        """The layer with the change; in an embedding `x` is token numbers `[*batch]`.
+
+        `x` `[*batch, d_in]` → `[*batch, d_out]`.
+        """
+        y = base(x)
+        a, b = self.lora_A, self.lora_B
+        if self.looks_up:
+            update = embedding(x, a.T) @ b.T * base.scale  # [*batch, d_out]
+        else:
+            x = x.to(a.dtype)
+            if self.dropout and self.training:
+                x = dropout(x, self.dropout)
+            update = linear(linear(x, a), b)  # [*batch, d_out]
+        bias = None if self.adapterhub else base.bias
+        return compose_reference(
+            y, base.plain(x), bias, update, self.gain(base.weight), self.scaling
+        )
+
+    def weight(self, w: Tensor, base: Base) -> Tensor:
+        """The merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""
+        own = base.weight
+        direction = direction_reference(own, self.lora_A, self.lora_B, self.scaling)
+        return w + (self.gain(own).unsqueeze(-1) * direction - own)
+
+    def bias(self, b: Tensor, base: Base) -> Tensor:
+        """The merged bias `[d_out]`: the layer's own, times g in the convention of adapters."""
+        if not self.adapterhub or base.bias is None:
+            return b
+        return b + (self.gain(base.weight) - 1) * base.bias
+
+    def gain(self, w: Tensor) -> Tensor:
+        """The factors g `[*experts, d_out]` for the untouched weight, in float32 or float64."""
+        # the norm of adapters knows no s and is differentiated; the paper's is a constant
+        with torch.set_grad_enabled(self.adapterhub and torch.is_grad_enabled()):
+            s = 1.0 if self.adapterhub else self.scaling
+            norm = row_norm_reference(w, self.lora_A, self.lora_B, s)  # [*experts, d_out]
+        # a row of zeros has no direction to change: it stays what it is
+        zero = norm == 0
+        return torch.where(zero, 1.0, self.m.to(norm.dtype) / norm.masked_fill(zero, 1.0))

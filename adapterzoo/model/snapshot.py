@@ -1,0 +1,166 @@
+"""Everything trained of a model in one folder, to go back to it: what a training checkpoint is.
+
+Each adapter lies in the sub-folder of its name, with the head of the same name in one file, as
+`load_adapter` reads it; a head of another name lies in a sub-folder of its own, as `load_head`
+reads it; a static head lies with each adapter. Parameters of the base model that are trained as
+well (`train_embeddings=True`) are in a file of their own, and the others nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo.checkpoint import files, native
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError, listing
+
+from .storing import ADAPTER_STEM, HEAD_STEM
+
+UNFROZEN = "unfrozen.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One adapter, one head or the unfrozen parameters.
+
+    Attributes:
+        what: for messages.
+        file: tensors that were saved.
+        model: tensors of the model, to be filled in place.
+    """
+
+    what: str
+    file: dict[str, Tensor]
+    model: dict[str, Tensor]
+
+
+def save(model: Any, folder: Path) -> None:
+    """Write all adapters, all heads and the unfrozen parameters.
+
+    Args:
+        model: with adapters.
+        folder: made when missing.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    heads = model.known_heads()
+    for name in model.adapters_config:
+        model.save_adapter(folder / name, name, with_head=not heads or name in heads)
+    for name in _apart(model):
+        model.save_head(folder / name, name)
+    if tensors := unfrozen(model):
+        document = {"format": native.FORMAT, "version": native.VERSION}
+        files.write_tensors(folder / UNFROZEN, document, tensors)
+
+
+def restore(model: Any, folder: Path, call: str) -> None:
+    """Fill the parameters that the model has, in place, with those that `save` wrote.
+
+    Args:
+        model: with the adapters and heads that it had then.
+        folder: as given to `save`.
+        call: what the user wrote, for messages.
+
+    Raises:
+        CheckpointError: adapters, heads, configs or tensors differ; nothing has been filled.
+    """
+    parts = list(_parts(model, folder, call))
+    for part in parts:
+        where = f"{call}, {part.what}"
+        native.check_fit(where, type(model).__name__, part.file, part.model, None)
+    with torch.no_grad():
+        for part in parts:
+            for key, tensor in part.file.items():
+                part.model[key].copy_(tensor)
+
+
+def unfrozen(model: Any) -> dict[str, Tensor]:
+    """Parameters by name that are trained and belong to no adapter and no head.
+
+    Args:
+        model: with adapters.
+    """
+    kept = {id(p) for name in model.adapters_config for p in model._parameters_of(name)}
+    for name in model.known_heads() or (None,):
+        record = model._head_record(name)
+        kept |= set() if record is None else {id(t) for t in record.tensors.values()}
+    return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in kept}
+
+
+def has_frozen_matrix(model: Any) -> bool:
+    """Whether any matrix of the base model is frozen, embeddings aside.
+
+    Some families have positions that are never trained, so those say nothing.
+
+    Args:
+        model: with adapters.
+    """
+    own = {id(p) for name in model.adapters_config for p in model._parameters_of(name)}
+    return any(
+        not p.requires_grad
+        for module in model._backbone.modules()
+        if not isinstance(module, nn.Embedding)
+        for p in module._parameters.values()
+        if p is not None and p.dim() > 1 and id(p) not in own
+    )
+
+
+def _apart(model: Any) -> list[str]:
+    """The heads that no adapter has in its file."""
+    return [name for name in model.known_heads() if name not in model.adapters_config]
+
+
+def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
+    apart = _apart(model)
+    for stem, names in ((ADAPTER_STEM, list(model.adapters_config)), (HEAD_STEM, apart)):
+        there = sorted(path.parent.name for path in folder.glob(f"*/{stem}.safetensors"))
+        if there != sorted(names):
+            raise CheckpointError(
+                f"{call}: the checkpoint has the {stem}s {listing(there)}, the model has "
+                f"{listing(sorted(names))}; nothing has been loaded. Add or delete {stem}s until "
+                f"they are those of the checkpoint."
+            )
+    heads = model.known_heads()
+    for name, config in model.adapters_config.items():
+        stored = native.load(folder / name, ADAPTER_STEM)
+        saved = AdapterConfig.from_dict(stored.document["config"])
+        if saved != config:
+            raise _other_config(call, "adapter", name, saved, config)
+        mine = {
+            f"{path}/{key}": tensor
+            for path, module in model.adapter_modules(name)
+            for key, tensor in module.state_dict(keep_vars=True).items()
+        }
+        yield Part(f"adapter {name!r}", stored.adapter, mine)
+        if not heads or name in heads:
+            yield _head_part(model, name if heads else None, stored, call)
+    for name in apart:
+        yield _head_part(model, name, native.load(folder / name, HEAD_STEM), call)
+    file = folder / UNFROZEN
+    saved_base = files.read_tensors(file)[1] if file.is_file() else {}
+    yield Part("parameters of the base model that are not frozen", saved_base, unfrozen(model))
+
+
+def _head_part(model: Any, name: str | None, stored: native.Stored, call: str) -> Part:
+    record = model._head_record(name)
+    document = stored.document.get("head")
+    if name is not None and document is not None:
+        saved, mine = model._config_from(document["config"], call), model.get_head(name).config
+        if saved != mine:
+            raise _other_config(call, "head", name, saved, mine)
+    what = "static head" if name is None else f"head {name!r}"
+    return Part(what, stored.head, {} if record is None else record.tensors)
+
+
+def _other_config(call: str, kind: str, name: str, saved: Any, mine: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{call}: the {kind} {name!r} of the checkpoint is {saved!r}, that of the model {mine!r}; "
+        f"nothing has been loaded. Add it with the config of the checkpoint."
+    )

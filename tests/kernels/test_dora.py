@@ -1,0 +1,155 @@
+"""DoRA's norm and composition against float64, on shapes and values that are hostile to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapterzoo.kernels.dora import compose_reference, direction_reference, row_norm_reference
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def factors(
+    d_out: int, d_in: int, rank: int, *experts: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*experts, *shape, generator=source, dtype=torch.float64).to(dtype)
+
+    return drawn(d_out, d_in), drawn(rank, d_in), drawn(d_out, rank)
+
+
+def true_norm(w: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
+    return torch.linalg.vector_norm(w.double() + s * (b.double() @ a.double()), dim=-1)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1),  # nothing to reduce
+        (5, 7, 3),  # primes: no vector fits
+        (63, 1025, 8),  # one beside powers of two
+        (1025, 63, 64),  # a rank above d_in
+        (16, 8, 4, 3),  # experts
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", [1, 100, 1 << 22])
+def test_norms_are_those_of_float64(shape: tuple[int, ...], dtype: torch.dtype, tile: int):
+    d_out, d_in, rank, *experts = shape
+    w, a, b = factors(d_out, d_in, rank, *experts, dtype=dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    got = row_norm_reference(w, a, b, 0.7, tile)
+    assert got.dtype is wide
+    assert got.shape == (*experts, d_out)
+    torch.testing.assert_close(
+        got.double(), true_norm(w, a, b, 0.7), rtol=8 * torch.finfo(wide).eps, atol=0
+    )
+
+
+@pytest.mark.parametrize("layout", ["transposed", "rows", "strided", "expanded"])
+def test_the_layout_of_the_weight_does_not_matter(layout: str):
+    w, a, b = factors(24, 40, 4)
+    shown = {
+        "transposed": w.T.contiguous().T,
+        "rows": torch.cat([w + 9, w, w - 9])[24:48],
+        "strided": torch.stack([w, w + 9], -1)[..., 0],
+        "expanded": w[:1].expand(24, 40),
+    }[layout]
+    got = row_norm_reference(shown, a, b, 2.0, 100)
+    torch.testing.assert_close(got.double(), true_norm(shown, a, b, 2.0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("tile", [100, 1 << 22])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_b_of_zeros_gives_the_bits_of_the_plain_norm(tile: int, transposed: bool):
+    w, a, b = factors(33, 70, 4)
+    w = w.T.contiguous().T if transposed else w
+    got = row_norm_reference(w, a, torch.zeros_like(b), 3.0, tile)
+    assert torch.equal(got, row_norm_reference(w, torch.randn_like(a), b * 0, 1.0, tile))
+    assert torch.equal(direction_reference(w, a, torch.zeros_like(b), 3.0), w)
+
+
+@pytest.mark.parametrize("left", [1e-2, 1e-4, 0.0])
+def test_a_sum_that_cancels_keeps_its_digits(left: float):
+    # W ≈ −s B A, where the factored form has nothing but rounding left
+    w, a, b = factors(16, 64, 4)
+    s = 0.5
+    w = (-s * (b.double() @ a.double()) + left * w.double()).float()
+    got, truth = row_norm_reference(w, a, b, s).double(), true_norm(w, a, b, s)
+    # each element of the sum is right to an ulp of the two that cancel
+    ulp = torch.finfo(torch.float32).eps * w.double().norm(dim=-1)
+    assert bool(((got - truth).abs() <= ulp).all())
+    squares = w.square().sum(-1) + 2 * s * ((w @ a.T) * b).sum(-1)
+    factored = (squares + s * s * ((b @ (a @ a.T)) * b).sum(-1)).clamp(min=0).sqrt().double()
+    assert (got - truth).abs().max() * 20 < (factored - truth).abs().max()
+
+
+def test_autocast_does_not_reach_the_norm():
+    w, a, b = factors(16, 64, 4)
+    expected = row_norm_reference(w, a, b, 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(row_norm_reference(w, a, b, 0.5), expected)
+
+
+def test_no_more_than_a_tile_of_the_sum_exists():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            # views have no memory of their own
+            if isinstance(out, Tensor) and out._base is None:
+                self.elements = max(self.elements, out.numel())
+            return out
+
+    w, a, b = factors(256, 64, 4)
+    with torch.no_grad(), Largest() as seen:
+        row_norm_reference(w, a, b, 0.5, tile=1024)
+    assert 256 <= seen.elements <= 1024
+
+
+def test_gradients_of_the_norm_are_those_of_differences():
+    w, a, b = (t.requires_grad_() for t in factors(6, 5, 2, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda *t: row_norm_reference(*t, 0.7, 10), (w, a, b))
+
+
+def test_a_row_of_zeros_has_norm_and_gradient_zero():
+    w, a, b = factors(3, 8, 2)
+    w[1], b[1] = 0, 0
+    a.requires_grad_()
+    b.requires_grad_()
+    norm = row_norm_reference(w, a, b, 0.7)
+    assert norm[1] == 0
+    norm.sum().backward()
+    assert b.grad is not None
+    assert torch.equal(b.grad[1], torch.zeros(2))
+    assert bool(a.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_composition_is_its_formula(dtype: torch.dtype, biased: bool, nested: bool):
+    source = torch.Generator().manual_seed(0)
+    shape = (3, 2, 17)
+    plain, y, update = (torch.randn(shape, generator=source).to(dtype) for _ in range(3))
+    y = y if nested else plain
+    bias = torch.randn(17, generator=source).to(dtype) if biased else None
+    gain = 1 + 0.1 * torch.randn(17, generator=source)
+    gain = gain.double() if dtype is torch.float64 else gain
+    got = compose_reference(y, plain, bias, update, gain, 0.7)
+    b = bias.double() if bias is not None else 0.0
+    truth = y.double() + (gain.double() - 1) * (plain.double() - b)
+    truth = truth + 0.7 * gain.double() * update.double()
+    assert got.dtype is dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), truth, rtol=2 * eps, atol=4 * eps)
+    # at gain 1 without an update nothing is rounded
+    still = compose_reference(y, plain, bias, update * 0, torch.ones_like(gain), 0.7)
+    assert torch.equal(still, y)

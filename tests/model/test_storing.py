@@ -1,0 +1,678 @@
+"""Saving and loading: the same bits, one error with every difference, nothing in between."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+
+import pytest
+import torch
+from families import tiny_config
+from safetensors import safe_open
+from safetensors.torch import load_file
+from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
+from transformers import AutoModelForSequenceClassification
+
+from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, Stack, init
+from adapterzoo.checkpoint import files
+from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, StateError, UnknownNameError
+
+FILE = "adapter.safetensors"
+CONFIGS = {
+    "lora": "lora",
+    "experts": "lora[intermediate_lora=True,output_lora=True]",
+    "union": "seq_bn|lora[r=3]",
+    "double_seq_bn": "double_seq_bn",
+    "adapter_plus": "adapter_plus",
+    "embedding": 'lora[target_modules=["word_embeddings","query"]]',
+}
+# that contain each other, and words that stand in paths
+NAMES = ("lora", "lora_A", "lor", "mlp", "query", "adapters", "train", "head", "bert", "0", "weight")
+
+
+def head_bits(model, name):
+    return {key: bits(tensor) for key, tensor in model.heads[name].state_dict().items()}
+
+
+@pytest.fixture
+def model(tiny):
+    model = tiny()
+    model.add_adapter("a", "lora")
+    stir(model, "a")
+    return model
+
+
+@pytest.fixture
+def saved(model, tmp_path):
+    model.save_adapter(tmp_path / "a", "a")
+    return tmp_path / "a"
+
+
+def test_what_is_saved_is_loaded_under_any_name(tiny, tmp_path):
+    for family, kind in [("bert", k) for k in CONFIGS if k != "experts"] + [("mixtral", "experts"),
+                                                                            ("gpt2", "union")]:  # fmt: skip
+        model, other = tiny(family), tiny(family)
+        model.add_adapter("first", CONFIGS[kind])
+        stir(model, "first")
+        model.set_active_adapters("first")
+        folder = tmp_path / f"{family}-{kind}"
+        model.save_adapter(folder, "first")
+        assert other.load_adapter(folder) == "first"
+        assert other.load_adapter(folder, load_as="other", set_active=True) == "other"
+        assert other.active_adapters == Stack("other")
+        for name in ("first", "other"):
+            assert adapter_bits(other, name) == adapter_bits(model, "first")
+            assert other.adapters_config[name] == model.adapters_config["first"]
+        assert same_bits(output(model), output(other))
+
+
+def test_names_that_contain_each_other_or_a_path_do_not_matter(tiny, tmp_path):
+    model = tiny()
+    for i, name in enumerate(NAMES):
+        model.add_adapter(name, "lora" if i % 2 else "seq_bn")
+        stir(model, name, seed=i)
+        model.add_classification_head(name)
+    model.save_all_adapters(tmp_path)
+    other = tiny()
+    assert other.load_all_adapters(tmp_path) == sorted(NAMES)
+    assert sorted(other.heads) == sorted(NAMES)
+    for name in NAMES:
+        assert adapter_bits(other, name) == adapter_bits(model, name)
+        assert head_bits(other, name) == head_bits(model, name)
+        model.set_active_adapters(name)
+        other.set_active_adapters(name)
+        assert same_bits(output(model), output(other))
+
+
+def test_the_file_holds_the_adapter_and_nothing_else(model, tmp_path):
+    model.add_adapter("n4me", "par_bn")
+    model.add_classification_head("n4me")
+    model.save_adapter(tmp_path, "n4me")
+    tensors = load_file(tmp_path / FILE)
+    own = adapter_bits(model, "n4me")
+    assert {k: bits(t) for k, t in tensors.items() if not k.startswith("head//")} == own
+    rest = {k.removeprefix("head//"): bits(t) for k, t in tensors.items() if k not in own}
+    assert rest == head_bits(model, "n4me")
+    assert not [k for k in tensors if "n4me" in k]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "adapter_config.json"]
+    with safe_open(tmp_path / FILE, framework="pt") as opened:
+        document = json.loads(opened.metadata()["adapterzoo"])
+    assert document == json.loads((tmp_path / "adapter_config.json").read_text())
+    assert document["name"] == "n4me"
+    assert document["model_type"] == "bert"
+    assert document["hidden_size"] == 32
+    assert document["config"] == model.adapters_config["n4me"].to_dict()
+    # bytes of the tensors and little more
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    assert (tmp_path / FILE).stat().st_size < size + 6000
+
+
+def test_bytes_do_not_depend_on_the_order_of_adding_or_on_what_else_is_there(tiny, tmp_path):
+    def written(names, folder):
+        model = tiny()
+        for name in names:
+            model.add_adapter(name, LoRAConfig(init_weights="bert", init_weights_seed=len(name)))
+        for again in ("once", "twice"):
+            model.save_adapter(tmp_path / folder / again, "aa")
+        files = [(tmp_path / folder / again / FILE).read_bytes() for again in ("once", "twice")]
+        assert files[0] == files[1]
+        return files[0]
+
+    alone = written(["aa"], "alone")
+    assert written(["aa", "b"], "first") == alone
+    assert written(["b", "ccc", "aa"], "last") == alone
+
+
+def test_saving_changes_nothing_and_needs_no_network(model, tmp_path, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("the network was asked for")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    model.config._name_or_path = "bert-base-uncased"
+    model.base_model.name_or_path = model.name_or_path = "bert-base-uncased"
+    model.add_classification_head("a")
+    before = snapshot(model)
+    model.save_adapter(tmp_path / "a", "a")
+    model.save_all_adapters(tmp_path / "all")
+    model.save_all_heads(tmp_path / "heads")
+    model.save_head(tmp_path / "head")
+    assert not changes(before, snapshot(model))
+    model.load_adapter(tmp_path / "a", load_as="b")
+    model.load_head(tmp_path / "head", load_as="c")
+    model.save_pretrained(tmp_path / "whole")
+
+
+def test_loading_draws_no_random_numbers(model, saved):
+    state = torch.random.get_rng_state()
+    model.load_adapter(saved, load_as="b")
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_parameters_and_files_share_no_memory(model, saved):
+    model.load_adapter(saved, load_as="b")
+    before = adapter_bits(model, "b")
+    content = (saved / FILE).read_bytes()
+    (saved / FILE).write_bytes(b"\0" * len(content))
+    assert adapter_bits(model, "b") == before
+    stir(model, "a", seed=9)
+    assert adapter_bits(model, "b") == before
+
+
+def test_meta_values_are_kept(model, tmp_path):
+    model.save_adapter(tmp_path, "a", meta_dict={"source": "é", "score": [0.5, None]})
+    document = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert document["meta"] == {"source": "é", "score": [0.5, None]}
+
+
+@pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}, torch.zeros(1)])
+def test_meta_values_are_json(model, saved, value):
+    before = (saved / FILE).read_bytes()
+    with refused(model, ConfigError, "meta_dict", "JSON", "Write meta_dict="):
+        model.save_adapter(saved, "a", meta_dict={"x": value})
+    assert (saved / FILE).read_bytes() == before
+
+
+# --- what does not fit ---
+
+
+def rewrite(folder, change=None, document=None, stem="adapter"):
+    """Change the tensors and the document of a checkpoint in place."""
+    found, tensors = files.read_tensors(folder / f"{stem}.safetensors")
+    if change is not None:
+        change(tensors)
+    if document is not None:
+        document(found)
+    files.write_tensors(folder / f"{stem}.safetensors", found, tensors)
+
+
+def test_every_difference_is_named_in_one_error(model, saved):
+    query = "encoder.layer.0.attention.self.query"
+
+    def spoil(tensors):
+        tensors["encoder.layer.7.attention.self.query/lora_A"] = torch.zeros(8, 32)
+        del tensors[f"{query}/lora_B"]
+        tensors[f"{query}/lora_A"] = torch.zeros(8, 48)
+        tensors["encoder.layer.1.attention.self.value/lora_A"] = torch.zeros(8, 32).half()
+
+    rewrite(saved, spoil)
+    with refused(
+        model,
+        CheckpointError,
+        f"load_adapter({str(saved)!r}): 4 differences from this BertAdapterModel; nothing has been",
+        "encoder.layer.7.attention.self.query/lora_A   in the file only",
+        f"{query}/lora_B   in the model only",
+        f"{query}/lora_A   file [8, 48]   model [8, 32]",
+        "dtype of 1 tensors   file torch.float16   model torch.float32",
+        "pass dtype=torch.float32 to convert",
+    ):
+        model.load_adapter(saved, load_as="b")
+
+
+def test_a_long_list_of_differences_is_cut(model, saved):
+    rewrite(saved, lambda tensors: tensors.update({f"x{i}/w": torch.ones(1) for i in range(24)}))
+    with refused(model, CheckpointError, "24 differences", "and 14 more"):
+        model.load_adapter(saved, load_as="b")
+
+
+def test_a_model_of_another_width_is_refused(model, saved, tiny):
+    config = tiny_config("bert")
+    config.hidden_size = 48
+    wide = AutoAdapterModel.from_config(config).eval()
+    with refused(wide, CheckpointError, "8 differences", "file [8, 32]   model [8, 48]"):
+        wide.load_adapter(saved)
+    other = tiny("gpt2")
+    with refused(other, CheckpointError, "16 differences", "in the file only", "in the model only"):
+        other.load_adapter(saved)
+
+
+@pytest.mark.parametrize("share", [0, 1, 7, 8, 100, 0.5, 0.99, 1 - 1e-9])
+def test_a_file_that_was_cut_is_refused(model, saved, share):
+    content = (saved / FILE).read_bytes()
+    size = share if isinstance(share, int) else int(share * len(content))
+    assert size < len(content)
+    (saved / FILE).write_bytes(content[:size])
+    with refused(model, CheckpointError, str(saved), "damaged", "Save or download it again"):
+        model.load_adapter(saved, load_as="b")
+
+
+def strange_name(document):
+    document["name"] = "../evil"
+
+
+def other_format(document):
+    document["format"] = "else"
+
+
+def from_the_future(document):
+    document["version"] = 99
+
+
+def version_is_text(document):
+    document["version"] = "1"
+
+
+def no_config(document):
+    document["config"] = None
+
+
+def unknown_architecture(document):
+    document["config"]["architecture"] = "lroa"
+
+
+def unknown_field(document):
+    document["config"]["rank"] = 8
+
+
+def huge_rank(document):
+    document["config"]["r"] = 10**9
+
+
+def evil_pattern(document):
+    document["config"]["target_modules"] = "("
+
+
+def head_of_nothing(document):
+    document["head"] = {"config": {"head_type": "nope"}}
+
+
+def head_is_text(document):
+    document["head"] = "classification"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (strange_name, ("'../evil'", "Write 'evil'")),
+        (other_format, ("format='else'", "Write a folder that save_adapter made")),
+        (from_the_future, ("version 99", "pip install -U adapterzoo")),
+        (version_is_text, ("not the native format", "Write a folder that save_adapter made")),
+        (no_config, ("no adapter config", "Save it again")),
+        (unknown_architecture, ("'lroa'", "Did you mean 'lora'?")),
+        (unknown_field, ("'rank'", "Its fields: ")),
+        (huge_rank, ("r=1000000000", "Write r=65536")),
+        (evil_pattern, ("target_modules='('", "Write a list of layer names")),
+        (head_of_nothing, ("'nope'", "Known head types: ")),
+        (head_is_text, ("'classification'", "with_head=False")),
+    ],
+)
+def test_a_document_that_is_wrong_is_refused(model, saved, spoil, says):
+    rewrite(saved, document=spoil)
+    error = CheckpointError
+    if spoil in (strange_name, unknown_field, huge_rank, evil_pattern):
+        error = ConfigError
+    elif spoil in (unknown_architecture, head_of_nothing):
+        error = UnknownNameError
+    load_as = None if spoil is strange_name else "b"
+    with refused(model, error, *says):
+        model.load_adapter(saved, load_as=load_as)
+
+
+def test_what_is_no_checkpoint_is_refused(model, tmp_path):
+    with refused(model, CheckpointError, str(tmp_path / "none"), "Write the folder that save_adapter"):
+        model.load_adapter(tmp_path / "none")
+    with refused(model, CheckpointError, str(tmp_path), "no such file", "Write the folder that"):
+        model.load_adapter(tmp_path)
+    with refused(model, CheckpointError, str(tmp_path), "Write the folder that save_all_adapters"):
+        model.load_all_adapters(tmp_path)
+    files.write_bytes(tmp_path / FILE, b"{}")
+    with refused(model, CheckpointError, str(tmp_path / FILE), "Save or download it again"):
+        model.load_adapter(tmp_path)
+
+
+# --- options of loading ---
+
+
+def test_a_taken_name_is_refused_unless_it_may_be_replaced(model, saved):
+    model.set_active_adapters("a")
+    with refused(model, DuplicateNameError, "'a'", "load_as='another_name' or overwrite_ok=True"):
+        model.load_adapter(saved)
+    before = snapshot(model)
+    stir(model, "a", seed=5)
+    model.load_adapter(saved, overwrite_ok=True)
+    lost = {k for k in changes(before, snapshot(model)) if not k.startswith("identity")}
+    assert not lost
+    with AdapterSetup("a"), refused(model, StateError, "'a'", "Leave the 'with AdapterSetup"):
+        model.load_adapter(saved, overwrite_ok=True)
+    model.merge_adapter("a")
+    with refused(model, StateError, "'a'", "Write reset_adapter() first"):
+        model.load_adapter(saved, overwrite_ok=True)
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", " a", "a.b"])
+def test_a_name_to_load_as_is_checked(model, saved, name):
+    with refused(model, ConfigError, repr(name), "Write "):
+        model.load_adapter(saved, load_as=name)
+    with refused(model, ConfigError, repr(name), "Write "):
+        model.add_adapter(name)
+
+
+def test_a_head_whose_name_is_taken_keeps_the_adapter_out(model, tmp_path):
+    model.add_classification_head("a")
+    model.save_adapter(tmp_path, "a")
+    model.delete_adapter("a")
+    with refused(model, DuplicateNameError, "a head of this name", "overwrite_ok=True"):
+        model.load_adapter(tmp_path)
+    model.load_adapter(tmp_path, with_head=False)
+    model.load_adapter(tmp_path, overwrite_ok=True)
+
+
+def test_an_adapter_that_cannot_be_put_keeps_its_head_out(model, tmp_path, tiny):
+    model.add_classification_head("a")
+    model.save_adapter(tmp_path, "a")
+    other = tiny()
+    other.base_model.encoder.layer[1].attention.self.value.adapters = "mine"
+    with refused(other, StateError, "an attribute 'adapters' of its own", "exclude_modules"):
+        other.load_adapter(tmp_path)
+    with refused(other, StateError, "an attribute 'adapters' of its own", "exclude_modules"):
+        other.add_adapter("a", "lora")
+    other.add_adapter("a", "seq_bn")
+    with refused(other, StateError, "an attribute 'adapters' of its own", "exclude_modules"):
+        other.add_adapter("a", "lora", overwrite_ok=True)
+    other.add_adapter("b", LoRAConfig(exclude_modules=["encoder.layer.1.attention.self.value"]))
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("bert", "lora"), ("bert", "seq_bn|lora"), ("bert", "double_seq_bn"),
+     ("mixtral", CONFIGS["experts"]), ("gpt2", "lora"), ("t5", "seq_bn[leave_out=[3]]")],
+)  # fmt: skip
+def test_blocks_can_be_left_out(tiny, tmp_path, family, config):
+    model, other = tiny(family), tiny(family)
+    model.add_adapter("a", config)
+    stir(model, "a")
+    model.save_adapter(tmp_path, "a")
+    own = model.get_adapter("a")
+    out = 1
+    other.load_adapter(tmp_path, leave_out=[out], set_active=True)
+    assert sorted(other.get_adapter("a")) == sorted(set(own) - {out})
+    kept = {
+        k: v
+        for path, k, v in (
+            (k.split("/")[0], k, v) for k, v in adapter_bits(model, "a").items()
+        )
+        if path in dict(other.adapter_modules("a"))
+    }  # fmt: skip
+    assert adapter_bits(other, "a") == kept
+    model.set_active_adapters("a", skip_layers=[out])
+    assert same_bits(output(model), output(other))
+    other.save_adapter(tmp_path / "less", "a")
+    again = tiny(family)
+    again.load_adapter(tmp_path / "less", set_active=True)
+    assert same_bits(output(again), output(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_dtype_is_asked_for(model, saved, tiny, dtype):
+    half = tiny().to(dtype)
+    with refused(
+        half, CheckpointError, f"dtype of 8 tensors   file torch.float32   model {dtype}",
+        f"pass dtype={dtype}",
+    ):  # fmt: skip
+        half.load_adapter(saved)
+    half.load_adapter(saved, dtype=dtype, set_active=True)
+    for (_, mine), (_, theirs) in zip(
+        half.adapter_modules("a"), model.adapter_modules("a"), strict=True
+    ):
+        for key, tensor in mine.state_dict().items():
+            assert same_bits(tensor, theirs.state_dict()[key].to(dtype))
+    assert output(half).dtype is dtype
+    half.load_adapter(saved, load_as="b", dtype=torch.float32, set_active=True)
+    assert adapter_bits(half, "b") == adapter_bits(model, "a")
+    assert output(half).dtype is dtype
+    half.save_adapter(saved, "a")
+    with refused(model, CheckpointError, f"file {dtype}   model torch.float32", "pass dtype="):
+        model.load_adapter(saved, load_as="b")
+
+
+def test_labels_can_be_renamed_on_loading(model, tmp_path, tiny):
+    model.add_classification_head("a", num_labels=2)
+    model.save_adapter(tmp_path, "a")
+    other = tiny()
+    other.load_adapter(tmp_path, id2label={0: "no", 1: "yes"})
+    assert other.get_labels_dict("a") == {0: "no", 1: "yes"}
+    with refused(other, ConfigError, "label2id", "Write id2label="):
+        other.load_adapter(tmp_path, load_as="b", id2label={5: "no"})
+
+
+def test_loading_all_is_all_or_nothing(model, tmp_path, tiny):
+    for name in ("b", "c"):
+        model.add_adapter(name, "seq_bn")
+        model.add_classification_head(name)
+    model.save_all_adapters(tmp_path)
+    other = tiny()
+    other.add_adapter("c", "lora")
+    with refused(other, DuplicateNameError, "'c'", "load_as="):
+        other.load_all_adapters(tmp_path)
+    other.delete_adapter("c")
+    (tmp_path / "c" / FILE).write_bytes(b"")
+    with refused(other, CheckpointError, "damaged", "Save or download it again"):
+        other.load_all_adapters(tmp_path)
+    # a copy of a folder holds the same name
+    for file in (tmp_path / "b").iterdir():
+        (tmp_path / "c" / file.name).write_bytes(file.read_bytes())
+    with refused(other, DuplicateNameError, "'b'", "load_adapter"):
+        other.load_all_adapters(tmp_path)
+
+
+# --- heads ---
+
+
+def test_a_head_goes_alone(model, tmp_path, tiny):
+    model.add_classification_head("task", num_labels=3, id2label={0: "x", 1: "y", 2: "z"})
+    model.add_classification_head("task2")
+    model.add_tagging_head("tags")
+    model.save_head(tmp_path / "h", "task")
+    assert sorted(load_file(tmp_path / "h" / "head.safetensors")) == [
+        f"head//{key}" for key in sorted(head_bits(model, "task"))
+    ]
+    other = tiny()
+    assert other.load_head(tmp_path / "h") == "task"
+    assert other.active_head == "task"
+    assert other.load_head(tmp_path / "h", load_as="t") == "t"
+    for name in ("task", "t"):
+        assert head_bits(other, name) == head_bits(model, "task")
+        assert other.get_labels_dict(name) == {0: "x", 1: "y", 2: "z"}
+    with refused(other, DuplicateNameError, "'t'", "overwrite_ok=True"):
+        other.load_head(tmp_path / "h", load_as="t")
+    model.active_head = "task"
+    assert same_bits(output(model), output(other))
+    model.save_all_heads(tmp_path / "all")
+    assert sorted(p.name for p in (tmp_path / "all").iterdir()) == ["tags", "task", "task2"]
+    rewrite(tmp_path / "h", lambda t: t.popitem(), stem="head")
+    with refused(other, CheckpointError, "1 difference from this", "in the model only"):
+        other.load_head(tmp_path / "h", load_as="u")
+
+
+def test_a_tied_head_leaves_the_embedding_out(tiny, tmp_path):
+    model, other = tiny("gpt2"), tiny("gpt2")
+    model.add_causal_lm_head("lm", layers=1)
+    model.add_adapter("lm", "lora")
+    model.save_adapter(tmp_path, "lm")
+    assert not [k for k, t in load_file(tmp_path / FILE).items() if 99 in t.shape and t.dim() == 2]
+    other.load_adapter(tmp_path, set_active=True)
+    model.set_active_adapters("lm")
+    assert other.get_output_embeddings().weight is other.get_input_embeddings().weight
+    assert same_bits(output(model), output(other))
+
+
+def static(seed):
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        config = tiny_config("bert")
+        return init(AutoModelForSequenceClassification.from_config(config)).eval()
+
+
+def test_a_static_head_goes_with_the_adapter(tiny, tmp_path):
+    model, other = static(0), static(0)
+    with torch.no_grad():
+        model.classifier.weight.fill_(0.5)
+    model.add_adapter("a", "lora", set_active=True)
+    stir(model, "a")
+    model.save_adapter(tmp_path, "a")
+    other.load_adapter(tmp_path, set_active=True)
+    assert same_bits(output(model), output(other))
+    model.save_head(tmp_path / "head")
+    third = static(1)
+    third.load_head(tmp_path / "head")
+    assert same_bits(third.classifier.weight, model.classifier.weight)
+    named = tiny()
+    with refused(named, CheckpointError, "BertForSequenceClassification", "with_head=False"):
+        named.load_adapter(tmp_path)
+    named.add_adapter("n", "lora")
+    named.add_classification_head("n")
+    named.save_adapter(tmp_path / "named", "n")
+    with refused(model, CheckpointError, "named head", "with_head=False"):
+        model.load_adapter(tmp_path / "named")
+    named.load_adapter(tmp_path, with_head=False)
+
+
+def test_a_layer_called_head_is_no_head(tmp_path):
+    class Tiny(torch.nn.Module):
+        pass
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Config(PretrainedConfig):
+        model_type = "headed"
+        hidden_size = 8
+
+    class Model(PreTrainedModel):
+        config_class = Config
+        base_model_prefix = ""
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.head = torch.nn.Linear(8, 8)
+            self.post_init()
+
+        def forward(self, x):
+            return (self.head(x),)
+
+    model, other = init(Model(Config())), init(Model(Config()))
+    model.add_adapter("a", LoRAConfig(target_modules=["head"]))
+    stir(model, "a")
+    model.save_adapter(tmp_path, "a")
+    other.load_adapter(tmp_path)
+    assert adapter_bits(other, "a") == adapter_bits(model, "a")
+
+
+def test_no_head_to_save(model, tiny, tmp_path):
+    with refused(model, StateError, "save_head(", "Write its name"):
+        model.save_head(tmp_path)
+    base = init(tiny().base_model)
+    with refused(base, StateError, "no head to save", "Write add_classification_head("):
+        base.save_head(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- whole models ---
+
+
+@pytest.mark.parametrize("options", [{}, {"low_cpu_mem_usage": True}, {"dtype": torch.bfloat16}])
+def test_a_whole_model_goes_round(tiny, tmp_path, options):
+    model = tiny()
+    for name, config in {"a": "lora", "b": "par_bn", "c": "seq_bn|lora"}.items():
+        model.add_adapter(name, config)
+        stir(model, name, seed=ord(name))
+    model.add_classification_head("a", num_labels=3)
+    model.add_tagging_head("t")
+    # transformers notes these in the config on saving
+    model.config.architectures, model.config.dtype = [type(model).__name__], torch.float32
+    before = snapshot(model)
+    model.save_pretrained(tmp_path)
+    assert not changes(before, snapshot(model))
+    loaded = AutoAdapterModel.from_pretrained(tmp_path, **options).eval()
+    assert not [n for n, t in loaded.state_dict().items() if t.is_meta]
+    assert list(loaded.adapters_config.items()) == list(model.adapters_config.items())
+    assert loaded.get_prediction_heads_config() == model.get_prediction_heads_config()
+    dtype = options.get("dtype", torch.float32)
+    theirs = loaded.state_dict()
+    assert list(theirs) == list(model.state_dict())
+    wrong = [k for k, t in model.state_dict().items() if not same_bits(t.to(dtype), theirs[k])]
+    assert not wrong
+    if not options:
+        for name in "abc":
+            for m in (model, loaded):
+                m.set_active_adapters(name)
+                m.active_head = "t"
+            assert same_bits(output(model), output(loaded))
+
+
+def test_an_adapter_is_loaded_into_a_model_made_without_memory(model, saved, tmp_path, tiny):
+    tiny().save_pretrained(tmp_path / "base")
+    for options in ({}, {"low_cpu_mem_usage": True}):
+        loaded = AutoAdapterModel.from_pretrained(tmp_path / "base", **options).eval()
+        loaded.load_adapter(saved, set_active=True)
+        assert not [n for n, t in loaded.state_dict().items() if t.is_meta]
+        model.set_active_adapters("a")
+        assert same_bits(output(model), output(loaded))
+
+
+# --- what it costs ---
+
+
+def calls(run):
+    """How many functions are called: the same on every machine."""
+    count = 0
+
+    def seen(_frame, event, _argument):
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_loading_the_20th_adapter_costs_what_the_second_did(model, saved):
+    costs = [calls(lambda i=i: model.load_adapter(saved, load_as=f"b{i:02}")) for i in range(20)]
+    assert costs[-1] <= 1.02 * costs[1], costs
+    # and the helper sees a cost that grows
+    walks = [calls(lambda i=i: list(model.named_modules()) * i) for i in (1, 2)]
+    assert walks[0] > 100
+
+
+def test_loading_is_linear_in_the_number_of_layers(tmp_path):
+    costs = {}
+    for layers in (4, 16):
+        config = tiny_config("bert")
+        config.num_hidden_layers = layers
+        deep = AutoAdapterModel.from_config(config)
+        deep.add_adapter("a", "lora")
+        folder = tmp_path / str(layers)
+        deep.save_adapter(folder, "a")
+        deep.load_adapter(folder, load_as="b")
+        costs[layers] = calls(lambda d=deep, f=folder: d.load_adapter(f, load_as="c"))
+    assert costs[16] <= 4.1 * costs[4], costs
+
+
+def test_two_threads_may_save_to_one_folder(model, tmp_path):
+    model.add_adapter("b", SeqBnConfig())
+    stir(model, "b")
+    start = threading.Barrier(2)
+    failed = []
+
+    def save(name):
+        try:
+            start.wait(timeout=30)
+            for _ in range(10):
+                model.save_adapter(tmp_path, name)
+        except BaseException as error:  # noqa: BLE001 - shown by the assertion below
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not failed
+    name = model.load_adapter(tmp_path, load_as="c") and files.read_tensors(tmp_path / FILE)[0]["name"]
+    assert adapter_bits(model, "c") == adapter_bits(model, name)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "adapter_config.json"]
