@@ -285,7 +285,13 @@ def _show_signature(made: type[AdapterModel], generating: type | None) -> None:
     theirs = inspect.signature(made.backbone_class.forward).parameters
     shown = [p for p in theirs.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     shown = [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in shown]
-    labels = [own["head"].replace(name=n) for n in HeadsMixin.label_arguments()]
+    # Trainer takes every argument with "label" in its name for one that must be there: the rarer
+    # ones go through kwargs
+    labels = [
+        own["head"].replace(name=name)
+        for name in HeadsMixin.label_arguments()
+        if name == "labels" or "label" not in name
+    ]
     extra = [own["head"], *labels]
     if "logits_to_keep" in inspect.signature(getattr(generating, "forward", _blank)).parameters:
         extra.append(own["head"].replace(name="logits_to_keep"))

@@ -48,13 +48,14 @@ class Default:
 class Selection(threading.local):
     """What is active, as the calling thread sees it."""
 
-    def __init__(self, default: Default | None = None) -> None:
-        """Start with a default plan; runs anew, with the same default, in each thread.
+    def __init__(self, default: Default) -> None:
+        """Start with a default plan; runs anew, with the same argument, in each thread.
 
         Args:
-            default: shared by all threads.
+            default: shared by all threads. It must be given: what was made here would be made
+                anew, and empty, in each thread.
         """
-        self.default = default if default is not None else Default()
+        self.default = default
         self.override: Plan | None = None
         # what blocks further out will bring back, outermost first
         self._outer: list[Plan | None] = []

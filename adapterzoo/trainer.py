@@ -154,6 +154,12 @@ class AdapterTrainer(Trainer):
         self._take(model)
         return model
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """The accelerator, as `Trainer` makes it."""
+        super().create_accelerator_and_postprocess()
+        # the losses are divided here; older releases of transformers let accelerate do it again
+        self.accelerator.gradient_accumulation_steps = 1
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer, as `Trainer` makes it, of a model that is ready to be trained.
 
@@ -269,7 +275,11 @@ class AdapterTrainer(Trainer):
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
-        loss = loss * share if share != 1.0 else loss
+        if share == 0.0 and "logits" in outputs:
+            # the mean over no label is not a number, and neither is its gradient
+            loss = outputs["logits"].sum() * 0.0
+        elif share != 1.0:
+            loss = loss * share
         return (loss, outputs) if return_outputs else loss
 
     def _share(self, inputs: Mapping[str, Any]) -> float:

@@ -15,12 +15,13 @@ from adapterzoo.inject import Shelf
 from adapterzoo.names import check_name
 
 LEGAL = [
-    "a", "sst-2", "my task", "é", "任务", "lora", "train", "type", "adapters", "heads", "0",
-    "a" * 128, "__class__", "forward", "-", "{}", "%s",
+    "a", "sst-2", "my task", "é", "任务", "lora", "adapters", "heads", "head", "mlp", "query", "0",
+    "a" * 128, "-", "{}", "%s", "a+b", "a$", "^a", "weight", "lora_A", "trained", "Train",
 ]  # fmt: skip
 ILLEGAL = [
     "", ".", "..", "a/b", "../a", "/etc/passwd", "a\\b", "C:a", "a.b", "a,b", "a|b", "a[0]", "*",
     "a?", 'a"', "a'", "<a>", "a;b", " a", "a ", "\ta", "a\n", "a\nb", "a\0", "\x7f", "a" * 129,
+    "(a)", "train", "type", "forward", "keys", "pop", "training", "__class__", "_modules",
 ]  # fmt: skip
 
 
@@ -55,6 +56,8 @@ def test_names_are_strings(name):
 @example("a\u2028")
 @example("\u00a0a")
 @example("..\u00b7")
+@example("train")
+@example("values")
 def test_what_is_legal_stays_one_folder_and_one_key(name):
     try:
         check_name("f", name)
@@ -70,3 +73,5 @@ def test_what_is_legal_stays_one_folder_and_one_key(name):
     shelf = Shelf()
     shelf[name] = nn.Linear(1, 1)
     assert list(shelf.state_dict()) == [f"{name}.weight", f"{name}.bias"]
+    # as transformers finds it
+    assert getattr(shelf, name) is shelf[name] is shelf.get_submodule(name)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .layouts import parts_of
+from .names import below, parent
 from .patterns import (
     ARCHITECTURES,
     ASIDE,
@@ -141,7 +142,8 @@ def _read(branch: Branch, stack: str) -> Block:
             cross=roles[shape.path, shape.parameter] in ATTENTION_ROLES
             and CROSS.search(f"{stack.rpartition('.')[2]}.{shape.path}") is not None,
             parameter=shape.parameter,
-            transposed=shape.transposed, experts=shape.experts,
+            transposed=shape.transposed,
+            experts=shape.experts,
         )
         for shape in shapes
     )
@@ -199,7 +201,7 @@ def _shapes(branch: Branch, row: Row) -> Iterator[_Shape]:
     """Every layer below the branch that has a weight matrix."""
     torch_attention = {p for p, m in branch.modules if isinstance(m, nn.MultiheadAttention)}
     for path, module in branch.modules:
-        if path not in torch_attention and _parent(path) in torch_attention:
+        if path not in torch_attention and parent(path) in torch_attention:
             continue
         if isinstance(module, nn.Embedding):
             yield _Shape(path, "embedding", module.num_embeddings, module.embedding_dim)
@@ -207,9 +209,10 @@ def _shapes(branch: Branch, row: Row) -> Iterator[_Shape]:
             yield from _fused(path, module, row)
         elif row.functional and re.fullmatch(row.functional, path):
             owner, _, name = path.rpartition(".")
-            yield _Shape(owner, "linear", *linear[:2], f"{name}.weight", linear[2])
+            yield _Shape(owner, "linear", linear[0], linear[1], f"{name}.weight", linear[2])
         else:
-            yield _Shape(path, "linear", *linear[:2], None, linear[2])
+            d_in, d_out, transposed = linear
+            yield _Shape(path, "linear", d_in, d_out, None, transposed)
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
@@ -232,7 +235,8 @@ def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
         # torch reads its weights and never calls a module, the output projection's either
         d_out, d_in = module.in_proj_weight.shape
         yield _Shape(path, "linear", d_in, d_out, "in_proj_weight")
-        yield _Shape(path, "linear", *module.out_proj.weight.shape[::-1], "out_proj.weight")
+        d_out, d_in = module.out_proj.weight.shape
+        yield _Shape(path, "linear", d_in, d_out, "out_proj.weight")
         return
     if any(re.fullmatch(pattern, path) for pattern in row.experts):
         _, d_out, d_in = next(module.parameters(recurse=False)).shape
@@ -274,7 +278,7 @@ def _projection(shape: _Shape, row: Row) -> Role:
     if special := [role for pattern, role in named.items() if re.fullmatch(pattern, path)]:
         return special[0]
     if shape.kind == "experts":
-        return EXPERTS[shape.parameter] if shape.parameter in EXPERTS else "other"
+        return EXPERTS.get(shape.parameter or "", "other")
     if shape.kind == "embedding" or ASIDE.search(path):
         return "other"
     found = [role for role, names in ATTENTION_IN if names.search(path)]
@@ -285,7 +289,7 @@ def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None],
     row = _row(branch)
     roles = {(shape.path, shape.parameter): _projection(shape, row) for shape in shapes}
     linears = [s for s in shapes if s.kind == "linear" and s.parameter is None]
-    cores = [_parent(p) if not m else p for (p, m), r in roles.items() if r in ATTENTION_ROLES[:4]]
+    cores = [parent(p) if not m else p for (p, m), r in roles.items() if r in ATTENTION_ROLES[:4]]
     inner: set[str] = set()
     for core in dict.fromkeys(cores):
         root, outs = _way_out(core, linears, roles, row)
@@ -295,10 +299,14 @@ def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None],
     fixed = {s.path for s in linears if any(re.fullmatch(p, s.path) for p in row.roles)}
     for shape in linears:
         free = roles[shape.path, None] == "other" and shape.path not in fixed
-        if free and not _below(shape.path, inner) and not ASIDE.search(shape.path):
+        if (
+            free
+            and not any(below(shape.path, root) for root in inner)
+            and not ASIDE.search(shape.path)
+        ):
             roles[shape.path, None] = _mlp_role(shape.path)
     for key, role in roles.items():
-        beside = {r for k, r in roles.items() if _parent(k[0]) == _parent(key[0])}
+        beside = {r for k, r in roles.items() if parent(k[0]) == parent(key[0])}
         if role == "mlp_gate" and "mlp_in" not in beside:
             # a plain feed-forward part that only bears the name (TimesFM)
             roles[key] = "mlp_in"
@@ -315,22 +323,22 @@ def _way_out(
     """
     root = core
     while True:
-        below = [
+        inside = [
             s.path
             for s in linears
-            if _below(s.path, {root})
+            if below(s.path, root)
             and roles[s.path, None] in ("other", "attention_out")
             and not ASIDE.search(s.path)
         ]
-        named = [p for p in below if roles[p, None] == "attention_out"]
+        named = [p for p in inside if roles[p, None] == "attention_out"]
         if named:
             return root, named
         for names in ATTENTION_OUT:
-            if found := [path for path in below if names.search(path.removeprefix(f"{root}."))]:
+            if found := [path for path in inside if names.search(path.removeprefix(f"{root}."))]:
                 return root, found[:1] if len(found) > 1 and root != core else found
-        if not root or not _parent(root):
+        if not root or not parent(root):
             return core, []
-        root = _parent(root)
+        root = parent(root)
 
 
 def _mlp_role(path: str) -> Role:
@@ -369,11 +377,3 @@ def _why_none(tree: Tree) -> str:
     if any(isinstance(module, nn.Conv2d) for _, module in tree.branch("").modules):
         return "a convolutional network: no block with attention"
     return "no container of blocks with attention"
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _below(path: str, roots: set[str]) -> bool:
-    return any(not root or path == root or path.startswith(f"{root}.") for root in roots)

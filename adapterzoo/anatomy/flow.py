@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
-from .patterns import NORM_CLASS
+from .norms import NORM_CLASS
 from .sites import Block, SubLayer
 
 Sum = Mapping[int, float]
@@ -48,7 +48,7 @@ class _Flow(TorchDispatchMode):
     """Follows the sums of atoms through every operator."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # tensors are kept, so that no two of them ever have the same id
         self._sums: dict[int, tuple[Tensor, Sum]] = {}
         self._atoms = 0
@@ -71,9 +71,7 @@ class _Flow(TorchDispatchMode):
         self._atoms += 1
         return {self._atoms: 1.0}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             # a question about values, such as whether all tokens are real: yes
             return True if args[0].dtype is torch.bool else 1
@@ -100,7 +98,7 @@ class _Flow(TorchDispatchMode):
             if name in ("cat", "stack"):
                 moved = [max(moved, key=Tensor.numel)]
             return self.sum_of(moved[1] if name == "copy_" and len(moved) > 1 else moved[0])
-        if name in _ADD and len(tensors) == 2 and result.is_floating_point():
+        if name in _ADD and len(tensors) == 2 and tensors[0].is_floating_point():
             one, other = map(self.sum_of, tensors)
             total = _plus(one, other, float(kwargs.get("alpha", 1)))
             self.additions.append(total)

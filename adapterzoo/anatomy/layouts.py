@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from .names import nearness
 from .patterns import FUSED, Row
 from .sites import Role, Rows, Site
 from .tree import Branch
@@ -51,13 +52,8 @@ def _inner(site: Site, sites: tuple[Site, ...]) -> int:
     """Features that reach the projection behind this layer: d_in of the nearest one."""
     behind = "attention_out" if site.role == "qkv" else "mlp_out"
     outs = [s for s in sites if s.role == behind and s.kind == site.kind]
-    near = max(outs, key=lambda s: _shared(s.path, site.path), default=None)
+    near = max(outs, key=lambda s: nearness(s.path, site.path), default=None)
     return near.d_in if near else 0
-
-
-def _shared(one: str, other: str) -> int:
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), 99)
 
 
 def _consecutive(roles: tuple[Role, ...], sizes: tuple[int, ...], groups: int = 1) -> Split:

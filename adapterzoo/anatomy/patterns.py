@@ -1,4 +1,4 @@
-"""The tables of anatomy: how layers and norms are called, and the architectures that differ.
+"""The tables of anatomy: how layers are called, and the architectures that differ.
 
 Names are read as paths below the block, e.g. `attention.self.query`. A pattern must match the
 end of the path; dimensions then confirm what the name says. `ARCHITECTURES` holds one row for
@@ -10,16 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
+from .names import tail
+from .norms import Place
 from .sites import Role, SubLayerKind
-
-
-def _tail(*names: str) -> re.Pattern[str]:
-    """Matches paths that end in one of the names (each a regular expression)."""
-    # some models wrap each linear in a module of its own: `q_proj.linear`
-    return re.compile(rf"(?:^|\.)(?:{'|'.join(names)})(?:\.linear)?$")
-
 
 # layers that steer, gate, route or encode positions: never a role, whatever their last name
 ASIDE = re.compile(
@@ -33,28 +27,28 @@ ASIDE = re.compile(
 ATTENTION_IN: tuple[tuple[Role, re.Pattern[str]], ...] = (
     (
         "query",
-        _tail(
+        tail(
             "q", "query", "q_proj", "query_proj", "q_lin", "linear_q", "to_q", "to_query",
             "project_q", "projection_query", "Wq", "q_b_proj", "queries", "query_key",
         ),
     ),
     (
         "key",
-        _tail(
+        tail(
             "k", "key", "k_proj", "key_proj", "k_lin", "linear_k", "to_k", "to_key",
             "project_k", "projection_key", "Wk",
         ),
     ),
     (
         "value",
-        _tail(
+        tail(
             "v", "value", "v_proj", "value_proj", "v_lin", "linear_v", "to_v", "to_value",
             "project_v", "projection_value", "Wv",
         ),
     ),
     (
         "qkv",
-        _tail(
+        tail(
             "qkv", "qkv_proj", "c_attn", "Wqkv", "query_key_value", "att_proj", "in_proj_qkvz?",
             "queries_keys_values", "keys_values", "to_kv", "kv_proj", "kv_b_proj",
             r"attention\.self\.in_proj",
@@ -64,17 +58,17 @@ ATTENTION_IN: tuple[tuple[Role, re.Pattern[str]], ...] = (
 
 # the way out of attention, looked for only where attention was found; the first match wins
 ATTENTION_OUT: tuple[re.Pattern[str], ...] = (
-    _tail("o", "o_proj", "o_b_proj", "out_proj", "out_lin", "linear_out", "to_out", "attention_out",
+    tail("o", "o_proj", "o_b_proj", "out_proj", "out_lin", "linear_out", "to_out", "attention_out",
           "Wo", "wo", "c_proj", "projection_layer", "output_proj", "final"),
-    _tail("output", r"\w*output\.dense", "projection", "dense", "proj", "post"),
+    tail("output", r"\w*output\.dense", "projection", "dense", "proj", "post"),
 )  # fmt: skip
 
 # the feed-forward part, looked for only outside of attention
 MLP: tuple[tuple[Role, re.Pattern[str]], ...] = (
-    ("mlp_gate", _tail("gate_proj", "w1", "wi_0", r"w_in\.w_0", "proj_up_gate")),
+    ("mlp_gate", tail("gate_proj", "w1", "wi_0", r"w_in\.w_0", "proj_up_gate")),
     (
         "mlp_in",
-        _tail(
+        tail(
             "fc1", "fc1.proj", "up_proj", "gate_up_proj", "lin1", "linear1", "c_fc", "fc_in",
             "dense_h_to_4h", "wi", "wi_1", "w3", "Wi", "linear_fc1", "proj_in", "dense1", "in_proj",
             "ffn", r"\w*intermediate\w*\.dense", "intermediate", "intermediate_dense",
@@ -84,7 +78,7 @@ MLP: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ),
     (
         "mlp_out",
-        _tail(
+        tail(
             "fc2", "down_proj", "lin2", "linear2", "c_proj", "fc_out", "dense_4h_to_h", "wo", "w2",
             "Wo", "linear_fc2", "proj_out", "dense2", "out_proj", "ffn_output", "output",
             r"\w*output\w*\.dense", "output_dense", "ffw_layer_2", "w_out", "output_linear",
@@ -95,13 +89,13 @@ MLP: tuple[tuple[Role, re.Pattern[str]], ...] = (
 
 # fused projections of attention, by name, to the layout of `layouts.LAYOUTS`
 FUSED: tuple[tuple[re.Pattern[str], str], ...] = (
-    (_tail("query_key_value", r"attention\.self\.in_proj"), "q, k, v per head"),
-    (_tail("in_proj_qkv"), "q, k, v of linear attention"),
-    (_tail("in_proj_qkvz"), "q, k, v, z per head"),
-    (_tail("kv_b_proj"), "k, v per head"),
-    (_tail("to_kv", "kv_proj"), "k, v"),
-    (_tail("queries_keys_values", "keys_values"), "levit"),
-    (_tail("qkv", "qkv_proj", "c_attn", "Wqkv", "att_proj", "in_proj_weight"), "q, k, v"),
+    (tail("query_key_value", r"attention\.self\.in_proj"), "q, k, v per head"),
+    (tail("in_proj_qkv"), "q, k, v of linear attention"),
+    (tail("in_proj_qkvz"), "q, k, v, z per head"),
+    (tail("kv_b_proj"), "k, v per head"),
+    (tail("to_kv", "kv_proj"), "k, v"),
+    (tail("queries_keys_values", "keys_values"), "levit"),
+    (tail("qkv", "qkv_proj", "c_attn", "Wqkv", "att_proj", "in_proj_weight"), "q, k, v"),
 )
 
 # parameters that hold the weights of all experts of a layer in one tensor
@@ -113,77 +107,6 @@ EXPERTS: Mapping[str, Role] = {
 }
 
 CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
-NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
-NORM_NAME = re.compile(r"(norm|(^|_)ln)(_?\d+)?$|^ln_|^norm|layer_?norm", re.IGNORECASE)
-
-# where a norm stands: in front of its sub-layer, on the sub-layer's output, behind the
-# addition; "at": in front or behind, which only the block's style decides
-Place = Literal["pre", "branch", "post", "at", "after"]
-
-NORM_PLACES: tuple[tuple[re.Pattern[str], Place, SubLayerKind], ...] = (
-    (
-        _tail(
-            "input_layernorm", "input_rmsnorm", "layernorm_before", "layer_norm_before",
-            r"pre_(?:self_)?(?:attn|attention|sa)_(?:layer_?)?norm", "norm_pre_attn",
-            "layernorm_before_attention", "attention_norm", "attn_norm", "operator_norm",
-            "norm_self_att", "layer_norm_att", "attention_layernorm", "temporal_pre_norm",
-            "norm_mlstm", "q_input_layernorm", "pre_attn_norm", "layernorm1", "^norm",
-            "input_latents_norm",
-        ),
-        "pre",
-        "attention",
-    ),
-    (_tail("pre_ca_norm", "pre_cross_attn_layernorm"), "pre", "cross"),
-    (
-        _tail(
-            r"pre_(?:feedforward|mlp|ff)_(?:layer_?)?norm", "layernorm_after", "layer_norm_after",
-            "feedforward_layernorm", "ffn_norm", "channel_pre_norm", "layernorm_before_ffn",
-            "norm_ffn", "mlp_norm", r"norm_feed_forward\d", r"ffn\d_layer_norm", r"layernorm",
-        ),
-        "pre",
-        "mlp",
-    ),
-    (_tail("post_attention_layernorm", "post_attention_rmsnorm", "post_sa_norm"), "after",
-     "attention"),
-    (_tail("post_self_attn_layernorm", "post_norm1", "norm_post_attn", "post_operator_norm"),
-     "branch", "attention"),
-    (_tail("post_cross_attn_layernorm"), "branch", "cross"),
-    (_tail("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2", "post_ffn_norm"),
-     "branch", "mlp"),
-    (_tail(r"(?:cross\w*)\.output\.\w*[nN]orm"), "post", "cross"),
-    (_tail(r"\w*att\w*\.\w*output\.\w*[nN]orm"), "post", "attention"),
-    (_tail(r"\w*output\w*\.(?:LayerNorm|layer_norm)"), "post", "mlp"),
-    (_tail(r"\w*(?:encoder_attn|cross)\w*_layer_?norm"), "at", "cross"),
-    (_tail("self_attn_layer_norm", "sa_layer_norm", "^layer_norm"), "at", "attention"),
-    (
-        _tail(
-            "final_layer_norm", "ffn_layer_norm", "ff_layer_norm", "feed_forward_layer_norm",
-            "mlp_layer_norm", "output_layer_norm", "full_layer_layer_norm", "final_layernorm",
-        ),
-        "at",
-        "mlp",
-    ),
-)  # fmt: skip
-
-NUMBERED = re.compile(r"^(?!post)\w*(?:norm|ln)_?[1-4]$")
-
-# norms inside of attention or of the feed-forward part: not of the stream
-INNER_NORM = re.compile(r"^(q|k|kv|q_a|kv_a|o|v|inner_attn|ffn|attn_sub|ffn_sub|multihead)_|^norm$|expert")
-
-# what changes a sub-layer's output in front of the addition, beside norms: learned gains and
-# short convolutions
-SCALES: tuple[tuple[re.Pattern[str], SubLayerKind], ...] = (
-    (_tail("layer_scale1", "self_attn_layer_scale", "post_attention_convolution"), "attention"),
-    (_tail("layer_scale2", "mlp_layer_scale", "post_mlp_convolution"), "mlp"),
-)
-
-WIDENED = "the residual path beside attention is a projection to another width"
-
-# a norm behind the last block: beside the stack, and not one of the embedding
-FINAL_NORM = re.compile(
-    r"^(?!.*emb)(?!.*(pre|input))(\w*layer_?norm\w*|\w*norm|ln_f|ln_post|norm_f|final_\w*norm)$",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,8 +321,12 @@ ARCHITECTURES: Mapping[str, Row] = {
     "Sam3TrackerVideoTwoWayAttentionBlock": _QUERIES,
     "SamHQTwoWayAttentionBlock": _QUERIES,
     "SamTwoWayAttentionBlock": _QUERIES,
-    "SeamlessM4TConformerAdapterLayer": Row(mixed=_ATTENTION, note="attention reads a convolution of the stream"),
-    "SeamlessM4Tv2ConformerAdapterLayer": Row(mixed=_ATTENTION, note="attention reads a convolution of the stream"),
+    "SeamlessM4TConformerAdapterLayer": Row(
+        mixed=_ATTENTION, note="attention reads a convolution of the stream"
+    ),
+    "SeamlessM4Tv2ConformerAdapterLayer": Row(
+        mixed=_ATTENTION, note="attention reads a convolution of the stream"
+    ),
     "SeamlessM4Tv2TextToUnitDecoderLayer": _POST,
     "sew": _POST,
     "speecht5": _POST,

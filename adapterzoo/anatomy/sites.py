@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import SiteError
+from adapterzoo.errors import SiteError
 
 Role = Literal[
     "query",

@@ -51,6 +51,7 @@ class Line:
     wrong: str = ""
 
 
+NEEDS_PACKAGE = "not built: needs a package that is not installed"
 # models with attention that has no layers to adapt, or that is no stack of blocks
 _UNREADABLE = {
     "ibert": "its quantised layers pass scaling factors beside their output",
@@ -81,7 +82,7 @@ def _build(model_type: str) -> nn.Module | str:
             warnings.simplefilter("ignore")
             model: nn.Module = AutoModel.from_config(config)
     except ImportError:
-        return "not built: needs a package that is not installed"
+        return NEEDS_PACKAGE
     except Exception as error:  # noqa: BLE001 - default configurations fail in every way
         return f"not built from its default configuration: {type(error).__name__}"
     return model.eval()
@@ -98,7 +99,9 @@ def line(model_type: str, model: nn.Module) -> Line:
         kinds.setdefault(likeness(block), block)
     gaps = sorted({gap for block in kinds.values() for gap in _gaps(block)})
     notes = sorted({block.note for block in kinds.values() if block.note})
-    verdicts = proof(model, anatomy, kinds.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verdicts = proof(model, anatomy, kinds.values())
     wrongs = sorted({v for v in verdicts.values() if v and "not called" not in v})
     styles = {"post" if b.post_norm else "pre" for b in kinds.values() if b.sublayers}
     found = {s.role for b in kinds.values() for s in (*b.sites, *b.parts)}

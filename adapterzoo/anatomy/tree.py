@@ -29,7 +29,7 @@ class Tree:
         return [name for name in names if name in self.modules]
 
     def branch(self, path: str, only: tuple[str, ...] = ()) -> Branch:
-        """The modules below a path; only those below some of its descendants, if these are given."""
+        """The modules below a path; `only` those below some of its descendants, if given."""
         return Branch(self, path, only)
 
     def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:

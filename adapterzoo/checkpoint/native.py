@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapterzoo.errors import CheckpointError
 
@@ -128,3 +128,16 @@ def check_fit(
             f"{call}: {len(lines)} difference{'s' * (len(lines) > 1)} from this {model}; nothing "
             f"has been loaded:\n  " + "\n  ".join(shown)
         )
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a module the values of a file that fits it, in the dtypes of the module.
+
+    Args:
+        module: where it is on the meta device, and a copy would be lost, it gets the tensors.
+        tensors: those of the module that shall change.
+    """
+    own = module.state_dict(keep_vars=True)
+    values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
+    empty = any(own[key].is_meta for key in values)
+    module.load_state_dict(values, strict=False, assign=empty)

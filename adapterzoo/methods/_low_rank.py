@@ -67,12 +67,23 @@ class LowRankConfig(TargetedConfig):
         require_choice(self, "init_weights", ("lora", "bert"))
         require_choice(self, "dtype", (None, *_DTYPES))
         for name in ("rank_pattern", "alpha_pattern"):
-            for pattern in getattr(self, name):
-                check_pattern(self, name, pattern)
+            self._check_patterns(name)
         for rank in self.rank_pattern.values():
             self.replace(r=rank, rank_pattern={}, alpha_pattern={})
         for alpha in self.alpha_pattern.values():
             self.replace(alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+    def _check_patterns(self, name: str) -> None:
+        patterns = getattr(self, name)
+        if not isinstance(patterns, Mapping) or not all(isinstance(p, str) for p in patterns):
+            raise ConfigError(
+                f"{type(self).__name__}({name}={patterns!r}): {name} maps layer names or regular "
+                f"expressions to numbers. Write {name}={{'query': 4}}."
+            )
+        # the caller's dict may change later
+        object.__setattr__(self, name, dict(patterns))
+        for pattern in patterns:
+            check_pattern(self, name, pattern)
 
     def __hash__(self) -> int:
         """A hash that equal configs share; the patterns, which are dicts, are left to `==`."""

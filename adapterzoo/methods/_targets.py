@@ -75,6 +75,11 @@ class TargetedConfig(AdapterConfig):
         Raises:
             SiteError: nothing matches, or a block lacks what is asked for.
         """
+        if not anatomy.blocks and self.target_modules in (None, ALL_LINEAR):
+            raise SiteError(
+                f"{self._name}: this model has no transformer blocks: {anatomy.reason}. Name the "
+                f"layers to adapt: target_modules=[…]."
+            )
         if self.target_modules is None:
             sites: Iterable[Site] = self._by_role(anatomy)
         else:
@@ -82,9 +87,10 @@ class TargetedConfig(AdapterConfig):
         kept = [site for site in sites if self._wants(site)]
         if not kept:
             raise SiteError(
-                f"{self._name}: every layer that matches is taken out again by leave_out, "
-                f"layers_to_transform or exclude_modules. The model has blocks 0 to "
-                f"{len(anatomy.blocks) - 1}."
+                f"{self._name}(leave_out={list(self.leave_out)!r}, layers_to_transform="
+                f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): every "
+                f"layer that matches is taken out again by these. The model has blocks 0 to "
+                f"{len(anatomy.blocks) - 1}; leave some of their layers in."
             )
         return [Placement(site, self) for site in kept]
 
@@ -98,6 +104,8 @@ class TargetedConfig(AdapterConfig):
 
     def _by_role(self, anatomy: Anatomy) -> Sequence[Site]:
         layers = [b.layer for b in anatomy.blocks if self._in_layers(b.layer)]
+        if not layers:
+            return ()
         return anatomy.select(*self._roles(), cross=None, layers=layers)
 
     def _by_name(self, anatomy: Anatomy, wanted: str | tuple[str, ...]) -> Iterator[Site]:
@@ -106,7 +114,10 @@ class TargetedConfig(AdapterConfig):
             return
         sites = [s for s in anatomy if s.parameter is None]
         matching = [s for s in sites if matches(s.path, wanted)]
-        missing = [n for n in _names(wanted) if not any(matches(s.path, n) for s in sites)]
+        # a lone string is a pattern as a whole, the names of a list are endings
+        each = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
+        unmatched = [w for w in each if not any(matches(s.path, w) for s in sites)]
+        missing = [w if isinstance(w, str) else w[0] for w in unmatched]
         if missing or not matching:
             raise SiteError(
                 f"{self._name}(target_modules={wanted!r}): no layer matches "
@@ -125,7 +136,7 @@ class TargetedConfig(AdapterConfig):
         return layer not in self.leave_out and (only is None or layer in only)
 
     def _check_modules(self, field: str) -> None:
-        value = getattr(self, field)
+        value = given = getattr(self, field)
         if value is None:
             return
         if not isinstance(value, str):
@@ -134,7 +145,7 @@ class TargetedConfig(AdapterConfig):
         names = _names(value)
         if not names or not all(isinstance(n, str) and n for n in names):
             raise ConfigError(
-                f"{self._name}({field}={value!r}): {field} is a list of layer names, a regular "
+                f"{self._name}({field}={given!r}): {field} is a list of layer names, a regular "
                 f"expression or 'all-linear'. Write {field}=['query', 'value']."
             )
         if isinstance(value, str):

@@ -107,7 +107,7 @@ class DoRA(LowRank):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        y = base(x)
+        y, plain = base(x), base.plain(x)  # [*batch, d_out]
         a, b = self.lora_A, self.lora_B
         if self.looks_up:
             update = embedding(x, a.T) @ b.T * base.scale  # [*batch, d_out]
@@ -117,9 +117,7 @@ class DoRA(LowRank):
                 x = dropout(x, self.dropout)
             update = linear(linear(x, a), b)  # [*batch, d_out]
         bias = None if self.adapterhub else base.bias
-        return compose_reference(
-            y, base.plain(x), bias, update, self.gain(base.weight), self.scaling
-        )
+        return compose_reference(y, plain, bias, update, self.gain(base.weight), self.scaling)
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""

@@ -18,7 +18,7 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, unknown_name
 from adapterzoo.names import check_name
-from adapterzoo.selection import Plan, Selection
+from adapterzoo.selection import Default, Plan, Selection
 
 from .setup import announce
 
@@ -98,7 +98,7 @@ class AdaptersMixin:
 
     def _start_adapters(self) -> None:
         """Called once, when the model gets these methods."""
-        self._selection = Selection()
+        self._selection = Selection(Default())
         self._zoo = State()
         announce(self)
 
@@ -449,8 +449,8 @@ class AdaptersMixin:
 
     # --- checks ---
 
-    def _find(self, name: str, call: str) -> Installed:
-        if name not in self._zoo.installed:
+    def _find(self, name: object, call: str) -> Installed:
+        if not isinstance(name, str) or name not in self._zoo.installed:
             raise unknown_name(call, "adapter", name, self._zoo.installed)
         return self._zoo.installed[name]
 

@@ -206,7 +206,5 @@ class HeadsMixin(ShelfMixin):
         if dtype is not None:
             for tensor in skeleton.values():
                 tensor.data = tensor.data.to(dtype)
-        with torch.no_grad():
-            for key, tensor in record.tensors.items():
-                skeleton[key].copy_(tensor)
+        native.fill(head, record.tensors)
         return lambda: self._shelve(checked, head, set_active)

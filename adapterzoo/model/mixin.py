@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import parse
@@ -118,6 +119,8 @@ def init(model: M) -> M:
 
 
 def _pinned(selection: Selection, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
+        args = _differentiable(args)
     override = selection.override
     if override is None:
         return checkpoint(run, *args, **kwargs)
@@ -127,6 +130,19 @@ def _pinned(selection: Selection, checkpoint: Any, run: Any, *args: Any, **kwarg
             return run(*inputs, **named)
 
     return checkpoint(run_again, *args, **kwargs)
+
+
+def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of a block, one of them with a gradient.
+
+    The reentrant kind of checkpointing gives a block no gradients where its inputs have none, as
+    above a frozen part; transformers sees to that for models of tokens only.
+    """
+    floating = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+    if not floating or any(args[i].requires_grad for i in floating) or not torch.is_grad_enabled():
+        return args
+    first = floating[0]
+    return (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
 
 
 # one subclass for each class of models

@@ -272,6 +272,21 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
 
     # --- language models ---
 
+    @property
+    def loss_type(self) -> str | None:
+        """Name of the loss in transformers where the labels move by one token, else None.
+
+        Trainer counts the labels of accumulated batches by it.
+        """
+        heads = (self.get_head(name) for name in self._current_heads())
+        shifts = any(isinstance(h, LMHead) and h.config.shift_labels for h in heads)
+        return "ForCausalLM" if shifts else None
+
+    @loss_type.setter
+    def loss_type(self, value: str | None) -> None:
+        # transformers sets one by the name of the class; the heads say better
+        pass
+
     def get_output_embeddings(self) -> nn.Module | None:
         """The last layer of the first active language modelling head, None without one."""
         for name in self._current_heads():

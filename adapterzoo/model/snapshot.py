@@ -130,6 +130,12 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
     heads = model.known_heads()
     for name, config in model.adapters_config.items():
         stored = native.load(folder / name, ADAPTER_STEM)
+        if (family := stored.document.get("model_type")) != model.config.model_type:
+            raise CheckpointError(
+                f"{call}: it was saved from a model of type {family!r}, this one is of type "
+                f"{model.config.model_type!r}; nothing has been loaded. Load the model that it "
+                f"was saved from."
+            )
         saved = AdapterConfig.from_dict(stored.document["config"])
         if saved != config:
             raise _other_config(call, "adapter", name, saved, config)

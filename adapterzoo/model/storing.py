@@ -383,15 +383,12 @@ class StoringMixin(AdaptersMixin):
             for key, tensor in module.state_dict(keep_vars=True).items()
         }
         native.check_fit(call, type(self).__name__, tensors, skeleton, dtype)
-        if dtype is not None:
-            for module, _ in made.values():
-                module.to(dtype)
         by_path: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             path, _, parameter = key.partition("/")
             by_path.setdefault(path, {})[parameter] = tensor
         for path, (module, _) in made.items():
-            module.load_state_dict(by_path.get(path, {}))
+            native.fill(module.to(dtype), by_path.get(path, {}))
         return config, made
 
 

@@ -27,7 +27,7 @@ from adapterzoo.methods.bottleneck import (
     SeqBnConfig,
     scaled_par_bn,
 )
-from adapterzoo.selection import Plan, Selection
+from adapterzoo.selection import Default, Plan, Selection
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def anatomy_of(model, kinds=("attention", "mlp"), note=""):
 
 def adapt(model, anatomy, configs, dtype=torch.float64):
     """Injects the configs, activates them as a stack; name → {(layer, sub-layer): adapter}."""
-    selection, made, present, taps = Selection(), {}, {}, {}
+    selection, made, present, taps = Selection(Default()), {}, {}, {}
     for name, config in configs.items():
         for placement in config.placements(anatomy):
             site = placement.site

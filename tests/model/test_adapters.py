@@ -356,8 +356,8 @@ def test_init_keeps_the_object_and_its_class_name(tiny):
     assert list(static.state_dict()) == list(before)
 
 
-@pytest.mark.parametrize("names", [("lora", "lor", "lora_A"), ("adapters", "train", "forward"),
-                                   ("query", "mlp", "encoder"), ("type", "0", "weight")])  # fmt: skip
+@pytest.mark.parametrize("names", [("lora", "lor", "lora_A"), ("adapters", "trains", "head"),
+                                   ("query", "mlp", "encoder"), ("bert", "0", "weight")])  # fmt: skip
 def test_no_name_meets_another_or_a_path(tiny, names):
     model, plain = tiny(), tiny()
     for i, name in enumerate(names):

@@ -29,7 +29,8 @@ CONFIGS = {
     "embedding": 'lora[target_modules=["word_embeddings","query"]]',
 }
 # that contain each other, and words that stand in paths
-NAMES = ("lora", "lora_A", "lor", "mlp", "query", "adapters", "train", "head", "bert", "0", "weight")
+NAMES = ("lora", "lora_A", "lor", "mlp", "query", "adapters", "heads", "head", "bert", "0",
+         "weight", "a+b", "a$", "^a", "{2}", "%s", "任务", "my task")  # fmt: skip
 
 
 def head_bits(model, name):
@@ -84,6 +85,12 @@ def test_names_that_contain_each_other_or_a_path_do_not_matter(tiny, tmp_path):
         model.set_active_adapters(name)
         other.set_active_adapters(name)
         assert same_bits(output(model), output(other))
+    model.save_pretrained(tmp_path / "whole")
+    whole, info = AutoAdapterModel.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not [k for k, found in info.items() if found]
+    for name in NAMES:
+        assert adapter_bits(whole, name) == adapter_bits(model, name)
+        assert head_bits(whole, name) == head_bits(model, name)
 
 
 def test_the_file_holds_the_adapter_and_nothing_else(model, tmp_path):
@@ -610,6 +617,26 @@ def test_an_adapter_is_loaded_into_a_model_made_without_memory(model, saved, tmp
         assert not [n for n, t in loaded.state_dict().items() if t.is_meta]
         model.set_active_adapters("a")
         assert same_bits(output(model), output(loaded))
+
+
+@pytest.mark.parametrize("config", ["lora", "seq_bn|lora"])
+def test_what_is_loaded_into_layers_without_values_has_its_own(tiny, tmp_path, config):
+    model, other = tiny(), tiny()
+    model.add_adapter("a", config)
+    stir(model, "a")
+    model.add_classification_head("a")
+    model.save_adapter(tmp_path, "a")
+    other.base_model.to("meta")
+    for options in ({}, {"dtype": torch.bfloat16}):
+        other.load_adapter(tmp_path, overwrite_ok=True, **options)
+        loaded = [*other.adapter_modules("a"), ("head", other.heads["a"])]
+        for (_, mine), (_, theirs) in zip(
+            loaded, [*model.adapter_modules("a"), ("head", model.heads["a"])], strict=True
+        ):
+            for key, tensor in theirs.state_dict().items():
+                wanted = tensor.to(options.get("dtype", tensor.dtype))
+                assert same_bits(mine.state_dict()[key], wanted)
+            assert all(p.requires_grad for p in mine.parameters())
 
 
 # --- what it costs ---

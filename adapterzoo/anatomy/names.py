@@ -1,0 +1,42 @@
+"""How names are matched, and how near two paths are."""
+
+from __future__ import annotations
+
+import re
+
+
+def tail(*names: str) -> re.Pattern[str]:
+    """Matches paths that end in one of the names (each a regular expression)."""
+    # some models wrap each linear in a module of its own: `q_proj.linear`
+    return re.compile(rf"(?:^|\.)(?:{'|'.join(names)})(?:\.linear)?$")
+
+
+def parent(path: str) -> str:
+    """The path of the module that holds the one at `path`."""
+    return path.rpartition(".")[0]
+
+
+def leaf(path: str) -> str:
+    """The last name of a path."""
+    return path.rpartition(".")[2]
+
+
+def below(path: str, root: str) -> bool:
+    """Whether the path is the root's or leads through it."""
+    return not root or path == root or path.startswith(f"{root}.")
+
+
+def common(one: str, other: str) -> str:
+    """The path of the nearest module that holds both."""
+    shared: list[str] = []
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        shared.append(a)
+    return ".".join(shared)
+
+
+def nearness(one: str, other: str) -> int:
+    """How many names the two paths have in common from the start."""
+    shared = common(one, other)
+    return shared.count(".") + 1 if shared else 0

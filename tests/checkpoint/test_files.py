@@ -1,0 +1,298 @@
+"""Files: old or new, never half; the same content gives the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapterzoo.checkpoint import files, native
+from adapterzoo.errors import CheckpointError
+
+DOCUMENT = {"format": "adapterzoo", "version": 1, "name": "a", "ünï": [1, None, 0.5]}
+
+
+def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {
+        "b/w": torch.full((3, 2), value),
+        "a/w": torch.full((2,), value, dtype=torch.bfloat16),
+        "a/empty": torch.zeros(0, 4),
+        "a/scalar": torch.tensor(value, dtype=torch.float64),
+    }
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def test_what_is_written_is_read(tmp_path):
+    file = tmp_path / "new" / "deep" / "x.safetensors"
+    files.write_tensors(file, DOCUMENT, tensors())
+    document, read = files.read_tensors(file)
+    assert document == DOCUMENT
+    assert sorted(read) == sorted(tensors())
+    for key, tensor in tensors().items():
+        assert read[key].dtype is tensor.dtype
+        assert torch.equal(read[key], tensor)
+    # any safetensors reader reads it too
+    assert sorted(load_file(file)) == sorted(tensors())
+
+
+def test_views_and_shared_memory_are_written_apart(tmp_path):
+    w = torch.arange(12.0).view(3, 4)
+    odd = {"t": w.T, "row": w[1], "same": w, "expanded": torch.ones(1).expand(3)}
+    files.write_tensors(tmp_path / "x", {}, {**odd, "grad": torch.nn.Parameter(w)})
+    read = files.read_tensors(tmp_path / "x")[1]
+    assert all(torch.equal(read[key], tensor) for key, tensor in odd.items())
+    assert not read["grad"].requires_grad
+
+
+def test_equal_content_gives_equal_bytes(tmp_path):
+    backwards = dict(reversed(tensors().items()))
+    files.write_tensors(tmp_path / "one", DOCUMENT, tensors())
+    files.write_tensors(tmp_path / "two", dict(reversed(DOCUMENT.items())), backwards)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    files.write_tensors(tmp_path / "two", DOCUMENT, tensors(2.0))
+    assert (tmp_path / "one").read_bytes() != (tmp_path / "two").read_bytes()
+
+
+def test_files_have_the_mode_that_open_gives(tmp_path):
+    for mask in (0o022, 0o077):
+        before = os.umask(mask)
+        try:
+            files.write_json(tmp_path / "x.json", {})
+            Path(tmp_path / "plain").write_text("")
+        finally:
+            os.umask(before)
+        modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("x.json", "plain")}
+        assert modes == {0o666 & ~mask}
+        (tmp_path / "plain").unlink()
+
+
+# --- what cannot be written ---
+
+
+def check_refused(write, folder, *says):
+    before = content(folder)
+    with pytest.raises(CheckpointError) as caught:
+        write()
+    assert all(part in str(caught.value) for part in (*says, "is still whole", "Write to a folder"))
+    assert content(folder) == before
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    for target in (tmp_path / "taken", tmp_path / "taken" / "below"):
+        check_refused(
+            lambda t=target: native.save(t, "adapter", native.Stored(DOCUMENT)), tmp_path, str(target)
+        )
+
+
+def test_a_folder_in_the_place_of_the_file(tmp_path):
+    native.save(tmp_path / "x", "adapter", native.Stored(DOCUMENT, tensors()))
+    (tmp_path / "x" / "head.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"head\.safetensors.*Write to a folder"):
+        native.save(tmp_path / "x", "head", native.Stored(DOCUMENT, {}, tensors()))
+    names = sorted(p.name for p in (tmp_path / "x").iterdir())
+    assert names == ["adapter.safetensors", "adapter_config.json", "head.safetensors"]
+
+
+def test_no_space_leaves_the_old_file_whole(tmp_path):
+    native.save(tmp_path, "adapter", native.Stored(DOCUMENT, tensors()))
+    big = native.Stored(DOCUMENT, {"a/w": torch.zeros(1 << 16)})
+    # writing beyond the limit fails as a full disk does, instead of a signal
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
+    try:
+        check_refused(lambda: native.save(tmp_path, "adapter", big), tmp_path, "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    native.save(tmp_path, "adapter", big)
+
+
+def test_an_interruption_leaves_no_litter(tmp_path, monkeypatch):
+    native.save(tmp_path, "adapter", native.Stored(DOCUMENT, tensors()))
+    before = content(tmp_path)
+
+    def interrupt(_handle):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        native.save(tmp_path, "adapter", native.Stored(DOCUMENT, tensors(2.0)))
+    assert content(tmp_path) == before
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from adapterzoo.checkpoint import files, native
+
+folder = Path(sys.argv[1])
+
+def stored(value):
+    return native.Stored({"value": value}, {"a/w": torch.full((1 << 18,), float(value))})
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def half(handle, mode):
+    stream = os.fdopen.plain(handle, mode)
+    class Half:
+        def __enter__(self): return self
+        def __exit__(self, *_): stream.close()
+        def write(self, data): stream.write(data[: len(data) // 2]); stream.flush(); kill()
+    return Half()
+
+half.plain = os.fdopen
+points = {
+    "half": lambda: setattr(os, "fdopen", half),
+    "fsync": lambda: setattr(os, "fsync", kill),
+    "replace": lambda: setattr(Path, "replace", kill),
+    "json": lambda: setattr(native, "write_json", kill),
+}
+
+def check():
+    read = native.load(folder, "adapter")
+    value, = read.adapter["a/w"].unique().tolist()
+    assert value == read.document["value"], (value, read.document)
+    return value
+
+native.save(folder, "adapter", stored(0))
+found = []
+for name, prepare in points.items():
+    child = os.fork()
+    if not child:
+        prepare()
+        native.save(folder, "adapter", stored(1))
+        os._exit(7)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, name
+    found.append(check())
+assert found == [0, 0, 0, 1], found
+source = random.Random(0)
+for round in range(12):
+    child = os.fork()
+    if not child:
+        for value in range(1000):
+            native.save(folder, "adapter", stored(value))
+        os._exit(7)
+    time.sleep(source.uniform(0, 0.03))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    check()
+# what was left behind is in nobody's way
+native.save(folder, "adapter", stored(5))
+assert check() == 5
+print("whole")
+"""
+
+
+def test_kill_9_leaves_the_old_or_the_new(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "x")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.stdout == "whole\n", ran.stderr
+
+
+# --- what cannot be read ---
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no such file\. Write the folder"):
+        files.read_tensors(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"there is no such folder\. Write the folder"):
+        native.load(tmp_path / "x", "adapter")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"x", b"\0" * 8, b"\xff" * 8, b"\xff" * 64, (1 << 62).to_bytes(8, "little") + b"{}",
+     (2).to_bytes(8, "little") + b"{", (4).to_bytes(8, "little") + b"null", b"PK\3\4" * 8],
+)  # fmt: skip
+def test_damage(tmp_path, data):
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"Save or download it again|Write a folder"):
+        files.read_tensors(tmp_path / "x")
+
+
+def test_every_cut_is_noticed(tmp_path):
+    files.write_tensors(tmp_path / "x", DOCUMENT, tensors())
+    whole = (tmp_path / "x").read_bytes()
+    for size in range(len(whole)):
+        (tmp_path / "x").write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match="Save or download it again"):
+            files.read_tensors(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        (None, "no adapterzoo document. Write a folder"),
+        ({"format": "pt"}, "no adapterzoo document. Write a folder"),
+        ({"adapterzoo": "{"}, "is no JSON"),
+        ({"adapterzoo": "[1]"}, "is a list, not an object. Save it again"),
+        ({"adapterzoo": "{}"}, "not the native format"),
+    ],
+)
+def test_files_of_others(tmp_path, metadata, says):
+    save_file(tensors(), tmp_path / "adapter.safetensors", metadata=metadata)
+    with pytest.raises(CheckpointError) as caught:
+        native.load(tmp_path, "adapter")
+    assert says in str(caught.value)
+
+
+# --- the format ---
+
+
+def test_adapter_and_head_are_told_apart(tmp_path):
+    stored = native.Stored({"name": "a"}, tensors(), {"0.weight": torch.ones(2), "head/x": torch.ones(1)})
+    native.save(tmp_path, "adapter", stored)
+    read = native.load(tmp_path, "adapter")
+    assert sorted(read.adapter) == sorted(tensors())
+    assert sorted(read.head) == ["0.weight", "head/x"]
+    assert read.document == {"format": "adapterzoo", "version": 1, "name": "a"}
+    assert json.loads((tmp_path / "adapter_config.json").read_text()) == read.document
+
+
+def test_a_layer_called_head_is_a_layer(tmp_path):
+    native.save(tmp_path, "adapter", native.Stored({}, {"head/w": torch.ones(1)}, {"w": torch.ones(2)}))
+    read = native.load(tmp_path, "adapter")
+    assert (list(read.adapter), list(read.head)) == (["head/w"], ["w"])
+
+
+def test_differences_are_listed_by_kind_and_name():
+    ours = {"a": torch.zeros(2), "b": torch.zeros(2), "d": torch.zeros(2).half(), "e": torch.zeros(2)}
+    theirs = {"c": torch.zeros(2), "b": torch.zeros(3), "d": torch.zeros(2), "e": torch.zeros(2)}
+    lines = [
+        "c   in the file only",
+        "a   in the model only",
+        "b   file [3]   model [2]",
+        "dtype of 1 tensors   file torch.float32   model torch.float16   "
+        "(pass dtype=torch.float16 to convert)",
+    ]
+    assert native.differences(theirs, ours, None) == lines
+    assert native.differences(theirs, ours, torch.float16) == lines[:3]
+    assert native.differences(ours, ours, None) == []
+    native.check_fit("f()", "Model", ours, ours, None)
+    with pytest.raises(CheckpointError) as caught:
+        native.check_fit("f()", "Model", theirs, ours, None)
+    assert str(caught.value) == (
+        "f(): 4 differences from this Model; nothing has been loaded:\n  " + "\n  ".join(lines)
+    )

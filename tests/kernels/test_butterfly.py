@@ -1,0 +1,224 @@
+"""Butterfly rotations against dense matrices that are built from the words of the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adapterzoo.kernels.butterfly import butterfly, butterfly_reference, fold
+from adapterzoo.kernels.cayley import cayley_reference
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# b, blocks, m: the reason for each
+SHAPES = [
+    (4, 8, 1),  # the default
+    (4, 12, 1),  # four neighbours share a wide block
+    (4, 6, 1),  # two do
+    (4, 7, 1),  # none does: a prime number of blocks
+    (2, 1, 1),  # as small as it gets
+    (3, 5, 1),  # odd blocks, an odd number of them
+    (48, 1, 1),  # one block is the whole
+    (17, 3, 1),  # a prime just above the narrowest block
+    (4, 8, 2),
+    (4, 8, 4),  # the last factor spans everything
+    (2, 16, 3),
+    (2, 24, 2),  # chunks share a wide block
+    (6, 4, 2),  # b is no power of two
+    (8, 12, 3),  # three chunks
+    (32, 4, 3),
+    (4, 128, 8),  # a chunk of 512: too wide to fold
+]
+KERNELS = [butterfly_reference, butterfly]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=source, dtype=torch.float64)
+
+
+def rotations(m: int, blocks: int, b: int, seed: int = 1) -> Tensor:
+    return cayley_reference(random(m, blocks, b, b, seed=seed))
+
+
+def permutation(i: int, b: int, d: int) -> Tensor:
+    """P_i: in each group of b · 2ⁱ features the even half-blocks come first, then the odd ones."""
+    if i == 0:
+        return torch.eye(d, dtype=torch.float64)
+    half, group = b // 2, b << i
+    order: list[int] = []
+    for start in range(0, d, group):
+        halves = [range(start + k, start + k + half) for k in range(0, group, half)]
+        for chosen in (*halves[0::2], *halves[1::2]):
+            order += chosen
+    P = torch.zeros(d, d, dtype=torch.float64)
+    P[range(d), order] = 1.0
+    return P
+
+
+def dense(Q: Tensor) -> Tensor:
+    """Rot = M_{m−1} ⋯ M_0 with M_i = P_i diag(Q_i) P_iᵀ, `[d_in, d_in]`."""
+    m, blocks, b, _ = Q.shape
+    Rot = torch.eye(blocks * b, dtype=torch.float64)
+    for i in range(m):
+        P = permutation(i, b, blocks * b)
+        Rot = P @ torch.block_diag(*Q[i].double()) @ P.T @ Rot
+    return Rot
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("b", "blocks", "m"), SHAPES)
+def test_it_multiplies_by_the_dense_matrix(kernel: Any, b: int, blocks: int, m: int) -> None:
+    x, Q = random(3, 5, b * blocks), rotations(m, blocks, b)
+    Rot = dense(Q)
+    assert m == 1 or (Rot - dense(Q.flip(0))).abs().max() > 0.1
+    torch.testing.assert_close(kernel(x, Q), x @ Rot, rtol=0, atol=1e-12)
+    turned = kernel(x, Q, transposed=True)
+    torch.testing.assert_close(turned, x @ Rot.T, rtol=0, atol=1e-12)
+    torch.testing.assert_close(kernel(turned, Q), x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("b", "blocks", "m"), SHAPES[:-1])
+def test_folding_gives_the_dense_matrix_in_chunks(b: int, blocks: int, m: int) -> None:
+    Q = rotations(m, blocks, b)
+    folded = fold(Q)
+    width = folded.shape[-1]
+    assert width % (b << (m - 1)) == 0
+    assert width <= max(16, b << (m - 1))
+    torch.testing.assert_close(torch.block_diag(*folded), dense(Q), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("b", "m"), [(4, 1), (4, 3)])
+def test_each_expert_has_its_own_rotation(kernel: Any, b: int, m: int) -> None:
+    x = random(3, 5, 2, 32)
+    Q = torch.stack([rotations(m, 32 // b, b, seed=i) for i in range(3)])
+    expected = torch.stack([x[i] @ dense(Q[i]) for i in range(3)])
+    torch.testing.assert_close(kernel(x, Q), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("m", [1, 3])
+def test_any_leading_shape_and_stride(kernel: Any, m: int) -> None:
+    Q = rotations(m, 8, 4)
+    Rot = dense(Q)
+    for batch in ((), (1,), (0,), (2, 0), (1, 1), (2, 1, 3)):
+        x = random(*batch, 32)
+        torch.testing.assert_close(kernel(x, Q), x @ Rot, rtol=0, atol=1e-12)
+    for x in (random(32, 6).T, random(6, 64)[:, ::2], random(1, 32).expand(4, 32)):
+        torch.testing.assert_close(kernel(x, Q), x @ Rot, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 2])
+def test_identities_change_no_value(kernel: Any, dtype: torch.dtype, m: int) -> None:
+    info = torch.finfo(dtype)
+    # the ends of the range, and what is in between
+    ends = [info.max, -info.max, info.smallest_normal, -info.smallest_normal, 0.0, 1.0]
+    x = torch.cat([torch.tensor(ends * 8, dtype=dtype), random(144).to(dtype)]).view(4, 48)
+    Q = cayley_reference(torch.zeros(m, 12, 4, 4))
+    y = kernel(x, Q)
+    assert y.dtype is dtype
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("b", "blocks", "m"), [(4, 8, 1), (4, 8, 4), (8, 12, 3)])
+def test_folding_is_as_exact_as_the_definition(
+    b: int, blocks: int, m: int, dtype: torch.dtype
+) -> None:
+    x, Q = random(64, b * blocks).to(dtype), rotations(m, blocks, b)
+    exact = x.double() @ dense(Q)
+    Q = Q if dtype is torch.float64 else Q.float()
+    errors = [(k(x, Q).double() - exact).abs().max() for k in (butterfly, butterfly_reference)]
+    assert errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("b", "blocks", "m"), [(4, 4, 1), (3, 3, 1), (4, 4, 2), (2, 8, 3)])
+def test_gradients_agree_with_differences(kernel: Any, b: int, blocks: int, m: int) -> None:
+    x = random(2, b * blocks).requires_grad_()
+    R = random(m, blocks, b, b).requires_grad_()
+
+    def turned(x: Tensor, R: Tensor) -> Tensor:
+        return kernel(x, cayley_reference(R))
+
+    assert gradcheck(turned, (x, R))
+    assert gradcheck(lambda x, R: kernel(x, cayley_reference(R), transposed=True), (x, R))
+    assert gradgradcheck(turned, (x, R), atol=1e-4)
+
+
+def test_factors_are_folded_in_float32_under_autocast() -> None:
+    Q = rotations(3, 8, 4).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        folded = fold(Q)
+        y = butterfly(random(2, 32).float(), Q)
+    assert torch.equal(folded, fold(Q))
+    assert y.dtype is torch.bfloat16
+
+
+def test_it_follows_the_device() -> None:
+    for m in (1, 2):
+        Q = torch.empty(m, 8, 4, 4, device="meta")
+        assert butterfly(torch.empty(2, 32, device="meta"), Q).is_meta
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that a result of any operator had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor):
+                self.elements = max(self.elements, t.numel())
+        return out
+
+
+def largest(run: Callable[[], object]) -> int:
+    with Largest() as seen:
+        run()
+    return seen.elements
+
+
+@pytest.mark.parametrize(("b", "m"), [(4, 1), (8, 2), (8, 4), (8, 8)])
+def test_no_dense_rotation_is_ever_built(b: int, m: int) -> None:
+    d = 1024
+    x = random(4, d).float().requires_grad_()
+    R = (random(m, d // b, b, b) / 10).float().requires_grad_()
+    assert largest(lambda: torch.eye(d)) == d * d
+
+    def step() -> None:
+        butterfly(x, cayley_reference(R)).sum().backward()
+
+    assert largest(step) <= max(d * d // 8, d * max(16, b << (m - 1)) * (m <= 6))
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_the_backward_keeps_x_and_numbers_of_the_size_of_the_rotation(m: int) -> None:
+    rows, d, b = 512, 64, 4
+    x, Q = random(rows, d).float().requires_grad_(), rotations(m, d // b, b).float()
+    Q.requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with saved_tensors_hooks(keep, lambda t: t):
+        butterfly(x, Q)
+    assert kept.pop(x.untyped_storage().data_ptr()) == rows * d * 4
+    assert sum(kept.values()) <= 4 * d * 16 * (2 * m + 1)

@@ -1,0 +1,647 @@
+"""BOFT against dense matrices, against PEFT's own layers, and in company of other adapters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_config, tiny_inputs
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModel, LlamaConfig, LlamaModel
+
+from adapterzoo import BOFTConfig, LoRAConfig, Stack, init
+from adapterzoo.anatomy import Site
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import ConfigError
+from adapterzoo.inject import base_of
+from adapterzoo.methods.boft import BOFT
+from adapterzoo.testing import report
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def site(d_in: int = 32, d_out: int = 24, **fields: Any) -> Site:
+    return Site(
+        **{"path": "block.0.query", "role": "query", "layer": 0, "stack": "block",
+           "kind": "linear", "d_in": d_in, "d_out": d_out} | fields
+    )  # fmt: skip
+
+
+def built(d_in: int = 32, d_out: int = 24, of: torch.dtype = torch.float64, **fields: Any) -> BOFT:
+    """An adapter of its own, with other values than the first."""
+    config = BOFTConfig(init_weights=False, init_weights_seed=3, **fields)
+    adapter = config.build(site(d_in, d_out), CPU, of)
+    with torch.no_grad():
+        adapter.boft_R.mul_(3.0)
+    return adapter
+
+
+def linear(
+    d_in: int = 32, d_out: int = 24, dtype: torch.dtype = torch.float64, bias: bool = True
+) -> nn.Linear:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        made = nn.Linear(d_in, d_out, bias=bias)
+        if bias:
+            nn.init.normal_(made.bias)
+    return made.to(dtype).requires_grad_(False)
+
+
+def hidden(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
+
+
+def rot(R: Tensor) -> Tensor:
+    """Rot = M_{m−1} ⋯ M_0, `[d_in, d_in]` in float64, column by column of its factors."""
+    m, blocks, b, _ = R.shape
+    S = (R.double() - R.double().mT) / 2
+    eye = torch.eye(b, dtype=torch.float64)
+    Q = (eye - S) @ torch.inverse(eye + S)
+    whole = torch.eye(blocks * b, dtype=torch.float64)
+    for i in range(m):
+        M = torch.zeros(blocks * b, blocks * b, dtype=torch.float64)
+        for k in range(blocks):
+            # block k of factor i: one half-block at place k, its other half 2ⁱ half-blocks further
+            first = (k >> i) * (b << i) + (k % (1 << i)) * (b // 2)
+            halves = [range(first, first + b // 2), range(first + (b // 2 << i), first + (b << i))]
+            at = [*range(k * b, k * b + b)] if i == 0 else [*halves[0], *halves[1]][:b]
+            M[torch.tensor(at)[:, None], torch.tensor(at)] = Q[i, k]
+        whole = M @ whole
+    return whole
+
+
+def expected(adapter: BOFT, layer: nn.Linear, x: Tensor) -> Tensor:
+    """y = s ⊙ (x Rot) Wᵀ + bias with a dense Rot, in float64."""
+    y = (x.double() @ rot(adapter.boft_R.detach())) @ layer.weight.double().T
+    y = y * adapter.boft_s.detach().double().squeeze(-1)
+    return y if layer.bias is None else y + layer.bias.double()
+
+
+@torch.no_grad()
+def stir(model: Any, name: str, seed: int = 0, size: float = 0.3) -> None:
+    source = torch.Generator().manual_seed(seed)
+    for _, module in model.adapter_modules(name):
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+            parameter.add_((noise * size).to(parameter.dtype))
+
+
+@torch.no_grad()
+def run(model: Any, inputs: dict[str, Tensor], setup: object) -> Tensor:
+    model.set_active_adapters(setup)
+    return model(**inputs).last_hidden_state
+
+
+# --- the formula ---
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("b", "m"), [(4, 1), (3, 1), (48, 1), (4, 2), (4, 3), (6, 4), (2, 5)])
+def test_it_is_the_formula_with_a_dense_rotation(b: int, m: int, bias: bool) -> None:
+    d_in = 48 if m < 5 else 32
+    adapter = built(d_in, boft_block_size=b, boft_n_butterfly_factor=m)
+    assert adapter.boft_R.shape == (m, d_in // b, b, b)
+    assert adapter.boft_s.shape == (24, 1)
+    layer, x = linear(d_in, bias=bias), hidden(2, 5, d_in)
+    y = adapter(x, base_of(layer))
+    torch.testing.assert_close(y, expected(adapter, layer, x), rtol=0, atol=1e-12)
+    assert (y - layer(x)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_gradients_agree_with_differences(m: int) -> None:
+    adapter = built(16, 5, boft_n_butterfly_factor=m)
+    base = base_of(linear(16, 5))
+
+    def layer(x: Tensor, R: Tensor, s: Tensor) -> Tensor:
+        parameters = {"boft_R": R, "boft_s": s}
+        return torch.func.functional_call(adapter, parameters, (x, base))
+
+    values = [p.detach().clone().requires_grad_() for p in adapter.parameters()]
+    assert gradcheck(layer, (hidden(3, 16).requires_grad_(), *values))
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_the_merged_weight_is_the_layer(m: int) -> None:
+    adapter, layer = built(boft_n_butterfly_factor=m), linear()
+    w, b = adapter.weight(layer.weight, base_of(layer)), adapter.bias(layer.bias, base_of(layer))
+    W = layer.weight @ rot(adapter.boft_R.detach()).T * adapter.boft_s.detach()
+    torch.testing.assert_close(w.detach(), W, rtol=0, atol=1e-12)
+    assert torch.equal(b, layer.bias)
+
+
+def test_a_bias_that_another_adapter_added_is_scaled() -> None:
+    adapter, layer = built(), linear()
+    added = hidden(24, seed=5)
+    b = adapter.bias(layer.bias + added, base_of(layer))
+    s = adapter.boft_s.detach().squeeze(-1)
+    torch.testing.assert_close(b.detach(), layer.bias + s * added, rtol=0, atol=1e-14)
+    without = linear(bias=False)
+    torch.testing.assert_close(adapter.bias(added, base_of(without)).detach(), s * added)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_experts_have_rotations_of_their_own(m: int) -> None:
+    config = BOFTConfig(init_weights=False, init_weights_seed=1, boft_n_butterfly_factor=m)
+    adapter = config.build(site(parameter="gate_up_proj", experts=3), CPU, torch.float64)
+    assert adapter.boft_R.shape == (3, m, 8, 4, 4)
+    w = hidden(3, 24, 32)
+    got = adapter.weight(w, base_of(linear())).detach()
+    for i in range(3):
+        W = w[i] @ rot(adapter.boft_R[i].detach()).T * adapter.boft_s[i].detach()
+        torch.testing.assert_close(got[i], W, rtol=0, atol=1e-12)
+
+
+def test_experts_of_a_real_model_act_and_merge(tiny: Callable[..., Any]) -> None:
+    model, inputs = tiny("mixtral").double(), tiny_inputs("mixtral")
+    fields = {"selfattn_lora": False, "intermediate_lora": True, "output_lora": True}
+    model.add_adapter("a", BOFTConfig(boft_n_butterfly_factor=2, **fields))
+    base = run(model, inputs, None)
+    assert torch.equal(run(model, inputs, "a"), base)
+    stir(model, "a")
+    adapted = run(model, inputs, "a")
+    assert (adapted - base).abs().max() > 0.01
+    model.merge_adapter("a")
+    torch.testing.assert_close(run(model, inputs, None), adapted, rtol=0, atol=1e-10)
+    model.reset_adapter()
+    assert torch.equal(run(model, inputs, None), base)
+
+
+# --- first values and numbers ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("b", "m"), [(4, 1), (4, 3), (6, 2), (48, 1)])
+def test_a_fresh_adapter_changes_no_bit(b: int, m: int, dtype: torch.dtype) -> None:
+    config = BOFTConfig(boft_block_size=b, boft_n_butterfly_factor=m)
+    adapter, layer = config.build(site(48), CPU, dtype), linear(48, dtype=dtype)
+    # large biases: (y − bias) + bias would not be y
+    layer.bias.mul_(1000)
+    x = hidden(7, 48, dtype=dtype) * 100
+    y = adapter(x, base_of(layer))
+    assert y.dtype is dtype
+    assert torch.equal(y, layer(x))
+    assert torch.equal(adapter.weight(layer.weight, base_of(layer)), layer.weight)
+
+
+def test_initial_values_other_than_the_identity() -> None:
+    config = BOFTConfig(init_weights=False, init_weights_seed=1)
+    assert not config.starts_as_identity
+    assert BOFTConfig().starts_as_identity
+    one, again = (config.build(site(512, 512), CPU, torch.float32) for _ in range(2))
+    other = config.build(site(512, 512, path="block.1.query"), CPU, torch.float32)
+    assert torch.equal(one.boft_R, again.boft_R)
+    assert not torch.equal(one.boft_R, other.boft_R)
+    for values, mean in ((one.boft_R, 0.0), (one.boft_s, 1.0)):
+        assert abs(values.mean() - mean) < 0.02
+        assert abs(values.std() - 0.1) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("b", "m"), [(4, 1), (8, 2), (16, 1), (32, 1)])
+def test_rotations_stay_orthogonal_over_a_thousand_steps(
+    b: int, m: int, dtype: torch.dtype
+) -> None:
+    config = BOFTConfig(boft_block_size=b, boft_n_butterfly_factor=m)
+    layer, x = linear(64, 64, dtype), hidden(8, 64, dtype=dtype)
+    adapter = config.build(site(64, 64), CPU, dtype)
+    target = layer(x @ torch.linalg.qr(hidden(64, 64, seed=1))[0].to(dtype))
+    optimizer = torch.optim.Adam(adapter.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(1000):
+        optimizer.zero_grad()
+        loss = (adapter(x, base_of(layer)) - target).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    Q = adapter.rotations(dtype).detach()
+    assert Q.dtype is torch.float32
+    eye = torch.eye(b)
+    assert (Q - eye).abs().max() > 0.1
+    assert (Q @ Q.mT - eye).abs().max() <= 1e-6
+    assert (Q.double() @ Q.double().mT - eye).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("wide", [False, True])
+def test_precision_of_each_dtype(dtype: torch.dtype, m: int, wide: bool) -> None:
+    adapter = built(64, 48, dtype, boft_n_butterfly_factor=m, dtype="float32" if wide else None)
+    layer, x = linear(64, 48, dtype), hidden(32, 64, dtype=dtype)
+    assert adapter.boft_R.dtype is (torch.float32 if wide else dtype)
+    y = adapter(x, base_of(layer))
+    assert y.dtype is dtype
+    exact = expected(adapter, layer, x)
+    # what a reference of the same dtype does: rotate, multiply, scale, each rounded
+    Rot = rot(adapter.boft_R.detach()).to(dtype)
+    s = adapter.boft_s.detach().squeeze(-1).to(dtype)
+    same = (x @ Rot) @ layer.weight.T * s + layer.bias
+    error, allowed = ((t.double() - exact).abs().max() for t in (y, same))
+    assert error <= 2 * allowed + torch.finfo(dtype).eps
+
+
+def test_a_wide_scale_over_a_half_layer_is_not_rounded_before_it_acts() -> None:
+    config = BOFTConfig(dtype="float32")
+    layer, x = linear(32, 24, torch.bfloat16), hidden(256, 32, dtype=torch.bfloat16)
+    adapter = config.build(site(), CPU, torch.bfloat16)
+    with torch.no_grad():
+        adapter.boft_s.fill_(1.003)
+    y, exact = adapter(x, base_of(layer)), expected(adapter, layer, x)
+    # in bfloat16 1.003 is 1: no row would change
+    assert (y != layer(x)).double().mean() > 0.1
+    # the layer's own rounding, and one more
+    assert (y.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("m", [1, 2])
+def test_autocast_gives_the_dtype_of_the_layer(bias: bool, m: int) -> None:
+    adapter = built(of=torch.float32, boft_n_butterfly_factor=m)
+    layer, x = linear(dtype=torch.float32, bias=bias), hidden(5, 32, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = adapter(x, base_of(layer))
+    assert y.dtype is torch.bfloat16
+    error = (y.double() - expected(adapter, layer, x)).abs().max()
+    assert error <= 4 * torch.finfo(torch.bfloat16).eps * expected(adapter, layer, x).abs().max()
+    y.float().sum().backward()
+    assert adapter.boft_R.grad is not None
+    assert adapter.boft_R.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_that_is_cast_afterwards(dtype: torch.dtype, tiny: Callable[..., Any]) -> None:
+    model, inputs = tiny("llama"), tiny_inputs("llama")
+    model.add_adapter("a", BOFTConfig(boft_n_butterfly_factor=2))
+    stir(model, "a", size=0.1)
+    wide = run(model, inputs, "a")
+    y = run(model.to(dtype), inputs, "a")
+    assert y.dtype is dtype
+    assert (y - wide).abs().max() <= 32 * max(torch.finfo(dtype).eps, 1e-7) * wide.abs().max()
+
+
+# --- multiplicative dropout ---
+
+
+@pytest.mark.parametrize(("m", "p", "count"), [(1, 0.5, 4), (3, 0.3, 2), (2, 0.1, 0), (4, 0.99, 7)])
+def test_dropout_replaces_that_many_blocks_of_one_factor(m: int, p: float, count: int) -> None:
+    adapter = built(boft_n_butterfly_factor=m, boft_dropout=p)
+    layer = nn.Linear(32, 32, bias=False).double().requires_grad_(False)
+    nn.init.eye_(layer.weight)
+    with torch.no_grad():
+        adapter.boft_s = nn.Parameter(torch.ones(32, 1, dtype=torch.float64))
+    eye, hits = torch.eye(32, dtype=torch.float64), torch.zeros(m, 8)
+    torch.manual_seed(0)
+    draws = 400 if count else 3
+    for _ in range(draws):
+        # x and W are identities: the output is the rotation itself
+        found = replaced(adapter.boft_R.detach(), adapter(eye, base_of(layer)).detach(), count)
+        assert found is not None
+        hits += found
+    if count:
+        # each factor as often as the others, each block as often as its neighbours
+        assert (hits.sum(1) / hits.sum() - 1 / m).abs().max() < 0.1
+        assert (hits.sum(0) / hits.sum() * 8 - 1).abs().max() < 0.25
+
+
+def replaced(R: Tensor, Rot: Tensor, count: int) -> Tensor | None:
+    """Which `count` blocks, all of one factor, became identities to give this rotation."""
+    m, blocks = R.shape[:2]
+    eye = torch.eye(len(Rot), dtype=R.dtype)
+    for i in range(m):
+        # M_i = (M_{m−1} ⋯ M_{i+1})ᵀ Rot (M_{i−1} ⋯ M_0)ᵀ
+        over, under = R.clone(), R.clone()
+        over[: i + 1], under[i:] = 0, 0
+        M = rot(over).T @ Rot @ rot(under).T
+        found = torch.zeros(m, blocks)
+        for k in range(blocks):
+            only = torch.zeros_like(R)
+            only[i, k] = R[i, k]
+            mixed = (rot(only) - eye).abs().amax(1) > 1e-9
+            found[i, k] = (M - eye)[mixed].abs().max() < 1e-9
+        expected = R * (1 - found)[..., None, None]
+        if found.sum() == count and (rot(expected) - Rot).abs().max() < 1e-9:
+            return found
+    return None
+
+
+def test_dropout_acts_in_training_only_and_stops_no_gradient() -> None:
+    adapter = built(boft_n_butterfly_factor=2, boft_dropout=0.5)
+    layer, x = linear(), hidden(3, 32)
+    exact = expected(adapter, layer, x)
+    torch.testing.assert_close(adapter.eval()(x, base_of(layer)), exact, rtol=0, atol=1e-12)
+    adapter.train()
+    outputs = [adapter(x, base_of(layer)) for _ in range(4)]
+    assert all((y - exact).abs().max() > 1e-3 for y in outputs)
+    assert any(not torch.equal(outputs[0], y) for y in outputs[1:])
+    sum(y.sum() for y in outputs).backward()
+    assert adapter.boft_R.grad is not None
+    off = adapter.boft_R.grad.abs().amax((-2, -1))
+    assert (off > 0).double().mean() > 0.8
+    torch.testing.assert_close(
+        adapter.weight(layer.weight, base_of(layer)).detach(),
+        layer.weight @ rot(adapter.boft_R.detach()).T * adapter.boft_s.detach(),
+        rtol=0,
+        atol=1e-12,
+    )
+
+
+# --- several adapters ---
+
+BOFTS = {
+    "boft": BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=2),
+    "wide": BOFTConfig(boft_block_size=8),
+    "lora": LoRAConfig(r=2),
+    "biased": LoRAConfig(r=2, lora_bias=True),
+}
+
+
+# gpt2: Conv1D, fused in parts; llama: no bias; t5: two stacks
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    "names",
+    [("boft", "lora"), ("lora", "boft"), ("boft", "wide"), ("wide", "lora", "boft")],
+    ids="-".join,
+)
+def test_a_stack_is_what_merging_in_its_order_gives(
+    family: str, names: tuple[str, ...], tiny: Callable[..., Any]
+) -> None:
+    model, inputs = tiny(family).double(), tiny_inputs(family)
+    for i, name in enumerate(names):
+        model.add_adapter(name, BOFTS[name])
+        stir(model, name, seed=i)
+    stacked = run(model, inputs, Stack(*names))
+    turned = run(model, inputs, Stack(*reversed(names)))
+    assert (stacked - turned).abs().max() > 1e-4
+    for name in names:
+        model.merge_adapter(name)
+    torch.testing.assert_close(run(model, inputs, None), stacked, rtol=0, atol=1e-11)
+    model.reset_adapter()
+    torch.testing.assert_close(run(model, inputs, Stack(*names)), stacked, rtol=0, atol=0)
+
+
+def test_a_stack_with_a_biased_lora_merges_its_bias(tiny: Callable[..., Any]) -> None:
+    for names in (("biased", "boft"), ("boft", "biased")):
+        model, inputs = tiny("bert").double(), tiny_inputs("bert")
+        for i, name in enumerate(names):
+            model.add_adapter(name, BOFTS[name])
+            stir(model, name, seed=i)
+        stacked = run(model, inputs, Stack(*names))
+        for name in names:
+            model.merge_adapter(name)
+        torch.testing.assert_close(run(model, inputs, None), stacked, rtol=0, atol=1e-11)
+
+
+def test_two_sizes_and_factors_on_one_layer(tiny: Callable[..., Any]) -> None:
+    model, inputs = tiny("bert").double(), tiny_inputs("bert")
+    model.add_adapter("small", BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=3))
+    stir(model, "small")
+    alone = run(model, inputs, "small")
+    model.add_adapter("large", BOFTConfig(boft_block_num=2))
+    stir(model, "large", seed=1)
+    large = run(model, inputs, "large")
+    layer = model.base_model.encoder.layer[0].attention.self.query
+    assert layer.adapters["small"].boft_R.shape == (3, 8, 4, 4)
+    assert layer.adapters["large"].boft_R.shape == (1, 2, 16, 16)
+    assert torch.equal(run(model, inputs, "small"), alone)
+    assert (large - alone).abs().max() > 1e-3
+    x = hidden(3, 32)
+    plain = copy.deepcopy(layer)
+    for name in ("small", "large"):
+        model.set_active_adapters(name)
+        torch.testing.assert_close(
+            layer(x), expected(plain.adapters[name], plain, x), rtol=0, atol=1e-12
+        )
+
+
+def test_no_buffers_and_no_permutations(tiny: Callable[..., Any]) -> None:
+    model = tiny("bert")
+    model.add_adapter("a", BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=4))
+    for _, module in model.adapter_modules("a"):
+        assert not list(module.buffers())
+        assert {name: p.numel() for name, p in module.named_parameters()} == {
+            "boft_R": 4 * 32 * 4,
+            "boft_s": 32,
+        }
+        assert repr(module) == "BOFT(d_in=32, d_out=32, factors=4, block_size=4)"
+
+
+# --- configs and refusals ---
+
+
+def test_a_block_size_of_four_when_none_is_given() -> None:
+    assert built(32).boft_R.shape == (1, 8, 4, 4)
+    assert built(32, boft_block_num=2).boft_R.shape == (1, 2, 16, 16)
+    assert built(32, boft_block_size=8, boft_n_butterfly_factor=3).boft_R.shape == (3, 4, 8, 8)
+
+
+def test_config_strings_and_dicts() -> None:
+    config = AdapterConfig.load("boft[boft_block_size=8,boft_n_butterfly_factor=2]")
+    assert config == BOFTConfig(boft_block_size=8, boft_n_butterfly_factor=2)
+    assert AdapterConfig.from_dict(config.to_dict()) == config
+    assert config.to_dict()["architecture"] == "boft"
+    assert AdapterConfig.load("boft") == BOFTConfig()
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"boft_block_size": 4, "boft_block_num": 8},
+         ["boft_block_size=4, boft_block_num=8", "Write BOFTConfig(boft_block_size=4)."]),
+        ({"boft_block_size": -1}, ["boft_block_size=-1", "Write boft_block_size=0."]),
+        ({"boft_block_size": 10**9}, ["boft_block_size=1000000000", "Write boft_block_size=65536."]),
+        ({"boft_block_num": 2.0}, ["boft_block_num=2.0", "whole number"]),
+        ({"boft_n_butterfly_factor": 0}, ["boft_n_butterfly_factor=0", "factor=1."]),
+        ({"boft_n_butterfly_factor": 99}, ["boft_n_butterfly_factor=99", "factor=16."]),
+        ({"boft_dropout": 1.0}, ["boft_dropout=1.0", "from 0.0"]),
+        ({"init_weights": "gaussian"}, ["init_weights='gaussian'", "Write init_weights=True."]),
+        ({"dtype": "int8"}, ["dtype='int8'", "'float32'", "Write dtype=None."]),
+    ],
+)  # fmt: skip
+def test_illegal_values_say_what_to_write(fields: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        BOFTConfig(**fields)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("d_in", "fields", "parts"),
+    [
+        (768, {"boft_block_size": 5}, ["boft_block_size=5 does not divide d_in=768",
+                                       "[4, 6]", "Write BOFTConfig(boft_block_size=6)."]),
+        (768, {"boft_block_num": 7}, ["boft_block_num=7 does not divide d_in=768",
+                                      "[6, 8]", "Write BOFTConfig(boft_block_num=8)."]),
+        (768, {"boft_block_size": 1}, ["boft_block_size=1 does not divide d_in=768 into blocks "
+                                       "b > 1", "Write BOFTConfig(boft_block_size=3)."]),
+        (768, {"boft_block_size": 3, "boft_n_butterfly_factor": 2},
+         ["boft_block_size=3", "even for m > 1", "[2, 4]", "Write BOFTConfig(boft_block_size=4)."]),
+        (48, {"boft_block_size": 4, "boft_n_butterfly_factor": 4},
+         ["boft_block_size=4", "b · 2^(m−1)", "[2, 6]", "Write BOFTConfig(boft_block_size=6)."]),
+        (48, {"boft_block_num": 6, "boft_n_butterfly_factor": 3},
+         ["boft_block_num=6", "[4, 8]", "Write BOFTConfig(boft_block_num=8)."]),
+        (63, {"boft_n_butterfly_factor": 2},
+         ["boft_block_size=4 does not divide d_in=63", "nothing does", "factor=1"]),
+    ],
+)  # fmt: skip
+def test_blocks_that_do_not_fit_say_which_do(
+    d_in: int, fields: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        BOFTConfig(**fields).build(site(d_in), CPU, torch.float32)
+    for part in [*parts, "at 'block.0.query'"]:
+        assert part in str(raised.value)
+    cure = str(raised.value).rpartition("BOFTConfig(")[2].partition(")")[0]
+    if "nothing" not in str(raised.value):
+        # what it says to write works
+        name, value = cure.split("=")
+        config = BOFTConfig(**fields | {name: int(value)})
+        m, blocks, b = config.build(site(d_in), CPU, torch.float32).boft_R.shape[:3]
+        assert blocks * b == d_in
+        assert d_in % (b << (m - 1)) == 0
+
+
+def test_a_refusal_leaves_the_model_alone(tiny: Callable[..., Any]) -> None:
+    model, inputs = tiny("bert"), tiny_inputs("bert")
+    before = run(model, inputs, None)
+    with pytest.raises(ConfigError, match=r"d_in=32 at 'encoder\.layer\.0\.attention"):
+        model.add_adapter("a", BOFTConfig(boft_block_size=5))
+    assert not model.has_adapters()
+    assert torch.equal(run(model, inputs, None), before)
+
+
+def test_embeddings_are_refused(tiny: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="token numbers") as raised:
+        tiny("bert").add_adapter("a", BOFTConfig(target_modules=["word_embeddings"]))
+    assert "exclude_modules=['embeddings.word_embeddings']" in str(raised.value)
+
+
+def test_dropout_at_fused_parameters_is_refused(tiny: Callable[..., Any]) -> None:
+    fields = {"selfattn_lora": False, "output_lora": True, "boft_dropout": 0.5}
+    with pytest.raises(ConfigError, match="Write boft_dropout=0") as raised:
+        tiny("mixtral").add_adapter("a", BOFTConfig(**fields))
+    assert "boft_dropout=0.5" in str(raised.value)
+
+
+@pytest.mark.parametrize("fields", [{"boft_n_butterfly_factor": 3}, {"boft_block_num": 4}])
+def test_other_configs_conform_too(fields: dict[str, Any]) -> None:
+    # 48, the width of the hidden layer, and 32 are both multiples of 4 · 2²
+    config = BOFTConfig(intermediate_lora=True, output_lora=True, boft_dropout=0.2, **fields)
+    only = ["identity_at_birth", "gradients", "merge_equals_forward", "any_leading_shape",
+            "dtype_follows", "gradient_checkpointing", "replicas_work"]  # fmt: skip
+    assert not report(config, only=only)
+
+
+# --- what the backward keeps ---
+
+
+def saved_bytes(step: Callable[[], object]) -> int:
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with saved_tensors_hooks(keep, lambda t: t):
+        step()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("m", [1, 3])
+def test_the_backward_keeps_the_input_and_the_unscaled_output(bias: bool, m: int) -> None:
+    rows, d_in, d_out = 1024, 64, 48
+    adapter = built(d_in, d_out, torch.float32, boft_n_butterfly_factor=m)
+    layer, x = linear(d_in, d_out, torch.float32, bias), hidden(rows, d_in, dtype=torch.float32)
+    kept = saved_bytes(lambda: adapter(x.requires_grad_(), base_of(layer)))
+    small = d_in * d_out + d_in * 16 * (4 * m + 2) + 4 * d_out
+    assert kept <= 4 * (rows * (d_in + d_out) + small)
+
+
+# LLaMA's blocks keep a lot themselves: the bound is a count, and moves with the blocks' code
+@pytest.mark.parametrize(("b", "m", "bound"), [(4, 1, 2.06), (8, 2, 2.11)])
+def test_bytes_saved_for_the_backward_of_a_model(b: int, m: int, bound: float) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
+    model = init(LlamaModel(LlamaConfig(**sizes)))
+    model.requires_grad_(False)
+    x = torch.randn(8, 128, 128, requires_grad=True)
+    own = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    floor = saved_bytes(lambda: model(inputs_embeds=x)) - own
+    fields = {"boft_block_size": b, "boft_n_butterfly_factor": m}
+    model.add_adapter("a", BOFTConfig(target_modules="all-linear", **fields))
+    model.train_adapter("a")
+    assert saved_bytes(lambda: model(inputs_embeds=x)) - own <= bound * floor
+
+
+# --- PEFT itself ---
+
+
+class StandIn:
+    """The operator of PEFT's CUDA extension in torch, so that its own layer runs for any m."""
+
+    @staticmethod
+    def forward(blocks: Tensor) -> list[Tensor]:
+        return [torch.stack([torch.block_diag(*factor) for factor in blocks])]
+
+    @staticmethod
+    def backward(grad: Tensor, blocks: Tensor) -> list[Tensor]:
+        m, n, b, _ = blocks.shape
+        parts = grad.view(m, n, b, n, b).diagonal(dim1=1, dim2=3)  # [m, b, b, n]
+        return [parts.permute(0, 3, 1, 2).contiguous()]
+
+
+TARGETS = {"bert": ["query", "value", "output.dense"], "llama": ["q_proj", "down_proj"],
+           "t5": ["q", "v", "wo"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize(("b", "m"), [(4, 1), (8, 1), (4, 2), (8, 3)])
+def test_outputs_and_gradients_are_those_of_peft(
+    family: str, b: int, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peft
+    from peft.tuners.boft import layer as peft_layer
+
+    # without this, PEFT compiles its CUDA extension anew at each layer, in vain
+    extension = StandIn if m > 1 else None
+    monkeypatch.setattr(peft_layer, "get_fbd_cuda", lambda: extension)
+    torch.manual_seed(0)
+    model = AutoModel.from_config(tiny_config(family)).eval()
+    ours = init(copy.deepcopy(model))
+    fields = {"boft_block_size": b, "boft_n_butterfly_factor": m, "target_modules": TARGETS[family]}
+    theirs = peft.get_peft_model(model, peft.BOFTConfig(init_weights=False, **fields))
+    ours.add_adapter("a", BOFTConfig(**fields))
+    ours.train_adapter("a")
+    ours.eval()
+    mine = dict(ours.adapter_modules("a"))
+    layers = {
+        name.removeprefix("base_model.model."): module
+        for name, module in theirs.named_modules()
+        if isinstance(module, peft_layer.BOFTLayer)
+    }
+    assert set(layers) == set(mine)
+    with torch.no_grad():
+        for path, layer in layers.items():
+            layer.boft_R["default"].mul_(3)
+            mine[path].boft_R.copy_(layer.boft_R["default"])
+            mine[path].boft_s.copy_(layer.boft_s["default"])
+    inputs = tiny_inputs(family)
+    outputs = [net(**inputs).last_hidden_state for net in (ours, theirs)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
+    weights = hidden(*outputs[0].shape, dtype=torch.float32)
+    for output in outputs:
+        (output * weights).sum().backward()
+    for path, layer in layers.items():
+        for name in ("boft_R", "boft_s"):
+            grad, peer = getattr(mine[path], name).grad, getattr(layer, name)["default"].grad
+            scale = max(1.0, peer.abs().max().item())
+            assert peer.abs().max() > 1e-4
+            torch.testing.assert_close(grad / scale, peer / scale, rtol=0, atol=1e-5)

@@ -1,0 +1,511 @@
+"""What is true of DoRA alone; what every method must do is in test_conformance.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from families import first_output, tiny_config, tiny_inputs
+from snapshots import output, refused, same_bits
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoModel
+
+import adapterzoo
+from adapterzoo import DoRAConfig, Stack
+from adapterzoo.composition import evaluate
+from adapterzoo.errors import ConfigError
+from adapterzoo.inject import base_of
+from adapterzoo.testing import report
+
+CONVENTIONS = ("paper", "adapterhub")
+ALL = {"target_modules": "all-linear", "r": 4, "alpha": 12}
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def stir(model: Any, name: str, seed: int = 1) -> None:
+    """Move all values of an adapter: magnitudes by a few percent, factors off zero."""
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, module in model.adapter_modules(name):
+            for parameter in module.parameters():
+                noise = torch.randn(parameter.shape, generator=source).to(parameter)
+                parameter.add_(0.1 * noise)
+
+
+def adapted(
+    tiny: Callable[..., Any], family: str, config: DoRAConfig, dtype: torch.dtype = torch.float32
+) -> Any:
+    model = tiny(family).to(dtype)
+    model.add_adapter("a", config)
+    stir(model, "a")
+    return model
+
+
+def explicit(
+    x: Tensor, w: Tensor, bias: Tensor | None, module: nn.Module, convention: str
+) -> Tensor:
+    """The formula of the convention, written out with a dense B A, in the dtype of its inputs."""
+    delta = module.lora_B.to(w.dtype) @ module.lora_A.to(w.dtype)
+    direction = w + module.scaling * delta
+    if convention == "adapterhub":
+        gain = module.m.to(w.dtype) / torch.linalg.norm(w + delta, dim=-1)
+        return gain * linear(x, direction, bias)
+    gain = module.m.to(w.dtype) / torch.linalg.norm(direction, dim=-1).detach()
+    y = gain * linear(x, direction)
+    return y if bias is None else y + bias
+
+
+# --- the formula ---
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_and_gradients_are_those_of_the_formula(tiny, convention: str, bias: bool):
+    config = DoRAConfig(convention=convention, **ALL)
+    model = adapted(tiny, "bert" if bias else "llama", config, torch.float64)
+    path, module = next(iter(model.adapter_modules("a")))
+    layer = model.base_model.get_submodule(path)
+    module.requires_grad_(True)
+    assert (layer.bias is not None) == bias
+    x = torch.randn(2, 5, layer.weight.shape[1], dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 5, layer.weight.shape[0], dtype=torch.float64)
+    wanted = [x, module.lora_A, module.lora_B, module.m]
+    y = module(x, base_of(layer))
+    expected = explicit(x, layer.weight, layer.bias, module, convention)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert (y - linear(x, layer.weight, layer.bias)).abs().max() > 0.01
+    ours = torch.autograd.grad((y * weights).sum(), wanted)
+    theirs = torch.autograd.grad((expected * weights).sum(), wanted)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_the_norm_of_the_paper_gets_no_gradient(tiny):
+    model = adapted(tiny, "bert", DoRAConfig(**ALL), torch.float64)
+    path, module = next(iter(model.adapter_modules("a")))
+    layer = model.base_model.get_submodule(path)
+    module.requires_grad_(True)
+    x = torch.randn(3, layer.weight.shape[1], dtype=torch.float64)
+    direction = layer.weight + module.scaling * module.lora_B @ module.lora_A
+    gain = module.m / torch.linalg.norm(direction, dim=-1)
+    factors = [module.lora_A, module.lora_B]
+    ours = torch.autograd.grad(module(x, base_of(layer)).square().sum(), factors)
+    flowing = (gain * linear(x, direction) + layer.bias).square().sum()
+    for one, other in zip(ours, torch.autograd.grad(flowing, factors), strict=True):
+        assert (one - other).abs().max() > 0.01 * other.abs().max()
+
+
+def test_the_conventions_differ_in_norm_and_bias(tiny):
+    paper = adapted(tiny, "bert", DoRAConfig(**ALL))
+    hub = adapted(tiny, "bert", DoRAConfig(convention="adapterhub", **ALL))
+    for model in (paper, hub):
+        model.set_active_adapters("a")
+    assert (output(paper) - output(hub)).abs().max() > 1e-3
+
+
+def test_dropout_touches_the_low_rank_path_alone(tiny):
+    config = DoRAConfig(dropout=0.5, **ALL)
+    model = adapted(tiny, "bert", config, torch.float64).train()
+    path, module = next(iter(model.adapter_modules("a")))
+    layer = model.base_model.get_submodule(path)
+    x = torch.randn(4, layer.weight.shape[1], dtype=torch.float64)
+    calls: list[Tensor] = []
+
+    class Counting(type(base_of(layer))):  # type: ignore[misc]
+        def _run(self, x: Tensor) -> Tensor:
+            calls.append(x)
+            return super()._run(x)
+
+    base = Counting(layer, lambda x: linear(x, layer.weight, layer.bias))
+    torch.manual_seed(3)
+    y = module(x, base)
+    assert len(calls) == 1
+    assert calls[0] is x
+    torch.manual_seed(3)
+    dropped = torch.nn.functional.dropout(x, 0.5)
+    direction = layer.weight + module.scaling * module.lora_B @ module.lora_A
+    gain = module.m / torch.linalg.norm(direction, dim=-1)
+    update = module.scaling * dropped @ (module.lora_B @ module.lora_A).T
+    expected = gain * (x @ layer.weight.T + update) + layer.bias
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(dropped, x)
+
+
+# --- birth ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "mixtral", "t5"])
+def test_magnitudes_are_born_as_the_norms_of_the_rows(tiny, family: str, dtype: torch.dtype):
+    model = tiny(family).to(dtype)
+    base = output(model)
+    model.add_adapter("a", DoRAConfig(attn_matrices="qkvo", intermediate_lora=True))
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    checked = 0
+    for path, module in model.adapter_modules("a"):
+        layer = model.base_model.get_submodule(path)
+        for part in (m for m in module.modules() if "m" in m._parameters):
+            assert part.m.dtype is wide
+            checked += 1
+        if "m" in module._parameters:
+            truth = layer.weight.double().norm(dim=0 if "Conv1D" in str(layer) else 1)
+            eps = torch.finfo(wide).eps
+            torch.testing.assert_close(module.m.double(), truth, rtol=8 * eps, atol=0)
+    assert checked
+    model.set_active_adapters("a")
+    assert torch.equal(output(model), base)
+
+
+def test_magnitudes_of_parts_and_experts_are_those_of_their_rows(tiny):
+    model = tiny("gpt2")
+    model.add_adapter("a", DoRAConfig(attn_matrices=("v", "q")))
+    path, module = next(iter(model.adapter_modules("a")))
+    norms = model.base_model.get_submodule(path).weight.norm(dim=0)
+    torch.testing.assert_close(module.query.m, norms[:32], rtol=1e-6, atol=0)
+    torch.testing.assert_close(module.value.m, norms[64:], rtol=1e-6, atol=0)
+    model = tiny("mixtral")
+    model.add_adapter("a", DoRAConfig(selfattn_lora=False, output_lora=True))
+    path, module = next(iter(model.adapter_modules("a")))
+    norms = model.base_model.get_submodule(path).down_proj.norm(dim=-1)  # [experts, d_out]
+    (found,) = (m for m in module.modules() if "m" in m._parameters)
+    torch.testing.assert_close(found.m, norms, rtol=1e-6, atol=0)
+
+
+def test_a_second_adapter_is_born_from_the_untouched_layer(tiny):
+    model = adapted(tiny, "bert", DoRAConfig(**ALL))
+    model.set_active_adapters("a")
+    model.add_adapter("b", DoRAConfig(**ALL))
+    for path, module in model.adapter_modules("b"):
+        weight = model.base_model.get_submodule(path).weight
+        torch.testing.assert_close(module.m, weight.norm(dim=1), rtol=1e-6, atol=0)
+
+
+def test_magnitudes_on_meta_stay_there(tiny):
+    model = tiny("bert").to("meta")
+    model.add_adapter("a", "dora")
+    tensors = [p for _, m in model.adapter_modules("a") for p in m.parameters()]
+    assert tensors
+    assert all(p.is_meta for p in tensors)
+
+
+def test_offloaded_layers_give_their_norms(tmp_path):
+    torch.manual_seed(0)
+    AutoModel.from_config(tiny_config("llama")).save_pretrained(tmp_path)
+    places = {
+        "embed_tokens": "cpu", "layers.0": "cpu", "layers.1": "disk", "norm": "cpu",
+        "rotary_emb": "cpu",
+    }  # fmt: skip
+    whole = adapterzoo.init(AutoModel.from_pretrained(tmp_path))
+    spread = adapterzoo.init(
+        AutoModel.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "off")
+    )
+    assert spread.layers[1].self_attn.q_proj.weight.is_meta
+    for model in (whole, spread):
+        torch.manual_seed(1)
+        model.add_adapter("a", "dora")
+    assert spread.layers[1].self_attn.q_proj.weight.is_meta
+    for (_, one), (_, other) in zip(
+        whole.adapter_modules("a"), spread.adapter_modules("a"), strict=True
+    ):
+        assert torch.equal(one.m, other.m)
+    spread.set_active_adapters("a")
+    assert torch.equal(output(spread), output(whole))
+
+
+# --- numbers that are hard ---
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_a_row_of_zeros_is_the_identity_forward_and_backward(
+    tiny, convention: str, dtype: torch.dtype
+):
+    model = tiny("bert").to(dtype)
+    layer = model.base_model.encoder.layer[0].attention.self.query
+    with torch.no_grad():
+        layer.weight[3].zero_()
+    model.add_adapter("a", DoRAConfig(convention=convention))
+    model.train_adapter("a")
+    module = layer.adapters["a"]
+    x = torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
+    y = module(x, base_of(layer))
+    assert torch.equal(y, linear(x, layer.weight, layer.bias))
+    y.float().square().sum().backward()
+    for tensor in (x, module.lora_A, module.lora_B, module.m):
+        assert tensor.grad is not None
+        assert bool(tensor.grad.isfinite().all())
+    assert module.m.grad[3] == 0
+    with torch.no_grad():
+        merged = module.weight(layer.weight.to(torch.float32), base_of(layer))
+    assert torch.equal(merged, layer.weight.float())
+    # and it can be trained: B moves, and the next steps stay finite
+    with torch.no_grad():
+        module.lora_B.add_(0.1)
+    y = module(x, base_of(layer))
+    grads = torch.autograd.grad(y.float().square().sum(), [module.m, module.lora_B])
+    assert all(bool(g.isfinite().all()) for g in grads)
+    assert bool(y.isfinite().all())
+
+
+@pytest.mark.parametrize("left", [1e-2, 1e-4])
+def test_a_weight_that_the_update_cancels_keeps_its_digits(left: float):
+    torch.manual_seed(0)
+    host = adapterzoo.init(AutoModel.from_config(tiny_config("bert")).eval())
+    host.add_adapter("a", DoRAConfig(r=4))
+    layer = host.encoder.layer[0].attention.self.query
+    module = layer.adapters["a"]
+    with torch.no_grad():
+        module.lora_B.normal_()
+        update = module.scaling * module.lora_B.double() @ module.lora_A.double()
+        layer.weight.copy_(left * layer.weight.double() - update)
+    x = torch.randn(8, 32)
+    with torch.no_grad():
+        y = module(x, base_of(layer)).double()
+        exact = copy.deepcopy(module).double()
+        truth = explicit(x.double(), layer.weight.double(), layer.bias.double(), exact, "paper")
+    # W x and s B A x cancel too: their rounding is what remains, blown up by g
+    gain = exact.m / torch.linalg.norm(layer.weight.double() + update, dim=1)
+    ulps = 16 * torch.finfo(torch.float32).eps
+    size = layer.weight.double().norm(dim=1) * x.double().norm(dim=1, keepdim=True)
+    assert bool(((y - truth).abs() <= ulps * (gain * size + 1)).all())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("adapter_dtype", [None, "float32"])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_half_precision_rounds_the_output_once(
+    tiny, dtype: torch.dtype, adapter_dtype: str | None, convention: str
+):
+    config = DoRAConfig(dtype=adapter_dtype, convention=convention, **ALL)
+    model = adapted(tiny, "bert", config, dtype)
+    path, module = next(iter(model.adapter_modules("a")))
+    layer = model.base_model.get_submodule(path)
+    x = torch.randn(6, layer.weight.shape[1]).to(dtype)
+    with torch.no_grad():
+        y = module(x, base_of(layer))
+        bias = layer.bias.double()
+        truth = explicit(
+            x.double(), layer.weight.double(), bias, copy.deepcopy(module).double(), convention
+        )
+    assert y.dtype is dtype
+    # base output, the two products of the update, and the result: four roundings
+    near = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
+    torch.testing.assert_close(y.double(), truth, rtol=0, atol=near)
+
+
+def test_autocast_leaves_the_gain_in_float32(tiny):
+    model = adapted(tiny, "bert", DoRAConfig(**ALL))
+    path, module = next(iter(model.adapter_modules("a")))
+    layer = model.base_model.get_submodule(path)
+    expected = module.gain(layer.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        gain = module.gain(layer.weight)
+        y = module(torch.randn(2, layer.weight.shape[1]), base_of(layer))
+        merged = module.weight(layer.weight, base_of(layer))
+    assert torch.equal(gain, expected)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(merged, module.weight(layer.weight, base_of(layer)))
+
+
+# --- merging and stacks ---
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_neox", "llama", "mixtral", "t5"])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_rows_of_the_merged_weight_have_the_magnitudes(tiny, family: str, convention: str):
+    # s = 1: the norm of both conventions is that of the merged direction
+    config = DoRAConfig(convention=convention, attn_matrices="qkv", output_lora=True, alpha=8, r=8)
+    model = adapted(tiny, family, config)
+    model.merge_adapter("a")
+    for path, module in model.adapter_modules("a"):
+        layer = model.base_model.get_submodule(path)
+        # experts keep their weight under the name that their adapters have
+        weights = [p for n, p in layer.named_parameters(recurse=False) if n in module._modules]
+        weight = weights[0] if weights else layer.weight
+        norms = weight.norm(dim=0 if "Conv1D" in str(layer) else -1)
+        # the parts of a fused layer share its rows out among them: none is left
+        magnitudes = [m.m.abs() for m in module.modules() if "m" in m._parameters]
+        torch.testing.assert_close(
+            norms.flatten().sort().values,
+            torch.cat([m.flatten() for m in magnitudes]).sort().values,
+            rtol=1e-5,
+            atol=1e-6,
+        )
+        if "m" in module._parameters:
+            torch.testing.assert_close(norms, module.m.abs(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
+def test_merged_is_unmerged(tiny, family: str, convention: str, dtype: torch.dtype):
+    targets: dict[str, Any] = {"intermediate_lora": True, "output_lora": True}
+    if family == "gemma3_text":
+        # an embedding that multiplies its output
+        targets = {"target_modules": ("embed_tokens",)}
+    model = adapted(tiny, family, DoRAConfig(convention=convention, alpha=12, **targets), dtype)
+    base = output(model)
+    model.set_active_adapters("a")
+    unmerged = output(model)
+    truth = output(copy.deepcopy(model).double(), **doubled(model))
+    model.merge_adapter("a")
+    merged = output(model)
+    eps = 8 * torch.finfo(dtype).eps * max(1.0, truth.abs().max().item())
+    error = (merged.double() - truth).abs().max()
+    assert error <= 2 * (unmerged.double() - truth).abs().max() + eps
+    assert (truth - base.double()).abs().max() > 1e-3
+    model.reset_adapter()
+    model.set_active_adapters(None)
+    assert same_bits(output(model), base)
+
+
+def doubled(model: Any) -> dict[str, Tensor]:
+    inputs = tiny_inputs(model.config.model_type)
+    return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("family", ["bert", "gpt2", "mixtral"])
+def test_a_stack_adds_changes_of_the_original_weight(tiny, family: str, convention: str):
+    config = DoRAConfig(convention=convention, intermediate_lora=True, alpha=12)
+    model = adapted(tiny, family, config, torch.float64)
+    model.add_adapter("b", config.replace(r=2))
+    stir(model, "b", seed=7)
+    for path, module in model.adapter_modules("a"):
+        layer = model.base_model.get_submodule(path)
+        if "m" not in module._parameters:
+            continue
+        base = base_of(layer)
+        x = torch.randn(3, module.lora_A.shape[1], dtype=torch.float64)
+        plain = base.plain(x)
+        alone = [layer.adapters[n](x, base_of(layer)) - plain for n in ("a", "b")]
+        both = evaluate(("a", "b"), dict(layer.adapters.items()), x, base)
+        torch.testing.assert_close(both, plain + alone[0] + alone[1], rtol=1e-12, atol=1e-12)
+    model.set_active_adapters(Stack("a", "b"))
+    stacked = output(model, **doubled(model))
+    model.set_active_adapters(Stack("b", "a"))
+    torch.testing.assert_close(output(model, **doubled(model)), stacked, rtol=1e-10, atol=1e-10)
+    model.merge_adapter("b")
+    model.merge_adapter("a")
+    torch.testing.assert_close(output(model, **doubled(model)), stacked, rtol=1e-9, atol=1e-9)
+
+
+def test_a_stack_runs_the_layer_once(tiny):
+    model = adapted(tiny, "bert", DoRAConfig(**ALL))
+    for name in ("b", "c"):
+        model.add_adapter(name, DoRAConfig(**ALL))
+        stir(model, name, seed=5)
+    layer = model.base_model.encoder.layer[0].attention.self.query
+    calls = []
+
+    class Counted(type(layer.weight)):  # type: ignore[misc]
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is linear and isinstance(args[1], Counted):
+                calls.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    layer._parameters["weight"] = layer.weight.detach().as_subclass(Counted)
+    for setup in ("a", Stack("a", "b", "c")):
+        calls.clear()
+        model.set_active_adapters(setup)
+        with torch.no_grad():
+            layer(torch.randn(2, 32))
+        assert len(calls) == 1, setup
+
+
+# --- the peer beside it ---
+
+
+PEFT_TARGETS: dict[str, Any] = {
+    "bert": r".*\.layer\.\d+\..*(query|value|dense)",
+    "llama": ["q_proj", "v_proj", "up_proj", "down_proj"],
+    "t5": ["q", "v", "wi", "wo"],
+}
+
+
+@pytest.mark.parametrize("family", PEFT_TARGETS)
+def test_outputs_and_gradients_equal_pefts(family: str):
+    torch.manual_seed(0)
+    base = AutoModel.from_config(tiny_config(family)).eval()
+    ours = adapterzoo.init(copy.deepcopy(base))
+    ours.add_adapter("a", DoRAConfig(target_modules=PEFT_TARGETS[family], r=4, alpha=12))
+    theirs = peft.get_peft_model(
+        copy.deepcopy(base),
+        peft.LoraConfig(
+            use_dora=True, r=4, lora_alpha=12, target_modules=PEFT_TARGETS[family], lora_dropout=0.0
+        ),
+    )
+    named = dict(theirs.named_parameters())
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for path, module in ours.adapter_modules("a"):
+        prefix = f"base_model.model.{path}."
+        keys = {
+            "lora_A": "lora_A.default.weight",
+            "lora_B": "lora_B.default.weight",
+            "m": "lora_magnitude_vector.default.weight",
+        }
+        pairs += [(module.get_parameter(n), named.pop(prefix + k)) for n, k in keys.items()]
+    assert not [n for n in named if "lora" in n]
+    torch.testing.assert_close(*zip(*[p for p in pairs if p[0].dim() == 1], strict=True))
+    source = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for mine, other in pairs:
+            mine.add_(0.1 * torch.randn(mine.shape, generator=source))
+            other.copy_(mine)
+    ours.train_adapter("a")
+    ours.eval()
+    theirs.eval()
+    inputs = tiny_inputs(family)
+    y, z = first_output(ours(**inputs)), first_output(theirs(**inputs))
+    torch.testing.assert_close(y, z, rtol=0, atol=1e-5)
+    assert (y - first_output(base(**inputs))).abs().max() > 0.01
+    weights = torch.randn(y.shape, generator=source) / y.numel() ** 0.5
+    (y * weights).sum().backward()
+    (z * weights).sum().backward()
+    for mine, other in pairs:
+        assert mine.grad is not None
+        assert mine.grad.count_nonzero()
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-5)
+
+
+# --- the config ---
+
+
+def test_an_unknown_convention_is_refused_with_the_legal_ones(tiny):
+    model = tiny("bert")
+    with refused(model, ConfigError, "convention='peft'", "'adapterhub'", "convention='paper'"):
+        model.add_adapter("a", "dora[convention='peft']")
+
+
+def test_dropout_of_token_numbers_is_refused(tiny):
+    model = tiny("bert")
+    with refused(model, ConfigError, "DoRAConfig(dropout=0.5)", "dropout=0.0"):
+        model.add_adapter("a", DoRAConfig(dropout=0.5, target_modules=["word_embeddings"]))
+
+
+class SaysTooMuch(DoRAConfig):
+    """A norm that is held constant, under a config that says nothing of it."""
+
+    @property
+    def gradients_are_exact(self) -> bool:
+        return True
+
+
+class SaysTooLittle(DoRAConfig):
+    """All gradients are right, and the config says that some are not."""
+
+    @property
+    def gradients_are_exact(self) -> bool:
+        return False
+
+
+def test_what_the_config_says_of_gradients_is_checked():
+    (failure, *_) = report(SaysTooMuch(), only=["gradcheck"])
+    assert "the gradient of" in failure.message
+    (failure, *_) = report(SaysTooLittle(convention="adapterhub"), only=["gradcheck"])
+    assert "gradients_are_exact is False" in failure.message

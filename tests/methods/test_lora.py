@@ -1,0 +1,519 @@
+"""LoRA: its formula in float64, PEFT beside it, where its adapters sit, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import peft
+import pytest
+import torch
+from families import tiny_config, tiny_inputs
+from torch import Tensor, nn
+from transformers import AutoModel
+
+import adapterzoo
+from adapterzoo import ConfigUnion, LoRAConfig
+from adapterzoo.anatomy import Site
+from adapterzoo.contracts import Base
+from adapterzoo.errors import AdapterZooError, ConfigError, SiteError, StateError
+from adapterzoo.methods.lora import LoRA
+from adapterzoo.testing import checks, report
+
+BATCH = 3
+
+
+def model(family: str = "bert") -> Any:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        made = AutoModel.from_config(tiny_config(family)).eval()
+        # biases start as zeros: a mistake in them would not be seen
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+def adapted(config: LoRAConfig, family: str = "bert", seed: int = 1) -> Any:
+    """A model whose adapter "a" is active and holds no first value any more."""
+    made = adapterzoo.init(model(family))
+    made.add_adapter("a", config, set_active=True)
+    stir(dict(parameters_of(made)), seed)
+    return made
+
+
+def parameters_of(made: Any) -> dict[str, nn.Parameter]:
+    return {
+        f"{path}.{key}": parameter
+        for path, module in made.adapter_modules("a")
+        for key, parameter in module.named_parameters()
+    }
+
+
+def stir(parameters: dict[str, Tensor], seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(parameters.items()):
+            parameter.normal_(0.0, 0.2, generator=source)
+
+
+# --- the formula ---
+
+
+class Linear(Base):
+    """y = W x + b, in float64."""
+
+    def __init__(self, d_out: int, d_in: int) -> None:
+        source = torch.Generator().manual_seed(2)
+        self._weight = torch.randn(d_out, d_in, dtype=torch.float64, generator=source)
+        self._bias = torch.randn(d_out, dtype=torch.float64, generator=source)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self._weight.T + self._bias
+
+    plain = __call__
+
+    @property
+    def weight(self) -> Tensor:
+        return self._weight
+
+    @property
+    def bias(self) -> Tensor:
+        return self._bias
+
+    @property
+    def scale(self) -> float:
+        return 1.0
+
+    @property
+    def residual(self) -> Tensor:
+        raise NotImplementedError
+
+
+def layer(config: LoRAConfig, d_in: int = 5, d_out: int = 7) -> LoRA:
+    site = Site("layer.0.query", "query", 0, "layer", "linear", d_in, d_out)
+    made = config.build(site, torch.device("cpu"), torch.float64)
+    stir(dict(made.named_parameters()), seed=3)
+    return made.eval()
+
+
+X = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("r", [1, 3, 64])
+@pytest.mark.parametrize("alpha", [1, 16, 0.5, -2])
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_the_output_is_that_of_equation_3(r: int, alpha: float, use_rslora: bool) -> None:
+    lora, base = layer(LoRAConfig(r=r, alpha=alpha, use_rslora=use_rslora)), Linear(7, 5)
+    assert lora.lora_A.shape == (r, 5)
+    assert lora.lora_B.shape == (7, r)
+    s = alpha / (math.sqrt(r) if use_rslora else r)
+    w = base.weight + s * lora.lora_B @ lora.lora_A
+    torch.testing.assert_close(lora(X, base), X @ w.T + base.bias)
+    torch.testing.assert_close(lora.weight(base.weight, base), w)
+    assert lora.bias(base.bias, base) is base.bias
+
+
+def test_the_bias_of_b_is_scaled_with_it() -> None:
+    lora, base = layer(LoRAConfig(r=4, alpha=8, lora_bias=True)), Linear(7, 5)
+    w = base.weight + 2.0 * lora.lora_B @ lora.lora_A
+    b = base.bias + 2.0 * lora.lora_B_bias
+    torch.testing.assert_close(lora(X, base), X @ w.T + b)
+    torch.testing.assert_close(lora.bias(base.bias, base), b)
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 4, 5), (2, 3, 4, 5)])
+def test_the_gate_is_one_number_a_sequence(shape: tuple[int, ...]) -> None:
+    lora, base = layer(LoRAConfig(r=4, alpha=8, use_gating=True)), Linear(7, 5)
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    gates = torch.sigmoid((x * lora.gate[0]).sum(-1))
+    # the first dimension is the batch; what stands between it and the features are tokens
+    means = gates if x.dim() < 3 else gates.flatten(1).mean(1).reshape(-1, *[1] * (x.dim() - 2))
+    update = 2.0 * x @ (lora.lora_B @ lora.lora_A).T
+    torch.testing.assert_close(lora(x, base), base(x) + update * means[..., None])
+    with pytest.raises(StateError, match=r"use_gating=True.*Keep it active instead"):
+        lora.weight(base.weight, base)
+
+
+def test_dropout_is_on_the_way_to_a() -> None:
+    lora, base = layer(LoRAConfig(r=4, alpha=4, dropout=0.5)), Linear(7, 5)
+    torch.testing.assert_close(lora(X, base), layer(LoRAConfig(r=4, alpha=4))(X, base))
+    lora.train()
+    torch.manual_seed(0)
+    y = lora(X, base)
+    torch.manual_seed(0)
+    dropped = nn.functional.dropout(X, 0.5)
+    torch.testing.assert_close(y, base(X) + dropped @ (lora.lora_B @ lora.lora_A).T)
+
+
+def test_it_has_as_many_parameters_as_it_says() -> None:
+    made = adapted(LoRAConfig(r=4, target_modules=["query", "intermediate.dense"]))
+    # rank · (d_in + d_out), in two blocks
+    assert sum(p.numel() for p in parameters_of(made).values()) == 2 * 4 * (64 + 96)
+
+
+def test_first_values_are_those_of_a_linear_layer() -> None:
+    torch.manual_seed(0)
+    lora = LoRAConfig(r=8).build(
+        Site("q", "query", 0, "", "linear", 256, 32), torch.device("cpu"), torch.float32
+    )
+    bound = 1 / math.sqrt(256)
+    a, b = lora.lora_A.detach(), lora.lora_B.detach()
+    assert not b.any()
+    assert float(a.abs().max()) <= bound
+    # uniform: deviation bound / √3
+    assert float(a.std()) == pytest.approx(bound / math.sqrt(3), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoRAConfig(use_rslora=True, r=3, alpha=5),
+        LoRAConfig(init_weights="bert"),
+        LoRAConfig(use_gating=True, dropout=0.1),
+        LoRAConfig(lora_bias=True),
+        LoRAConfig(intermediate_lora=True, output_lora=True, attn_matrices=["q", "k", "v", "o"]),
+        LoRAConfig(target_modules="all-linear", rank_pattern={"q_proj|c_attn": 2}),
+        LoRAConfig(leave_out=[1], init_weights_seed=0),
+    ],
+    ids=repr,
+)
+def test_every_option_conforms(config: LoRAConfig) -> None:
+    # compiling is slow, and the same for all options
+    names = [name for name in checks if name != "compiles"]
+    failures = report(config, only=names, kinds=["linear", "conv1d"])
+    assert not failures, "\n".join(map(str, failures))
+
+
+# --- PEFT beside it ---
+
+# it warns of what this library refuses or finds by itself
+quiet = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft")
+
+TARGETS = {
+    "bert": ["query", "value", "intermediate.dense", "output.dense"],
+    "llama": ["q_proj", "v_proj", "up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc"],
+}
+
+
+def peft_twin(made: Any, family: str, **options: Any) -> Any:
+    """PEFT's model with the values of ours."""
+    base = model(family).double()
+    config = peft.LoraConfig(fan_in_fan_out=family == "gpt2", **options)
+    twin = peft.get_peft_model(base, config).eval()
+    values = parameters_of(made)
+    names = {
+        "lora_A": "lora_A.default.weight",
+        "lora_B": "lora_B.default.weight",
+        "lora_B_bias": "lora_B.default.bias",
+    }
+    with torch.no_grad():
+        for key, value in values.items():
+            path, _, leaf = key.rpartition(".")
+            site = base.get_submodule(path)
+            if isinstance(site, peft.tuners.lora.Embedding):
+                site.get_parameter(f"lora_embedding_{leaf[-1]}.default").copy_(value)
+            else:
+                site.get_parameter(names[leaf]).copy_(value)
+    return twin
+
+
+def assert_equals_peft(config: LoRAConfig, family: str, **options: Any) -> None:
+    made = adapted(config, family).double()
+    made.requires_grad_(False)
+    for parameter in parameters_of(made).values():
+        parameter.requires_grad_()
+    twin = peft_twin(made, family, **options)
+    ours, theirs = parameters_of(made), lora_parameters(twin)
+    assert len(theirs) == len(ours)
+    batch = tiny_inputs(family, batch=BATCH)
+    outputs = [m(**batch).last_hidden_state for m in (made, twin)]
+    assert outputs[1].dtype is torch.float64
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        made.set_active_adapters(None)
+        plain = made(**batch).last_hidden_state
+        made.set_active_adapters("a")
+    assert float((outputs[0] - plain).detach().abs().max()) > 1e-2
+    weights = torch.randn(plain.shape, generator=torch.Generator().manual_seed(6)) / plain.numel()
+    for output in outputs:
+        (output * weights).sum().backward()
+    mine = {shape_key(key): p.grad for key, p in ours.items()}
+    for key, parameter in theirs.items():
+        torch.testing.assert_close(mine[key], parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+def shape_key(key: str) -> tuple[str, str]:
+    path, _, leaf = key.rpartition(".")
+    return path, leaf.removeprefix("lora_")
+
+
+def lora_parameters(twin: Any) -> dict[tuple[str, str], nn.Parameter]:
+    """PEFT's parameters under our names: (path of the layer, A, B or B_bias)."""
+    found = {}
+    for name, parameter in twin.base_model.model.named_parameters():
+        path, mark, rest = name.partition(".lora_")
+        if mark:
+            kind = rest.removeprefix("embedding_")
+            found[path, f"{kind[0]}_bias" if kind.endswith(".bias") else kind[0]] = parameter
+    return found
+
+
+@quiet
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"lora_bias": True}], ids=str)
+def test_outputs_and_gradients_are_pefts(family: str, options: dict[str, Any]) -> None:
+    targets = TARGETS[family]
+    config = LoRAConfig(r=4, alpha=12, target_modules=targets, **options)
+    assert_equals_peft(config, family, r=4, lora_alpha=12, target_modules=targets, **options)
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("family", "ranks", "alphas"),
+    [
+        ("bert", {"query": 2, "layer.1.output.dense": 6}, {"value": 20}),
+        ("bert", {r"encoder\.layer\.0\..*": 3}, {r".*\.1\.intermediate\.dense": 1}),
+        ("llama", {"q_proj|up_proj": 2}, {"layers.0.self_attn.v_proj": 3, "down_proj": 5}),
+        ("llama", {"proj": 2}, {"self_attn": 3}),
+    ],
+)
+def test_patterns_mean_what_they_mean_in_peft(
+    family: str, ranks: dict[str, int], alphas: dict[str, float]
+) -> None:
+    targets, patterns = TARGETS[family], {"rank_pattern": ranks, "alpha_pattern": alphas}
+    config = LoRAConfig(r=4, alpha=8, target_modules=targets, **patterns)
+    assert_equals_peft(config, family, r=4, lora_alpha=8, target_modules=targets, **patterns)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("bert", "word_embeddings"), ("llama", "embed_tokens"), ("gpt2", "wte")]
+)
+def test_embeddings_are_pefts(family: str, name: str) -> None:
+    config = LoRAConfig(r=4, alpha=2, target_modules=[name])
+    assert_equals_peft(config, family, r=4, lora_alpha=2, target_modules=[name])
+
+
+@quiet
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        ["query", "q_proj", "c_attn"],
+        ["dense", "down_proj", "c_proj"],
+        ["attention.self.query", "self_attn.q_proj", "attn.c_attn"],
+        ["0.attention.self.query", "0.self_attn.q_proj", "0.attn.c_attn"],
+        r".*\.1\..*(query|value|q_proj|v_proj|c_attn)",
+        r".*(key|k_proj|c_fc)$",
+        r".*",
+        "all-linear",
+    ],
+    ids=str,
+)
+def test_the_same_layers_are_adapted_as_in_peft(family: str, wanted: Any) -> None:
+    plain = model(family)
+    if isinstance(wanted, list):
+        # here a name that matches nothing is an error, in PEFT it is not
+        paths = [path for path, _ in plain.named_modules()]
+        wanted = [n for n in wanted if any(p == n or p.endswith(f".{n}") for p in paths)]
+    if wanted == ".*":
+        wanted = r".*(encoder|layers|h)\..*\d+\..*(query|dense|_proj|c_\w+)"
+    theirs = peft.get_peft_model(
+        copy.deepcopy(plain), peft.LoraConfig(r=2, target_modules=wanted)
+    ).base_model.model
+    expected = [p for p, m in theirs.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    if wanted == "all-linear":
+        # PEFT's also means a pooler behind the blocks
+        expected = [path for path in expected if not path.startswith("pooler.")]
+    assert expected
+    made = adapted(LoRAConfig(r=2, target_modules=wanted), family)
+    assert sorted(path for path, _ in made.adapter_modules("a")) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exclude_modules": ["1.attention.self.query"]},
+        {"exclude_modules": r".*layer\.0.*"},
+        {"layers_to_transform": [1]},
+    ],
+    ids=str,
+)
+def test_the_same_layers_are_left_out_as_in_peft(options: dict[str, Any]) -> None:
+    targets = ["query", "value"]
+    theirs = peft.get_peft_model(
+        model(), peft.LoraConfig(r=2, target_modules=targets, **options)
+    ).base_model.model
+    expected = [p for p, m in theirs.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    made = adapted(LoRAConfig(r=2, target_modules=targets, **options))
+    assert sorted(path for path, _ in made.adapter_modules("a")) == sorted(expected)
+
+
+# --- the vocabulary of adapters ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ["attention.self.query", "attention.self.value"]),
+        ({"attn_matrices": ["k"]}, ["attention.self.key"]),
+        ({"attn_matrices": ["o"]}, ["attention.output.dense"]),
+        ({"selfattn_lora": False, "intermediate_lora": True}, ["intermediate.dense"]),
+        ({"selfattn_lora": False, "output_lora": True}, ["output.dense"]),
+    ],
+    ids=str,
+)
+def test_roles_choose_layers(fields: dict[str, Any], expected: list[str]) -> None:
+    made = adapted(LoRAConfig(r=2, **fields))
+    paths = [f"encoder.layer.{i}.{name}" for i in range(2) for name in expected]
+    assert sorted(path for path, _ in made.adapter_modules("a")) == sorted(paths)
+
+
+@pytest.mark.parametrize("fields", [{"leave_out": [0]}, {"layers_to_transform": [1]}], ids=str)
+def test_layers_are_chosen_by_number(fields: dict[str, Any]) -> None:
+    made = adapted(LoRAConfig(r=2, attn_matrices=["q"], **fields))
+    assert [path for path, _ in made.adapter_modules("a")] == [
+        "encoder.layer.1.attention.self.query"
+    ]
+
+
+@pytest.mark.parametrize("matrices", [("q",), ("k",), ("v",), ("q", "v"), ("q", "k", "v")], ids=str)
+def test_the_parts_of_a_fused_layer_are_adapted_one_by_one(matrices: tuple[str, ...]) -> None:
+    made = adapted(LoRAConfig(r=2, alpha=6, attn_matrices=matrices), "gpt2")
+    plain = model("gpt2")
+    # the definition: each part's update on its third of c_attn's columns [d_in, 3 d]
+    with torch.no_grad():
+        for path, parts in made.adapter_modules("a"):
+            weight = plain.get_submodule(path).weight
+            width = weight.shape[1] // 3
+            for matrix in matrices:
+                role = {"q": "query", "k": "key", "v": "value"}[matrix]
+                part = parts.get_submodule(role)
+                first = "qkv".index(matrix) * width
+                assert part.lora_B.shape == (width, 2)
+                weight[:, first : first + width] += 3.0 * (part.lora_B @ part.lora_A).T
+    batch = tiny_inputs("gpt2", batch=BATCH)
+    with torch.no_grad():
+        outputs = [m(**batch).last_hidden_state for m in (made, plain)]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_are_of_their_layers_dtype_or_as_said(dtype: torch.dtype) -> None:
+    made = adapterzoo.init(model().to(dtype))
+    made.add_adapter("as layer", LoRAConfig(r=2))
+    made.add_adapter("as said", LoRAConfig(r=2, dtype="float32"), set_active=True)
+    for name, expected in (("as layer", dtype), ("as said", torch.float32)):
+        for _, module in made.adapter_modules(name):
+            assert {p.dtype for p in module.parameters()} == {expected}
+    with torch.no_grad():
+        assert made(**tiny_inputs("bert", batch=BATCH)).last_hidden_state.dtype is dtype
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"r": 0}, ["LoRAConfig(r=0)", "1 to 65536", "Write r=1"]),
+        ({"r": -1}, ["LoRAConfig(r=-1)", "1 to 65536", "Write r=1"]),
+        ({"r": 10**9}, ["LoRAConfig(r=1000000000)", "65536", "Write r=65536"]),
+        ({"r": 2.5}, ["r=2.5", "whole number"]),
+        ({"r": True}, ["r=True"]),
+        ({"r": "8"}, ["r='8'"]),
+        ({"alpha": float("nan")}, ["alpha=nan"]),
+        ({"alpha": float("inf")}, ["alpha=inf"]),
+        ({"dropout": 1.0}, ["dropout=1.0"]),
+        ({"dropout": -0.1}, ["dropout=-0.1", "Write dropout=0.0"]),
+        ({"init_weights": "pissa"}, ["init_weights='pissa'", "'lora', 'bert'"]),
+        ({"dtype": "int8"}, ["dtype='int8'", "float32"]),
+        ({"attn_matrices": ["q", "x"]}, ["'x'", "'q', 'k', 'v', 'o'", "Write attn_matrices"]),
+        ({"selfattn_lora": False}, ["nothing is left to adapt", "target_modules='all-linear'"]),
+        ({"attn_matrices": []}, ["nothing is left to adapt", "target_modules='all-linear'"]),
+        ({"target_modules": []}, ["target_modules=[]", "Write target_modules"]),
+        ({"target_modules": 3}, ["target_modules=3", "Write target_modules"]),
+        ({"target_modules": "(query"}, ["'(query'", "not a regular expression"]),
+        ({"target_modules": ["query", 1]}, ["target_modules=['query', 1]", "Write target_modules"]),
+        ({"exclude_modules": ""}, ["exclude_modules=''"]),
+        ({"leave_out": [-1]}, ["leave_out=[-1]", "Write leave_out=[0, 1]"]),
+        ({"leave_out": "0"}, ["leave_out='0'", "Write leave_out=[0, 1]"]),
+        ({"layers_to_transform": [0.5]}, ["layers_to_transform=[0.5]"]),
+        ({"rank_pattern": {"query": 0}}, ["r=0"]),
+        ({"rank_pattern": {"(query": 2}}, ["'(query'", "not a regular expression"]),
+        ({"rank_pattern": 3}, ["rank_pattern=3", "Write rank_pattern={'query': 4}"]),
+        ({"alpha_pattern": {3: 4}}, ["alpha_pattern={3: 4}", "Write alpha_pattern"]),
+        ({"alpha_pattern": {"query": "a"}}, ["alpha='a'"]),
+    ],
+    ids=str,
+)
+def test_a_value_that_is_not_legal_is_refused(fields: dict[str, Any], says: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoRAConfig(**fields)
+    for part in says:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"target_modules": ["no_such"]}, ["'no_such'", "'query'", "Write some of them"]),
+        ({"target_modules": ["query", "vlaue"]}, ["no layer matches 'vlaue'", "'value'"]),
+        ({"target_modules": r"layers\.\d+\.q"}, [r"layers\\.\\d+\\.q", "'query'"]),
+        ({"leave_out": [0, 1]}, ["leave_out"]),
+        ({"layers_to_transform": [7]}, ["layers_to_transform=(7,)", "blocks 0 to 1"]),
+        ({"target_modules": ["query"], "leave_out": [0, 1]}, ["leave_out", "blocks 0 to 1"]),
+        ({"exclude_modules": ["query", "value"]}, ["exclude_modules", "blocks 0 to 1"]),
+    ],
+    ids=str,
+)
+def test_what_matches_nothing_is_refused_and_changes_nothing(
+    fields: dict[str, Any], says: list[str]
+) -> None:
+    made = adapterzoo.init(model())
+    before = {path: type(m) for path, m in made.named_modules()}
+    with pytest.raises(SiteError) as caught:
+        made.add_adapter("a", LoRAConfig(**fields))
+    for part in says:
+        assert part in str(caught.value)
+    assert {path: type(m) for path, m in made.named_modules()} == before
+    assert "a" not in made.adapters_config
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dropout": 0.1}, {"use_gating": True}, {"lora_bias": True}], ids=str
+)
+def test_an_embedding_has_no_features_to_drop_or_gate(fields: dict[str, Any]) -> None:
+    made = adapterzoo.init(model())
+    config = LoRAConfig(target_modules=["word_embeddings"], **fields)
+    with pytest.raises(ConfigError) as caught:
+        made.add_adapter("a", config)
+    (name, value), *_ = fields.items()
+    assert f"{name}={value}" in str(caught.value)
+    assert "Write" in str(caught.value)
+    assert "a" not in made.adapters_config
+
+
+def test_a_bias_is_not_merged_where_there_is_none() -> None:
+    made = adapted(LoRAConfig(target_modules=["q_proj"], lora_bias=True), "llama")
+    before = made.state_dict()
+    before = {key: tensor.clone() for key, tensor in before.items()}
+    with pytest.raises(StateError, match=r"adds a bias.*Keep it active instead"):
+        made.merge_adapter("a")
+    assert all(torch.equal(before[key], tensor) for key, tensor in made.state_dict().items())
+
+
+def test_what_a_config_is_made_of_is_its_own() -> None:
+    ranks = {"query": 2}
+    config = LoRAConfig(rank_pattern=ranks)
+    ranks["query"] = 3
+    assert config.rank_at("layer.0.query") == 2
+
+
+def test_configs_can_be_kept_in_sets() -> None:
+    configs = [LoRAConfig(rank_pattern={"q": 2}), LoRAConfig()]
+    assert len({*configs, LoRAConfig(alpha=8.0), LoRAConfig(alpha=8)}) == 2
+    assert issubclass(ConfigError, AdapterZooError)
+    assert ConfigUnion(*configs) == ConfigUnion(*configs)

@@ -1,0 +1,409 @@
+"""Injection: `put` and `take` undo each other, and nothing else of a layer changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from adapterzoo import inject
+from adapterzoo.anatomy import Rows
+from adapterzoo.composition import Stack
+from adapterzoo.contracts import Adapter, Base, WeightAdapter
+from adapterzoo.errors import DuplicateNameError, StateError
+from adapterzoo.selection import Default, Plan, Selection
+
+# each means something to nn.Module, to a layer or to the library
+NAMES = ["train", "type", "lora", "weight", "bias", "adapters", "forward", "_link", "0", "a b", "ä"]
+
+
+class Times(WeightAdapter):
+    """The layer with its output multiplied: easy to tell from outside."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        return self.factor * base(x)
+
+    def weight(self, w: Tensor, base: Base) -> Tensor:
+        return self.factor * w
+
+    def bias(self, b: Tensor, base: Base) -> Tensor:
+        return self.factor * b
+
+
+class Shows(Adapter):
+    """An output made of what a base shows of itself."""
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        y = x @ base.weight.T
+        return y if base.bias is None else y + base.bias
+
+
+class AddsResidual(Adapter):
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        return base(x) + base.residual
+
+
+def layer(kind: str = "linear") -> nn.Module:
+    torch.manual_seed(0)
+    made: nn.Module = {
+        "linear": lambda: nn.Linear(4, 6),
+        "no bias": lambda: nn.Linear(4, 6, bias=False),
+        "conv1d": lambda: Conv1D(6, 4),
+    }[kind]()
+    if kind == "conv1d":
+        nn.init.normal_(made.bias)
+    return made
+
+
+def plan(*names: str, path: str = "at", **taps: tuple[str, ...]) -> Plan:
+    return Plan(Stack(*names), steps={path: names}, taps=taps)
+
+
+def active(*names: str) -> Selection:
+    selection = Selection(Default())
+    selection.default.plan = plan(*names)
+    return selection
+
+
+def state_of(module: nn.Module) -> tuple[object, ...]:
+    keys = list(module.state_dict())
+    return type(module), keys, set(vars(module)), list(module._modules), list(module._parameters)
+
+
+X = torch.arange(8.0).reshape(2, 4) / 8
+
+
+# --- put and take ---
+
+
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
+def test_take_undoes_put(kind: str) -> None:
+    plain = layer(kind)
+    before, weights = state_of(plain), copy.deepcopy(plain.state_dict())
+    adapter = Times(3.0)
+    inject.put(plain, "a", adapter, active("a"), "at")
+    assert isinstance(plain, before[0])
+    assert list(plain.state_dict())[: len(before[1])] == before[1]
+    torch.testing.assert_close(plain(X), 3.0 * layer(kind)(X), rtol=0, atol=0)
+    assert inject.take(plain, "a") is adapter
+    assert state_of(plain) == before
+    assert all(torch.equal(weights[key], t) for key, t in plain.state_dict().items())
+    assert torch.equal(plain(X), layer(kind)(X))
+
+
+def test_the_last_take_restores_whatever_the_order() -> None:
+    for order in (["a", "b"], ["b", "a"]):
+        plain, selection = layer(), active("b")
+        inject.put(plain, "a", Times(2.0), selection, "at")
+        inject.put(plain, "b", Times(3.0), selection, "at")
+        inject.take(plain, order[0])
+        assert type(plain) is not nn.Linear
+        inject.take(plain, order[1])
+        assert type(plain) is nn.Linear
+
+
+def test_equal_layers_stay_of_one_class() -> None:
+    one, other = layer(), layer()
+    for each in (one, other):
+        inject.put(each, "a", Times(1.0), Selection(Default()), "at")
+    assert type(one) is type(other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_is_a_name(name: str) -> None:
+    plain, selection = layer(), active(name)
+    expected = layer()(X)
+    inject.put(plain, name, Times(5.0), selection, "at")
+    assert torch.equal(plain(X), 5.0 * expected)
+    assert f"adapters.{name}.factor" in plain.state_dict()
+    plain.train().eval().requires_grad_(False).to(torch.float64)
+    assert plain.adapters[name].factor.dtype is torch.float64
+    inject.take(plain, name)
+    assert type(plain) is nn.Linear
+
+
+def test_all_names_at_once_do_not_meet() -> None:
+    plain, selection = layer(), Selection(Default())
+    for i, name in enumerate(NAMES):
+        inject.put(plain, name, Times(float(i)), selection, "at")
+    for i, name in enumerate(NAMES):
+        selection.default.plan = plan(name)
+        assert torch.equal(plain(X), i * layer()(X))
+
+
+def test_a_taken_name_is_refused_and_the_first_adapter_stays() -> None:
+    plain, first = layer(), Times(2.0)
+    inject.put(plain, "a", first, active("a"), "at")
+    with pytest.raises(DuplicateNameError, match=r"put\('a'\).*'at'.*another name"):
+        inject.put(plain, "a", Times(3.0), Selection(Default()), "at")
+    assert plain.adapters["a"] is first
+
+
+def test_taking_what_is_not_there_is_refused() -> None:
+    plain = layer()
+    with pytest.raises(StateError, match="Linear has no adapter of this name"):
+        inject.take(plain, "a")
+    inject.put(plain, "a", Times(1.0), Selection(Default()), "at")
+    with pytest.raises(StateError, match=r"take\('b'\)"):
+        inject.take(plain, "b")
+    assert "a" in plain.adapters
+
+
+@pytest.mark.parametrize("where", ["class", "instance", "module", "parameter"])
+def test_a_layer_with_adapters_of_its_own_is_left_alone(where: str) -> None:
+    class Own(nn.Linear):
+        adapters = "mine"
+
+    plain = Own(4, 6) if where == "class" else nn.Linear(4, 6)
+    if where == "instance":
+        vars(plain)["adapters"] = "mine"
+    elif where == "module":
+        plain.add_module("adapters", nn.Identity())
+    elif where == "parameter":
+        plain.register_parameter("adapters", nn.Parameter(torch.zeros(1)))
+    before = state_of(plain)
+    with pytest.raises(StateError, match=r"attribute 'adapters' of its own.*exclude_modules"):
+        inject.put(plain, "a", Times(1.0), Selection(Default()), "at")
+    assert state_of(plain) == before
+
+
+def test_an_adapter_is_put_in_the_mode_of_its_layer() -> None:
+    for training in (True, False):
+        plain = layer().train(training)
+        inject.put(plain, "a", Times(1.0).train(not training), Selection(Default()), "at")
+        assert plain.adapters["a"].training is training
+        assert plain.adapters.training is training
+
+
+def test_nothing_active_runs_the_layers_own_forward() -> None:
+    plain, selection = layer(), Selection(Default())
+    inject.put(plain, "a", Times(2.0), selection, "at")
+    for each in (Plan(), plan("a", path="elsewhere")):
+        selection.default.plan = each
+        assert torch.equal(plain(X), layer()(X))
+
+
+def test_keyword_arguments_and_tuples_go_through() -> None:
+    class Block(nn.Module):
+        def forward(self, hidden: Tensor, scale: float = 1.0) -> tuple[Tensor, str, float]:
+            return hidden * scale, "attention", scale
+
+    block = Block()
+    inject.put(block, "a", Times(2.0), active("a"), "at")
+    for out in (block(X, 3.0), block(X, scale=3.0), block(hidden=X, scale=3.0)):
+        assert torch.equal(out[0], 6.0 * X)
+        assert out[1:] == ("attention", 3.0)
+
+
+# --- what an adapter sees ---
+
+
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
+def test_weight_and_bias_are_those_of_a_linear_layer(kind: str) -> None:
+    plain = layer(kind)
+    inject.put(plain, "a", Shows(), active("a"), "at")
+    torch.testing.assert_close(plain(X), layer(kind)(X))
+    assert inject.base_of(plain).weight.shape == (6, 4)
+
+
+def test_a_layer_without_a_matrix_says_so() -> None:
+    with pytest.raises(StateError, match="LayerNorm: its 'weight' is no floating-point matrix"):
+        _ = inject.base_of(nn.LayerNorm(4)).weight
+
+
+# --- taps ---
+
+
+def test_a_tap_passes_the_input_of_one_module_to_another() -> None:
+    source, reader, selection = nn.LayerNorm(4), nn.Identity(), Selection(Default())
+    inject.tap(source, "reader", "a", selection, "source")
+    inject.put(reader, "a", AddsResidual(), selection, "reader")
+    selection.default.plan = plan("a", path="reader", source=("reader",))
+    normed = source(X)
+    assert torch.equal(reader(normed), normed + X)
+    with pytest.raises(StateError, match=r"was not run before it\. Run the whole block"):
+        reader(normed)
+    selection.default.plan = Plan()
+    assert torch.equal(reader(source(X)), normed)
+
+
+def test_untap_undoes_tap_whatever_else_is_there() -> None:
+    module, selection = nn.LayerNorm(4), Selection(Default())
+    before = state_of(module)
+    inject.tap(module, "one", "a", selection, "at")
+    inject.tap(module, "one", "b", selection, "at")
+    inject.put(module, "a", Times(1.0), selection, "at")
+    inject.untap(module, "one", "a")
+    inject.take(module, "a")
+    assert isinstance(module, inject.Adapted)
+    inject.untap(module, "one", "b")
+    assert state_of(module) == before
+    inject.untap(module, "one", "b")
+    assert state_of(module) == before
+
+
+# --- copies and replicas ---
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_share_nothing(how: str) -> None:
+    plain, selection = layer(), active("a")
+    inject.put(plain, "a", Times(2.0), selection, "at")
+    made = copy.deepcopy(plain) if how == "deepcopy" else pickle.loads(pickle.dumps(plain))
+    assert type(made) is type(plain)
+    assert torch.equal(made(X), plain(X))
+    with torch.no_grad():
+        made.adapters["a"].factor.fill_(7.0)
+    selection.default.plan = Plan()
+    assert torch.equal(made(X), 7.0 * layer()(X))
+    assert torch.equal(plain(X), layer()(X))
+    inject.take(made, "a")
+    assert type(made) is nn.Linear
+    assert "a" in plain.adapters
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """A shallow copy with tensors in the place of parameters, as DataParallel makes one."""
+    made = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        made._modules[name] = replica_of(child)
+    for name, parameter in module._parameters.items():
+        setattr(made, name, None if parameter is None else parameter.clone())
+    return made
+
+
+def in_thread(run) -> Tensor:
+    out: list[Tensor] = []
+    thread = threading.Thread(target=lambda: out.append(run()))
+    thread.start()
+    thread.join()
+    return out[0]
+
+
+def test_a_replica_sees_the_override_of_the_thread_that_made_it() -> None:
+    plain, selection = layer(), Selection(Default())
+    inject.put(plain, "a", Times(2.0), selection, "at")
+    with selection.overridden(plan("a")):
+        replica = replica_of(plain)
+        # the module itself would not: an override belongs to its thread
+        assert torch.equal(in_thread(lambda: plain(X)), layer()(X))
+        assert torch.equal(in_thread(lambda: replica(X)), 2.0 * layer()(X))
+
+
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
+def test_a_replica_shows_its_own_weight_and_bias(kind: str) -> None:
+    plain = layer(kind)
+    inject.put(plain, "a", Shows(), active("a"), "at")
+    replica = replica_of(plain)
+    assert not replica._parameters
+    torch.testing.assert_close(replica(X), layer(kind)(X))
+
+
+def test_taps_reach_their_reader_in_a_replica() -> None:
+    block, selection = nn.Sequential(nn.LayerNorm(4), nn.Identity()), Selection(Default())
+    inject.tap(block[0], "1", "a", selection, "0")
+    inject.put(block[1], "a", AddsResidual(), selection, "1")
+    selection.default.plan = Plan(Stack("a"), steps={"1": ("a",)}, taps={"0": ("1",)})
+    replica = replica_of(block)
+    assert torch.equal(in_thread(lambda: replica(X)), block(X))
+
+
+# --- rows ---
+
+
+@st.composite
+def tensors_with_rows(draw: st.DrawFn) -> tuple[Tensor, Rows, int]:
+    groups, width = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    start = draw(st.integers(0, width - 1))
+    rows = Rows(groups, width, start, draw(st.integers(start + 1, width)))
+    dims = draw(st.lists(st.integers(0, 3), max_size=3))
+    dim = draw(st.integers(0, len(dims)))
+    shape = (*dims[:dim], groups * width, *dims[dim:])
+    size = torch.Size(shape).numel()
+    tensor = torch.arange(float(size)).reshape(shape)
+    return tensor, rows, draw(st.sampled_from([dim, dim - len(shape)]))
+
+
+@given(tensors_with_rows())
+@settings(deadline=None, derandomize=True)
+def test_rows_that_are_put_are_taken(case: tuple[Tensor, Rows, int]) -> None:
+    tensor, rows, dim = case
+    before = tensor.clone()
+    part = inject.take_rows(tensor, rows, dim)
+    assert part.shape[dim] == rows.size
+    assert torch.equal(inject.put_rows(tensor, part, rows, dim), tensor)
+    other = -1.0 - part
+    changed = inject.put_rows(tensor, other, rows, dim)
+    assert torch.equal(inject.take_rows(changed, rows, dim), other)
+    # everything else is as it was: exactly the rows differ
+    assert int((changed != tensor).sum()) == part.numel()
+    assert torch.equal(tensor, before)
+
+
+@given(tensors_with_rows())
+@settings(deadline=None, derandomize=True)
+def test_rows_are_those_of_the_definition(case: tuple[Tensor, Rows, int]) -> None:
+    tensor, rows, dim = case
+    chosen = [g * rows.width + i for g in range(rows.groups) for i in range(rows.start, rows.stop)]
+    expected = tensor.index_select(dim, torch.tensor(chosen))
+    assert torch.equal(inject.take_rows(tensor, rows, dim), expected)
+
+
+# --- parts of fused layers ---
+
+QUERY, VALUE = Rows(1, 6, 0, 2), Rows(1, 6, 4, 6)
+PER_HEAD = Rows(2, 3, 1, 2)
+
+
+def fused(*parts: tuple[str, Rows | None, Adapter]) -> nn.Module:
+    plain = layer()
+    inject.put(plain, "a", inject.Parts(list(parts)), active("a"), "at")
+    return plain
+
+
+def test_parts_change_their_rows_and_no_others() -> None:
+    made = fused(("query", QUERY, Times(2.0)), ("value", VALUE, Times(3.0)))
+    expected = layer()(X) * torch.tensor([2.0, 2.0, 1.0, 1.0, 3.0, 3.0])
+    assert torch.equal(made(X), expected)
+    made = fused(("key", PER_HEAD, Times(2.0)))
+    assert torch.equal(made(X), layer()(X) * torch.tensor([1.0, 2.0, 1.0, 1.0, 2.0, 1.0]))
+
+
+def test_parts_that_meet_act_in_their_order() -> None:
+    made = fused(("query", QUERY, Times(2.0)), ("all", None, Times(3.0)))
+    assert torch.equal(made(X), layer()(X) * torch.tensor([6.0, 6.0, 3.0, 3.0, 3.0, 3.0]))
+
+
+def test_a_part_sees_its_rows_as_a_layer() -> None:
+    for rows in (QUERY, VALUE, PER_HEAD):
+        torch.testing.assert_close(fused(("part", rows, Shows()))(X), layer()(X))
+
+
+def test_parts_merge_as_they_act() -> None:
+    parts = [("query", QUERY, Times(2.0)), ("all", None, Times(3.0)), ("k", PER_HEAD, Times(5.0))]
+    made = fused(*parts)
+    adapter, base = inject.mergeable(made.adapters["a"]), inject.base_of(made)
+    merged = nn.Linear(4, 6)
+    with torch.no_grad():
+        merged.weight.copy_(adapter.weight(made.weight, base))
+        merged.bias.copy_(adapter.bias(made.bias, base))
+    torch.testing.assert_close(merged(X), made(X))
+
+
+def test_what_is_no_change_of_a_weight_is_not_merged() -> None:
+    with pytest.raises(StateError, match=r"AddsResidual.*Keep it active instead"):
+        inject.mergeable(AddsResidual())
+    made = fused(("query", QUERY, AddsResidual()))
+    with pytest.raises(StateError, match="AddsResidual"):
+        inject.mergeable(made.adapters["a"]).weight(made.weight, inject.base_of(made))

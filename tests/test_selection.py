@@ -1,0 +1,186 @@
+"""Selection: which plan a thread sees, and when."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+
+from adapterzoo.composition import Stack
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.selection import Default, Plan, Selection
+from adapterzoo.testing import Case
+
+A, B, C = (Plan(Stack(name), steps={"at": (name,)}) for name in "abc")
+
+
+def in_threads(*runs) -> list:
+    """What each of the functions returns, run at once; their exceptions are raised here."""
+    results: list = [None] * len(runs)
+
+    def call(i: int, run) -> None:
+        try:
+            results[i] = (run(), None)
+        except BaseException as error:  # noqa: BLE001  handed to the caller
+            results[i] = (None, error)
+
+    threads = [threading.Thread(target=call, args=(i, run)) for i, run in enumerate(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for _, error in results:
+        if error is not None:
+            raise error
+    return [value for value, _ in results]
+
+
+def test_nothing_is_active_at_first() -> None:
+    assert Selection(Default()).plan == Plan()
+    assert Selection(Default()).plan.setup is None
+
+
+def test_the_default_holds_for_every_thread() -> None:
+    selection = Selection(Default())
+    assert in_threads(lambda: selection.plan) == [Plan()]
+    selection.default.plan = A
+    assert selection.plan is A
+    assert in_threads(lambda: selection.plan) == [A]
+
+
+def test_a_default_must_be_given() -> None:
+    # one that was made in the constructor would be another one in each thread
+    with pytest.raises(TypeError, match="default"):
+        Selection()  # type: ignore[call-arg]
+
+
+def test_a_thread_sets_the_default_of_all() -> None:
+    selection = Selection(Default())
+
+    def choose() -> None:
+        selection.default.plan = B
+
+    in_threads(choose)
+    assert selection.plan is B
+
+
+def test_an_override_ends_with_its_block() -> None:
+    selection = Selection(Default())
+    selection.default.plan = A
+    with selection.overridden(B):
+        assert selection.plan is B
+        with selection.overridden(C):
+            assert selection.plan is C
+            with selection.overridden(Plan()):
+                assert selection.plan.setup is None
+        assert selection.plan is B
+    assert selection.plan is A
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit, StopIteration])
+def test_an_exception_ends_it_too(error: type[BaseException]) -> None:
+    selection = Selection(Default())
+    selection.default.plan = A
+    raised = error("inside")
+    caught = None
+    try:
+        with selection.overridden(B), selection.overridden(C):
+            selection.taps["at"] = torch.zeros(1)
+            raise raised
+    except BaseException as seen:  # noqa: BLE001  looked at below
+        caught = seen
+    assert caught is raised
+    assert selection.plan is A
+    # no tensor of a broken forward is kept
+    assert not selection.taps
+
+
+def test_an_override_holds_in_its_thread_only() -> None:
+    selection = Selection(Default())
+    selection.default.plan = A
+    with selection.overridden(B):
+        assert in_threads(lambda: selection.plan) == [A]
+        assert selection.plan is B
+
+
+def test_threads_with_overrides_of_their_own_never_mix() -> None:
+    selection = Selection(Default())
+    selection.default.plan = A
+    start = threading.Barrier(4)
+
+    def use(plan: Plan):
+        def run() -> set[object]:
+            seen = set()
+            start.wait(timeout=30)
+            for i in range(2000):
+                with selection.overridden(plan):
+                    selection.taps["at"] = torch.full((), float(i))
+                    seen.add(selection.plan.setup)
+                    if float(selection.taps["at"]) != i:
+                        seen.add("the tap of another thread")
+                if selection.plan is not A:
+                    seen.add("no default behind the block")
+            return seen
+
+        return run
+
+    seen = in_threads(use(A), use(B), use(C), use(Plan()))
+    assert seen == [{A.setup}, {B.setup}, {C.setup}, {None}]
+
+
+def test_a_pinned_selection_keeps_what_its_thread_saw() -> None:
+    selection = Selection(Default())
+    selection.default.plan = A
+    with selection.overridden(B):
+        pinned = selection.pinned()
+        # one for all layers of a replica, so that taps find their readers
+        assert selection.pinned() is pinned
+    assert selection.pinned() is not pinned
+    selection.default.plan = C
+    assert pinned.plan is B
+    assert in_threads(lambda: pinned.plan) == [B]
+    assert selection.pinned().plan is C
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_keep_the_default_and_are_independent(how: str) -> None:
+    selection = Selection(Default())
+    selection.default.plan = A
+    with selection.overridden(B):
+        if how == "deepcopy":
+            made = copy.deepcopy(selection)
+        else:
+            made = pickle.loads(pickle.dumps(selection))
+        # an override belongs to its thread and its block, not to the model
+        assert made.plan == A
+    made.default.plan = C
+    assert selection.plan is A
+    selection.default.plan = B
+    assert made.plan is C
+
+
+def test_what_is_copied_together_stays_together() -> None:
+    selection = Selection(Default())
+    one, other = copy.deepcopy([selection, selection])
+    assert one is other
+    one, other = pickle.loads(pickle.dumps([selection, selection]))
+    assert one is other
+
+
+def test_what_is_active_in_a_model_acts_in_its_threads() -> None:
+    # a model as it was made: a copy would have got its default in another way
+    case = Case(AdapterConfig.load("lora"))
+    model, x = case.trained("a"), case.input(2, 5)
+    base = model(x)
+    model.set_active_adapters("a")
+    (seen,) = in_threads(lambda: model(x))
+    assert torch.equal(seen, model(x))
+    assert not torch.equal(seen, base)
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        A.setup = None  # type: ignore[misc]
