@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 def model_of(family: str, **changes) -> nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**FAMILIES.get(family, {}), **changes})
+    # the fast kernel for experts has no float64
+    config._experts_implementation = "eager"
     return AutoModel.from_config(config).eval().double()
 
 
@@ -186,7 +189,6 @@ MUTATIONS = {
     "in front of the branch norm": ("gemma2", 1, {"out": "mlp.down_proj"}, "never added"),
     "the norm before attention": ("llama", 1, {"source": "input_layernorm"}, "does not read"),
     "the normalised stream": ("llama", 1, {"source": "mlp.gate_proj"}, "does not read"),
-    "in front of the gain": ("dinov2", 0, {"out": "attention.o_proj"}, "never added"),
 }
 
 
@@ -194,7 +196,6 @@ MUTATIONS = {
 def test_flow_refuses_a_wrong_site(mutation):
     family, number, changes, complaint = MUTATIONS[mutation]
     model = on_meta(family)
-    # dinov2's gain is a parameter, and a product with it would pass for a scaled branch
     block = find(model).blocks[0]
     full = {key: f"{block.path}.{value}" for key, value in changes.items()}
     subs = list(block.sublayers)
@@ -375,8 +376,8 @@ def test_fused_experts(family):
     for module in model.modules():
         if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             for parameter in module.parameters(recurse=False):
-                nn.init.normal_(parameter, std=0.3)
-    model.config._experts_implementation = "eager"
+                # small enough that gpt_oss clamps nothing
+                nn.init.normal_(parameter, std=0.05)
     block = find(model).blocks[0]
     (into,) = [s for s in block.sites if s.parameter == "gate_up_proj"]
     (out,) = [s for s in block.sites if s.parameter == "down_proj"]
@@ -510,7 +511,7 @@ def test_a_role_that_a_block_lacks_names_its_layers_and_the_row_to_write():
 def test_a_role_that_no_block_has():
     with pytest.raises(SiteError, match="no layer with the role 'mlp_in': none of the 1 blocks"):
         find(Stack(Odd())).select("mlp_in")
-    with pytest.raises(SiteError, match="'quer' is no role. Legal roles: query, key"):
+    with pytest.raises(SiteError, match=r"'quer' is no role\. Legal roles: query, key"):
         find(Stack(Odd())).select("quer")  # type: ignore[arg-type]
 
 
@@ -561,7 +562,8 @@ def test_every_model_type_of_transformers(capsys):
     lines = list(surveying.survey())
     text = surveying.render(lines, transformers.__version__)
     with capsys.disabled():
-        print("\n" + "\n".join(x for x in text.splitlines() if x.startswith("- ")))
+        totals = [x for x in text.splitlines() if x.startswith("- ")]
+        sys.stdout.write("\n" + "\n".join(totals) + "\n")
     assert [f"{x.model_type}: {x.wrong}" for x in lines if x.wrong] == []
 
     def rows(markdown):

@@ -14,7 +14,10 @@ PACKAGE = "adapterzoo"
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
     return grimp.build_graph(
-        PACKAGE, include_external_packages=True, exclude_type_checking_imports=True
+        PACKAGE,
+        include_external_packages=True,
+        exclude_type_checking_imports=True,
+        cache_dir=None,
     )
 
 

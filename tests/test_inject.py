@@ -319,6 +319,28 @@ def test_taps_reach_their_reader_in_a_replica() -> None:
     assert torch.equal(in_thread(lambda: replica(X)), block(X))
 
 
+class Experts(nn.Module):
+    """Computes with a parameter of its own, as fused experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down_proj = nn.Parameter(torch.randn(3, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eoi->beo", x, self.down_proj)
+
+
+def test_parameters_that_are_read_changed_are_so_in_a_replica() -> None:
+    plain, parts = Experts(), inject.Parts([("mlp_out", None, Times(2.0))])
+    inject.put(plain, "a", inject.ParameterParts({"down_proj": parts}), active("a"), "at")
+    assert torch.equal(plain(X), 2.0 * Experts()(X))
+    replica = replica_of(plain)
+    assert torch.equal(in_thread(lambda: replica(X)), 2.0 * Experts()(X))
+    inject.take(plain, "a")
+    assert state_of(plain) == state_of(Experts())
+
+
 # --- rows ---
 
 

@@ -70,11 +70,11 @@ def test_generation_keeps_the_cache(family, cached):
         first = ours(ids, use_cache=True)
         assert first.past_key_values is not None
         step = ours(tokens[0][:, 5:6], past_key_values=first.past_key_values).logits[:, -1]
-        torch.testing.assert_close(step, plain(tokens[0][:, :6]).logits[:, -1], atol=1e-5, rtol=1e-4)
-        ours.set_active_adapters("a")
-        with_cache, without = (
-            ours.generate(ids, use_cache=c, **wanted) for c in (True, False)
+        torch.testing.assert_close(
+            step, plain(tokens[0][:, :6]).logits[:, -1], atol=1e-5, rtol=1e-4
         )
+        ours.set_active_adapters("a")
+        with_cache, without = (ours.generate(ids, use_cache=c, **wanted) for c in (True, False))
         assert torch.equal(with_cache, without)
 
 
@@ -426,11 +426,8 @@ def test_a_failed_call_changes_nothing_and_unknown_names_raise(tiny):
     for setup in ("c", ["a", "c"]):
         with refused(model, UnknownNameError, "'c'", "Known adapters: 'a', 'b'"):
             model.set_active_adapters(setup)
-    with refused(model, CompositionError, "a number", "Write 'a' or Stack"):
-        try:
-            model.set_active_adapters(3)
-        except CompositionError as error:
-            raise CompositionError(f"a number: {error}") from error
+    with refused(model, CompositionError, "adapters 3", "Write 'a' or Stack"):
+        model.set_active_adapters(3)
 
 
 def test_the_scale_cannot_change_under_a_merged_adapter(tiny):
@@ -474,7 +471,9 @@ def test_loading_walks_the_model_no_more_often_with_more_adapters(tiny, tmp_path
     assert max(seen) == min(seen) < len(list(whole(model)))
 
 
-@pytest.mark.parametrize("init_weights", ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "eva"])
+@pytest.mark.parametrize(
+    "init_weights", ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "eva"]
+)
 def test_initialisations_that_change_the_base_are_refused(tiny, tmp_path, init_weights):
     """27: a loader that does not know them does not load wrong outputs."""
     model = tiny()

@@ -376,4 +376,4 @@ def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
 def _why_none(tree: Tree) -> str:
     if any(isinstance(module, nn.Conv2d) for _, module in tree.branch("").modules):
         return "a convolutional network: no block with attention"
-    return "no container of blocks with attention"
+    return "no block with attention"

@@ -77,6 +77,8 @@ SCALES: tuple[tuple[re.Pattern[str], SubLayerKind], ...] = (
     (tail("layer_scale2", "mlp_layer_scale", "post_mlp_convolution"), "mlp"),
 )
 
+# a projection that carries the stream itself to another width, beside attention (Hiera)
+WIDENING = re.compile(r"^proj$")
 WIDENED = "the residual path beside attention is a projection to another width"
 
 # a norm behind the last block: beside the stack, and not one of the embedding

@@ -18,6 +18,7 @@ from .norms import (
     NUMBERED,
     SCALES,
     WIDENED,
+    WIDENING,
     Place,
 )
 from .patterns import Row
@@ -98,8 +99,7 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
     if row.lists and not post_norm:
         return Streams(note="a block is no module of its own: its output cannot be reached")
     sublayers = tuple(part.sublayer(post_norm, row.outs) for part in parts)
-    # a bare projection beside attention carries the stream to another width (Hiera)
-    changed = any("." not in s.path and s.role == "other" and s.d_in != s.d_out for s in sites)
+    changed = any(WIDENING.search(s.path) and s.d_in != s.d_out for s in sites)
     if changed:
         return Streams(sublayers, post_norm, frozenset({"attention"}), WIDENED)
     return Streams(sublayers, post_norm, row.mixed, row.note)

@@ -1,8 +1,9 @@
 """The native format: one folder with one safetensors file, and how it is compared with a model.
 
 `adapter.safetensors` holds an adapter, with its head where there is one; `head.safetensors` a
-head alone. Keys are `<path of the layer>/<parameter>`; no name of an adapter or head stands in
-them. Those of a head are `head//<parameter>`. `adapter_config.json` and `head_config.json` repeat the document for people and for the Hub.
+head alone. Keys are `<path of the layer>/<parameter>`, those of a head `head//<parameter>`; no
+name of an adapter or head stands in them. `adapter_config.json` and `head_config.json` repeat the
+document for people and for the Hub.
 """
 
 from __future__ import annotations

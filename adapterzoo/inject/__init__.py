@@ -21,7 +21,7 @@ from adapterzoo.errors import DuplicateNameError, StateError
 from adapterzoo.selection import Selection
 
 from .parts import ParameterParts, Parts, mergeable
-from .views import Layer, matrix, put_rows, stores_transposed, take_rows
+from .views import Layer, matrix, own, put_rows, stores_transposed, take_rows
 
 __all__ = [
     "Adapted",
@@ -231,7 +231,10 @@ def _adapted_class(cls: type[nn.Module], parameters: tuple[str, ...] = ()) -> ty
     if key not in _classes:
         members: dict[str, Any] = {"_read": parameters}
         for parameter in parameters:
-            members[parameter] = property(functools.partial(_changed, parameter=parameter))
+            members[parameter] = property(
+                functools.partial(_changed, parameter=parameter),
+                functools.partial(_set, parameter=parameter),
+            )
         made = type(f"Adapted{cls.__name__}", (Adapted, cls), members)
         _classes[key] = cast("type[Adapted]", made)
     return _classes[key]
@@ -239,19 +242,24 @@ def _adapted_class(cls: type[nn.Module], parameters: tuple[str, ...] = ()) -> ty
 
 def _changed(layer: Adapted, parameter: str) -> Tensor | None:
     """What a layer that computes with its parameters reads: the changed one when active."""
-    own = layer._parameters[parameter]
+    plain = own(layer, parameter)
     link = layer._link
     step = link.selection.plan.steps.get(link.path)
-    if step is None or own is None:
-        return own
+    if step is None or plain is None:
+        return plain
     w = matrix(layer, parameter)
     base = base_of(layer, w)
     for name in step:
         adapter = layer.adapters._modules[name]
         if isinstance(adapter, ParameterParts):
             w = adapter.changed(parameter, w, base)
-    w = w.to(own.dtype)
+    w = w.to(plain.dtype)
     return w.mT if stores_transposed(layer, parameter) else w
+
+
+def _set(layer: Adapted, value: object, parameter: str) -> None:
+    """What DataParallel does to a replica, which has no parameters of its own."""
+    vars(layer)[parameter] = value
 
 
 def _blank(cls: type[nn.Module], parameters: tuple[str, ...]) -> nn.Module:

@@ -16,8 +16,8 @@ from adapterzoo.heads import LMHead, PredictionHead, head_types, labels_from
 from .family import describe
 from .inputs import flatten_choices, head_input, labels_of, last_tokens, shift_labels
 from .outputs import MultiHeadOutput, answer
+from .records import HeadRecord
 from .shelf import ShelfMixin
-from .storing import HeadRecord
 
 # arguments of `forward` that belong to heads of any type
 _COMMON = ("logits_to_keep", "num_items_in_batch")

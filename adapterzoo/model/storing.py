@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,33 +11,16 @@ import torch
 from torch import Tensor
 
 from adapterzoo.checkpoint import native
-from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, StateError
 from adapterzoo.names import check_name
 
 from .adapters import AdaptersMixin, inject_path
+from .records import HeadRecord, Loaded, check_meta, leaving_out, record_of
 
 ADAPTER_STEM = "adapter"
 HEAD_STEM = "head"
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRecord:
-    """A head as a checkpoint holds it: a document of JSON types, and tensors."""
-
-    document: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An adapter that was read and fits the model, and what puts its head there."""
-
-    name: str
-    config: AdapterConfig
-    made: dict[str, tuple[Adapter, list[Placement]]]
-    enter_head: Callable[[], None] | None
 
 
 class StoringMixin(AdaptersMixin):
@@ -73,7 +54,7 @@ class StoringMixin(AdaptersMixin):
         """
         call = f"save_adapter({adapter_name!r})"
         installed = self._find(adapter_name, call)
-        _check_meta(call, meta_dict)
+        check_meta(call, meta_dict)
         tensors = {
             f"{path}/{key}": tensor
             for path, module in self.adapter_modules(adapter_name)
@@ -154,7 +135,7 @@ class StoringMixin(AdaptersMixin):
         config, made = self._filled(call, stored, leave_out, dtype)
         enter_head = None
         if with_head and stored.document.get("head") is not None:
-            record = _record_of(call, stored)
+            record = record_of(call, stored)
             enter_head = self._fitting_head(
                 call, record, name, id2label, set_active, overwrite_ok, dtype
             )
@@ -279,7 +260,7 @@ class StoringMixin(AdaptersMixin):
         call = f"load_head({str(save_directory)!r})"
         stored = native.load(Path(save_directory), HEAD_STEM)
         name = check_name("load_head", load_as or stored.document.get("name"))
-        record = _record_of(call, stored)
+        record = record_of(call, stored)
         self._fitting_head(call, record, name, id2label, True, overwrite_ok, dtype)()
         return name
 
@@ -370,7 +351,7 @@ class StoringMixin(AdaptersMixin):
         tensors = stored.adapter
         if leave_out:
             everywhere = {inject_path(p.site) for p in config.placements(self.anatomy)}
-            config = _leaving_out(config, leave_out)
+            config = leaving_out(config, leave_out)
             kept = {inject_path(p.site) for p in config.placements(self.anatomy)}
             gone = everywhere - kept
             tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
@@ -390,31 +371,3 @@ class StoringMixin(AdaptersMixin):
         for path, (module, _) in made.items():
             native.fill(module.to(dtype), by_path.get(path, {}))
         return config, made
-
-
-def _record_of(call: str, stored: native.Stored) -> HeadRecord:
-    document = stored.document.get("head")
-    if not isinstance(document, Mapping):
-        raise CheckpointError(
-            f"{call}: the checkpoint describes its head by {document!r}, which is no object. "
-            f"Save it again, or write with_head=False."
-        )
-    return HeadRecord(dict(document), stored.head)
-
-
-def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
-    """The config without these blocks, and without those that it left out already."""
-    if isinstance(config, ConfigUnion):
-        return ConfigUnion(*(_leaving_out(member, layers) for member in config.configs))
-    own = tuple(config.to_dict().get("leave_out", ()))
-    return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
-
-
-def _check_meta(call: str, meta: Mapping[str, Any] | None) -> None:
-    try:
-        json.dumps(dict(meta or {}), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{call}: meta_dict={meta!r} is not JSON ({error}). "
-            f"Write meta_dict={{'key': …}} of texts, numbers, lists and dicts."
-        ) from error

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from adapterzoo.checkpoint import files, native
 from adapterzoo.errors import CheckpointError
 
+FP16, FP32 = torch.float16, torch.float32
 DOCUMENT = {"format": "adapterzoo", "version": 1, "name": "a", "ünï": [1, None, 0.5]}
 
 
@@ -93,7 +94,9 @@ def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "taken").write_text("mine")
     for target in (tmp_path / "taken", tmp_path / "taken" / "below"):
         check_refused(
-            lambda t=target: native.save(t, "adapter", native.Stored(DOCUMENT)), tmp_path, str(target)
+            lambda t=target: native.save(t, "adapter", native.Stored(DOCUMENT)),
+            tmp_path,
+            str(target),
         )
 
 
@@ -262,7 +265,9 @@ def test_files_of_others(tmp_path, metadata, says):
 
 
 def test_adapter_and_head_are_told_apart(tmp_path):
-    stored = native.Stored({"name": "a"}, tensors(), {"0.weight": torch.ones(2), "head/x": torch.ones(1)})
+    stored = native.Stored(
+        {"name": "a"}, tensors(), {"0.weight": torch.ones(2), "head/x": torch.ones(1)}
+    )
     native.save(tmp_path, "adapter", stored)
     read = native.load(tmp_path, "adapter")
     assert sorted(read.adapter) == sorted(tensors())
@@ -272,20 +277,26 @@ def test_adapter_and_head_are_told_apart(tmp_path):
 
 
 def test_a_layer_called_head_is_a_layer(tmp_path):
-    native.save(tmp_path, "adapter", native.Stored({}, {"head/w": torch.ones(1)}, {"w": torch.ones(2)}))
+    native.save(
+        tmp_path, "adapter", native.Stored({}, {"head/w": torch.ones(1)}, {"w": torch.ones(2)})
+    )
     read = native.load(tmp_path, "adapter")
     assert (list(read.adapter), list(read.head)) == (["head/w"], ["w"])
 
 
 def test_differences_are_listed_by_kind_and_name():
-    ours = {"a": torch.zeros(2), "b": torch.zeros(2), "d": torch.zeros(2).half(), "e": torch.zeros(2)}
+    ours = {
+        "a": torch.zeros(2),
+        "b": torch.zeros(2),
+        "d": torch.zeros(2).half(),
+        "e": torch.zeros(2),
+    }
     theirs = {"c": torch.zeros(2), "b": torch.zeros(3), "d": torch.zeros(2), "e": torch.zeros(2)}
     lines = [
         "c   in the file only",
         "a   in the model only",
         "b   file [3]   model [2]",
-        "dtype of 1 tensors   file torch.float32   model torch.float16   "
-        "(pass dtype=torch.float16 to convert)",
+        f"dtype of 1 tensors   file {FP32}   model {FP16}   (pass dtype={FP16} to convert)",
     ]
     assert native.differences(theirs, ours, None) == lines
     assert native.differences(theirs, ours, torch.float16) == lines[:3]

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from families import tiny_inputs
+from families import tiny_config, tiny_inputs
 from snapshots import adapter_bits, changes, output, same_bits, snapshot, stir
 from transformers import AutoModelForSequenceClassification
 
@@ -193,7 +193,9 @@ def test_only_the_adapter_and_its_head_are_trained(model, config):
     assert model.active_adapters == Stack("a")
     assert model.active_head == "a"
     asked = {n for n, p in model.named_parameters() if p.requires_grad}
-    own = {n for n, _ in model.named_parameters() if ".adapters.a." in n or n.startswith("heads.a.")}
+    own = {
+        n for n, _ in model.named_parameters() if ".adapters.a." in n or n.startswith("heads.a.")
+    }
     assert asked == own
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -264,8 +266,6 @@ def test_the_labels_of_the_trained_head_are_shown(model):
 def test_a_static_head_is_trained_with_the_adapter():
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        from families import tiny_config
-
         model = init(AutoModelForSequenceClassification.from_config(tiny_config("bert")))
     model.add_adapter("a", "lora")
     model.train_adapter("a")
@@ -294,7 +294,9 @@ def test_an_adapter_is_moved_and_cast_alone(model):
     model.add_classification_head("a")
     kept = adapter_bits(model, "b")
     model.adapter_to("a", dtype=torch.float64)
-    assert {p.dtype for _, m in model.adapter_modules("a") for p in m.parameters()} == {torch.float64}
+    assert {p.dtype for _, m in model.adapter_modules("a") for p in m.parameters()} == {
+        torch.float64
+    }
     assert {p.dtype for p in model.heads["a"].parameters()} == {torch.float64}
     assert adapter_bits(model, "b") == kept
     assert {p.dtype for p in model.base_model.embeddings.parameters()} == {torch.float32}
@@ -304,7 +306,10 @@ def test_adding_does_not_touch_those_that_are_there(model):
     model.add_adapter("a", "lora")
     stir(model, "a")
     model.adapter_to("a", dtype=torch.float64)
-    kept, places = adapter_bits(model, "a"), [p for _, m in model.adapter_modules("a") for p in m.parameters()]
+    kept, places = (
+        adapter_bits(model, "a"),
+        [p for _, m in model.adapter_modules("a") for p in m.parameters()],
+    )
     model.add_adapter("b", "lora")
     model.add_adapter("c", "seq_bn")
     assert adapter_bits(model, "a") == kept
@@ -356,8 +361,15 @@ def test_init_keeps_the_object_and_its_class_name(tiny):
     assert list(static.state_dict()) == list(before)
 
 
-@pytest.mark.parametrize("names", [("lora", "lor", "lora_A"), ("adapters", "trains", "head"),
-                                   ("query", "mlp", "encoder"), ("bert", "0", "weight")])  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("lora", "lor", "lora_A"),
+        ("adapters", "trains", "head"),
+        ("query", "mlp", "encoder"),
+        ("bert", "0", "weight"),
+    ],
+)
 def test_no_name_meets_another_or_a_path(tiny, names):
     model, plain = tiny(), tiny()
     for i, name in enumerate(names):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from families import tiny_inputs
 from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
 from torch import nn
 
@@ -70,8 +71,6 @@ def test_merged_is_unmerged_and_reset_gives_the_bits_back(tiny, case):
 
 
 def doubled(model):
-    from families import tiny_inputs
-
     inputs = tiny_inputs(model.config.model_type)
     return {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
 
@@ -206,7 +205,9 @@ def test_an_overflow_of_float16_is_refused(tiny):
     model.float().merge_adapter("a")
 
 
-@pytest.mark.parametrize("config", ["seq_bn", "par_bn", "adapter_plus", "lora|seq_bn", "seq_bn|lora"])
+@pytest.mark.parametrize(
+    "config", ["seq_bn", "par_bn", "adapter_plus", "lora|seq_bn", "seq_bn|lora"]
+)
 def test_what_is_no_weight_is_refused(tiny, config):
     model = tiny()
     model.add_adapter("a", config)
@@ -237,7 +238,9 @@ def test_a_shared_weight_is_refused(tiny):
     model.add_causal_lm_head("lm")
     model.add_adapter("a", LoRAConfig(target_modules=["wte"]))
     stir(model, "a")
-    with refused(model, StateError, "heads.lm.", "transformer.wte.weight", "Keep the adapter active"):
+    with refused(
+        model, StateError, "heads.lm.", "transformer.wte.weight", "Keep the adapter active"
+    ):
         model.merge_adapter("a")
     model.delete_head("lm")
     model.merge_adapter("a")
@@ -254,7 +257,9 @@ def test_a_cast_model_is_reset_to_the_cast_originals(tiny):
     model.merge_adapter("a")
     model.half()
     model.reset_adapter()
-    assert [k for k, t in cast.state_dict().items() if not same_bits(t, model.state_dict()[k])] == []
+    assert [
+        k for k, t in cast.state_dict().items() if not same_bits(t, model.state_dict()[k])
+    ] == []
 
 
 def test_a_second_merge_after_a_cast_holds_in_the_new_dtype(tiny):
@@ -300,7 +305,9 @@ def test_a_merged_adapter_is_saved_as_if_it_were_not(tiny, tmp_path):
     model.save_adapter(tmp_path / "before", "a")
     model.merge_adapter("a")
     model.save_adapter(tmp_path / "after", "a")
-    before, after = ((tmp_path / k / "adapter.safetensors").read_bytes() for k in ("before", "after"))
+    before, after = (
+        (tmp_path / k / "adapter.safetensors").read_bytes() for k in ("before", "after")
+    )
     assert before == after
     fresh = tiny()
     fresh.load_adapter(tmp_path / "after", set_active=True)

@@ -113,7 +113,10 @@ def test_it_holds_for_each_model_that_knows_the_names_and_for_no_other(tiny, mod
 def test_a_setup_of_two_models_fails_as_one(tiny, model):
     other = tiny()
     other.add_adapter("setup-c", "lora")
-    with refused(model, StateError, "setup-c", A, "ignore_empty=True"), AdapterSetup([A, "setup-c"]):
+    with (
+        refused(model, StateError, "setup-c", A, "ignore_empty=True"),
+        AdapterSetup([A, "setup-c"]),
+    ):
         pass
     assert other.active_adapters is None
 
@@ -165,14 +168,16 @@ def check_in_use(model):
 
 
 def test_nothing_is_merged_under_a_setup_that_uses_it(model):
-    with AdapterSetup(B), AdapterSetup(None):
-        with refused(model, StateError, f"'{B}'", "Leave the 'with AdapterSetup(…)' block first"):
-            model.merge_adapter(B)
+    cure = "Leave the 'with AdapterSetup(…)' block first"
+    with AdapterSetup(B), AdapterSetup(None), refused(model, StateError, f"'{B}'", cure):
+        model.merge_adapter(B)
     model.merge_adapter(B)
     merged = output(model)
     with AdapterSetup(B):
         assert same_bits(merged, output(model))
-        with refused(model, StateError, "reset_adapter()", "Leave the 'with AdapterSetup(…)' block"):
+        with refused(
+            model, StateError, "reset_adapter()", "Leave the 'with AdapterSetup(…)' block"
+        ):
             model.reset_adapter()
     model.reset_adapter()
 

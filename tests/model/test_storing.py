@@ -13,11 +13,17 @@ from families import tiny_config
 from safetensors import safe_open
 from safetensors.torch import load_file
 from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, Stack, init
 from adapterzoo.checkpoint import files
-from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, StateError, UnknownNameError
+from adapterzoo.errors import (
+    CheckpointError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    UnknownNameError,
+)
 
 FILE = "adapter.safetensors"
 CONFIGS = {
@@ -52,8 +58,8 @@ def saved(model, tmp_path):
 
 
 def test_what_is_saved_is_loaded_under_any_name(tiny, tmp_path):
-    for family, kind in [("bert", k) for k in CONFIGS if k != "experts"] + [("mixtral", "experts"),
-                                                                            ("gpt2", "union")]:  # fmt: skip
+    on_bert = [("bert", kind) for kind in CONFIGS if kind != "experts"]
+    for family, kind in [*on_bert, ("mixtral", "experts"), ("gpt2", "union")]:
         model, other = tiny(family), tiny(family)
         model.add_adapter("first", CONFIGS[kind])
         stir(model, "first")
@@ -319,7 +325,9 @@ def test_a_document_that_is_wrong_is_refused(model, saved, spoil, says):
 
 
 def test_what_is_no_checkpoint_is_refused(model, tmp_path):
-    with refused(model, CheckpointError, str(tmp_path / "none"), "Write the folder that save_adapter"):
+    with refused(
+        model, CheckpointError, str(tmp_path / "none"), "Write the folder that save_adapter"
+    ):
         model.load_adapter(tmp_path / "none")
     with refused(model, CheckpointError, str(tmp_path), "no such file", "Write the folder that"):
         model.load_adapter(tmp_path)
@@ -538,12 +546,7 @@ def test_a_static_head_goes_with_the_adapter(tiny, tmp_path):
 
 
 def test_a_layer_called_head_is_no_head(tmp_path):
-    class Tiny(torch.nn.Module):
-        pass
-
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    class Config(PretrainedConfig):
+    class Config(PreTrainedConfig):
         model_type = "headed"
         hidden_size = 8
 
@@ -700,6 +703,8 @@ def test_two_threads_may_save_to_one_folder(model, tmp_path):
     for thread in threads:
         thread.join(timeout=60)
     assert not failed
-    name = model.load_adapter(tmp_path, load_as="c") and files.read_tensors(tmp_path / FILE)[0]["name"]
+    name = (
+        model.load_adapter(tmp_path, load_as="c") and files.read_tensors(tmp_path / FILE)[0]["name"]
+    )
     assert adapter_bits(model, "c") == adapter_bits(model, name)
     assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "adapter_config.json"]
