@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from .composition import Stack
     from .configs import AdapterConfig, ConfigUnion
     from .errors import AdapterZooError
+    from .heads import (
+        DependencyParsingHead,
+        LMHead,
+        MultipleChoiceHead,
+        PooledHead,
+        PredictionHead,
+        QuestionAnsweringHead,
+        TaggingHead,
+    )
     from .methods.boft import BOFTConfig
     from .methods.bottleneck import (
         AdapterPlusConfig,
@@ -48,13 +57,20 @@ _HOMES = {
     "BOFTConfig": "methods.boft",
     "BnConfig": "methods.bottleneck",
     "ConfigUnion": "configs",
+    "DependencyParsingHead": "heads",
     "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
+    "LMHead": "heads",
     "LoRAConfig": "methods.lora",
+    "MultipleChoiceHead": "heads",
     "ParBnConfig": "methods.bottleneck",
+    "PooledHead": "heads",
+    "PredictionHead": "heads",
+    "QuestionAnsweringHead": "heads",
     "Seq2SeqAdapterTrainer": "trainer",
     "SeqBnConfig": "methods.bottleneck",
     "Stack": "composition",
+    "TaggingHead": "heads",
     "init": "model",
     "load_model": "auto",
 }
@@ -70,13 +86,20 @@ __all__ = [
     "BOFTConfig",
     "BnConfig",
     "ConfigUnion",
+    "DependencyParsingHead",
     "DoRAConfig",
     "DoubleSeqBnConfig",
+    "LMHead",
     "LoRAConfig",
+    "MultipleChoiceHead",
     "ParBnConfig",
+    "PooledHead",
+    "PredictionHead",
+    "QuestionAnsweringHead",
     "Seq2SeqAdapterTrainer",
     "SeqBnConfig",
     "Stack",
+    "TaggingHead",
     "init",
     "load_model",
 ]

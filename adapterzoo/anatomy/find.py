@@ -160,6 +160,7 @@ def _read(branch: Branch, stack: str) -> Block:
         post_norm=streams.post_norm,
         absent=row.absent | _absent(sites),
         mixed=streams.mixed,
+        apart=streams.apart,
         note=streams.note,
     )
 

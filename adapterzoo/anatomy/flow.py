@@ -248,7 +248,8 @@ def _wrongs(block: Block, call: _Call) -> Iterable[str]:
         if alone and site.path not in call.outputs:
             yield f"{site.role} ({site.path.removeprefix(block.path + '.')}): was not called"
     stream, out = call.inputs.get(""), call.outputs.get("")
-    if not block.post_norm and stream and out and not _within(stream, out):
+    plain = not block.post_norm and not block.apart
+    if plain and stream and out and not _within(stream, out):
         # a block may close with a norm of the stream (Conformer)
         closing = [s for path, s in call.inputs.items() if call.outputs.get(path) == out]
         if not any(_within(stream, s) for s in closing):
@@ -261,6 +262,8 @@ def _wrong(block: Block, sub: SubLayer, call: _Call) -> str:
     inp, h = call.inputs.get(sub.source), call.outputs.get(sub.out)
     if inp is None or h is None:
         return f"{name}: {'source' if inp is None else 'out'} was not called"
+    if sub.kind in block.apart:
+        return ""
     if sub.norm is not None:
         s = call.inputs.get(sub.norm)
         if s is None:

@@ -129,6 +129,8 @@ class Row:
         lists: names of parallel lists that hold the parts of the blocks, where a block is no
             module of its own.
         mixed: sub-layers whose source does not read the stream alone; `note` says what it reads.
+        apart: sub-layers whose output is not plainly added to the stream; `note` says what
+            becomes of it.
         outside: whether the class looks like a block but is none.
         note: why there are no stream sites, or what is mixed.
     """
@@ -143,6 +145,7 @@ class Row:
     outs: Mapping[str, str] = field(default_factory=dict)
     lists: tuple[str, ...] = ()
     mixed: frozenset[SubLayerKind] = frozenset()
+    apart: frozenset[SubLayerKind] = frozenset()
     outside: bool = False
     note: str = ""
 
@@ -156,8 +159,15 @@ _BRANCH_NORMS = Row(
         "layernorm_after": ("branch", "mlp"),
     }
 )
-_HYPER = Row(note="hyper-connections: several residual streams, mixed by learned weights")
-_SHARED_BLOCK = Row(note="the attention block has no residual stream of its own")
+_BOTH: frozenset[SubLayerKind] = frozenset({"attention", "mlp"})
+_HYPER = Row(
+    layouts={r"self_attn\.kv_proj": "k = v"},
+    apart=_BOTH,
+    note="hyper-connections: several residual streams, mixed by learned weights",
+)
+_SHARED_BLOCK = Row(
+    apart=_BOTH, note="the shared attention block only adds to what the next Mamba layer reads"
+)
 _ATTENTION: frozenset[SubLayerKind] = frozenset({"attention", "cross"})
 _QUERIES = Row(post_norm=True, mixed=_ATTENTION, note="attention reads the stream plus positions")
 _LW_DETR = Row(
@@ -192,7 +202,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "ClvpSelfAttention": Row(outside=True),
     "codegen": Row(layouts={r"attn\.qkv_proj": "codegen"}),
     "data2vec-audio": _POST,
-    "deepseek_v4": Row(layouts={r"self_attn\.kv_proj": "k = v"}, note=_HYPER.note),
+    "deepseek_v4": _HYPER,
     "EdgeTamVideoTwoWayAttentionBlock": _QUERIES,
     "EdgeTamVideoPerceiverEncoderLayer": Row(
         norms={
@@ -205,8 +215,8 @@ ARCHITECTURES: Mapping[str, Row] = {
             r".*\.mlp\.layer_norm": ("branch", "mlp"),
             r".*\.aggregation\.norm": None,
         },
-        outs={r".*\.attention\.o_proj": ""},
         mixed=frozenset({"mlp"}),
+        apart=frozenset({"attention", "cross"}),
         note="the feed-forward part reads the stream beside attention's output",
     ),
     "FastSpeech2ConformerEncoderLayer": Row(post_norm="!normalize_before"),
@@ -223,7 +233,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "hy_v4": _HYPER,
     "ibert": Row(note="quantised layers that pass scaling factors beside their output"),
     "inkling2_text": Row(
-        mixed=frozenset({"attention", "mlp"}),
+        mixed=_BOTH,
         note="each sub-layer reads a mix of the outputs of earlier blocks",
     ),
     "jetmoe": Row(
@@ -241,8 +251,8 @@ ARCHITECTURES: Mapping[str, Row] = {
     "levit": Row(note="attention and feed-forward part are blocks of their own, of convolutions"),
     "LightGlueTransformerLayer": Row(
         norms={r".*_mlp\.layer_norm": None},
-        outs={r"\w+_attention\.o_proj": ""},
         mixed=frozenset({"mlp"}),
+        apart=frozenset({"attention", "cross"}),
         note="the feed-forward part reads the stream beside attention's output",
     ),
     "LwDetrDecoderLayer": _LW_DETR,
@@ -293,7 +303,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "pvt_v2": Row(norms={r"attention\.layer_norm": None}),
     "reformer": Row(
         absent=frozenset({"key"}),
-        mixed=frozenset({"attention", "mlp"}),
+        mixed=_BOTH,
         note="reversible: each sub-layer reads one of two streams and is added to the other",
     ),
     "RfDetrDecoderLayer": _LW_DETR,

@@ -130,6 +130,7 @@ class Block:
         absent: roles that the block lacks since it takes the values from elsewhere, such as
             keys and values that several blocks share.
         mixed: sub-layers whose source reads something else beside the stream.
+        apart: sub-layers whose output meets the stream in another way than by an addition.
         note: what that is, or why there are no stream sites; empty for almost all models.
     """
 
@@ -143,6 +144,7 @@ class Block:
     post_norm: bool
     absent: frozenset[Role] = frozenset()
     mixed: frozenset[SubLayerKind] = frozenset()
+    apart: frozenset[SubLayerKind] = frozenset()
     note: str = ""
 
     def named(self, role: Role, cross: bool | None = None) -> tuple[Site, ...]:

@@ -33,6 +33,7 @@ class Streams:
     sublayers: tuple[SubLayer, ...] = ()
     post_norm: bool = False
     mixed: frozenset[SubLayerKind] = frozenset()
+    apart: frozenset[SubLayerKind] = frozenset()
     note: str = ""
 
 
@@ -81,7 +82,7 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
         for part in (*_attentions(sites), *_mlps(sites))
         if not any(re.fullmatch(pattern, part.out) for pattern in away)
     ]
-    if not parts or (row.note and not row.mixed):
+    if not parts or (row.note and not row.mixed | row.apart):
         return Streams(note=row.note)
     places = {path: place for place, (path, _) in enumerate(branch.modules)}
     for part in parts:
@@ -101,8 +102,8 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
     sublayers = tuple(part.sublayer(post_norm, row.outs) for part in parts)
     changed = any(WIDENING.search(s.path) and s.d_in != s.d_out for s in sites)
     if changed:
-        return Streams(sublayers, post_norm, frozenset({"attention"}), WIDENED)
-    return Streams(sublayers, post_norm, row.mixed, row.note)
+        return Streams(sublayers, post_norm, frozenset({"attention"}), note=WIDENED)
+    return Streams(sublayers, post_norm, row.mixed, row.apart, row.note)
 
 
 def _attentions(sites: tuple[Site, ...]) -> Iterator[_Part]:

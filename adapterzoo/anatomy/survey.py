@@ -35,6 +35,7 @@ class Line:
         stream: `post`, `pre` or both: where the norms of its blocks stand.
         has_attention: whether the model has attention.
         complete: whether every block has all roles and stream sites of its sub-layers.
+        plain: whether all sub-layers read the stream and are added to it, and nothing else.
         proven: how many of the different blocks ran and were proven, of how many.
         remark: why something is missing, or why the model could not be built.
         wrong: what the proof found wrong; empty, or a test fails.
@@ -46,6 +47,7 @@ class Line:
     stream: str = ""
     has_attention: bool = False
     complete: bool = False
+    plain: bool = False
     proven: tuple[int, int] = (0, 0)
     remark: str = ""
     wrong: str = ""
@@ -54,6 +56,7 @@ class Line:
 NEEDS_PACKAGE = "not built: needs a package that is not installed"
 # models with attention that has no layers to adapt, or that is no stack of blocks
 _UNREADABLE = {
+    "mobilevitv2": "its attention and feed-forward part are convolutions",
     "ibert": "its quantised layers pass scaling factors beside their output",
     "squeezebert": "its layers are grouped convolutions",
     "xlnet": "its projections are three-dimensional parameters",
@@ -112,7 +115,11 @@ def line(model_type: str, model: nn.Module) -> Line:
         stream=" ".join(sorted(styles)),
         has_attention=any(b.has(r) for b in kinds.values() for r in ATTENTION_ROLES),
         complete=not gaps,
-        proven=(sum(not v for v in verdicts.values()), len(kinds)),
+        plain=not gaps and not any(b.mixed or b.apart for b in kinds.values()),
+        proven=(
+            sum(not v for v in verdicts.values()),
+            sum(bool(b.sublayers) for b in kinds.values()),
+        ),
         remark="; ".join([*gaps, *(note for note in notes if note not in gaps)]),
         wrong="; ".join(wrongs),
     )
@@ -185,6 +192,7 @@ def render(lines: Iterable[Line], version: str) -> str:
     complete = [x for x in attentive if x.complete]
     kinds = sum(x.proven[1] for x in built)
     proven = sum(x.proven[0] for x in built)
+    plain = sum(x.plain for x in complete)
     share = 100 * len(complete) / max(1, len(attentive))
     head = f"""# Where adapters can sit, for every model type of transformers {version}
 
@@ -195,12 +203,14 @@ anatomy finds.
 - built on the meta device from their default configuration: {len(built)}
 - of these with attention: {len(attentive)}
 - of these with all roles and stream sites: {len(complete)} ({share:.1f} %)
+- of these with sub-layers that all read the stream alone and are plainly added to it: {plain}
 - different blocks whose stream sites were proven by a run: {proven} of {kinds}
 
 `q k v qkv o` are query, key, value, the fused layer that holds them, and attention's output
 projection; `in gate out` the feed-forward part's. *Stream* says whether norms stand before the
 sub-layers (`pre`) or behind the residual additions (`post`). *Proven* counts the different blocks
-of the model that ran with the default configuration and whose every stream site was followed.
+of the model that ran with the default configuration and whose every stream site was followed;
+what the remark says of attention or of the feed-forward part is left out of the proof.
 
 | model type | blocks | roles | stream | complete | proven | remark |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -13,11 +13,13 @@ from .classification import (
     ImageClassificationConfig,
     MultilabelClassificationConfig,
     MultipleChoiceConfig,
+    MultipleChoiceHead,
+    PooledHead,
 )
-from .dependency_parsing import DependencyParsingConfig
+from .dependency_parsing import DependencyParsingConfig, DependencyParsingHead
 from .language_modeling import CausalLMConfig, MaskedLMConfig, Seq2SeqLMConfig
-from .question_answering import QuestionAnsweringConfig
-from .tagging import TaggingConfig
+from .question_answering import QuestionAnsweringConfig, QuestionAnsweringHead
+from .tagging import TaggingConfig, TaggingHead
 
 __all__ = [
     "POOLINGS",
@@ -25,17 +27,22 @@ __all__ = [
     "CausalLMConfig",
     "ClassificationConfig",
     "DependencyParsingConfig",
+    "DependencyParsingHead",
     "HeadConfig",
     "ImageClassificationConfig",
     "LMHead",
     "MaskedLMConfig",
     "MultilabelClassificationConfig",
     "MultipleChoiceConfig",
+    "MultipleChoiceHead",
+    "PooledHead",
     "Pooling",
     "PredictionHead",
     "QuestionAnsweringConfig",
+    "QuestionAnsweringHead",
     "Seq2SeqLMConfig",
     "TaggingConfig",
+    "TaggingHead",
     "head_types",
     "labels_from",
     "pool",

@@ -15,7 +15,8 @@ def cayley_reference(R: Tensor) -> Tensor:
     """The definition: Q = (I − S) (I + S)⁻¹ with S = (R − Rᵀ) / 2.
 
     Q is orthogonal with determinant 1, and exactly I where R is symmetric. I + S cannot be
-    singular: the eigenvalues of S are imaginary.
+    singular: the eigenvalues of S are imaginary. In float32 Q Qᵀ = I holds to 1e-6 for turns up
+    to a right angle; the error grows with the size of S.
 
     Args:
         R: `[*batch, b, b]`; float16 and bfloat16 are computed in float32.

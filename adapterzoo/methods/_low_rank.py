@@ -15,10 +15,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import Site
-from adapterzoo.configs import MAX_WIDTH, require_choice, require_range
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.configs import MAX_WIDTH, Placement, require_choice, require_range
 from adapterzoo.contracts import WeightAdapter
-from adapterzoo.errors import ConfigError
+from adapterzoo.errors import ConfigError, SiteError, listing
 
 from ._init import constant, drawn, generator, kaiming, normal
 from ._targets import TargetedConfig, check_pattern
@@ -72,6 +72,25 @@ class LowRankConfig(TargetedConfig):
             self.replace(r=rank, rank_pattern={}, alpha_pattern={})
         for alpha in self.alpha_pattern.values():
             self.replace(alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """One placement for each layer that the config names.
+
+        Raises:
+            SiteError: nothing matches, also no layer a key of `rank_pattern` or `alpha_pattern`.
+        """
+        placements = super().placements(anatomy)
+        paths = [placement.site.path for placement in placements]
+        for field_name in ("rank_pattern", "alpha_pattern"):
+            for key in getattr(self, field_name):
+                if not any(_fits(key, path) for path in paths):
+                    ends = sorted({path.rpartition(".")[2] for path in paths})
+                    raise SiteError(
+                        f"{type(self).__name__}({field_name}={{{key!r}: …}}): no adapted layer "
+                        f"matches {key!r}. Adapted are layers named {listing(ends)}. Write one of "
+                        f"these names, or leave the key out."
+                    )
+        return placements
 
     def _check_patterns(self, name: str) -> None:
         patterns = getattr(self, name)
@@ -166,6 +185,11 @@ class LowRank(WeightAdapter):
 
 def _matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:
     for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", path):
+        if _fits(pattern, path):
             return value
     return otherwise
+
+
+def _fits(pattern: str, path: str) -> bool:
+    """PEFT's rule for the keys of patterns: a regular expression for the end of a path."""
+    return re.fullmatch(rf"(.*\.)?({pattern})", path) is not None

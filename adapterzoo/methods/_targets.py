@@ -52,11 +52,12 @@ class TargetedConfig(AdapterConfig):
         """
         require_layers(self, "leave_out")
         require_layers(self, "layers_to_transform")
-        object.__setattr__(self, "attn_matrices", tuple(self.attn_matrices))
-        unknown = [m for m in self.attn_matrices if m not in MATRICES]
-        if unknown:
+        asked = self.attn_matrices
+        matrices = tuple(asked) if isinstance(asked, Iterable) else (asked,)
+        object.__setattr__(self, "attn_matrices", matrices)
+        if unknown := [m for m in matrices if m not in MATRICES]:
             raise ConfigError(
-                f"{self._name}(attn_matrices={list(self.attn_matrices)!r}): there is no attention "
+                f"{self._name}(attn_matrices={asked!r}): there is no attention "
                 f"matrix {listing(unknown)}; legal are {listing(MATRICES)}. "
                 f"Write attn_matrices=['q', 'v']."
             )

@@ -20,9 +20,8 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file
 
-from adapterzoo.heads.static import from_static, is_task
-
 from .family import describe
+from .static_table import from_static, is_task
 
 if TYPE_CHECKING:
     from .heads import HeadsMixin

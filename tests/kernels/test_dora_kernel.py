@@ -149,7 +149,9 @@ def test_the_composition_is_its_formula(dtype: torch.dtype, biased: bool, nested
     truth = truth + 0.7 * gain.double() * update.double()
     assert got.dtype is dtype
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(got.double(), truth, rtol=2 * eps, atol=4 * eps)
+    # half precision is rounded once, at the end: by half a step
+    rtol, atol = (4 * eps, 4 * eps) if dtype.itemsize > 2 else (0.51 * eps, 1e-6)
+    torch.testing.assert_close(got.double(), truth, rtol=rtol, atol=atol)
     # at gain 1 without an update nothing is rounded
     still = compose_reference(y, plain, bias, update * 0, torch.ones_like(gain), 0.7)
     assert torch.equal(still, y)

@@ -37,10 +37,20 @@ def stir(model: Any, name: str, seed: int = 1) -> None:
                 parameter.add_(0.1 * noise)
 
 
+def with_biases(model: Any) -> Any:
+    """The model with biases that are not the zeros of a fresh one."""
+    source = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=source))
+    return model
+
+
 def adapted(
     tiny: Callable[..., Any], family: str, config: DoRAConfig, dtype: torch.dtype = torch.float32
 ) -> Any:
-    model = tiny(family).to(dtype)
+    model = with_biases(tiny(family)).to(dtype)
     model.add_adapter("a", config)
     stir(model, "a")
     return model
@@ -141,7 +151,7 @@ def test_dropout_touches_the_low_rank_path_alone(tiny):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "mixtral", "t5"])
 def test_magnitudes_are_born_as_the_norms_of_the_rows(tiny, family: str, dtype: torch.dtype):
-    model = tiny(family).to(dtype)
+    model = with_biases(tiny(family)).to(dtype)
     base = output(model)
     model.add_adapter("a", DoRAConfig(attn_matrices="qkvo", intermediate_lora=True))
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -224,7 +234,7 @@ def test_offloaded_layers_give_their_norms(tmp_path):
 def test_a_row_of_zeros_is_the_identity_forward_and_backward(
     tiny, convention: str, dtype: torch.dtype
 ):
-    model = tiny("bert").to(dtype)
+    model = with_biases(tiny("bert")).to(dtype)
     layer = model.base_model.encoder.layer[0].attention.self.query
     with torch.no_grad():
         layer.weight[3].zero_()
@@ -431,7 +441,7 @@ PEFT_TARGETS: dict[str, Any] = {
 @pytest.mark.parametrize("family", PEFT_TARGETS)
 def test_outputs_and_gradients_equal_pefts(family: str):
     torch.manual_seed(0)
-    base = AutoModel.from_config(tiny_config(family)).eval()
+    base = with_biases(AutoModel.from_config(tiny_config(family)).eval())
     ours = adapterzoo.init(copy.deepcopy(base))
     ours.add_adapter("a", DoRAConfig(target_modules=PEFT_TARGETS[family], r=4, alpha=12))
     theirs = peft.get_peft_model(

@@ -13,9 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapterzoo.errors import ConfigError
+from adapterzoo.heads import (
+    Backbone,
+    CausalLMConfig,
+    ClassificationConfig,
+    HeadConfig,
+    ImageClassificationConfig,
+    MaskedLMConfig,
+    MultilabelClassificationConfig,
+    MultipleChoiceConfig,
+    QuestionAnsweringConfig,
+    Seq2SeqLMConfig,
+    TaggingConfig,
+)
 
-from ._base import Backbone, HeadConfig
-from ._static_facts import (
+from .static_facts import (
     ENCODER_TAGGING,
     IMAGE_POOLING,
     STRANGE,
@@ -26,15 +38,6 @@ from ._static_facts import (
     logit_fields,
     summary_pooling,
 )
-from .classification import (
-    ClassificationConfig,
-    ImageClassificationConfig,
-    MultilabelClassificationConfig,
-    MultipleChoiceConfig,
-)
-from .language_modeling import CausalLMConfig, MaskedLMConfig, Seq2SeqLMConfig
-from .question_answering import QuestionAnsweringConfig
-from .tagging import TaggingConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ._base import Backbone
+from adapterzoo.heads import Backbone
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -83,6 +83,7 @@ def _role(path: str) -> str:
 
 
 def activation_after(dense: str, config: Mapping[str, Any]) -> str:
+    """The activation behind a head's layer, by the layer's path and the transformers config."""
     named = _ACTIVATIONS.get(dense)
     found = named(config) if named is not None else None
     if not isinstance(found, str):
@@ -113,6 +114,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
 
 
 def summary_pooling(config: Mapping[str, Any]) -> str:
+    """Which token answers in heads that transformers makes of a `summary_type`."""
     kind = str(config.get("summary_type"))
     if kind not in _SUMMARIES:
         raise InexpressibleError(f"its config says summary_type={kind!r}")
@@ -120,6 +122,7 @@ def summary_pooling(config: Mapping[str, Any]) -> str:
 
 
 def logit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a head config for what a transformers config does to the logits."""
     cohere = str(config.get("model_type")).startswith("cohere")
     return {
         "logit_scale": config.get("logit_scale" if cohere else "lm_head_multiplier"),
