@@ -1,4 +1,4 @@
-"""`torch.compile(fullgraph=True)`: compiled equals eager for every selection, and when it changes."""
+"""`torch.compile(fullgraph=True)`: compiled equals eager for every selection that is made."""
 
 from __future__ import annotations
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from families import FAMILIES, first_output, tiny_config, tiny_inputs
-from torch import nn
 from transformers import AutoModel
 
 from adapterzoo import AutoAdapterModel, init

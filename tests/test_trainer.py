@@ -66,6 +66,8 @@ def rows(count: int, labels: str = "class", seed: int = 0) -> list[dict[str, Ten
             row["labels"] = torch.tensor([i % 2, 1.0, 0.0])
         elif labels == "tokens":
             row["labels"] = tokens
+        elif labels == "targets":
+            row["labels"] = draw(VOCABULARY, TOKENS).masked_fill(mask == 0, -100)
         elif labels == "tags":
             # padded tags are labels too: the head leaves them out
             row["labels"] = row["input_ids"] % 3
@@ -288,7 +290,7 @@ HEADS = [
     ("bert", "masked", "tokens"),
     ("bert", "span", "span"),
     ("gpt2", "causal", "tokens"),
-    ("bart", "seq2seq", "tokens"),
+    ("bart", "seq2seq", "targets"),
 ]
 
 
@@ -347,7 +349,7 @@ def test_accumulated_batches_have_the_loss_of_one_batch(tmp_path, family, head, 
         (AutoModelForSequenceClassification, "bert", "class", "ignored"),
         (AutoModelForSequenceClassification, "llama", "class", "class"),
         (AutoModelForCausalLM, "gpt2", "causal", "tokens"),
-        (AutoModelForSeq2SeqLM, "t5", "seq2seq", "tokens"),
+        (AutoModelForSeq2SeqLM, "t5", "seq2seq", "targets"),
     ],
 )
 def test_static_heads_have_the_loss_of_one_batch_too(tmp_path, cls, family, head, labels):
@@ -384,7 +386,7 @@ def test_batches_without_labels_that_count_have_the_loss_0(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "head", "labels"),
-    [("bert", "class", "ignored"), ("gpt2", "causal", "tokens"), ("bart", "seq2seq", "tokens")],
+    [("bert", "class", "ignored"), ("gpt2", "causal", "tokens"), ("bart", "seq2seq", "targets")],
 )
 def test_label_smoothing_is_that_of_the_formula(tmp_path, family, head, labels):
     data = rows(6, labels)
@@ -417,7 +419,7 @@ def test_label_smoothing_without_classes_is_refused(tmp_path):
 
 
 def test_a_loss_function_of_ones_own_gets_what_the_decoder_made_of_the_labels(tmp_path):
-    data = rows(4, "tokens")
+    data = rows(4, "targets")
     model = named("bart", "seq2seq")
     expected = truth(model, "seq2seq", data)
 
@@ -883,7 +885,7 @@ def test_bf16_runs_and_keeps_the_parameters_wide(tmp_path):
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_predict_with_generate(tmp_path, family):
     model = named(family, "seq2seq")
-    data = rows(4, "tokens")
+    data = rows(4, "targets")
     chosen = {**QUIET, "max_steps": 1, "predict_with_generate": True, "generation_max_length": 7}
     trainer = Seq2SeqAdapterTrainer(
         model,

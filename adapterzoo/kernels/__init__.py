@@ -1,1 +1,1 @@
-"""Kernels: the arithmetic of adapters as functions of tensors, each with its plain-torch definition."""
+"""Kernels: the arithmetic of adapters on tensors, each with its plain-torch definition."""

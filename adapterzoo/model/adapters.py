@@ -1,93 +1,26 @@
-"""Named adapters of a model: add, delete, activate, train, look at them."""
+"""Named adapters of a model: add, delete, activate, look at them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
-from adapterzoo.anatomy import Anatomy, Site, find
+from adapterzoo.anatomy import Anatomy, find
 from adapterzoo.composition import Composition, Stack, compile_site, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, unknown_name
+from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
 
+from .building import at_hand, build, inject_path
+from .installed import AdaptersConfig, Installed, State
 from .setup import announce
-
-
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """One named adapter: its config, and its modules' places by path."""
-
-    config: AdapterConfig
-    places: dict[str, tuple[Placement, ...]]
-
-    def sources(self) -> Iterator[tuple[str, str]]:
-        """(path of a tapped module, path of the site that reads it), each pair once."""
-        for path, placements in self.places.items():
-            for source in dict.fromkeys(p.site.source for p in placements):
-                if source is not None:
-                    yield source, path
-
-
-class AdaptersConfig(Mapping[str, AdapterConfig]):
-    """The adapters of a model: names to configs, in the order of adding. Read-only."""
-
-    def __init__(self, installed: Mapping[str, Installed]) -> None:
-        """A live view.
-
-        Args:
-            installed: the model's adapters.
-        """
-        self._installed = installed
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        """Names to architectures."""
-        return {name: config.architecture for name, config in self.items()}
-
-    def __getitem__(self, name: str) -> AdapterConfig:
-        """The config of the adapter."""
-        if name not in self._installed:
-            raise unknown_name(f"adapters_config[{name!r}]", "adapter", name, self._installed)
-        return self._installed[name].config
-
-    def __iter__(self) -> Iterator[str]:
-        """The names."""
-        return iter(self._installed)
-
-    def __len__(self) -> int:
-        """How many adapters there are."""
-        return len(self._installed)
-
-    def __repr__(self) -> str:
-        """Names and configs."""
-        return f"AdaptersConfig({dict(self)!r})"
-
-
-@dataclass(slots=True)
-class State:
-    """What the library knows of one model.
-
-    Attributes:
-        installed: the adapters by name.
-        anatomy: of the base model, found once.
-        merged: names of the adapters in the base weights, in the order of merging.
-        originals: path of a merged layer to its parameters as they were before, bit for bit.
-    """
-
-    installed: dict[str, Installed] = field(default_factory=dict)
-    anatomy: Anatomy | None = None
-    merged: tuple[str, ...] = ()
-    originals: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 class AdaptersMixin:
@@ -200,7 +133,7 @@ class AdaptersMixin:
         made = self._make(loaded)
         for path, (adapter, _) in made.items():
             layer = self._backbone.get_submodule(path)
-            with _at_hand(layer), torch.no_grad():
+            with at_hand(layer), torch.no_grad():
                 inject.introduce(layer, adapter)
         if adapter_name in self._zoo.installed:
             self._remove(adapter_name)
@@ -231,42 +164,11 @@ class AdaptersMixin:
             by_path.setdefault(inject_path(placement.site), []).append(placement)
         for path in by_path:
             inject.check_put(self._backbone.get_submodule(path), path)
-        return {path: (self._build(path, ps), ps) for path, ps in by_path.items()}
-
-    def _build(self, path: str, placements: list[Placement]) -> Adapter:
-        layer = self._backbone.get_submodule(path)
-        device, dtype = self._device_and_dtype(layer)
-        built = [p.config.build(p.site, device, dtype) for p in placements]
-        sites = [p.site for p in placements]
-        if len(built) == 1 and sites[0].rows is None and sites[0].parameter is None:
-            return built[0]
-        whole = [a for a, s in zip(built, sites, strict=True) if s.rows is None]
-        if len(whole) > 1 and any(adapter.acts_on == "input" for adapter in whole):
-            raise ConfigError(
-                f"{placements[0].config!r} with {placements[1].config!r}: both change the input of "
-                f"{path!r}, which one adapter can do. Add them under two names and write "
-                f"set_active_adapters(Stack('a', 'b'))."
-            )
-        roles = [str(s.role) for s in sites]
-        labels = [r if roles.count(r) == 1 else f"{r}_{i}" for i, r in enumerate(roles)]
-        parts = list(zip(labels, [s.rows for s in sites], built, strict=True))
-        if sites[0].parameter is None:
-            return inject.Parts(parts)
-        grouped: dict[str, list[Any]] = {}
-        for site, part in zip(sites, parts, strict=True):
-            inject.mergeable(part[2])
-            grouped.setdefault(str(site.parameter).rpartition(".")[2], []).append(part)
-        return inject.ParameterParts({n: inject.Parts(ps) for n, ps in grouped.items()})
-
-    def _device_and_dtype(self, layer: nn.Module) -> tuple[torch.device, torch.dtype]:
-        """Those of the layer itself; the model's dtype for integer (quantised) weights."""
-        tensors = list(_own_parameters(layer))
-        device = tensors[0].device if tensors else cast("Any", self).device
-        # weights that accelerate offloads are on the meta device between two forwards
-        hook = vars(layer).get("_hf_hook")
-        device = torch.device(getattr(hook, "execution_device", None) or device)
-        wide = (t.dtype for t in tensors if t.is_floating_point() and t.element_size() >= 2)
-        return device, next(wide, cast("Any", self).dtype)
+        dtype = cast("Any", self).dtype
+        return {
+            path: (build(self._backbone.get_submodule(path), path, ps, dtype), ps)
+            for path, ps in by_path.items()
+        }
 
     def _install(
         self,
@@ -373,61 +275,7 @@ class AdaptersMixin:
         setup = Stack(*kept) if kept else None
         self._selection.default.plan = self.make_plan(setup, list(plan.heads), plan.skip_layers)
 
-    # --- train ---
-
-    def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
-        """Freeze everything but these adapters and the active heads, and activate them.
-
-        Args:
-            adapter_setup: a name, a list of names or a composition.
-            train_embeddings: whether the input embeddings are trained as well.
-
-        Raises:
-            CompositionError: it is no composition.
-            StateError: it names no adapter.
-            UnknownNameError: there is no adapter of this name.
-        """
-        setup = parse(adapter_setup)
-        if setup is None:
-            raise StateError(
-                f"train_adapter({adapter_setup!r}): there is no adapter to train. Write "
-                f"add_adapter('my_task', 'seq_bn') and then train_adapter('my_task')."
-            )
-        for name in setup:
-            self._find(name, f"train_adapter({adapter_setup!r})")
-            self._refuse_if_merged(name, f"train_adapter({adapter_setup!r})")
-        self.set_active_adapters(setup)
-        model = cast("nn.Module", self)
-        model.train()
-        self.freeze_model(True)
-        for name in setup:
-            for _, module in self.adapter_modules(name):
-                module.requires_grad_(True)
-        self._train_heads()
-        if train_embeddings:
-            cast("Any", self).get_input_embeddings().requires_grad_(True)
-
-    def freeze_model(self, freeze: bool = True) -> None:
-        """Freeze the base model and all adapters, or make the base model trainable.
-
-        Args:
-            freeze: True sets `requires_grad` of all of them to False; False sets it to True for
-                the base model's own parameters.
-        """
-        adapters = {id(p) for name in self._zoo.installed for p in self._parameters_of(name)}
-        for parameter in self._backbone.parameters():
-            if freeze or id(parameter) not in adapters:
-                parameter.requires_grad_(not freeze)
-
-    def _train_heads(self) -> None:
-        """A static head is trained with the adapters, except one that shares the embeddings."""
-        model = cast("Any", self)
-        backbone = {id(p) for p in self._backbone.parameters()}
-        output = model.get_output_embeddings()
-        frozen = {id(p) for p in output.parameters()} if output is not None else set()
-        for parameter in model.parameters():
-            if id(parameter) not in backbone:
-                parameter.requires_grad_(id(parameter) not in frozen)
+    # --- move ---
 
     def adapter_to(
         self,
@@ -466,31 +314,3 @@ class AdaptersMixin:
             raise StateError(
                 f"{call}: {name!r} is merged into the base weights. Write reset_adapter() first."
             )
-
-
-@contextmanager
-def _at_hand(layer: nn.Module) -> Iterator[None]:
-    """The layer's values are there, also where accelerate has offloaded them."""
-    hook = vars(layer).get("_hf_hook")
-    if hook is None:
-        yield
-        return
-    hook.pre_forward(layer)
-    try:
-        yield
-    finally:
-        hook.post_forward(layer, None)
-
-
-def _own_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of the base model: what earlier adapters brought decides nothing, and costs nothing."""
-    yield from (p for p in layer._parameters.values() if p is not None)
-    for child in layer.children():
-        if not isinstance(child, inject.Shelf):
-            yield from _own_parameters(child)
-
-
-def inject_path(site: Site) -> str:
-    """Path of the module that gets the adapter; a parameter may belong to a module below."""
-    below = (site.parameter or "").rpartition(".")[0]
-    return f"{site.path}.{below}" if below else site.path

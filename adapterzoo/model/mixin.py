@@ -12,17 +12,18 @@ from torch import Tensor, nn
 
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import parse
-from adapterzoo.errors import StateError
+from adapterzoo.errors import CheckpointError, StateError
 from adapterzoo.selection import Selection
 
 from .merging import MergingMixin
 from .storing import StoringMixin
 from .summary import SummaryMixin
+from .training import TrainingMixin
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class AdapterModelMixin(StoringMixin, MergingMixin, SummaryMixin):
+class AdapterModelMixin(StoringMixin, MergingMixin, TrainingMixin, SummaryMixin):
     """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -64,12 +65,20 @@ class AdapterModelMixin(StoringMixin, MergingMixin, SummaryMixin):
         document = vars(cast("Any", self).config).pop("adapters", None)
         if not isinstance(document, Mapping) or document.get("format") != FORMAT:
             return
-        for name, config in document["adapters"]:
-            self.add_adapter(name, config)
-        self._zoo.merged = tuple(document["merged"])
-        self._selection.default.plan = self.make_plan(
-            parse(document["active"]), document["heads"], tuple(document["skip_layers"])
-        )
+        try:
+            for name, config in document["adapters"]:
+                self.add_adapter(name, config)
+            for name in document["merged"]:
+                self._find(name, "config.adapters['merged']")
+            self._zoo.merged = tuple(document["merged"])
+            self._selection.default.plan = self.make_plan(
+                parse(document["active"]), document["heads"], tuple(document["skip_layers"])
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"from_pretrained: the adapters in config.json cannot be made: {error}. Save the "
+                f"model again, or take 'adapters' out of config.json to load it without them."
+            ) from error
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = cast("Any", super())._replicate_for_data_parallel()

@@ -13,10 +13,17 @@ from torch import Tensor
 from adapterzoo.checkpoint import native
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, StateError
+from adapterzoo.errors import (
+    CheckpointError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    unknown_name,
+)
 from adapterzoo.names import check_name
 
-from .adapters import AdaptersMixin, inject_path
+from .adapters import AdaptersMixin
+from .building import inject_path
 from .records import HeadRecord, Loaded, check_meta, leaving_out, record_of
 
 ADAPTER_STEM = "adapter"
@@ -134,6 +141,11 @@ class StoringMixin(AdaptersMixin):
             self._refuse_if_merged(name, call)
         config, made = self._filled(call, stored, leave_out, dtype)
         enter_head = None
+        if id2label is not None and not (with_head and stored.document.get("head")):
+            raise ConfigError(
+                f"{call}: id2label={id2label!r} names the labels of a head, and none is loaded. "
+                f"Leave id2label out, or load a checkpoint with a head."
+            )
         if with_head and stored.document.get("head") is not None:
             record = record_of(call, stored)
             enter_head = self._fitting_head(
@@ -213,6 +225,8 @@ class StoringMixin(AdaptersMixin):
             StateError: it cannot be told which head is meant, or there is none.
             CheckpointError: the folder cannot be written.
         """
+        if head_name is not None and head_name not in self.known_heads():
+            raise unknown_name(f"save_head({head_name!r})", "head", head_name, self.known_heads())
         name = head_name or self._active_head_name("save_head()")
         record = self._head_record(name)
         if record is None:

@@ -277,7 +277,7 @@ def test_outputs_and_gradients_are_pefts(family: str, options: dict[str, Any]) -
         ("bert", {"query": 2, "layer.1.output.dense": 6}, {"value": 20}),
         ("bert", {r"encoder\.layer\.0\..*": 3}, {r".*\.1\.intermediate\.dense": 1}),
         ("llama", {"q_proj|up_proj": 2}, {"layers.0.self_attn.v_proj": 3, "down_proj": 5}),
-        ("llama", {"proj": 2}, {"self_attn": 3}),
+        ("llama", {"layers.1.self_attn.q_proj": 2}, {"v_proj": 3}),
     ],
 )
 def test_patterns_mean_what_they_mean_in_peft(
@@ -517,3 +517,17 @@ def test_configs_can_be_kept_in_sets() -> None:
     assert len({*configs, LoRAConfig(alpha=8.0), LoRAConfig(alpha=8)}) == 2
     assert issubclass(ConfigError, AdapterZooError)
     assert ConfigUnion(*configs) == ConfigUnion(*configs)
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_matches_no_adapted_layer_is_an_error(field: str) -> None:
+    model = adapterzoo.init(AutoModel.from_config(tiny_config("llama")))
+    with pytest.raises(SiteError, match=r"'proj'.*named 'q_proj', 'v_proj'"):
+        model.add_adapter("a", LoRAConfig(**{field: {"proj": 4}}))
+    assert not model.has_adapters()
+
+
+@pytest.mark.parametrize("matrices", [None, 3, "x"])
+def test_matrices_that_are_none_are_an_error(matrices: Any) -> None:
+    with pytest.raises(ConfigError, match=r"attn_matrices=\['q', 'v'\]"):
+        LoRAConfig(attn_matrices=matrices)

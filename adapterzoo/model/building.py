@@ -1,0 +1,94 @@
+"""Building: the modules of an adapter for one layer, before they touch the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from adapterzoo import inject
+from adapterzoo.anatomy import Site
+from adapterzoo.configs import Placement
+from adapterzoo.contracts import Adapter
+from adapterzoo.errors import ConfigError
+
+
+def inject_path(site: Site) -> str:
+    """Path of the module that gets the adapter; a parameter may belong to a module below."""
+    below = (site.parameter or "").rpartition(".")[0]
+    return f"{site.path}.{below}" if below else site.path
+
+
+def build(
+    layer: nn.Module, path: str, placements: list[Placement], model_dtype: torch.dtype
+) -> Adapter:
+    """All adapters of one name at one layer, as one module, on its device and of its dtype.
+
+    Args:
+        layer: not touched.
+        path: of the layer.
+        placements: what shall sit there.
+        model_dtype: of the parameters where the layer's own are integers (quantised).
+
+    Raises:
+        ConfigError: a config does not fit its site, or two cannot share the layer.
+    """
+    device, dtype = _device_and_dtype(layer, model_dtype)
+    built = [p.config.build(p.site, device, dtype) for p in placements]
+    sites = [p.site for p in placements]
+    if len(built) == 1 and sites[0].rows is None and sites[0].parameter is None:
+        return built[0]
+    whole = [a for a, s in zip(built, sites, strict=True) if s.rows is None]
+    if len(whole) > 1 and any(adapter.acts_on == "input" for adapter in whole):
+        raise ConfigError(
+            f"{placements[0].config!r} with {placements[1].config!r}: both change the input of "
+            f"{path!r}, which one adapter can do. Add them under two names and write "
+            f"set_active_adapters(Stack('a', 'b'))."
+        )
+    roles = [str(s.role) for s in sites]
+    labels = [r if roles.count(r) == 1 else f"{r}_{i}" for i, r in enumerate(roles)]
+    parts = list(zip(labels, [s.rows for s in sites], built, strict=True))
+    if sites[0].parameter is None:
+        return inject.Parts(parts)
+    grouped: dict[str, list[Any]] = {}
+    for site, part in zip(sites, parts, strict=True):
+        inject.mergeable(part[2])
+        grouped.setdefault(str(site.parameter).rpartition(".")[2], []).append(part)
+    return inject.ParameterParts({n: inject.Parts(ps) for n, ps in grouped.items()})
+
+
+@contextmanager
+def at_hand(layer: nn.Module) -> Iterator[None]:
+    """The layer's values are there, also where accelerate has offloaded them."""
+    hook = vars(layer).get("_hf_hook")
+    if hook is None:
+        yield
+        return
+    hook.pre_forward(layer)
+    try:
+        yield
+    finally:
+        hook.post_forward(layer, None)
+
+
+def _own_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of the base model: what earlier adapters brought decides nothing, and costs nothing."""
+    yield from (p for p in layer._parameters.values() if p is not None)
+    for child in layer.children():
+        if not isinstance(child, inject.Shelf):
+            yield from _own_parameters(child)
+
+
+def _device_and_dtype(
+    layer: nn.Module, model_dtype: torch.dtype
+) -> tuple[torch.device, torch.dtype]:
+    tensors = list(_own_parameters(layer))
+    # weights that accelerate offloads are on the meta device between two forwards
+    device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
+    if device is None:
+        device = tensors[0].device if tensors else torch.get_default_device()
+    wide = (t.dtype for t in tensors if t.is_floating_point() and t.element_size() >= 2)
+    return torch.device(device), next(wide, model_dtype)

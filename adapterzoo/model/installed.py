@@ -1,0 +1,79 @@
+"""What a model knows of its adapters; tensors live in modules, but for kept originals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from adapterzoo.anatomy import Anatomy
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.errors import unknown_name
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """One named adapter: its config, and its modules' places by path."""
+
+    config: AdapterConfig
+    places: dict[str, tuple[Placement, ...]]
+
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """(path of a tapped module, path of the site that reads it), each pair once."""
+        for path, placements in self.places.items():
+            for source in dict.fromkeys(p.site.source for p in placements):
+                if source is not None:
+                    yield source, path
+
+
+class AdaptersConfig(Mapping[str, AdapterConfig]):
+    """The adapters of a model: names to configs, in the order of adding. Read-only."""
+
+    def __init__(self, installed: Mapping[str, Installed]) -> None:
+        """A live view.
+
+        Args:
+            installed: the model's adapters.
+        """
+        self._installed = installed
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Names to architectures."""
+        return {name: config.architecture for name, config in self.items()}
+
+    def __getitem__(self, name: str) -> AdapterConfig:
+        """The config of the adapter."""
+        if name not in self._installed:
+            raise unknown_name(f"adapters_config[{name!r}]", "adapter", name, self._installed)
+        return self._installed[name].config
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._installed)
+
+    def __len__(self) -> int:
+        """How many adapters there are."""
+        return len(self._installed)
+
+    def __repr__(self) -> str:
+        """Names and configs."""
+        return f"AdaptersConfig({dict(self)!r})"
+
+
+@dataclass(slots=True)
+class State:
+    """What the library knows of one model.
+
+    Attributes:
+        installed: the adapters by name.
+        anatomy: of the base model, found once.
+        merged: names of the adapters in the base weights, in the order of merging.
+        originals: path of a merged layer to its parameters as they were before, bit for bit.
+    """
+
+    installed: dict[str, Installed] = field(default_factory=dict)
+    anatomy: Anatomy | None = None
+    merged: tuple[str, ...] = ()
+    originals: dict[str, dict[str, Tensor]] = field(default_factory=dict)

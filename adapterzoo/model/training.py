@@ -1,0 +1,70 @@
+"""What is trained: these adapters and their heads, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+
+from adapterzoo.composition import parse
+from adapterzoo.errors import StateError
+
+from .adapters import AdaptersMixin
+
+
+class TrainingMixin(AdaptersMixin):
+    """`train_adapter` and `freeze_model`."""
+
+    def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
+        """Freeze everything but these adapters and the active heads, and activate them.
+
+        Args:
+            adapter_setup: a name, a list of names or a composition.
+            train_embeddings: whether the input embeddings are trained as well.
+
+        Raises:
+            CompositionError: it is no composition.
+            StateError: it names no adapter.
+            UnknownNameError: there is no adapter of this name.
+        """
+        setup = parse(adapter_setup)
+        if setup is None:
+            raise StateError(
+                f"train_adapter({adapter_setup!r}): there is no adapter to train. Write "
+                f"add_adapter('my_task', 'seq_bn') and then train_adapter('my_task')."
+            )
+        for name in setup:
+            self._find(name, f"train_adapter({adapter_setup!r})")
+            self._refuse_if_merged(name, f"train_adapter({adapter_setup!r})")
+        self.set_active_adapters(setup)
+        model = cast("nn.Module", self)
+        model.train()
+        self.freeze_model(True)
+        for name in setup:
+            for _, module in self.adapter_modules(name):
+                module.requires_grad_(True)
+        self._train_heads()
+        if train_embeddings:
+            cast("Any", self).get_input_embeddings().requires_grad_(True)
+
+    def freeze_model(self, freeze: bool = True) -> None:
+        """Freeze the base model and all adapters, or make the base model trainable.
+
+        Args:
+            freeze: True sets `requires_grad` of all of them to False; False sets it to True for
+                the base model's own parameters.
+        """
+        adapters = {id(p) for name in self._zoo.installed for p in self._parameters_of(name)}
+        for parameter in self._backbone.parameters():
+            if freeze or id(parameter) not in adapters:
+                parameter.requires_grad_(not freeze)
+
+    def _train_heads(self) -> None:
+        """A static head is trained with the adapters, except one that shares the embeddings."""
+        model = cast("Any", self)
+        backbone = {id(p) for p in self._backbone.parameters()}
+        output = model.get_output_embeddings()
+        frozen = {id(p) for p in output.parameters()} if output is not None else set()
+        for parameter in model.parameters():
+            if id(parameter) not in backbone:
+                parameter.requires_grad_(id(parameter) not in frozen)
