@@ -38,8 +38,6 @@ def on_meta(family: str) -> nn.Module:
         return AutoModel.from_config(tiny_config(family)).eval()
 
 
-# ── stream sites: the modules that the peer's own outputs confirm (six families) ─────────────────
-
 BERT = [
     ("attention", "attention.output.dense", "attention.self", "attention.output.LayerNorm"),
     ("mlp", "output.dense", "intermediate.dense", "output.LayerNorm"),
@@ -168,9 +166,6 @@ def test_the_numeric_probe_bites(family):
     assert not torch.allclose(wrong, probe.written[block.path], rtol=0, atol=1e-10)
 
 
-# ── the proof by flow, and that it bites ─────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flow_proves_every_family(family):
     model = on_meta(family)
@@ -205,8 +200,6 @@ def test_flow_refuses_a_wrong_site(mutation):
     verdicts, _ = prove(model, [wrong], lambda: model(**inputs))
     assert complaint in verdicts[0] or "norm does not read" in verdicts[0]
 
-
-# ── fused layers: parts found by name must behave as their role says ─────────────────────────────
 
 _DECODER = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _FALCON = {**_DECODER, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -421,9 +414,6 @@ def test_latent_attention_and_gated_linear_attention_have_parts():
     assert fused["value"] == Rows(16, 768, 256, 512)
 
 
-# ── the questions an anatomy answers, and its refusals ───────────────────────────────────────────
-
-
 def test_select_gives_layers_or_parts():
     bert, gpt2 = find(on_meta("bert")), find(on_meta("gpt2"))
     assert [s.path for s in bert.select("query", "value", layers=[1])] == [
@@ -547,7 +537,19 @@ def test_weights_that_torch_reads_without_a_call_are_no_linears():
     ]
 
 
-# ── all model types of transformers ──────────────────────────────────────────────────────────────
+def test_layers_that_are_never_called_are_no_linears():
+    # WavLM hands the weights of its projections to torch's attention
+    with torch.device("meta"):
+        anatomy = find(AutoModel.from_config(AutoConfig.for_model("wavlm")))
+    stored = {s.parameter: s.role for s in anatomy.blocks[0].sites if s.parameter}
+    assert stored == {
+        "q_proj.weight": "query",
+        "k_proj.weight": "key",
+        "v_proj.weight": "value",
+        "out_proj.weight": "attention_out",
+    }
+    assert anatomy.blocks[0].sublayers[0].out == "encoder.layers.0.attention"
+    assert not [s.path for s in anatomy.linears() if s.path.endswith("_proj")]
 
 
 def table_version() -> str:

@@ -61,9 +61,16 @@ def find(model: nn.Module) -> Anatomy:
             if key not in templates:
                 templates[key] = _read(branch, stack)
             blocks.append(_planted(templates[key], branch.path, len(blocks)))
-    inside = {site.path for block in blocks for site in block.sites}
+    inside = {layer for block in blocks for site in block.sites for layer in _layers(site)}
     outside = tuple(_outside(tree, inside))
     return Anatomy(tuple(blocks), outside, "" if blocks else _why_none(tree))
+
+
+def _layers(site: Site) -> tuple[str, ...]:
+    """The paths that a site covers: of its module, and of the layer whose weight it reads there."""
+    if site.parameter is None:
+        return (site.path,)
+    return site.path, f"{site.path}.{site.parameter.removesuffix('.weight')}"
 
 
 def _stacks(tree: Tree) -> Iterator[str]:
@@ -240,8 +247,8 @@ def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
         yield _Shape(path, "linear", d_in, d_out, "out_proj.weight")
         return
     if any(re.fullmatch(pattern, path) for pattern in row.experts):
-        _, d_out, d_in = next(module.parameters(recurse=False)).shape
-        yield _Shape(path, "experts", d_in, d_out, "weight")
+        count, d_out, d_in = next(module.parameters(recurse=False)).shape
+        yield _Shape(path, "experts", d_in, d_out, "weight", experts=count)
         return
     stored = {
         name: tuple(tensor.shape)
@@ -287,35 +294,33 @@ def _projection(shape: _Shape, row: Row) -> Role:
 
 
 def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None], Role]:
+    """The role of each layer, by (path, parameter)."""
     row = _row(branch)
     roles = {(shape.path, shape.parameter): _projection(shape, row) for shape in shapes}
     linears = [s for s in shapes if s.kind == "linear" and s.parameter is None]
     cores = [parent(p) if not m else p for (p, m), r in roles.items() if r in ATTENTION_ROLES[:4]]
     inner: set[str] = set()
     for core in dict.fromkeys(cores):
-        root, outs = _way_out(core, linears, roles, row)
+        root, outs = _way_out(core, linears, roles)
         inner.add(root)
         for out in outs:
             roles[out, None] = "attention_out"
     fixed = {s.path for s in linears if any(re.fullmatch(p, s.path) for p in row.roles)}
     for shape in linears:
-        free = roles[shape.path, None] == "other" and shape.path not in fixed
-        if (
-            free
-            and not any(below(shape.path, root) for root in inner)
-            and not ASIDE.search(shape.path)
-        ):
+        taken = roles[shape.path, None] != "other" or shape.path in fixed
+        attends = any(below(shape.path, root) for root in inner)
+        if not (taken or attends or ASIDE.search(shape.path)):
             roles[shape.path, None] = _mlp_role(shape.path)
+    gated = {parent(path) for (path, _), role in roles.items() if role == "mlp_in"}
     for key, role in roles.items():
-        beside = {r for k, r in roles.items() if parent(k[0]) == parent(key[0])}
-        if role == "mlp_gate" and "mlp_in" not in beside:
+        if role == "mlp_gate" and parent(key[0]) not in gated:
             # a plain feed-forward part that only bears the name (TimesFM)
             roles[key] = "mlp_in"
     return roles
 
 
 def _way_out(
-    core: str, linears: list[_Shape], roles: dict[tuple[str, str | None], Role], row: Row
+    core: str, linears: list[_Shape], roles: dict[tuple[str, str | None], Role]
 ) -> tuple[str, list[str]]:
     """(path of the whole attention, paths of its output projections).
 

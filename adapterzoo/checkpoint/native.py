@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, listing
 
+from .digest import digests
 from .files import read_tensors, write_json, write_tensors
 
 FORMAT = "adapterzoo"
@@ -48,9 +49,15 @@ def save(folder: Path, stem: str, stored: Stored) -> None:
     Raises:
         CheckpointError: the folder cannot be written; an old checkpoint is still whole.
     """
-    document = {"format": FORMAT, "version": VERSION, **stored.document}
     tensors = stored.adapter | {_HEAD + key: t for key, t in stored.head.items()}
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "digests": digests(tensors),
+        **stored.document,
+    }
     write_tensors(folder / f"{stem}.safetensors", document, tensors)
+    del document["digests"]
     write_json(folder / f"{stem}_config.json", document)
 
 
@@ -77,6 +84,7 @@ def load(folder: Path, stem: str) -> Stored:
             f"load from {str(folder)!r}: written in version {version} of the format, this release "
             f"reads up to {VERSION}. Write pip install -U adapterzoo."
         )
+    _check_bits(f"load from {str(folder)!r}", document.get("digests"), tensors)
     head = {k.removeprefix(_HEAD): t for k, t in tensors.items() if k.startswith(_HEAD)}
     adapter = {k: t for k, t in tensors.items() if not k.startswith(_HEAD)}
     return Stored(document, adapter, head)
@@ -142,3 +150,18 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
     empty = any(own[key].is_meta for key in values)
     module.load_state_dict(values, strict=False, assign=empty)
+    filled = module.state_dict()
+    _check_bits("load", digests(values), {key: filled[key] for key in values})
+
+
+def _check_bits(call: str, expected: object, tensors: Mapping[str, Tensor]) -> None:
+    if not isinstance(expected, Mapping):
+        raise CheckpointError(f"{call}: the document has no digests. Save the checkpoint again.")
+    found = digests(tensors)
+    wrong = [key for key in found if key in expected and found[key] != expected[key]]
+    if wrong:
+        raise CheckpointError(
+            f"{call}: the bits of {len(wrong)} tensors are not those that were written: "
+            f"{listing(wrong)}. Copy the checkpoint again from where it was saved; if that does "
+            f"not help, look at the memory of {tensors[wrong[0]].device}."
+        )

@@ -122,4 +122,4 @@ def _count(counts: Tensor, given: Tensor | int | None) -> Tensor | int:
     if given is None:
         # at least 1: a batch whose labels are all ignored has the loss 0
         return counts.sum().clamp(min=1)
-    return given.to(counts.device) if isinstance(given, Tensor) else given
+    return given.to(counts.device).clamp(min=1) if isinstance(given, Tensor) else max(given, 1)

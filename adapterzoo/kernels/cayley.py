@@ -29,6 +29,6 @@ def cayley_reference(R: Tensor) -> Tensor:
     eye = torch.eye(S.shape[-1], device=S.device, dtype=S.dtype)
     # (I − S) (I + S)⁻¹ = I − 2 (I + S)⁻¹ S: no product that autocast could round, and small
     # rotations, the usual ones, are orthogonal to the last bits, which 2 (I + S)⁻¹ − I is not;
-    # solve_ex because NaN shall come out as NaN, and no GPU be waited for
+    # solve_ex does not wait for a GPU to say whether I + S was singular
     half: Tensor = torch.linalg.solve_ex(eye + S, S).result  # [*batch, b, b]
     return (eye - 2 * half).to(R.dtype)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
@@ -290,6 +290,14 @@ class AdaptersMixin:
         """
         for _, module in self.adapter_modules(name):
             module.to(device=device, dtype=dtype)
+
+    def _tensors_of(self, adapter_name: str) -> dict[str, Tensor]:
+        """All tensors of an adapter, as checkpoints name them."""
+        return {
+            f"{path}/{key}": tensor
+            for path, module in self.adapter_modules(adapter_name)
+            for key, tensor in module.state_dict().items()
+        }
 
     def _parameters_of(self, name: str) -> Iterator[nn.Parameter]:
         for _, module in self.adapter_modules(name):

@@ -170,6 +170,9 @@ class HeadsMixin(ShelfMixin):
         head = self._find_head(name, f"save_head({name!r})")
         return HeadRecord({"config": head.config.to_dict()}, self._own_tensors(head))
 
+    def _head_tensors(self, name: str) -> dict[str, Tensor]:
+        return self._own_tensors(self.get_head(name))
+
     def _own_tensors(self, head: PredictionHead) -> dict[str, Tensor]:
         """The tensors of a head without those that belong to the base model."""
         backbone = {id(p) for p in self._backbone.parameters()}

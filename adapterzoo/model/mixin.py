@@ -16,6 +16,7 @@ from adapterzoo.errors import CheckpointError, StateError
 from adapterzoo.selection import Selection
 
 from .merging import MergingMixin
+from .replicas import ReplicasMixin
 from .storing import StoringMixin
 from .summary import SummaryMixin
 from .training import TrainingMixin
@@ -23,7 +24,7 @@ from .training import TrainingMixin
 M = TypeVar("M", bound=nn.Module)
 
 
-class AdapterModelMixin(StoringMixin, MergingMixin, TrainingMixin, SummaryMixin):
+class AdapterModelMixin(StoringMixin, MergingMixin, TrainingMixin, ReplicasMixin, SummaryMixin):
     """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -62,11 +62,7 @@ class StoringMixin(AdaptersMixin):
         call = f"save_adapter({adapter_name!r})"
         installed = self._find(adapter_name, call)
         check_meta(call, meta_dict)
-        tensors = {
-            f"{path}/{key}": tensor
-            for path, module in self.adapter_modules(adapter_name)
-            for key, tensor in module.state_dict().items()
-        }
+        tensors = self._tensors_of(adapter_name)
         head = self._head_record(self._head_of(adapter_name)) if with_head else None
         document = {
             **self._provenance(adapter_name),

@@ -272,6 +272,7 @@ def test_adapter_and_head_are_told_apart(tmp_path):
     read = native.load(tmp_path, "adapter")
     assert sorted(read.adapter) == sorted(tensors())
     assert sorted(read.head) == ["0.weight", "head/x"]
+    assert set(read.document.pop("digests")) == {*tensors(), "head//0.weight", "head//head/x"}
     assert read.document == {"format": "adapterzoo", "version": 1, "name": "a"}
     assert json.loads((tmp_path / "adapter_config.json").read_text()) == read.document
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, Stack, init
 from adapterzoo.checkpoint import files
+from adapterzoo.checkpoint.digest import digests
 from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
@@ -199,6 +200,9 @@ def rewrite(folder, change=None, document=None, stem="adapter"):
         change(tensors)
     if document is not None:
         document(found)
+    if document is None:
+        # a file that says what it holds: only the model can find it wrong
+        found["digests"] = digests(tensors)
     files.write_tensors(folder / f"{stem}.safetensors", found, tensors)
 
 

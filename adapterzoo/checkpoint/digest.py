@@ -1,0 +1,34 @@
+"""Digests: whether two tensors have the same bits, wherever they are and however they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of dtype, shape and exact bits; the device and the strides do not matter.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    hashed = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    # −0 and NaN have bits too: bytes are compared, not numbers
+    hashed.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return hashed.hexdigest()[:32]
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The digest of each tensor."""
+    return {key: digest(tensor) for key, tensor in sorted(tensors.items())}
+
+
+def fingerprint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """One digest for a config of JSON types and all tensors; 64 hexadecimal digits."""
+    document = json.dumps([dict(config), digests(tensors)], sort_keys=True)
+    return hashlib.sha256(document.encode()).hexdigest()
