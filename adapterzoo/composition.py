@@ -115,39 +115,51 @@ def compile_site(
 def evaluate(step: Step, adapters: Mapping[str, Adapter], x: Tensor, base: Base) -> Tensor:
     """The output of a site under its step. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
     for name in step[:-1]:
-        base = _Nested(adapters[name], base)
+        base = Nested(adapters[name], base)
     adapted: Tensor = adapters[step[-1]](x, base)
     return adapted
 
 
-class _Nested(Base):
-    """A layer with an adapter around it, as the base of the next one."""
+class Nested(Base):
+    """A layer with an adapter, or several, around it, as the base of the next one."""
 
     __slots__ = ("_adapter", "_inner")
 
-    def __init__(self, adapter: Adapter, inner: Base) -> None:
+    def __init__(self, adapter: Callable[[Tensor, Base], Tensor], inner: Base) -> None:
+        """Put the adapter around the layer.
+
+        Args:
+            adapter: an adapter, or another function of an input and its base.
+            inner: the layer, with the adapters before.
+        """
         self._adapter = adapter
         self._inner = inner
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The output with the adapters."""
         adapted: Tensor = self._adapter(x, self._inner)
         return adapted
 
     def plain(self, x: Tensor) -> Tensor:
+        """The untouched output."""
         return self._inner.plain(x)
 
     @property
     def weight(self) -> Tensor:
+        """The untouched weight."""
         return self._inner.weight
 
     @property
     def bias(self) -> Tensor | None:
+        """The untouched bias."""
         return self._inner.bias
 
     @property
     def scale(self) -> float | Tensor:
+        """The factor of the output."""
         return self._inner.scale
 
     @property
     def residual(self) -> Tensor:
+        """The residual stream before the sub-layer."""
         return self._inner.residual

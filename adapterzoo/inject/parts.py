@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Rows
+from adapterzoo.composition import Nested
 from adapterzoo.contracts import Adapter, Base, WeightAdapter
 from adapterzoo.errors import StateError
 
@@ -40,10 +42,19 @@ class Parts(WeightAdapter):
 
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        return self._first(len(self.rows), x, base)
+
+    def _first(self, count: int, x: Tensor, base: Base) -> Tensor:
+        """The output with the first adapters only."""
         y = base(x)
-        for label, rows in self.rows.items():
+        labels = list(self.rows)
+        for i, label in enumerate(labels[:count]):
+            rows = self.rows[label]
+            # one that changes its input calls its base anew: those before it shall act there too
+            met = any(_overlap(rows, self.rows[other]) for other in labels[:i])
+            before = Nested(functools.partial(self._first, i), base) if met else base
             adapter = cast("Adapter", self._modules[label])
-            part = adapter(x, RowsOf(base, rows or _all_rows(y), x, y))
+            part = adapter(x, RowsOf(before, rows or _all_rows(y), x, y))
             y = part if rows is None else put_rows(y, part, rows, -1)
         return y
 
@@ -107,6 +118,13 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
         f"merge: a {type(adapter).__name__} adapter is no change of a weight and cannot be merged. "
         f"Keep it active instead; adapters that can be merged derive from WeightAdapter."
     )
+
+
+def _overlap(one: Rows | None, other: Rows | None) -> bool:
+    if one is None or other is None:
+        return True
+    alike = (one.groups, one.width) == (other.groups, other.width)
+    return not alike or (one.start < other.stop and other.start < one.stop)
 
 
 def _all_rows(t: Tensor, dim: int = -1) -> Rows:

@@ -14,7 +14,7 @@ from torch.autograd import gradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModel, LlamaConfig, LlamaModel
 
-from adapterzoo import BOFTConfig, LoRAConfig, Stack, init
+from adapterzoo import BOFTConfig, ConfigUnion, LoRAConfig, Stack, init
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
@@ -391,6 +391,19 @@ def test_a_stack_with_a_biased_lora_merges_its_bias(tiny: Callable[..., Any]) ->
         for name in names:
             model.merge_adapter(name)
         torch.testing.assert_close(run(model, inputs, None), stacked, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("kinds", [("lora", "boft"), ("boft", "lora"), ("boft", "wide")])
+def test_a_union_at_one_layer_is_what_it_merges_to(
+    family: str, kinds: tuple[str, str], tiny: Callable[..., Any]
+) -> None:
+    model, inputs = tiny(family).double(), tiny_inputs(family)
+    model.add_adapter("a", ConfigUnion(*(BOFTS[kind] for kind in kinds)))
+    stir(model, "a")
+    adapted = run(model, inputs, "a")
+    model.merge_adapter("a")
+    torch.testing.assert_close(run(model, inputs, None), adapted, rtol=0, atol=1e-11)
 
 
 def test_two_sizes_and_factors_on_one_layer(tiny: Callable[..., Any]) -> None:
