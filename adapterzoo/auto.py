@@ -156,6 +156,11 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
             The output class of the task; a `MultiHeadOutput` when several heads are active; the
             base model's own output when none is.
         """
+        if len(args) > len(self.input_names):
+            raise TypeError(
+                f"forward() takes {len(self.input_names)} inputs by position, {len(args)} are "
+                f"given; by position are {', '.join(self.input_names)}. Name the others."
+            )
         inputs = dict(zip(self.input_names, args, strict=False)) | kwargs
         labels = self._take_labels(inputs, head)
         self._prepare_inputs(inputs, labels, head)

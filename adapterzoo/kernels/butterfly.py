@@ -7,11 +7,12 @@ chunk of b · 2^(m−1) features, and permutations are views.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from math import gcd
 
 import torch
 from torch import Tensor
+
+from ._exact import exactly
 
 # products of narrower blocks waste a matrix unit, and a batch of them costs more than its FLOPs
 _NARROWEST = 16
@@ -84,7 +85,7 @@ def fold(Q: Tensor) -> Tensor:
         return (grouped * own).flatten(-4, -3).flatten(-2)  # [*experts, chunks, width, width]
     eye = torch.eye(width, device=Q.device, dtype=Q.dtype)
     rows = eye.repeat(1, blocks * b // width).expand(*Q.shape[:-4], -1, -1)  # [.., width, d_in]
-    with _no_autocast(Q.device.type):
+    with exactly(Q.device):
         turned = butterfly_reference(rows, Q)  # [*experts, width, d_in]
     chunks: Tensor = turned.unflatten(-1, (-1, width))  # [*experts, width, chunks, width]
     return chunks.transpose(-3, -2)
@@ -101,9 +102,3 @@ def _swapped(y: Tensor, chunks: int, outer: int, inner: int) -> Tensor:
     """`y` `[.., d_in]`: each chunk's half-blocks, an `[outer, inner]` table, read by columns."""
     table: Tensor = y.unflatten(-1, (chunks, outer, inner, -1))  # [.., chunks, outer, inner, b/2]
     return table.transpose(-3, -2).flatten(-4)  # [.., d_in]
-
-
-def _no_autocast(device: str) -> torch.autocast | nullcontext[None]:
-    """Products of small rotations stay in float32; not every kind of device knows autocast."""
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()

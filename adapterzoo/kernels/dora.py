@@ -5,12 +5,12 @@ Paper: Liu et al. 2024, arXiv:2402.09353, eq. 5.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
 from adapterzoo.contracts import compute_dtype
+
+from ._exact import exactly
 
 # elements of W + s B A that exist at one time: 16 MiB in float32
 TILE = 1 << 22
@@ -29,7 +29,7 @@ def direction_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tens
     """
     dtype = compute_dtype(w.dtype)
     add = torch.addmm if w.dim() == 2 else torch.baddbmm
-    with _exactly(w.device):
+    with exactly(w.device):
         return add(w.to(dtype), b.to(dtype), a.to(dtype), alpha=scaling)
 
 
@@ -83,10 +83,3 @@ def compose_reference(
     if plain is not y:
         out = y + (out - plain)
     return out.to(y.dtype)
-
-
-def _exactly(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which autocast changes no dtype."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

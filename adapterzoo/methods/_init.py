@@ -9,6 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+# what a config may name as the dtype of parameters
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32)}
+
 
 def generator(seed: int | None, path: str) -> torch.Generator | None:
     """The source of random numbers for the adapter at a path.

@@ -20,11 +20,10 @@ from adapterzoo.configs import MAX_WIDTH, Placement, require_choice, require_ran
 from adapterzoo.contracts import WeightAdapter
 from adapterzoo.errors import ConfigError, SiteError, listing
 
-from ._init import constant, drawn, generator, kaiming, normal
+from ._init import DTYPES, constant, drawn, generator, kaiming, normal
 from ._targets import TargetedConfig, check_pattern
 
 _T = TypeVar("_T")
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class LowRankConfig(TargetedConfig):
         require_range(self, "alpha", -1e9, 1e9)
         require_range(self, "dropout", 0.0, 1.0 - 1e-9)
         require_choice(self, "init_weights", ("lora", "bert"))
-        require_choice(self, "dtype", (None, *_DTYPES))
+        require_choice(self, "dtype", (None, *DTYPES))
         for name in ("rank_pattern", "alpha_pattern"):
             self._check_patterns(name)
         for rank in self.rank_pattern.values():
@@ -125,7 +124,7 @@ class LowRankConfig(TargetedConfig):
 
     def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the parameters at a layer of the given dtype."""
-        return _DTYPES[self.dtype] if self.dtype else dtype
+        return DTYPES[self.dtype] if self.dtype else dtype
 
 
 class LowRank(WeightAdapter):

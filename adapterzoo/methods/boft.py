@@ -27,10 +27,8 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly
 from adapterzoo.kernels.cayley import cayley_reference
 
-from ._init import constant, drawn, generator, normal
+from ._init import DTYPES, constant, drawn, generator, normal
 from ._targets import TargetedConfig
-
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32)}
 
 
 @configs.architectures.register("boft")
@@ -73,7 +71,7 @@ class BOFTConfig(TargetedConfig):
         require_range(self, "boft_n_butterfly_factor", 1, 16)
         require_range(self, "boft_dropout", 0.0, 1.0 - 1e-9)
         require_choice(self, "init_weights", (True, False))
-        require_choice(self, "dtype", (None, *_DTYPES))
+        require_choice(self, "dtype", (None, *DTYPES))
         if (b := self.boft_block_size) and (n := self.boft_block_num):
             raise ConfigError(
                 f"BOFTConfig(boft_block_size={b}, boft_block_num={n}): one follows from the other "
@@ -148,7 +146,7 @@ class BOFT(WeightAdapter):
             raise ConfigError(f"BOFTConfig(boft_dropout={self.dropout}) at {site.path!r}: {why}")
         b, m = config.block_size_at(site), config.boft_n_butterfly_factor
         lead = (site.experts,) if site.experts else ()
-        dtype = _DTYPES[config.dtype] if config.dtype else dtype
+        dtype = DTYPES[config.dtype] if config.dtype else dtype
         fresh = constant(0.0), constant(1.0)
         if not config.init_weights:
             source = generator(config.init_weights_seed, f"{site.path}{site.role}")

@@ -113,6 +113,7 @@ def test_the_file_holds_the_adapter_and_nothing_else(model, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "adapter_config.json"]
     with safe_open(tmp_path / FILE, framework="pt") as opened:
         document = json.loads(opened.metadata()["adapterzoo"])
+    assert set(document.pop("digests")) == set(tensors)
     assert document == json.loads((tmp_path / "adapter_config.json").read_text())
     assert document["name"] == "n4me"
     assert document["model_type"] == "bert"

@@ -76,7 +76,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, {tests!r})
-from model.test_replicas import model_with_adapter
+from model.test_fingerprints import model_with_adapter
 from adapterzoo.errors import StateError
 
 rank = int(sys.argv[1])

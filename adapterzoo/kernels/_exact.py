@@ -1,0 +1,19 @@
+"""Arithmetic that autocast must not round: norms, solves and products of small rotations."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def exactly(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which autocast changes no dtype; not every kind of device knows autocast.
+
+    Args:
+        device: of the operands.
+    """
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
