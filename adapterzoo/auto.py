@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrain
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _get_model_class
 
-from .errors import ConfigError, StateError
+from .errors import ConfigError, StateError, listing
 from .model.heads import HeadsMixin
 from .model.mixin import with_adapters
 from .model.static import keep_static_head
@@ -157,9 +157,9 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
             base model's own output when none is.
         """
         if len(args) > len(self.input_names):
-            raise TypeError(
-                f"forward() takes {len(self.input_names)} inputs by position, {len(args)} are "
-                f"given; by position are {', '.join(self.input_names)}. Name the others."
+            raise ConfigError(
+                f"forward(): {len(args)} inputs are given by position and {len(self.input_names)} "
+                f"have one: {listing(self.input_names, limit=30)}. Write the others by name."
             )
         inputs = dict(zip(self.input_names, args, strict=False)) | kwargs
         labels = self._take_labels(inputs, head)

@@ -118,6 +118,12 @@ def test_inputs_by_position_are_inputs_by_name():
     assert loss.dim() == 0
 
 
+def test_more_inputs_than_have_a_position_are_an_error():
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    with pytest.raises(ConfigError, match=r"40 inputs .*'input_ids', 'attention_mask'.*by name"):
+        model(*[None] * 40)
+
+
 def test_without_a_head_the_output_is_that_of_the_base_model():
     model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
     inputs = tiny_inputs("bert")
