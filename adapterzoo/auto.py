@@ -69,10 +69,13 @@ class AutoAdapterModel:
         """
         config = kwargs.pop("config", None)
         hub = {k: kwargs[k] for k in _HUB_ARGUMENTS if k in kwargs}
+        wants_info = kwargs.pop("output_loading_info", False)
         if not isinstance(config, PreTrainedConfig):
             name = pretrained_model_name_or_path if config is None else config
-            config = AutoConfig.from_pretrained(name, **hub)
-        wants_info = kwargs.pop("output_loading_info", False)
+            # what the config does not take is for the model
+            model_own = {k: kwargs.pop(k) for k in _MODEL_ARGUMENTS if k in kwargs}
+            config, rest = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
+            kwargs = {**rest, **hub, **model_own}
         model, info = cast("Any", adapter_class(config)).from_pretrained(
             pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
         )
@@ -95,6 +98,8 @@ class AutoAdapterModel:
         )
 
 
+# a config would keep these, and the model not see them
+_MODEL_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config", "attn_implementation")
 _HUB_ARGUMENTS = (
     "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
 )  # fmt: skip

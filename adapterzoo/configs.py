@@ -108,8 +108,15 @@ class AdapterConfig(ABC):
             )
         fields = dict(values)
         architecture = fields.pop("architecture", None) or "bottleneck"
-        target = cls if cls is not AdapterConfig else architectures.find(architecture, "config")
-        return target._from_fields(fields)
+        if cls is AdapterConfig:
+            found: AdapterConfig = architectures.find(architecture, "config")._from_fields(fields)
+            return found
+        if values.get("architecture") not in (None, cls.architecture):
+            raise ConfigError(
+                f"{cls.__name__}.from_dict: the dict is a config of {architecture!r}, not of "
+                f"{cls.architecture!r}. Write AdapterConfig.from_dict(…)."
+            )
+        return cls._from_fields(fields)
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> AdapterConfig:

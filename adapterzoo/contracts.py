@@ -88,7 +88,14 @@ class Adapter(nn.Module, ABC):
 
 
 class WeightAdapter(Adapter):
-    """An adapter that equals a changed weight, so that it can be merged into the layer."""
+    """An adapter that equals a changed weight, so that it can be merged into the layer.
+
+    Attributes:
+        is_additive: whether `weight` adds something that does not depend on the layer, so that
+            it does not matter which of several such adapters are merged and which are active.
+    """
+
+    is_additive: bool = False
 
     @abstractmethod
     def weight(self, w: Tensor, base: Base) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from adapterzoo.contracts import Adapter, Base
 from adapterzoo.errors import DuplicateNameError, StateError
 from adapterzoo.selection import Selection
 
-from .parts import ParameterParts, Parts, mergeable
+from .parts import ParameterParts, Parts, is_additive, mergeable
 from .views import Layer, matrix, own, put_rows, stores_transposed, take_rows
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "base_of",
     "check_put",
     "introduce",
+    "is_additive",
     "matrix",
     "mergeable",
     "plain_class",
@@ -174,13 +176,26 @@ def plain_class(layer: nn.Module) -> type[nn.Module]:
     return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
 
 
-def introduce(layer: nn.Module, adapter: Adapter) -> None:
-    """Let a fresh adapter take initial values from the layer that it will be put at."""
+def introduce(layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]) -> None:
+    """Let a fresh adapter take initial values from the layer that it will be put at.
+
+    Args:
+        layer: the layer.
+        adapter: not yet put.
+        originals: parameters of the layer as they were before adapters were merged into it.
+    """
+
+    def shown(parameter: str) -> Tensor | None:
+        kept = originals.get(parameter)
+        return kept.mT if kept is not None and stores_transposed(layer, parameter) else kept
+
     if isinstance(adapter, ParameterParts):
         for parameter, parts in adapter._modules.items():
-            cast("Parts", parts).attach(base_of(layer, matrix(layer, parameter)))
+            weight = shown(parameter)
+            own_weight = matrix(layer, parameter) if weight is None else weight
+            cast("Parts", parts).attach(base_of(layer, own_weight))
     else:
-        adapter.attach(base_of(layer))
+        adapter.attach(base_of(layer, shown("weight"), originals.get("bias")))
 
 
 def base_of(layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None) -> Base:

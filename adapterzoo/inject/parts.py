@@ -32,6 +32,7 @@ class Parts(WeightAdapter):
         self.rows = {label: rows for label, rows, _ in parts}
         for label, _, adapter in parts:
             self.add_module(label, adapter)
+        self.is_additive = all(is_additive(adapter) for _, _, adapter in parts)
 
     def attach(self, base: Base) -> None:
         """Show each child its rows of the layer."""
@@ -104,6 +105,13 @@ class ParameterParts(Adapter):
         """A weight `[*experts, d_out, d_in]` with the adapters' change."""
         adapters = self._modules.get(parameter)
         return adapters.weight(w, base) if isinstance(adapters, Parts) else w
+
+
+def is_additive(adapter: nn.Module | None) -> bool:
+    """Whether merging the adapter and letting it act beside others is the same."""
+    if isinstance(adapter, ParameterParts):
+        return all(map(is_additive, adapter._modules.values()))
+    return isinstance(adapter, WeightAdapter) and adapter.is_additive
 
 
 def mergeable(adapter: nn.Module | None) -> WeightAdapter:

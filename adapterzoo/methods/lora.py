@@ -6,7 +6,7 @@ alpha / √rank with `use_rslora`.
 
 Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: parameters
 live in the dtype of their layer unless `dtype` says otherwise. Differs from adapters: a `Stack`
-adds the updates.
+adds the updates; the gate of `use_gating` has no bias.
 Cost per site: rank · (d_in + d_out) parameters, two matrix products of that size in the forward.
 Cannot do: initialisations that change the base weights (PiSSA, OLoRA, LoftQ).
 """
@@ -57,6 +57,8 @@ class LoRAConfig(LowRankConfig):
 class LoRA(LowRank):
     """y = base(x) + s · B A dropout(x) (+ s · B's bias)."""
 
+    is_additive = True
+
     def __init__(
         self, config: LoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -97,14 +99,14 @@ class LoRA(LowRank):
         if self.looks_up:
             update = embedding(x, a.T) @ b.T  # [*batch, d_out]
             return y + (update * (self.scaling * base.scale)).to(y.dtype)
-        x = x.to(a.dtype)
+        whole = x = x.to(a.dtype)
         if self.dropout and self.training:
             x = dropout(x, self.dropout)
         if self.gate is None and self.lora_B_bias is None:
             return low_rank_reference(y, x, a, b, self.scaling)
         update = linear(x @ a.T, b, self.lora_B_bias) * self.scaling
         if self.gate is not None:
-            gate = torch.sigmoid(x @ self.gate.T)  # [*batch, 1]
+            gate = torch.sigmoid(whole @ self.gate.T)  # [*batch, 1]
             if x.dim() > 2:
                 gate = gate.mean(tuple(range(1, x.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]
             update = update * gate

@@ -13,12 +13,12 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.anatomy import Anatomy, find
 from adapterzoo.composition import Composition, Stack, compile_site, parse
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter
-from adapterzoo.errors import DuplicateNameError, StateError, unknown_name
+from adapterzoo.contracts import Adapter, WeightAdapter
+from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
 
-from .building import at_hand, build, inject_path
+from .building import at_hand, build, check_layers, inject_path
 from .installed import AdaptersConfig, Installed, State
 from .setup import announce
 
@@ -134,7 +134,7 @@ class AdaptersMixin:
         for path, (adapter, _) in made.items():
             layer = self._backbone.get_submodule(path)
             with at_hand(layer), torch.no_grad():
-                inject.introduce(layer, adapter)
+                inject.introduce(layer, adapter, self._zoo.originals.get(path, {}))
         if adapter_name in self._zoo.installed:
             self._remove(adapter_name)
         self._install(adapter_name, loaded, made)
@@ -216,8 +216,13 @@ class AdaptersMixin:
             CompositionError: it is no composition.
             UnknownNameError: there is no adapter of this name.
         """
-        plan = self.make_plan(parse(adapter_setup), None, tuple(skip_layers or ()))
-        self._selection.default.plan = plan
+        setup = parse(adapter_setup)
+        default = self._selection.default
+        names = setup.flatten() if setup is not None else ()
+        # not those of the calling thread, which an AdapterSetup may have changed
+        heads = self._heads_named(names, default.plan.heads)
+        skipped = check_layers(skip_layers, len(self.anatomy.blocks))
+        default.plan = self.make_plan(setup, list(heads), skipped)
 
     def make_plan(
         self,
@@ -240,11 +245,12 @@ class AdaptersMixin:
         for name in names:
             self._find(name, f"set_active_adapters({setup!r})")
         heads = self._heads_for(names, head_setup)
+        acting = [name for name in names if name not in self._zoo.merged]
+        self._refuse_mixed(self._zoo.merged, acting, f"set_active_adapters({setup!r})")
         if setup is None:
             return Plan(None, heads, skip_layers=skip_layers)
         present: dict[str, dict[str, Adapter]] = {}
         # a merged adapter acts through the base weights
-        acting = [name for name in names if name not in self._zoo.merged]
         for name in acting:
             places = self._zoo.installed[name].places
             for path, module in self.adapter_modules(name):
@@ -266,6 +272,10 @@ class AdaptersMixin:
         self, names: tuple[str, ...], head_setup: str | list[str] | None
     ) -> tuple[str, ...]:
         """The heads of a plan; a model without named heads has none."""
+        return ()
+
+    def _heads_named(self, names: tuple[str, ...], otherwise: tuple[str, ...]) -> tuple[str, ...]:
+        """The head named like the last of the adapters, if there is one."""
         return ()
 
     def _replan(self) -> None:
@@ -316,6 +326,23 @@ class AdaptersMixin:
                 f"{call}: {name!r} is active in an AdapterSetup of this thread. Leave the "
                 f"'with AdapterSetup(…)' block first."
             )
+
+    def _refuse_mixed(self, merged: Iterable[str], acting: Iterable[str], call: str) -> None:
+        """Refuse what merging would change: the order in which changes of a weight are made."""
+        inside: dict[str, list[Adapter]] = {}
+        for name in merged:
+            for path, module in self.adapter_modules(name):
+                inside.setdefault(path, []).append(module)
+        for name in acting if inside else ():
+            for path, module in self.adapter_modules(name):
+                beside = [*inside.get(path, ()), module]
+                changes_weight = isinstance(module, (WeightAdapter, inject.ParameterParts))
+                if len(beside) > 1 and changes_weight and not all(map(inject.is_additive, beside)):
+                    raise StateError(
+                        f"{call}: at {path!r} {name!r} would act on weights that hold "
+                        f"{listing(merged)}, and not on the original ones. Write "
+                        f"reset_adapter() first, or merge all of them."
+                    )
 
     def _refuse_if_merged(self, name: str, call: str) -> None:
         if name in self._zoo.merged:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,27 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError
+
+
+def check_layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:
+    """Numbers of blocks, as a user gave them.
+
+    Args:
+        layers: None for no block.
+        blocks: how many the model has.
+
+    Raises:
+        ConfigError: they are no list of numbers of blocks.
+    """
+    if layers is None:
+        return ()
+    numbers = tuple(layers) if isinstance(layers, Iterable) else (None,)
+    if not all(type(n) is int and 0 <= n < blocks for n in numbers):
+        raise ConfigError(
+            f"skip_layers={layers!r}: the model has blocks 0 to {blocks - 1}. "
+            f"Write a list of their numbers: skip_layers=[0, 1]."
+        )
+    return tuple(n for n in numbers if n is not None)
 
 
 def inject_path(site: Site) -> str:
@@ -74,18 +95,18 @@ def at_hand(layer: nn.Module) -> Iterator[None]:
         hook.post_forward(layer, None)
 
 
-def _own_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
+def own_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
     """Those of the base model: what earlier adapters brought decides nothing, and costs nothing."""
     yield from (p for p in layer._parameters.values() if p is not None)
     for child in layer.children():
         if not isinstance(child, inject.Shelf):
-            yield from _own_parameters(child)
+            yield from own_parameters(child)
 
 
 def _device_and_dtype(
     layer: nn.Module, model_dtype: torch.dtype
 ) -> tuple[torch.device, torch.dtype]:
-    tensors = list(_own_parameters(layer))
+    tensors = list(own_parameters(layer))
     # weights that accelerate offloads are on the meta device between two forwards
     device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
     if device is None:

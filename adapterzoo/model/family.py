@@ -11,6 +11,8 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.errors import ConfigError
 from adapterzoo.heads import Backbone, Pooling
 
+from .building import own_parameters
+
 # vision models that pool over patches and norm the result, with or without a class token
 _POOLING_VISION = frozenset({"beit", "data2vec-vision"})
 # decoders in name, used as encoders unless config.is_decoder says otherwise
@@ -120,7 +122,7 @@ def _width(model: Any, text: Any) -> int:
 
 def _reference(module: nn.Module) -> torch.Tensor:
     # the last one: with a device_map the last layers give the hidden states
-    floating = [p for p in module.parameters() if p.is_floating_point()]
+    floating = [p for p in own_parameters(module) if p.is_floating_point()]
     return floating[-1] if floating else torch.empty(0)
 
 

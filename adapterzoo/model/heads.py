@@ -141,7 +141,7 @@ class HeadsMixin(ShelfMixin):
     def _train_heads(self) -> None:
         """The active heads are trained, the others not; embeddings that a head shares neither."""
         backbone = {id(p) for p in self._backbone.parameters()}
-        active = self._current_heads()
+        active = self._selection.default.plan.heads
         for name, head in self.heads.items():
             for parameter in head.parameters():
                 if id(parameter) not in backbone:

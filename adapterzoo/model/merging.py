@@ -36,11 +36,14 @@ class MergingMixin(AdaptersMixin):
         self._refuse_if_merged(name, call)
         self._refuse_if_overridden(name, call)
         names = (*self._zoo.merged, name)
+        active = self._selection.default.plan.setup or ()
+        self._refuse_mixed(names, [n for n in active if n not in names], call)
         modules = dict(self.adapter_modules(name))
         self._refuse_lost(call, set(modules))
         # every check that can be made comes before the first write
-        for module in modules.values():
+        for path, module in modules.items():
             _check_mergeable(module)
+            self._refuse_elsewhere(path, call)
         self._refuse_tied(modules, call)
         before: dict[str, dict[str, Tensor]] = {}
         kept = dict(self._zoo.originals)
@@ -69,11 +72,21 @@ class MergingMixin(AdaptersMixin):
         for name in self._zoo.merged:
             self._refuse_if_overridden(name, "reset_adapter()")
         self._refuse_lost("reset_adapter()")
+        for path in self._zoo.originals:
+            self._refuse_elsewhere(path, "reset_adapter()")
         for path, originals in self._zoo.originals.items():
             _restore(self._backbone.get_submodule(path), originals)
         self._zoo.originals.clear()
         self._zoo.merged = ()
         self._replan()
+
+    def _refuse_elsewhere(self, path: str, call: str) -> None:
+        layer = self._backbone.get_submodule(path)
+        if any(p is not None and p.is_meta for p in layer._parameters.values()):
+            raise StateError(
+                f"{call}: the weights at {path!r} are offloaded and cannot be written. Load the "
+                f"model without device_map, or merge before accelerate dispatches it."
+            )
 
     def _refuse_lost(self, call: str, at: set[str] | None = None) -> None:
         merged = {p for n in self._zoo.merged for p, _ in self.adapter_modules(n)}
@@ -138,8 +151,8 @@ class MergingMixin(AdaptersMixin):
         for name, p in cast("nn.Module", self).named_parameters(remove_duplicate=False):
             sharing.setdefault(id(p), []).append(name)
         for path in paths:
-            weight = self._backbone.get_submodule(path)._parameters.get("weight")
-            names = sharing.get(id(weight), [])
+            own = self._backbone.get_submodule(path)._parameters.values()
+            names = max((sharing.get(id(p), []) for p in own), key=len, default=[])
             if len(names) > 1:
                 raise StateError(
                     f"{call}: the weight at {path!r} is shared by {listing(names)}; merging would "

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import parse
-from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.inject import Adapted
 from adapterzoo.selection import Selection
 
 from .merging import MergingMixin
@@ -46,6 +47,7 @@ class AdapterModelMixin(StoringMixin, MergingMixin, TrainingMixin, ReplicasMixin
         """
         config = cast("Any", self).config
         plan = self._selection.default.plan
+        vars(config).pop("adapters", None)
         if self._zoo.installed or plan.heads:
             config.adapters = {
                 "format": FORMAT,
@@ -60,6 +62,26 @@ class AdapterModelMixin(StoringMixin, MergingMixin, TrainingMixin, ReplicasMixin
             cast("Any", super()).save_pretrained(save_directory, **kwargs)
         finally:
             vars(config).pop("adapters", None)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it; adapters at the embedding would not fit any more.
+
+        Args:
+            *args: as `PreTrainedModel.resize_token_embeddings` takes them.
+            **kwargs: the same.
+
+        Raises:
+            StateError: an adapter sits at the embedding.
+        """
+        embedding = cast("Any", self).get_input_embeddings()
+        if isinstance(embedding, Adapted):
+            raise StateError(
+                f"resize_token_embeddings(): the adapters {listing(embedding.adapters)} sit at the "
+                f"embedding and have its size. Delete them first: delete_adapter(…)."
+            )
+        resized = cast("Any", super()).resize_token_embeddings(*args, **kwargs)
+        self._zoo.anatomy = None
+        return resized
 
     def _restore_adapters(self) -> None:
         """Make the adapters that the config of a saved model lists; their values come later."""
@@ -114,7 +136,8 @@ def init(model: M) -> M:
         The same object.
 
     Raises:
-        StateError: it is no `PreTrainedModel`.
+        StateError: it is no `PreTrainedModel`, or was loaded without the adapters that it was
+            saved with.
     """
     if isinstance(model, AdapterModelMixin):
         return model
@@ -122,6 +145,12 @@ def init(model: M) -> M:
         raise StateError(
             f"init({type(model).__name__}): adapters are named for a transformers PreTrainedModel. "
             f"Write init(AutoModel.from_pretrained(…))."
+        )
+    saved = vars(cast("Any", model).config).get("adapters")
+    if isinstance(saved, Mapping) and saved.get("format") == FORMAT:
+        raise StateError(
+            f"init({type(model).__name__}): the model was saved with adapters, which plain "
+            f"transformers has not loaded. Write load_model(path, {type(model).__name__})."
         )
     cast("Any", model).__class__ = with_adapters(type(model))
     cast("Any", model)._start_adapters()

@@ -117,8 +117,11 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
     ) -> tuple[str, ...]:
         if head_setup is not None:
             return self._names(head_setup, f"head_setup={head_setup!r}")
+        return self._heads_named(names, self._current_heads())
+
+    def _heads_named(self, names: tuple[str, ...], otherwise: tuple[str, ...]) -> tuple[str, ...]:
         last = names[-1:]
-        return last if last and last[0] in self.heads else self._current_heads()
+        return last if last and last[0] in self.heads else otherwise
 
     def _names(self, setup: str | list[str] | None, call: str) -> tuple[str, ...]:
         names = (setup,) if isinstance(setup, str) else tuple(setup or ())

@@ -45,7 +45,9 @@ class TrainingMixin(AdaptersMixin):
                 module.requires_grad_(True)
         self._train_heads()
         if train_embeddings:
-            cast("Any", self).get_input_embeddings().requires_grad_(True)
+            # the table alone: adapters may sit there, too
+            for parameter in cast("Any", self).get_input_embeddings()._parameters.values():
+                parameter.requires_grad_(True)
 
     def freeze_model(self, freeze: bool = True) -> None:
         """Freeze the base model and all adapters, or make the base model trainable.
@@ -56,7 +58,9 @@ class TrainingMixin(AdaptersMixin):
         """
         adapters = {id(p) for name in self._zoo.installed for p in self._parameters_of(name)}
         for parameter in self._backbone.parameters():
-            if freeze or id(parameter) not in adapters:
+            # quantised weights are integers, which have no gradient
+            may_train = parameter.is_floating_point() and id(parameter) not in adapters
+            if freeze or may_train:
                 parameter.requires_grad_(not freeze)
 
     def _train_heads(self) -> None:
