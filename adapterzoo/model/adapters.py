@@ -341,7 +341,7 @@ class AdaptersMixin:
                     raise StateError(
                         f"{call}: at {path!r} {name!r} would act on weights that hold "
                         f"{listing(merged)}, and not on the original ones. Write "
-                        f"reset_adapter() first, or merge all of them."
+                        f"set_active_adapters(None) and merge all of them, or reset_adapter()."
                     )
 
     def _refuse_if_merged(self, name: str, call: str) -> None:

@@ -399,6 +399,7 @@ def test_a_stack_adds_changes_of_the_original_weight(tiny, family: str, conventi
     stacked = output(model, **doubled(model))
     model.set_active_adapters(Stack("b", "a"))
     torch.testing.assert_close(output(model, **doubled(model)), stacked, rtol=1e-10, atol=1e-10)
+    model.set_active_adapters(None)
     model.merge_adapter("b")
     model.merge_adapter("a")
     torch.testing.assert_close(output(model, **doubled(model)), stacked, rtol=1e-9, atol=1e-9)
