@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import FAMILIES, first_output, tiny_config, tiny_inputs
+from snapshots import stir
 from transformers import AutoModel
 
 from adapterzoo import AutoAdapterModel, init
@@ -18,15 +19,6 @@ CONFIGS = (
     "par_bn[reduction_factor=4]",
     "adapter_plus[reduction_factor=4]",
 )
-
-
-def randomise(model, name):
-    # a fresh adapter may be the identity, whose gradients say little
-    source = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, module in model.adapter_modules(name):
-            for parameter in module.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=source) * 0.1)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -45,7 +37,7 @@ def family(request):
 def test_adapter_lives_and_leaves_no_trace(family, config, tmp_path):
     model, inputs, plain, keys, classes = family
     model.add_adapter("a", config)
-    randomise(model, "a")
+    stir(model, "a")
     assert torch.equal(first_output(model(**inputs)), plain), "inactive, and yet it acts"
 
     model.set_active_adapters("a")
@@ -101,7 +93,7 @@ def test_auto_model_takes_a_base_checkpoint_and_returns_from_its_own(family_name
 
     model.add_adapter("a", "lora", set_active=True)
     model.add_adapter("b", "par_bn")
-    randomise(model, "a")
+    stir(model, "a")
     if family_name not in TOWERS:
         model.add_classification_head("a", num_labels=3)
     model.save_pretrained(tmp_path / "whole")

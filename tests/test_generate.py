@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from snapshots import stir
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from adapterzoo import AutoAdapterModel, init
@@ -39,14 +40,6 @@ def tokens(model, inputs, **kwargs):
     return model.generate(**inputs, max_new_tokens=8, do_sample=False, **kwargs)
 
 
-def randomise(model, name):
-    source = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, module in model.adapter_modules(name):
-            for parameter in module.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=source) * 0.3)
-
-
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
 def test_the_head_of_a_static_checkpoint_generates_as_the_static_model(family, tmp_path):
     static = static_model(family)
@@ -68,7 +61,7 @@ def test_an_adapter_generates_the_same_with_and_without_cache(family, config):
     inputs = prompt(family)
     plain = tokens(model, inputs)
     model.add_adapter("a", config)
-    randomise(model, "a")
+    stir(model, "a", std=0.3)
     assert torch.equal(tokens(model, inputs), plain)
     model.set_active_adapters("a")
     cached = tokens(model, inputs)
@@ -82,5 +75,5 @@ def test_the_adapter_reaches_generation():
     inputs = prompt("llama")
     plain = tokens(model, inputs)
     model.add_adapter("a", ATTENTION, set_active=True)
-    randomise(model, "a")
+    stir(model, "a", std=0.3)
     assert not torch.equal(tokens(model, inputs), plain)
