@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils.generic import find_labels
 
 from .errors import CheckpointError, ConfigError, StateError, listing
-from .heads import LMHead, PredictionHead
+from .heads import PredictionHead
 from .model import snapshot
+from .model.counting import count, counted_labels
 from .model.heads import HeadsMixin
-from .model.inputs import labels_of, shift_labels
+from .model.inputs import shift_labels
 from .model.mixin import AdapterModelMixin
 
-_IGNORED = -100
 # whatever a base model can answer besides the scores of a head
 _OUTPUTS = frozenset(
     field.name
@@ -206,44 +204,32 @@ class AdapterTrainer(Trainer):
         counted = [self._counted(batch) for batch in batch_samples]
         known = [labels for labels in counted if labels is not None]
         self._usual_count = None
-        if not known or len(known) < len(counted):
+        number, batches, unknown = self._over_processes(
+            [sum(map(count, known)), len(known), len(counted) - len(known)], device
+        )
+        if unknown or not batches:
             return None
         own_loss = self.compute_loss_func is not None
         if own_loss or (self._heads() and self.label_smoother is None):
-            batches = [{"labels": labels} for labels in known]
-            number = super()._get_num_items_in_batch(batches, device)
+            items = super()._get_num_items_in_batch(
+                [{"labels": labels} for labels in known], device
+            )
             # at least 1: labels that are all ignored give the loss 0
-            return number.clamp(min=1) if isinstance(number, Tensor) else number
+            return items.clamp(min=1) if isinstance(items, Tensor) else items
         # what computes the mean over a batch by itself gets its share in compute_loss
-        self._usual_count = sum(map(_count, known)) / len(known)
+        self._usual_count = number / batches
         return None
 
-    def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """The labels by whose number a batch's loss is divided, −100 for those that do not count.
+    def _over_processes(self, numbers: list[int], device: torch.device) -> list[int]:
+        """The sums over all processes, so that each of them goes the same way."""
+        if self.args.world_size == 1 or not self.args.average_tokens_across_devices:
+            return numbers
+        mine = torch.tensor([numbers], device=device)  # [1, numbers]
+        everyone = cast("Tensor", self.accelerator.gather(mine))  # [processes, numbers]
+        return cast("list[int]", everyone.sum(0).tolist())
 
-        None where that is not one number: several heads that differ in it, or spans and trees.
-        """
-        model = self._adapted
-        heads = self._heads()
-        if not heads:
-            labels = batch.get("labels")
-            if not isinstance(labels, Tensor):
-                return None
-            causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-            return _shifted(labels) if causal else labels
-        prefix = "decoder_" if model.config.is_encoder_decoder else ""
-        mask = batch.get(f"{prefix}attention_mask")
-        found = []
-        for name, head in heads.items():
-            labels = labels_of(head, name, batch)
-            if labels is None or len(head.config.label_names) > 1:
-                return None
-            if head.config.token_labels and mask is not None and mask.shape == labels.shape:
-                labels = labels.masked_fill(mask == 0, _IGNORED)
-            if isinstance(head, LMHead) and head.config.shift_labels:
-                labels = _shifted(labels)
-            found.append(labels)
-        return found[0] if len({_count(labels) for labels in found}) == 1 else None
+    def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
+        return counted_labels(self._adapted, self._heads(), batch)
 
     def compute_loss(
         self,
@@ -283,8 +269,11 @@ class AdapterTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _share(self, inputs: Mapping[str, Any]) -> float:
-        labels = self._counted(inputs) if self._usual_count else None
-        return 1.0 if labels is None else _count(labels) / cast("float", self._usual_count)
+        usual = self._usual_count
+        labels = None if usual is None else self._counted(inputs)
+        if usual is None or labels is None:
+            return 1.0
+        return count(labels) / usual if usual else 0.0
 
     def _smoothed_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         labels = self._counted(inputs) if len(self._heads()) == 1 else None
@@ -387,12 +376,3 @@ def _trainable_when_quantised(model: Any) -> Iterator[None]:
     finally:
         if quantised:
             model.is_quantized = True
-
-
-def _shifted(labels: Tensor) -> Tensor:
-    """The label of the next token at each."""
-    return F.pad(labels[..., 1:], (0, 1), value=_IGNORED)
-
-
-def _count(labels: Tensor) -> int:
-    return int((labels != _IGNORED).sum())

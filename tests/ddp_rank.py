@@ -73,6 +73,7 @@ def main(rank, world, rendezvous):
         }:
             raise RuntimeError(f"{method}: moved {sorted(moved - wanted)[:3]}")
         print(method)  # noqa: T201  the test reads it
+    dist.barrier()
     dist.destroy_process_group()
 
 

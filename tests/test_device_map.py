@@ -18,6 +18,9 @@ SPREAD = {
 }
 
 
+METHODS = ["lora[init_weights='bert']", "dora", "boft", "seq_bn", "par_bn"]
+
+
 @pytest.mark.parametrize("config", ["lora[init_weights='bert']", "seq_bn", "par_bn"])
 def test_an_adapter_acts_on_offloaded_layers_as_on_others(config, tmp_path):
     torch.manual_seed(0)
@@ -42,3 +45,45 @@ def test_an_adapter_acts_on_offloaded_layers_as_on_others(config, tmp_path):
         assert config == "par_bn" or not torch.equal(expected, plain)
         spread.delete_adapter("a")
         assert torch.equal(first_output(spread(**inputs)), plain)
+
+
+@pytest.mark.parametrize("config", METHODS)
+def test_an_adapter_on_offloaded_layers_trains_and_is_saved_as_on_others(config, tmp_path):
+    torch.manual_seed(0)
+    AutoModel.from_config(tiny_config("llama")).save_pretrained(tmp_path / "base")
+    inputs = {**tiny_inputs("llama"), "labels": torch.tensor([0, 1])}
+
+    def spread(folder):
+        return AutoAdapterModel.from_pretrained(
+            tmp_path / "base", device_map=SPREAD, offload_folder=tmp_path / folder
+        )
+
+    def trained(model):
+        torch.manual_seed(1)
+        model.add_adapter("a", config)
+        model.add_classification_head("a", num_labels=2)
+        model.train_adapter("a")
+        model.eval()
+        own = [p for p in model.parameters() if p.requires_grad]
+        fresh = [p.detach().clone() for p in own]
+        optimizer = torch.optim.SGD(own, lr=1.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(**inputs).loss.backward()
+            optimizer.step()
+        assert all(not torch.equal(p, before) for p, before in zip(own, fresh, strict=True))
+        return model
+
+    whole = trained(AutoAdapterModel.from_pretrained(tmp_path / "base"))
+    parted = trained(spread("first"))
+    assert parted.adapter_fingerprint("a") == whole.adapter_fingerprint("a")
+    whole.save_adapter(tmp_path / "whole", "a")
+    parted.save_adapter(tmp_path / "parted", "a")
+    files = [(tmp_path / f / "adapter.safetensors").read_bytes() for f in ("whole", "parted")]
+    assert files[0] == files[1]
+    with torch.no_grad():
+        expected = first_output(whole(**inputs))
+        for model in (AutoAdapterModel.from_pretrained(tmp_path / "base"), spread("second")):
+            model.load_adapter(tmp_path / "parted", set_active=True)
+            model.eval()
+            assert torch.equal(first_output(model(**inputs)), expected)

@@ -21,6 +21,7 @@ from adapterzoo.selection import Default, Plan, Selection
 from .building import at_hand, build, check_layers, inject_path
 from .installed import AdaptersConfig, Installed, State
 from .setup import announce
+from .sharding import refuse_if_sharded
 
 
 class AdaptersMixin:
@@ -118,9 +119,11 @@ class AdaptersMixin:
             ConfigError: the name or a value of the config is not legal.
             DuplicateNameError: the name is taken.
             SiteError: the model has no place that the config asks for.
+            StateError: the model is sharded.
         """
         call = f"add_adapter({adapter_name!r})"
         check_name("add_adapter", adapter_name)
+        refuse_if_sharded(self, call, "Add it before fully_shard(model).")
         loaded = AdapterConfig.load(config)
         if adapter_name in self._zoo.installed:
             if not overwrite_ok:
@@ -134,7 +137,9 @@ class AdaptersMixin:
         for path, (adapter, _) in made.items():
             layer = self._backbone.get_submodule(path)
             with at_hand(layer), torch.no_grad():
-                inject.introduce(layer, adapter, self._zoo.originals.get(path, {}))
+                # a model that is being loaded has no values yet, and the file has the adapter's
+                if not any(p is not None and p.is_meta for p in layer._parameters.values()):
+                    inject.introduce(layer, adapter, self._zoo.originals.get(path, {}))
         if adapter_name in self._zoo.installed:
             self._remove(adapter_name)
         self._install(adapter_name, loaded, made)
@@ -148,10 +153,12 @@ class AdaptersMixin:
 
         Raises:
             UnknownNameError: there is no adapter of this name.
-            StateError: it is merged, or active in an `AdapterSetup` of this thread.
+            StateError: it is merged, or active in an `AdapterSetup` of this thread; or the model
+                is sharded.
         """
         call = f"delete_adapter({adapter_name!r})"
         self._find(adapter_name, call)
+        refuse_if_sharded(self, call, "Write set_active_adapters(None).")
         self._refuse_if_overridden(adapter_name, call)
         self._refuse_if_merged(adapter_name, call)
         self._remove(adapter_name)

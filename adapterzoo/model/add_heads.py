@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping
 
 from adapterzoo.heads import (
@@ -24,7 +24,8 @@ from adapterzoo.heads import (
 Labels = Mapping[int, str] | None
 
 
-class AddHeadsMixin(ABC):
+# not of ABC: its __slots__ give models a layout to which fully_shard cannot change their class
+class AddHeadsMixin(metaclass=ABCMeta):
     """Adds heads by name; each becomes the active head.
 
     All methods raise `ConfigError` for a value or a name that is not legal and

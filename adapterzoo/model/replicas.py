@@ -10,6 +10,7 @@ from torch import Tensor
 from adapterzoo.checkpoint.digest import digests, fingerprint
 from adapterzoo.errors import StateError, listing
 
+from . import sharding
 from .adapters import AdaptersMixin
 
 
@@ -20,6 +21,8 @@ class ReplicasMixin(AdaptersMixin):
         """A digest of an adapter's config and exact bits, equal on all devices.
 
         It does not depend on the adapter's name, on the device or on how tensors lie in memory.
+        On a model that `fully_shard` has split it is that of the whole model, and this is a
+        collective call.
 
         Returns:
             64 hexadecimal digits.
@@ -28,12 +31,15 @@ class ReplicasMixin(AdaptersMixin):
             UnknownNameError: there is no adapter of this name.
         """
         config = self._find(adapter_name, f"adapter_fingerprint({adapter_name!r})").config
-        return fingerprint(config.to_dict(), self._tensors_of(adapter_name))
+        sharding.rest(self)
+        return fingerprint(config.to_dict(), sharding.gathered(self._tensors_of(adapter_name)))
 
     def verify_replicas(self, group: Any = None) -> None:
         """Check that every process has the same adapters, heads and bits of them.
 
-        A collective call: all processes of the group make it, and all get the same answer.
+        A collective call: all processes of the group make it, and all get the same answer. Of a
+        model that `fully_shard` has split, what several processes hold is compared: configs,
+        parameters that are not split, and the copies that a mesh of two dimensions keeps.
 
         Args:
             group: of `torch.distributed`; None for the default one.
@@ -47,9 +53,14 @@ class ReplicasMixin(AdaptersMixin):
                 "verify_replicas(): no process group runs. Call it in processes that torchrun "
                 "started, after torch.distributed.init_process_group(…)."
             )
-        mine = {"configs": repr(dict(self.adapters_config)), **digests(self._all_tensors())}
+        sharding.rest(self)
+        tensors = sharding.gathered(self._all_tensors())
+        mine = {"configs": repr(dict(self.adapters_config)), **digests(tensors)}
         everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, mine, group=group)
+        # a process that ends at once would wait for ever: a thread of gloo still lets go of the
+        # gathered tensors, needs the interpreter for it, and is waited for by its destructor
+        dist.barrier(group)
         reference = everyone[0] or {}
         differing: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):

@@ -18,6 +18,7 @@ from adapterzoo.selection import Plan
 from .add_heads import AddHeadsMixin
 from .family import describe
 from .mixin import AdapterModelMixin
+from .sharding import refuse_if_sharded
 
 
 class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
@@ -228,8 +229,11 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
 
         Raises:
             UnknownNameError: there is no head of this name.
+            StateError: the model is sharded.
         """
-        self._find_head(head_name, f"delete_head({head_name!r})")
+        call = f"delete_head({head_name!r})"
+        self._find_head(head_name, call)
+        refuse_if_sharded(self, call, "Write model.active_head = None.")
         del self.heads[head_name]
         kept = {n: c for n, c in self.config.prediction_heads.items() if n != head_name}
         self.config.prediction_heads = kept
@@ -256,6 +260,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
 
     def _free_head_name(self, call: str, name: object, overwrite_ok: bool) -> str:
         checked = check_name(call, name)
+        refuse_if_sharded(self, f"{call}({checked!r})", "Add it before fully_shard(model).")
         if checked in self.heads and not overwrite_ok:
             raise DuplicateNameError(
                 f"{call}({checked!r}): there is a head of this name. Write another name, or "

@@ -1,0 +1,84 @@
+"""`AdapterTrainer` in several processes, and the example under both launchers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import trainer_rank
+from safetensors.torch import load_file
+
+import distributed
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+}
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# --cpu would start one process: what it starts more of is --multi_gpu, also where there is no GPU
+ACCELERATE = [
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+]
+TINY = ["--tiny", "--cpu", "--steps", "4", "--rows", "64"]
+
+
+def same_tensors(folder, other):
+    a, b = (load_file(path / "adapter.safetensors") for path in (folder, other))
+    assert list(a) == list(b)
+    for key, tensor in a.items():
+        torch.testing.assert_close(tensor, b[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_the_example_trains_in_two_processes_as_in_one(launcher, tmp_path, monkeypatch, capsys):
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", *launcher, ROOT / "examples" / "distributed.py", *TINY),
+            *("--batch-size", "4", "--output", tmp_path / "two"),
+        ],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "processes 2, steps 4" in run.stdout
+    one = ["distributed.py", *TINY, "--batch-size", "8", "--output", str(tmp_path / "one")]
+    monkeypatch.setattr(sys, "argv", one)
+    distributed.main()
+    assert "processes 1, steps 4" in capsys.readouterr().out
+    same_tensors(tmp_path / "two" / "reviews", tmp_path / "one" / "reviews")
+
+
+def test_labels_that_processes_have_in_other_numbers_count_alike(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", trainer_rank.__file__, tmp_path / "two"],
+            env={**ENVIRONMENT, **group, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors[0][-2000:] + errors[1][-2000:]
+    for kind in ("static", "named"):
+        trainer_rank.train(kind, tmp_path / "one", 8)
+        same_tensors(tmp_path / "two" / kind, tmp_path / "one" / kind)
