@@ -55,9 +55,11 @@ def find(model: nn.Module) -> Anatomy:
     templates: dict[tuple[object, ...], Block] = {}
     for stack in _stacks(tree):
         for branch in _branches(tree, stack):
-            if not any(_shapes(branch, Row())):
+            shapes = tuple(_shapes(branch, Row()))
+            if not shapes:
                 continue
-            key = (stack, branch.signature)
+            # shapes of parameters do not tell widths where they are packed
+            key = (stack, branch.signature, shapes)
             if key not in templates:
                 templates[key] = _read(branch, stack)
             blocks.append(_planted(templates[key], branch.path, len(blocks)))

@@ -1,7 +1,7 @@
 """How an adapter sees a layer: one call of it, some of its rows, its weight.
 
 The layout of weights is known here and nowhere else: GPT-2's Conv1D and embeddings store theirs
-`[d_in, d_out]`, fused experts keep one tensor for all.
+`[d_in, d_out]`, fused experts keep one tensor for all, and quantised ones are packed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import Rows
 from adapterzoo.contracts import Base
 from adapterzoo.errors import StateError
+
+from .quantised import packing_of
 
 
 class Layer(Base):
@@ -77,7 +79,10 @@ class Layer(Base):
     @property
     def weight(self) -> Tensor:
         """The untouched weight."""
-        return matrix(self._module) if self.shown is None else self.shown
+        if self.shown is None:
+            # a packed one is read once a call, for all parts of the layer and all adapters
+            self.shown = matrix(self._module)
+        return self.shown
 
     @property
     def bias(self) -> Tensor | None:
@@ -158,12 +163,14 @@ def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
 
 
 def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
-    """A weight as `[d_out, d_in]`, fused experts in front; a view where possible.
+    """A weight as `[d_out, d_in]`, fused experts in front; a view unless it is quantised.
 
     Raises:
         StateError: the layer has no floating-point matrix of this name.
     """
     weight = own(layer, parameter)
+    if weight is not None and (packing := packing_of(weight)) is not None:
+        weight = packing.read(layer, weight)
     if weight is None or weight.dim() < 2 or not weight.is_floating_point():
         raise StateError(
             f"{type(layer).__name__}: its {parameter!r} is no floating-point matrix, so it can "

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from adapterzoo import inject
 from adapterzoo.contracts import Adapter, compute_dtype
 from adapterzoo.errors import StateError, listing
+from adapterzoo.inject.quantised import is_quantised
 
 from .adapters import AdaptersMixin
+from .sharding import refuse_if_sharded
 
 
 class MergingMixin(AdaptersMixin):
@@ -28,11 +30,12 @@ class MergingMixin(AdaptersMixin):
         Raises:
             UnknownNameError: there is no adapter of this name.
             StateError: it is merged already, is no change of a weight (a bottleneck), is active
-                in an `AdapterSetup` of this thread, or its merged weights are not finite; nothing
-                has changed then.
+                in an `AdapterSetup` of this thread, its merged weights are not finite, or the
+                model is sharded or quantised; nothing has changed then.
         """
         call = f"merge_adapter({name!r})"
         self._find(name, call)
+        refuse_if_sharded(self, call, "Merge before fully_shard(model).")
         self._refuse_if_merged(name, call)
         self._refuse_if_overridden(name, call)
         names = (*self._zoo.merged, name)
@@ -67,8 +70,13 @@ class MergingMixin(AdaptersMixin):
 
         Raises:
             StateError: the merged weights came from a file, so the originals are not known; or a
-                merged adapter is active in an `AdapterSetup` of this thread.
+                merged adapter is active in an `AdapterSetup` of this thread, or the model was
+                sharded after it was merged.
         """
+        if self._zoo.merged:
+            refuse_if_sharded(
+                self, "reset_adapter()", "Load the base model and the adapters again."
+            )
         for name in self._zoo.merged:
             self._refuse_if_overridden(name, "reset_adapter()")
         self._refuse_lost("reset_adapter()")
@@ -86,6 +94,12 @@ class MergingMixin(AdaptersMixin):
             raise StateError(
                 f"{call}: the weights at {path!r} are offloaded and cannot be written. Load the "
                 f"model without device_map, or merge before accelerate dispatches it."
+            )
+        if is_quantised(layer):
+            raise StateError(
+                f"{call}: the weights at {path!r} are quantised, and merged ones would be rounded "
+                f"anew. Write model.dequantize() first, or load the adapter into the model that is "
+                f"not quantised and merge it there."
             )
 
     def _refuse_lost(self, call: str, at: set[str] | None = None) -> None:

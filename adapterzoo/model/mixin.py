@@ -17,6 +17,7 @@ from adapterzoo.inject import Adapted
 from adapterzoo.selection import Selection
 
 from .merging import MergingMixin
+from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
 from .storing import StoringMixin
 from .summary import SummaryMixin
@@ -25,7 +26,9 @@ from .training import TrainingMixin
 M = TypeVar("M", bound=nn.Module)
 
 
-class AdapterModelMixin(StoringMixin, MergingMixin, TrainingMixin, ReplicasMixin, SummaryMixin):
+class AdapterModelMixin(
+    StoringMixin, MergingMixin, TrainingMixin, QuantisedMixin, ReplicasMixin, SummaryMixin
+):
     """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -83,9 +86,17 @@ class AdapterModelMixin(StoringMixin, MergingMixin, TrainingMixin, ReplicasMixin
         self._zoo.anatomy = None
         return resized
 
-    def _restore_adapters(self) -> None:
-        """Make the adapters that the config of a saved model lists; their values come later."""
-        document = vars(cast("Any", self).config).pop("adapters", None)
+    def _restore_adapters(self, quantised: bool = False) -> None:
+        """Make the adapters that the config of a saved model lists; their values come later.
+
+        Args:
+            quantised: whether layers that shall be quantised are so by now.
+        """
+        config = cast("Any", self).config
+        if getattr(config, "quantization_config", None) is not None and not quantised:
+            # its library will replace the layers, and only those of the plain class
+            return
+        document = vars(config).pop("adapters", None)
         if not isinstance(document, Mapping) or document.get("format") != FORMAT:
             return
         try:
@@ -102,6 +113,12 @@ class AdapterModelMixin(StoringMixin, MergingMixin, TrainingMixin, ReplicasMixin
                 f"from_pretrained: the adapters in config.json cannot be made: {error}. Save the "
                 f"model again, or take 'adapters' out of config.json to load it without them."
             ) from error
+
+    @classmethod
+    def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """What `from_pretrained` does last: the layers are there, their values come now."""
+        model._restore_adapters(quantised=True)
+        return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = cast("Any", super())._replicate_for_data_parallel()

@@ -22,6 +22,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.names import check_name
 
+from . import sharding
 from .adapters import AdaptersMixin
 from .building import inject_path
 from .records import HeadRecord, Loaded, check_meta, leaving_out, record_of
@@ -47,6 +48,10 @@ class StoringMixin(AdaptersMixin):
         The file is replaced by one rename: after a crash the folder holds the old or the new
         adapter. It holds no weight of the base model.
 
+        On a model that `fully_shard` has split this is a collective call: all processes make it,
+        the first one writes, and all return when the file is there, or raise the same error. The
+        file is that of the whole model.
+
         Args:
             save_directory: the folder; made when missing.
             adapter_name: which adapter.
@@ -62,6 +67,7 @@ class StoringMixin(AdaptersMixin):
         call = f"save_adapter({adapter_name!r})"
         installed = self._find(adapter_name, call)
         check_meta(call, meta_dict)
+        sharding.rest(self)
         tensors = self._tensors_of(adapter_name)
         head = self._head_record(self._head_of(adapter_name)) if with_head else None
         document = {
@@ -71,7 +77,7 @@ class StoringMixin(AdaptersMixin):
             "meta": dict(meta_dict or {}),
         }
         stored = native.Stored(document, tensors, {} if head is None else head.tensors)
-        native.save(Path(save_directory), ADAPTER_STEM, stored)
+        sharding.save(self, save_directory, ADAPTER_STEM, stored)
 
     def load_adapter(
         self,
@@ -104,6 +110,7 @@ class StoringMixin(AdaptersMixin):
             CheckpointError: the file is missing or damaged, or does not fit the model; the
                 message has every difference, and nothing has been loaded.
             DuplicateNameError: the name is taken.
+            StateError: the model is sharded.
         """
         loaded = self._fitting(
             adapter_name_or_path, load_as, with_head, tuple(leave_out or ()), id2label, set_active,
@@ -125,6 +132,7 @@ class StoringMixin(AdaptersMixin):
     ) -> Loaded:
         """What `load_adapter` reads, checked in every way; the model has not changed."""
         call = f"load_adapter({str(path)!r})"
+        sharding.refuse_if_sharded(self, call, "Load it before fully_shard(model).")
         stored = native.load(Path(path), ADAPTER_STEM)
         name = check_name("load_adapter", load_as or stored.document.get("name"))
         if name in self._zoo.installed:
@@ -210,7 +218,7 @@ class StoringMixin(AdaptersMixin):
     def save_head(
         self, save_directory: str | os.PathLike[str], head_name: str | None = None
     ) -> None:
-        """Save a head alone.
+        """Save a head alone; a collective call where `save_adapter` is one.
 
         Args:
             save_directory: the folder; made when missing.
@@ -224,15 +232,17 @@ class StoringMixin(AdaptersMixin):
         if head_name is not None and head_name not in self.known_heads():
             raise unknown_name(f"save_head({head_name!r})", "head", head_name, self.known_heads())
         name = head_name or self._active_head_name("save_head()")
+        sharding.rest(self)
         record = self._head_record(name)
         if record is None:
             raise StateError(
                 f"save_head({head_name!r}): this {type(self).__name__} has no head to save. "
                 f"Write add_classification_head('my_task') first."
             )
-        document = {**self._provenance(name or type(self).__name__), "head": record.document}
+        own_name = name or sharding.class_name(self)
+        document = {**self._provenance(own_name), "head": record.document}
         stored = native.Stored(document, {}, record.tensors)
-        native.save(Path(save_directory), HEAD_STEM, stored)
+        sharding.save(self, save_directory, HEAD_STEM, stored)
 
     def save_all_heads(self, save_directory: str | os.PathLike[str]) -> None:
         """Save each head to the sub-folder of its name.
@@ -266,8 +276,10 @@ class StoringMixin(AdaptersMixin):
         Raises:
             CheckpointError: the file is missing or damaged, or does not fit the model.
             DuplicateNameError: the name is taken.
+            StateError: the model is sharded.
         """
         call = f"load_head({str(save_directory)!r})"
+        sharding.refuse_if_sharded(self, call, "Load it before fully_shard(model).")
         stored = native.load(Path(save_directory), HEAD_STEM)
         name = check_name("load_head", load_as or stored.document.get("name"))
         record = record_of(call, stored)
@@ -285,7 +297,7 @@ class StoringMixin(AdaptersMixin):
 
     def _head_record(self, name: str | None) -> HeadRecord | None:
         tensors = dict(self._static_head())
-        return HeadRecord({"static": type(self).__name__}, tensors) if tensors else None
+        return HeadRecord({"static": sharding.class_name(self)}, tensors) if tensors else None
 
     def _fitting_head(
         self,
@@ -325,8 +337,10 @@ class StoringMixin(AdaptersMixin):
         output = model.get_output_embeddings()
         skip = {id(t) for t in self._backbone.state_dict(keep_vars=True).values()}
         skip |= {id(p) for p in output.parameters()} if output is not None else set()
+        # quantised layers make some of their entries anew each time: their names tell
+        inside = "" if self._backbone is model else f"{model.base_model_prefix}."
         for key, tensor in model.state_dict(keep_vars=True).items():
-            if id(tensor) not in skip:
+            if id(tensor) not in skip and not key.startswith(inside):
                 yield key, tensor
 
     # --- machinery ---
@@ -341,7 +355,7 @@ class StoringMixin(AdaptersMixin):
         return {
             "name": name,
             "model_type": config.model_type,
-            "model_class": type(self).__name__,
+            "model_class": sharding.class_name(self),
             "model_name": getattr(config, "_name_or_path", "") or None,
             "hidden_size": getattr(text, "hidden_size", None),
         }

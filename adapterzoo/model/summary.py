@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+from adapterzoo.inject.quantised import count
+
 from .adapters import AdaptersMixin
 
 _COLUMNS = ("name", "architecture", "#param", "%param", "active", "train")
@@ -22,7 +24,8 @@ class SummaryMixin(AdaptersMixin):
 
         Args:
             as_dict: whether to return the rows as dicts instead of a table. The share is in
-                percent of the base model's parameters; the last row is the base model.
+                percent of the base model's parameters; the last row is the base model. A
+                quantised weight counts as the numbers that it stands for.
         """
         active = self.active_adapters
         rows: list[dict[str, Any]] = []
@@ -39,7 +42,7 @@ class SummaryMixin(AdaptersMixin):
             )
         adapters = {id(p) for name in self.adapters_config for p in self._parameters_of(name)}
         own = [p for p in self._backbone.parameters() if id(p) not in adapters]
-        total = sum(p.numel() for p in own)
+        total = sum(map(count, own))
         for row in rows:
             row["%param"] = 100.0 * row["#param"] / total
         trained = any(p.requires_grad for p in own)

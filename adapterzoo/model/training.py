@@ -8,8 +8,10 @@ from torch import nn
 
 from adapterzoo.composition import parse
 from adapterzoo.errors import StateError
+from adapterzoo.inject.quantised import packing_of, settle
 
 from .adapters import AdaptersMixin
+from .sharding import rest
 
 
 class TrainingMixin(AdaptersMixin):
@@ -27,6 +29,8 @@ class TrainingMixin(AdaptersMixin):
             StateError: it names no adapter.
             UnknownNameError: there is no adapter of this name.
         """
+        # what a forward of a sharded model has left whole is not what an optimizer shall get
+        rest(self)
         setup = parse(adapter_setup)
         if setup is None:
             raise StateError(
@@ -39,6 +43,7 @@ class TrainingMixin(AdaptersMixin):
         self.set_active_adapters(setup)
         model = cast("nn.Module", self)
         model.train()
+        settle(model)
         self.freeze_model(True)
         for name in setup:
             for _, module in self.adapter_modules(name):
@@ -56,10 +61,12 @@ class TrainingMixin(AdaptersMixin):
             freeze: True sets `requires_grad` of all of them to False; False sets it to True for
                 the base model's own parameters.
         """
+        rest(self)
         adapters = {id(p) for name in self._zoo.installed for p in self._parameters_of(name)}
         for parameter in self._backbone.parameters():
-            # quantised weights are integers, which have no gradient
-            may_train = parameter.is_floating_point() and id(parameter) not in adapters
+            # quantised weights have no gradient, not even those that call themselves floats
+            may_train = parameter.is_floating_point() and packing_of(parameter) is None
+            may_train = may_train and id(parameter) not in adapters
             if freeze or may_train:
                 parameter.requires_grad_(not freeze)
 

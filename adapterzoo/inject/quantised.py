@@ -1,0 +1,161 @@
+"""Quantised weights: what they stand for, whatever library has packed them and however.
+
+Their libraries are optional and never imported for their own sake: a weight names its class, and
+where that is one of theirs, the library is there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+
+class Packing:
+    """How one kind of packed weight is read: as torchao's are, tensors that look like plain ones.
+
+    Nothing that these functions return is kept by them.
+    """
+
+    def is_packed(self, weight: Any) -> bool:
+        """Whether the weight is quantised already; some classes hold plain numbers first."""
+        return True
+
+    def read(self, layer: nn.Module, weight: Any) -> Tensor:
+        """The weight as floating-point numbers, in the shape in which the layer has stored it.
+
+        Args:
+            layer: the owner of the weight, which may keep the scales.
+            weight: packed.
+        """
+        return cast("Tensor", weight.dequantize())
+
+    def count(self, weight: Any) -> int:
+        """For how many numbers the weight stands."""
+        return cast("Tensor", weight).numel()
+
+    def settle(self, layer: nn.Module, weight: Any) -> None:
+        """Let gradients pass through the layer, whatever its library does for inference."""
+
+
+class FourBit(Packing):
+    """bitsandbytes' `Params4bit`: two numbers a byte, `[d_out · d_in / 2, 1]`, and block scales.
+
+    On a CPU with bfloat16 instructions, the first forward without gradients puts the weight into
+    another order for good: one which `dequantize_4bit` misreads, and gradients do not pass.
+    """
+
+    def is_packed(self, weight: Any) -> bool:
+        """Whether the scales are there; the dtype says nothing, bytes may be stored as bfloat16."""
+        return weight.quant_state is not None
+
+    def read(self, layer: nn.Module, weight: Any) -> Tensor:
+        """The weight `[d_out, d_in]`, in the dtype that it had before."""
+        from bitsandbytes import functional
+
+        data, state = _in_first_order(weight)
+        plain: Tensor = functional.dequantize_4bit(data, state)
+        return plain
+
+    def count(self, weight: Any) -> int:
+        """d_out · d_in."""
+        return math.prod(weight.quant_state.shape)
+
+    def settle(self, layer: nn.Module, weight: Any) -> None:
+        """Put the weight back into its first order, where it stays."""
+        weight.data, weight.quant_state = _in_first_order(weight)
+        if "support_avx512bf16_for_cpu" in vars(layer):
+            cast("Any", layer).support_avx512bf16_for_cpu = False
+
+
+class EightBit(Packing):
+    """bitsandbytes' `Int8Params`: `[d_out, d_in]` in int8, with one scale a row."""
+
+    def is_packed(self, weight: Any) -> bool:
+        """Whether the numbers are integers."""
+        return not cast("Tensor", weight).is_floating_point()
+
+    def read(self, layer: nn.Module, weight: Any) -> Tensor:
+        """The weight `[d_out, d_in]`, in float32."""
+        from bitsandbytes import functional
+
+        # the first forward moves the scales from the weight to the layer
+        scales = cast("Any", layer).state.SCB if weight.SCB is None else weight.SCB  # [d_out]
+        plain: Tensor = functional.int8_vectorwise_dequant(weight.data, scales)
+        return plain
+
+
+# by package and class, the class itself or one that it derives from
+PACKINGS: Mapping[str, Packing] = {
+    "bitsandbytes.Int8Params": EightBit(),
+    "bitsandbytes.Params4bit": FourBit(),
+    "torchao.TorchAOBaseTensor": Packing(),
+}
+
+
+def packing_of(weight: Tensor | None) -> Packing | None:
+    """How to read a weight that is packed; None for one that is not.
+
+    Args:
+        weight: of a layer, None where it has none.
+    """
+    # torch.compile meets the others only
+    if weight is None or type(weight) in (Tensor, nn.Parameter):
+        return None
+    for cls in type(weight).__mro__:
+        found = PACKINGS.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
+        if found is not None:
+            return found if found.is_packed(weight) else None
+    return None
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    """Whether any parameter of the layer itself is packed.
+
+    Args:
+        layer: any module.
+    """
+    return any(packing_of(p) is not None for p in layer._parameters.values())
+
+
+def count(weight: Tensor) -> int:
+    """How many numbers a weight holds, or stands for where it is packed.
+
+    Args:
+        weight: any tensor.
+    """
+    packing = packing_of(weight)
+    return weight.numel() if packing is None else packing.count(weight)
+
+
+def settle(model: nn.Module) -> None:
+    """Let gradients pass through all quantised layers of a model.
+
+    Args:
+        model: its weights stand for the same numbers as before.
+    """
+    for layer in model.modules():
+        for weight in layer._parameters.values():
+            if (packing := packing_of(weight)) is not None:
+                packing.settle(layer, weight)
+
+
+def _in_first_order(weight: Any) -> tuple[Tensor, Any]:
+    """(bytes, state) of a `Params4bit` as it was quantised; itself is not changed."""
+    data, state = weight.data, weight.quant_state
+    if not getattr(state, "packing_format_for_cpu", False):
+        return data, state
+    from bitsandbytes import functional
+
+    # what follows writes into the state
+    state = copy.copy(state)
+    # scales that were quantised stay what they are now: again would cost precision
+    state.original_nested = False
+    turned, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
+    if state.absmax.dim() == 2:
+        # bitsandbytes 0.50 leaves them in the other order, [d_in / block, d_out]
+        state.absmax = state.absmax.T.reshape(-1).float()
+    return turned, state

@@ -1,0 +1,699 @@
+"""Adapters over quantised layers: bitsandbytes in 4 and 8 bits, torchao's weight-only kinds.
+
+What a quantised layer computes is its library's affair; what the adapters add to it is compared
+with formulas in float64, on the weight that the layer shows when it multiplies by the identity.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import first_output, tiny_config
+from snapshots import adapter_bits, bits, stir
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    TorchAoConfig,
+    TrainingArguments,
+)
+
+import adapterzoo
+from adapterzoo import AdapterTrainer, AutoAdapterModel, inject
+from adapterzoo.anatomy import find
+from adapterzoo.checkpoint import native
+from adapterzoo.errors import StateError
+from adapterzoo.inject import quantised
+
+# blocks of 64 numbers have one scale in bitsandbytes' 4 bits
+WIDTH = {
+    "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+    "num_hidden_layers": 2, "vocab_size": 99, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "bert": {**WIDTH, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "llama": {**WIDTH, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},
+    # four linear layers of the class Conv1D, which store their weights transposed
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64},
+}
+METHODS = ["lora", "dora", "boft", "double_seq_bn"]
+
+
+def _bnb(**settings: Any) -> BitsAndBytesConfig:
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(**settings)
+
+
+def _four_bits(kind: str, double: bool = False, **more: Any) -> BitsAndBytesConfig:
+    return _bnb(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=double,
+        **more,
+    )
+
+
+def _torchao(name: str, **settings: Any) -> TorchAoConfig:
+    made = getattr(pytest.importorskip("torchao.quantization"), name)
+    return TorchAoConfig(made(**settings))
+
+
+def _torchao_int4(**settings: Any) -> TorchAoConfig:
+    granularity = pytest.importorskip("torchao.quantization").PerGroup(32)
+    return _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=granularity)
+
+
+SCHEMES: dict[str, Callable[[], Any]] = {
+    "bitsandbytes nf4": lambda: _four_bits("nf4"),
+    "bitsandbytes nf4, scales quantised": lambda: _four_bits("nf4", double=True),
+    "bitsandbytes fp4": lambda: _four_bits("fp4"),
+    "bitsandbytes int8": lambda: _bnb(load_in_8bit=True),
+    "torchao int8": lambda: _torchao("Int8WeightOnlyConfig"),
+    "torchao int4": _torchao_int4,
+    "torchao float8": lambda: _torchao("Float8WeightOnlyConfig"),
+}
+EACH = pytest.mark.parametrize("scheme", SCHEMES)
+FOUR_BITS = "bitsandbytes nf4"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a plain base model of a family."""
+    folders: dict[str, str] = {}
+
+    def folder(family: str) -> str:
+        if family not in folders:
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(0)
+                model = AutoModel.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+                for parameter in model.parameters():
+                    # larger than fresh ones, biases too: errors shall be seen
+                    nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 0.5, 0.1)
+            folders[family] = str(tmp_path_factory.mktemp(family))
+            model.save_pretrained(folders[family])
+        return folders[family]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def load(saved: Callable[[str], str]) -> Callable[..., Any]:
+    """The base model of a family, quantised as it was loaded: each time an equal one."""
+    loaded: dict[tuple[str, str], Any] = {}
+
+    def from_disk(config: Any, family: str, **settings: Any) -> Any:
+        return AutoAdapterModel.from_pretrained(
+            saved(family), quantization_config=config, **settings
+        )
+
+    def make(scheme: str | Any, family: str = "llama", **settings: Any) -> Any:
+        if not isinstance(scheme, str):
+            return from_disk(scheme, family, **settings)
+        if (scheme, family) not in loaded:
+            loaded[scheme, family] = from_disk(SCHEMES[scheme](), family)
+        return copy.deepcopy(loaded[scheme, family])
+
+    return make
+
+
+def inputs() -> dict[str, Tensor]:
+    ids = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def run(model: Any) -> Tensor:
+    with torch.no_grad():
+        return first_output(model(**inputs()))
+
+
+def loss_of(model: Any) -> Tensor:
+    return first_output(model(**inputs())).float().pow(2).mean()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss_of(model).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor subclass is made of."""
+    names = getattr(tensor, "__tensor_flatten__", None)
+    if names is None:
+        yield tensor
+    for name in names()[0] if names else ():
+        yield from leaves(getattr(tensor, name))
+
+
+def base_bits(model: Any) -> dict[str, list[bytes]]:
+    """Every bit of the base model, packed weights and their scales included."""
+    states = {
+        path: module.state_dict() for path, module in model.named_modules() if not module._modules
+    }
+    return {
+        f"{path}.{key}": [bits(leaf) for leaf in leaves(tensor)]
+        for path, state in states.items()
+        for key, tensor in state.items()
+        if ".adapters." not in f".{path}"
+    }
+
+
+def weight_of(layer: nn.Module, d_in: int) -> Tensor:
+    """The weight `[d_out, d_in]` in float64, as its products show it."""
+    layer.train()
+    # where a gradient is wanted bitsandbytes takes no short cut
+    eye = torch.eye(d_in, requires_grad=True)
+    return (layer(eye) - layer(torch.zeros_like(eye))).detach().double().T
+
+
+def rotation(R: Tensor) -> Tensor:
+    """The block-diagonal rotation of BOFT with one factor."""
+    blocks = []
+    for block in R[0].double():
+        S = (block - block.T) / 2
+        eye = torch.eye(len(S), dtype=S.dtype)
+        blocks.append((eye - S) @ torch.linalg.inv(eye + S))
+    return torch.block_diag(*blocks)
+
+
+def adapted(method: str, adapter: Any, layer: Any, x: Tensor) -> Tensor:
+    """What the formula of the paper makes of an untouched layer's output, in float64."""
+    p = {name: tensor.double() for name, tensor in adapter.state_dict().items()}
+    bias = 0.0 if layer.bias is None else layer.bias.detach().double()
+    wide = x.detach().double()
+    y = layer(x).detach().double()
+    if method == "boft":
+        turned = (wide @ rotation(p["boft_R"])).to(x.dtype)
+        y = layer(turned.requires_grad_()).detach().double()
+        return p["boft_s"].squeeze(-1) * (y - bias) + bias
+    if method == "double_seq_bn":
+        inner = y @ p["adapter_down.0.weight"].T + p["adapter_down.0.bias"]
+        inner = nn.functional.silu(inner)
+        return y + inner @ p["adapter_up.weight"].T + p["adapter_up.bias"]
+    delta = adapter.scaling * p["lora_B"] @ p["lora_A"]
+    y = y + wide @ delta.T
+    if method == "dora":
+        norm = (weight_of(layer, x.shape[-1]) + delta).norm(dim=-1)
+        y = p["m"] / norm * (y - bias) + bias
+    return y
+
+
+# --- where adapters sit ---
+
+
+@EACH
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_the_anatomy_is_that_of_the_plain_model(scheme, family, load, saved):
+    model = load(scheme, family)
+    assert any(map(quantised.is_quantised, model.modules()))
+    assert find(model.base_model) == find(AutoModel.from_pretrained(saved(family)))
+
+
+def test_a_layer_that_turns_into_a_plain_linear_one_is_read_as_such(load, saved):
+    plain = find(AutoModel.from_pretrained(saved("gpt2")))
+    packed = find(load(FOUR_BITS, "gpt2").base_model)
+    for one, other in zip(plain.blocks, packed.blocks, strict=True):
+        for site, now in zip(one.sites, other.sites, strict=True):
+            assert (site.path, site.role, site.d_in, site.d_out) == (
+                now.path, now.role, now.d_in, now.d_out,
+            )  # fmt: skip
+            assert site.transposed
+            assert not now.transposed
+
+
+def test_blocks_whose_packed_weights_look_alike_keep_their_widths(load):
+    model = load(FOUR_BITS).base_model
+    bnb = pytest.importorskip("bitsandbytes")
+    for name, widths in {"up_proj": (32, 128), "gate_proj": (32, 128)}.items():
+        layer = bnb.nn.Linear4bit(*widths, bias=False).to("cpu")
+        other = getattr(model.layers[0].mlp, name)
+        grown = bnb.nn.Linear4bit(64, 64, bias=False).to("cpu")
+        assert layer.weight.shape == grown.weight.shape != other.weight.shape
+        setattr(model.layers[0].mlp, name, layer)
+        setattr(model.layers[1].mlp, name, grown)
+    found = find(model)
+    assert {
+        s.path: (s.d_in, s.d_out) for b in found.blocks for s in b.sites if s.role == "mlp_in"
+    } == {
+        "layers.0.mlp.up_proj": (32, 128),
+        "layers.1.mlp.up_proj": (64, 64),
+    }
+
+
+# --- what they compute ---
+
+
+@EACH
+@pytest.mark.parametrize("method", METHODS)
+def test_the_output_is_the_layers_own_with_the_change(method, scheme, load):
+    # its layers have biases
+    model = load(scheme, "bert")
+    # the library's own layers, without adapters
+    base = copy.deepcopy(model.base_model)
+    model.add_adapter("a", method)
+    model.train_adapter("a")
+    stir(model, "a", std=0.3)
+    places = list(model.adapter_modules("a"))
+    assert len(places) == 4
+    for path, module in places:
+        layer, plain = model.base_model.get_submodule(path), base.get_submodule(path).train()
+        x = torch.randn(2, 3, layer.in_features, requires_grad=True)
+        y = layer(x)
+        expected = adapted(method, module, plain, x)
+        assert y.dtype == x.dtype
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+        assert (expected - plain(x).double()).abs().max() > 0.05
+
+
+@EACH
+def test_a_fresh_magnitude_is_the_norm_of_the_dequantised_row(scheme, load):
+    model = load(scheme, "bert")
+    base = copy.deepcopy(model.base_model)
+    model.add_adapter("a", "dora")
+    for path, module in model.adapter_modules("a"):
+        layer = base.get_submodule(path)
+        norm = weight_of(layer, layer.in_features).norm(dim=-1)
+        torch.testing.assert_close(module.m.double(), norm, rtol=1e-6, atol=0)
+    model.train()
+    before = run(model)
+    model.set_active_adapters("a")
+    torch.testing.assert_close(run(model), before, rtol=1e-5, atol=1e-5)
+
+
+def test_fused_layers_are_read_once_a_call(load, monkeypatch):
+    model = load(FOUR_BITS, "gpt2")
+    model.add_adapter("a", "dora[attn_matrices=['q','k','v']]")
+    model.add_adapter("b", "dora[attn_matrices=['q','k','v']]")
+    model.set_active_adapters(["a", "b"])
+    reads = []
+    read = quantised.FourBit.read
+    monkeypatch.setattr(
+        quantised.FourBit, "read", lambda self, *args: reads.append(1) or read(self, *args)
+    )
+    for count in (2, 4):
+        run(model)
+        # two blocks; nothing is kept for the next forward
+        assert len(reads) == count
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    assert not any(isinstance(value, Tensor) for value in attributes)
+
+
+def test_quantised_in_place_by_torchao(saved):
+    torchao = pytest.importorskip("torchao.quantization")
+    model = AutoAdapterModel.from_pretrained(saved("llama"))
+    model.add_adapter("before", "dora")
+    torchao.quantize_(model.base_model.layers, torchao.Int8WeightOnlyConfig())
+    model.add_adapter("after", "dora")
+    for name in ("before", "after"):
+        model.train_adapter(name)
+        own = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert own == set(gradients(model))
+        assert all(f".adapters.{name}." in n for n in own)
+        for path, module in model.adapter_modules(name):
+            assert {p.dtype for p in module.parameters()} == {torch.float32}
+            assert all(type(p) is nn.Parameter for p in module.parameters()), path
+
+
+@pytest.mark.parametrize("forwards", [0, 1])
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_are_born_in_the_models_dtype(method, forwards, load):
+    """Not in that of the bytes, nor in that to which bitsandbytes casts biases as it runs."""
+    config = _four_bits("nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = load(config, "bert", dtype=torch.bfloat16)
+    model.train()
+    for _ in range(forwards):
+        run(model)
+    query = model.base_model.encoder.layer[0].attention.self.query
+    assert query.bias.dtype is (torch.float32 if forwards else torch.bfloat16)
+    model.add_adapter("a", method)
+    model.train_adapter("a")
+    dtypes = {n: p.dtype for _, m in model.adapter_modules("a") for n, p in m.named_parameters()}
+    # magnitudes are wider than their layer, quantised or not
+    assert dtypes.pop("m", torch.float32) is torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+    assert run(model).dtype is torch.bfloat16
+    assert gradients(model)
+
+
+def test_bytes_stored_as_floats_are_no_weight(load):
+    """FSDP wants one dtype for all parameters, so that bitsandbytes disguises its bytes."""
+    plain = load(_four_bits("nf4"))
+    disguised = load(_four_bits("nf4", bnb_4bit_quant_storage=torch.bfloat16))
+    path = "layers.0.self_attn.q_proj"
+    layer = disguised.base_model.get_submodule(path)
+    assert layer.weight.dtype is torch.bfloat16
+    expected = inject.matrix(plain.base_model.get_submodule(path))
+    assert torch.equal(inject.matrix(layer), expected)
+    for model in (plain, disguised):
+        model.add_adapter("a", "dora")
+    assert adapter_bits(plain, "a").keys() == adapter_bits(disguised, "a").keys()
+    m = "layers.0.self_attn.q_proj/m"
+    assert adapter_bits(plain, "a")[m] == adapter_bits(disguised, "a")[m]
+    assert plain.adapter_summary() == disguised.adapter_summary()
+
+
+# --- training ---
+
+
+@EACH
+@pytest.mark.parametrize("method", METHODS)
+def test_training_changes_the_adapter_and_no_bit_of_the_base(method, scheme, load):
+    model = load(scheme)
+    model.add_adapter("other", method)
+    model.add_adapter("a", method)
+    # the packed weights as they are before any forward
+    before, other = base_bits(model), adapter_bits(model, "other")
+    model.train_adapter("a")
+    stir(model, "a", std=0.05)
+    own = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert own == {n for n, _ in model.named_parameters() if ".adapters.a." in n}
+    found = gradients(model)
+    assert own == set(found)
+    assert all(g.count_nonzero() for g in found.values())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert base_bits(model) == before
+    assert adapter_bits(model, "other") == other
+
+
+@EACH
+def test_an_evaluation_in_between_changes_no_gradient(scheme, load):
+    """On some CPUs the first forward without gradients reorders bitsandbytes' 4 bits for good."""
+    model = load(scheme)
+    model.add_adapter("a", "lora[init_weights='bert']")
+    model.train_adapter("a")
+    expected, before = gradients(model), base_bits(model)
+    model.eval()
+    run(model)
+    model.train()
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+    assert base_bits(model) == before
+
+
+@EACH
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(scheme, reentrant, load):
+    model = load(scheme)
+    model.add_adapter("a", "dora[init_weights='bert']")
+    model.train_adapter("a")
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@EACH
+def test_unfreezing_leaves_out_what_cannot_be_trained(scheme, load):
+    model = load(scheme)
+    model.freeze_model(False)
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                packed = quantised.packing_of(parameter) is not None
+                assert parameter.requires_grad is not packed, f"{path}.{name}"
+
+
+@pytest.mark.parametrize("scheme", [FOUR_BITS, "bitsandbytes int8", "torchao int4"])
+def test_the_trainer_trains_and_evaluates(scheme, load, tmp_path):
+    model = load(scheme, "bert")
+    model.add_adapter("a", "lora")
+    model.add_classification_head("a", num_labels=2)
+    model.train_adapter("a")
+    rows = [{"input_ids": [3, 4 + i, 5], "labels": i % 2} for i in range(4)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, eval_strategy="steps",
+        eval_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    before, fresh = base_bits(model.base_model), adapter_bits(model, "a")
+    AdapterTrainer(model, arguments, train_dataset=rows, eval_dataset=rows).train()
+    now = adapter_bits(model, "a")
+    assert all(now[key] != value for key, value in fresh.items())
+    assert base_bits(model.base_model) == before
+
+
+# --- coming and going ---
+
+
+@EACH
+@pytest.mark.parametrize("method", METHODS)
+def test_saved_loaded_and_deleted(method, scheme, load, tmp_path):
+    model = load(scheme).train()
+    before, plain = base_bits(model), run(model)
+    classes = [type(module) for module in model.modules()]
+    model.add_adapter("a", method, set_active=True)
+    stir(model, "a")
+    expected = run(model)
+    assert not torch.equal(expected, plain)
+    model.save_adapter(tmp_path, "a")
+    other = load(scheme).train()
+    other.load_adapter(tmp_path, set_active=True)
+    assert adapter_bits(other, "a") == adapter_bits(model, "a")
+    assert other.adapter_fingerprint("a") == model.adapter_fingerprint("a")
+    assert torch.equal(run(other), expected)
+    model.delete_adapter("a")
+    assert [type(module) for module in model.modules()] == classes
+    assert base_bits(model) == before
+    assert torch.equal(run(model), plain)
+
+
+@EACH
+def test_copies_are_independent(scheme, load):
+    model = load(scheme).train()
+    model.add_adapter("a", "dora", set_active=True)
+    stir(model, "a")
+    expected = run(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(run(twin), expected)
+    stir(twin, "a", seed=2)
+    twin.train_adapter("a")
+    assert gradients(twin)
+    assert torch.equal(run(model), expected)
+    model.delete_adapter("a")
+    assert not torch.equal(run(twin), expected)
+    assert twin.active_adapters is not None
+
+
+@EACH
+@pytest.mark.parametrize("already", [False, True])
+def test_a_whole_model_saved_with_adapters_is_quantised_when_loaded(
+    already, scheme, load, saved, tmp_path
+):
+    model = load(scheme) if already else AutoAdapterModel.from_pretrained(saved("llama"))
+    model.add_adapter("a", "dora", set_active=True)
+    stir(model, "a")
+    model.save_pretrained(tmp_path)
+    settings = {} if already else {"quantization_config": SCHEMES[scheme]()}
+    loaded = AutoAdapterModel.from_pretrained(tmp_path, **settings)
+    assert repr(loaded.active_adapters) == "Stack('a')"
+    assert adapter_bits(loaded, "a") == adapter_bits(model, "a")
+    for path, module in load(scheme).named_modules():
+        was = quantised.is_quantised(module)
+        assert quantised.is_quantised(loaded.get_submodule(path)) is was, path
+    if already:
+        assert torch.equal(run(loaded.train()), run(model.train()))
+
+
+def test_one_checkpoint_serves_quantised_and_plain_models(load, saved, tmp_path):
+    model = load(FOUR_BITS)
+    model.add_adapter("a", "dora")
+    stir(model, "a")
+    model.save_adapter(tmp_path, "a")
+    plain = AutoAdapterModel.from_pretrained(saved("llama"))
+    plain.load_adapter(tmp_path)
+    assert plain.adapter_fingerprint("a") == model.adapter_fingerprint("a")
+
+
+@EACH
+def test_a_static_head_is_saved_without_the_base(scheme, saved, tmp_path):
+    model = adapterzoo.init(
+        AutoModelForSequenceClassification.from_pretrained(
+            saved("bert"), quantization_config=SCHEMES[scheme](), num_labels=3
+        )
+    )
+    assert not quantised.is_quantised(model.classifier)
+    model.add_adapter("a", "lora")
+    model.save_adapter(tmp_path, "a")
+    tensors = native.load(tmp_path, "adapter").head
+    assert {key: tuple(t.shape) for key, t in tensors.items()} == {
+        "classifier.weight": (3, 64),
+        "classifier.bias": (3,),
+    }
+
+
+# --- merging ---
+
+
+@EACH
+def test_merging_is_refused_and_changes_nothing(scheme, load):
+    model = load(scheme).train()
+    model.add_adapter("a", "dora", set_active=True)
+    stir(model, "a")
+    before, expected = base_bits(model), run(model)
+    with pytest.raises(StateError) as caught:
+        model.merge_adapter("a")
+    text = str(caught.value)
+    assert "merge_adapter('a'): the weights at 'layers.0.self_attn.q_proj' are quantised" in text
+    assert "Write model.dequantize() first" in text
+    assert base_bits(model) == before
+    assert model._zoo.merged == ()
+    assert model._zoo.originals == {}
+    assert torch.equal(run(model), expected)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "method"),
+    [
+        ("bitsandbytes nf4", "dora"),
+        ("bitsandbytes nf4", "double_seq_bn"),
+        ("bitsandbytes nf4, scales quantised", "lora"),
+        ("bitsandbytes fp4", "boft"),
+        ("bitsandbytes int8", "dora"),
+    ],
+)
+def test_a_dequantised_model_keeps_its_adapters_and_merges(scheme, method, evaluated, load):
+    model = load(scheme, "bert")
+    model.add_adapter("a", method)
+    model.add_adapter("b", "lora")
+    model.train_adapter("a")
+    stir(model, "a")
+    expected = run(model)
+    if evaluated:
+        # may put the packed weights into another order
+        fresh = load(scheme, "bert")
+        fresh.add_adapter("a", method, set_active=True)
+        fresh.add_adapter("b", "lora")
+        stir(fresh, "a")
+        run(fresh)
+        model = fresh
+    tolerance = {"rtol": 0.0, "atol": 0.02 if evaluated else 1e-4}
+    modes = {path: m.training for path, m in model.named_modules()}
+    kept = adapter_bits(model, "a") | adapter_bits(model, "b")
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert model.dequantize() is model
+    assert not any(map(quantised.is_quantised, model.modules()))
+    assert adapter_bits(model, "a") | adapter_bits(model, "b") == kept
+    assert {path: m.training for path, m in model.named_modules()} == modes
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == trained
+    torch.testing.assert_close(run(model), expected, **tolerance)
+    if method == "double_seq_bn":
+        return
+    active = run(model)
+    model.merge_adapter("a")
+    model.set_active_adapters(None)
+    torch.testing.assert_close(run(model), active, rtol=1e-4, atol=1e-4)
+    model.reset_adapter()
+
+
+@pytest.mark.parametrize("scheme", ["torchao int8"])
+def test_where_transformers_cannot_dequantise_nothing_changes(scheme, load):
+    model = load(scheme).train()
+    model.add_adapter("a", "dora", set_active=True)
+    stir(model, "a")
+    expected, before = run(model), base_bits(model)
+    with pytest.raises(NotImplementedError, match="no implementation of `dequantize`"):
+        model.dequantize()
+    assert torch.equal(run(model), expected)
+    assert base_bits(model) == before
+
+
+# --- the order for inference on CPUs ---
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_another_order_of_the_packed_weight_is_read_alike(double, storage, load):
+    """What the first forward without gradients does where the CPU computes in bfloat16."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    model = load(_four_bits("nf4", double, bnb_4bit_quant_storage=storage))
+    # two blocks of scales to a row
+    layer = model.base_model.get_submodule("layers.0.mlp.down_proj")
+    plain = inject.matrix(layer)
+    x = torch.randn(2, 128, requires_grad=True)
+    model.train()
+    expected = layer(x).detach()
+    packed = layer.weight
+    packed.data, packed.quant_state = functional._convert_weight_packed_for_cpu(
+        packed.data, packed.quant_state
+    )
+    state, data = packed.quant_state, packed.data.clone()
+    # the scales have been rounded to bfloat16, the numbers have not
+    torch.testing.assert_close(inject.matrix(layer), plain, rtol=2**-8, atol=0.0)
+    # reading has not changed it
+    assert state.packing_format_for_cpu
+    assert torch.equal(packed.data, data)
+    assert state.absmax.dtype is torch.bfloat16
+    model.add_adapter("a", "lora")
+    model.train_adapter("a")
+    assert not packed.quant_state.packing_format_for_cpu
+    torch.testing.assert_close(inject.matrix(layer), plain, rtol=2**-8, atol=0.0)
+    torch.testing.assert_close(layer(x).detach(), expected, rtol=0.0, atol=0.05)
+    layer(x).sum().backward()
+    assert x.grad is not None
+
+
+# --- looking at it ---
+
+
+@EACH
+def test_percentages_are_of_the_numbers_that_weights_stand_for(scheme, load, saved):
+    plain = AutoAdapterModel.from_pretrained(saved("llama"))
+    model = load(scheme)
+    for each in (plain, model):
+        each.add_adapter("a", "lora")
+    assert model.adapter_summary() == plain.adapter_summary()
+    total = sum(p.numel() for n, p in plain.named_parameters() if ".adapters." not in n)
+    assert model.adapter_summary(as_dict=True)[-1]["#param"] == total
+
+
+def test_plain_layers_need_no_library(tiny, monkeypatch):
+    """Nor does a weight of a class that only bears the name of one."""
+    for packing in quantised.PACKINGS.values():
+        monkeypatch.setattr(type(packing), "read", lambda *_: pytest.fail("read"))
+
+    class Params4bit(nn.Parameter):
+        pass
+
+    assert quantised.packing_of(Params4bit(torch.zeros(2, 2))) is None
+    model = tiny("bert")
+    model.add_adapter("a", "dora", set_active=True)
+    assert not any(map(quantised.is_quantised, model.modules()))
+    assert tiny_config("bert").hidden_size == run(model).shape[-1]
+
+
+def test_a_layer_that_is_not_quantised_yet_is_a_plain_one():
+    bnb = pytest.importorskip("bitsandbytes")
+    for layer in (bnb.nn.Linear4bit(64, 32), bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False)):
+        assert not quantised.is_quantised(layer)
+        assert inject.matrix(layer).shape == (32, 64)
+        layer.to("cpu")
+
+
+def test_kinds_that_need_another_device(saved):
+    torchao = pytest.importorskip("torchao.quantization")
+    model = AutoAdapterModel.from_pretrained(saved("llama"))
+    try:
+        torchao.quantize_(model.base_model, torchao.Int4WeightOnlyConfig(group_size=32))
+    except ImportError as error:
+        pytest.skip(f"torchao's packed int4 does not run here: {error}")
+    model.add_adapter("a", "dora")
+    model.train_adapter("a")
+    assert gradients(model)
