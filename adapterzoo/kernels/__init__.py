@@ -1,1 +1,5 @@
 """Kernels: the arithmetic of adapters on tensors, each with its plain-torch definition."""
+
+from .mode import use
+
+__all__ = ["use"]

@@ -12,7 +12,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ._exact import exactly
+from .exact import exactly
 
 # products of narrower blocks waste a matrix unit, and a batch of them costs more than its FLOPs
 _NARROWEST = 16
@@ -46,9 +46,6 @@ def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tenso
 def butterfly(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
     """`butterfly_reference` with all factors folded into one: a single pass over x.
 
-    For the backward it saves x and the folded rotation, `d_in · b · 2^(m−1)` numbers; where that
-    is too wide to pay, the m factors act one by one.
-
     Args:
         x: `[*batch, d_in]`, or `[*experts, *batch, d_in]` where Q has experts.
         Q: `[*experts, m, d_in / b, b, b]`, best in float32 also where x is narrower.
@@ -57,12 +54,22 @@ def butterfly(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
     Returns:
         Shape and dtype of x; under autocast its dtype.
     """
+    return butterfly_reference(x, folded(Q), transposed)
+
+
+def folded(Q: Tensor) -> Tensor:
+    """The same rotation in one factor, or in all m where one is too wide to pay.
+
+    A layer saves x and these blocks for the backward, `d_in · b · 2^(m−1)` numbers.
+
+    Args:
+        Q: `[*experts, m, d_in / b, b, b]`.
+
+    Returns:
+        `[*experts, 1, chunks, width, width]`, or Q itself.
+    """
     m, _, b = Q.shape[-4:-1]
-    if m > 1 and b << (m - 1) > _WIDEST:
-        return butterfly_reference(x, Q, transposed)
-    folded = fold(Q).to(x.dtype)  # [*experts, chunks, width, width]
-    y = x.reshape(*Q.shape[:-4], -1, folded.shape[-3] * folded.shape[-1])  # [*experts, rows, d_in]
-    return _rotated(y, folded.mT if transposed else folded).reshape(x.shape)
+    return Q if m > 1 and b << (m - 1) > _WIDEST else fold(Q).unsqueeze(-4)
 
 
 def fold(Q: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""DoRA's two steps: the norm of each row of W + s · B A, and the composition of the output.
+"""DoRA's direction W + s · B A, and the norm of each of its rows; `compose` has the output.
 
 Paper: Liu et al. 2024, arXiv:2402.09353, eq. 5.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapterzoo.contracts import compute_dtype
 
-from ._exact import exactly
+from .exact import exactly
 
 # elements of W + s B A that exist at one time: 16 MiB in float32
 TILE = 1 << 22
@@ -58,28 +58,3 @@ def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: in
         for part, of_part in zip(w.split(rows, -2), b.split(rows, -2), strict=True)
     ]
     return norms[0] if len(norms) == 1 else torch.cat(norms, -1)
-
-
-def compose_reference(
-    y: Tensor, plain: Tensor, bias: Tensor | None, update: Tensor, gain: Tensor, scaling: float
-) -> Tensor:
-    """The definition: `y + (gain − 1) · (plain − bias) + gain · scaling · update`.
-
-    Computed in the dtype of `gain` and given back in that of `y`; the bits of `y` where `gain` is
-    1 and `update` 0.
-
-    Args:
-        y: `[*batch, d_out]`, the output that gets the change.
-        plain: `[*batch, d_out]`, the untouched layer's; `y` itself where nothing acted before.
-        bias: `[d_out]`, the part of `plain` that keeps its size; None: there is none.
-        update: `[*batch, d_out]`, B A x.
-        gain: `[d_out]`, magnitude over norm.
-        scaling: the factor s.
-    """
-    dtype = gain.dtype
-    # gain (plain + s update − bias) + bias: one tensor to keep for the backward pass
-    whole = torch.add(plain.to(dtype), update.to(dtype), alpha=scaling)  # [*batch, d_out]
-    out = whole * gain if bias is None else torch.addcmul((1 - gain) * bias, whole, gain)
-    if plain is not y:
-        out = y + (out - plain)
-    return out.to(y.dtype)

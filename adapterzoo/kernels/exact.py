@@ -13,7 +13,10 @@ def exactly(device: torch.device) -> AbstractContextManager[object]:
     Args:
         device: of the operands.
     """
+    return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Whether autocast changes dtypes on a device; not every kind of device knows it."""
     kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -1,0 +1,69 @@
+"""The composition of a rescaled layer in torch operations."""
+
+from __future__ import annotations
+
+from torch import Tensor, addcmul
+
+
+def compose(
+    y: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+) -> Tensor:
+    """The sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once, at its end.
+
+    `y` `[*batch, d_out]`, `gain` and `bias` `[d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]`
+    → shape and dtype of `y`.
+    """
+    wide = y.to(gain.dtype)
+    out = wide * gain if bias is None else addcmul((1 - gain) * bias, wide, gain)
+    if t is not None and b is not None:
+        # the gain of an output feature is that of its row of b
+        b = gain.unsqueeze(-1) * b.to(gain.dtype)
+        out = out.view(-1, out.shape[-1]).addmm_(_flat(t).to(gain.dtype), b.T, alpha=scaling)
+    return out.view(y.shape).to(y.dtype)
+
+
+def compose_backward(
+    dy: Tensor,
+    out: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    needs_y: bool,
+    needs_gain: bool,
+    needs_bias: bool,
+    needs_t: bool,
+    needs_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of y, gain, bias, t and b; empty where not needed.
+
+    Differentiable in its turn. `gain` has no zeros: what was before it is found from `out`.
+    """
+    wide = _flat(dy).to(gain.dtype)  # [rows, d_out]
+    of_y, of_gain, of_bias, of_t, of_b = (gain.new_empty(0) for _ in range(5))
+    if needs_y:
+        of_y = (wide * gain).view(dy.shape).to(out.dtype)
+    if needs_gain:
+        before = _flat(out) if bias is None else _flat(out) - bias
+        of_gain = (before * wide).sum(0) / gain
+    if needs_bias and bias is not None:
+        of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
+    if t is not None and b is not None:
+        s = scaling * gain.unsqueeze(-1)  # [d_out, 1]
+        # few rows by many: several times as fast as many by few
+        if needs_t:
+            of_t = ((s * b.to(s.dtype)).T @ wide.T).T.to(t.dtype).contiguous().view(t.shape)
+        if needs_b:
+            of_b = ((_flat(t).T.to(wide.dtype) @ wide).T * s).to(b.dtype).contiguous()
+    return of_y, of_gain, of_bias, of_t, of_b
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`[*batch, width]` as `[rows, width]`."""
+    return x.reshape(-1, x.shape[-1])

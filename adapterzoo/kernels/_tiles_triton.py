@@ -1,0 +1,80 @@
+"""What the Triton kernels share: products of any dtype, dropout from a seed, sizes of tiles.
+
+Addresses are computed in 64 bits: row · stride passes 2³¹ in a tensor of 2³¹ elements.
+"""
+
+# functions under triton.jit have no types to declare
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ._launch import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+class Tile(NamedTuple):
+    """One configuration of a kernel.
+
+    Attributes:
+        rows: of the tile of a program.
+        columns: features read or written at a time.
+        rank: of the factors at a time; the true rank is padded to it or cut into it.
+        warps: of 32 threads.
+        stages: how many tiles are in flight.
+    """
+
+    rows: int
+    columns: int
+    rank: int
+    warps: int
+    stages: int
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of this dtype are computed: float32 as torch's own setting says.
+
+    "tf32x3" adds the products of the rounding errors, and is float32 to its last bits but two.
+    """
+    if dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return "tf32x3"
+    return "tf32"
+
+
+@triton.jit
+def product(left, right, acc, PRECISION: tl.constexpr):
+    """Add a product: acc + left · right, accumulated in float32; both operands of one dtype."""
+    # the interpreter multiplies bfloat16 as if it were integers
+    if _INTERPRETED:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), acc)
+    return tl.dot(left, right, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def keep(seed, rows, first, COLUMNS: tl.constexpr, threshold):
+    """Which features of a tile dropout keeps: a function of seed, row and column alone.
+
+    Philox4x32 with 7 rounds (Salmon et al. 2011, table 2), 16 bits for each feature, so that one
+    call serves eight neighbours.
+
+    Args:
+        seed: int64.
+        rows: numbers of the rows, `[ROWS]`, below 2³².
+        first: number of the first column, a multiple of 8.
+        COLUMNS: a power of 2, at least 8.
+        threshold: of 2¹⁶ equally likely numbers those that drop.
+    """
+    groups = first // 8 + tl.arange(0, COLUMNS // 8)
+    row = rows.to(tl.uint32)[:, None] + tl.zeros_like(groups).to(tl.uint32)[None, :]
+    group = tl.zeros_like(row) + groups.to(tl.uint32)[None, :]
+    zero = tl.zeros_like(row)
+    w0, w1, w2, w3 = tl.philox(seed, row, group, zero, zero, n_rounds=7)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [ROWS, COLUMNS / 8, 2, 2]
+    halves = tl.join(words & 0xFFFF, words >> 16)  # [ROWS, COLUMNS / 8, 2, 2, 2]
+    return halves.reshape(rows.shape[0], COLUMNS) >= threshold

@@ -1,0 +1,158 @@
+"""The composition of a rescaled layer: gain ∘ (y + s · t Bᵀ − bias) + bias.
+
+DoRA's output (Liu et al. 2024, arXiv:2402.09353, eq. 5) with gain = magnitude over norm, and
+without the low-rank part that of BOFT, whose gain is its scale. For the backward it keeps its
+own output, which the next operation of a model often keeps anyway, and no tensor before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _compose_torch, mode
+from ._ops import below, check, register
+from .exact import exactly
+
+# the output tells what was there before it only where the gain has not made it small
+_LEAST_GAIN = 1 / 16
+
+
+def compose_reference(
+    y: Tensor, gain: Tensor, bias: Tensor | None, update: Tensor | None, scaling: float
+) -> Tensor:
+    """The definition: `gain · (y + scaling · update − bias) + bias`.
+
+    Computed in the dtype of `gain` and given back in that of `y`; the bits of `y` where `gain` is
+    1 and `update` 0.
+
+    Args:
+        y: `[*batch, d_out]`, the layer's output.
+        gain: `[d_out]`, float32 or float64.
+        bias: `[d_out]`, the part of `y` that keeps its size; None: there is none.
+        update: `[*batch, d_out]`, t Bᵀ; None: there is none.
+        scaling: the factor s.
+    """
+    whole = y.to(gain.dtype)
+    if update is not None:
+        whole = torch.add(whole, update.to(gain.dtype), alpha=scaling)  # [*batch, d_out]
+    out = whole * gain if bias is None else torch.addcmul((1 - gain) * bias, whole, gain)
+    return out.to(y.dtype)
+
+
+def compose(
+    y: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None = None,
+    b: Tensor | None = None,
+    scaling: float = 1.0,
+) -> Tensor:
+    """`compose_reference` with the update t Bᵀ, in as few passes over y as there can be.
+
+    Args:
+        y: `[*batch, d_out]`, the layer's output.
+        gain: `[d_out]`, float32 or float64.
+        bias: `[d_out]`, the part of `y` that keeps its size; None: there is none.
+        t: `[*batch, rank]`, x Aᵀ from `low_rank.shrink`; None: there is no update.
+        b: `[d_out, rank]`, given with `t`.
+        scaling: the factor s.
+
+    Returns:
+        Shape and dtype of `y`.
+    """
+    if mode.is_reference():
+        update = None if t is None or b is None else t.to(gain.dtype) @ b.to(gain.dtype).T
+        return compose_reference(y, gain, bias, update, scaling)
+    if torch.is_grad_enabled() and _output_tells(gain):
+        out: Tensor = _compose(y, gain, bias, t, b, scaling)
+        return out
+    # the same operations, so that a forward has the same bits with and without gradients
+    with exactly(y.device):
+        return _compose_torch.compose(y, gain, bias, t, b, scaling)
+
+
+def _output_tells(gain: Tensor) -> bool:
+    """Whether the backward can find what was before the gain from what is after it.
+
+    Where it cannot, autograd keeps `y` too. Asking costs a look at the numbers: nothing on a CPU,
+    a wait on a GPU; fake ones have none.
+    """
+    plain = type(gain) in (Tensor, torch.nn.Parameter) and gain.device.type == "cpu"
+    if torch.compiler.is_compiling() or not plain or not gain.numel():
+        return False
+    return bool(gain.detach().abs().min() >= _LEAST_GAIN)
+
+
+def _fake(
+    y: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+) -> Tensor:
+    operands = {"y": y, "gain": gain, "bias": bias, "t": t, "b": b}
+    check("compose", "y", "gain", operands, y.shape[-1:] == gain.shape)
+    return y.new_empty(y.shape)
+
+
+def _fake_backward(
+    dy: Tensor,
+    out: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    *needs: bool,
+) -> tuple[Tensor, ...]:
+    operands = {"dy": dy, "out": out, "gain": gain, "bias": bias, "t": t, "b": b}
+    check("compose's backward", "dy", "gain", operands, dy.shape[-1:] == gain.shape)
+    shaped = (out, gain, bias, t, b)
+    return tuple(
+        gain.new_empty(0) if of is None else of.new_empty(of.shape if need else 0)
+        for of, need in zip(shaped, needs, strict=True)
+    )
+
+
+class _Compose(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        gain: Tensor,
+        bias: Tensor | None,
+        t: Tensor | None,
+        b: Tensor | None,
+        scaling: float,
+    ) -> Any:
+        out = below(_compose, y, gain, bias, t, b, scaling)
+        ctx.save_for_backward(out, gain, bias, t, b)
+        ctx.scaling = scaling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        needs = ctx.needs_input_grad[:5]
+        run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
+        out, gain, bias, t, b = ctx.saved_tensors
+        found = run(dy, out, gain, bias, t, b, ctx.scaling, *needs)
+        return *(g if need else None for g, need in zip(found, needs, strict=True)), None
+
+
+_compose = register(
+    "compose(Tensor y, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, float scaling) -> Tensor",
+    _compose_torch.compose,
+    _fake,
+    _Compose,
+)
+_compose_backward = register(
+    "compose_backward(Tensor dy, Tensor out, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, "
+    "float scaling, bool needs_y, bool needs_gain, bool needs_bias, bool needs_t, bool needs_b) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _compose_torch.compose_backward,
+    _fake_backward,
+)

@@ -1,0 +1,357 @@
+"""The low-rank update in Triton: shrink t = x Aᵀ and expand y + s · t Bᵀ, with their backwards.
+
+Each kernel reads its large operands once, and each backward gives both of its gradients from one
+pass: the program of a block of rows keeps dt (or writes dx), and writes its part of the factor's
+gradient, which one reduction adds up afterwards. There are no atomics: the same operands give
+the same bits.
+
+Products are in the dtype of the factors, as in the definition: x, y and dy are cast on the way
+in, sums are float32. t and dt are in that dtype too: the next product would round float32 there.
+"""
+
+# functions under triton.jit have no types to declare
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import _dropout, _low_rank_torch
+from ._launch import launch
+from ._tiles_triton import Tile, keep, precision, product
+
+# programs that keep the multiprocessors of a large GPU busy
+_PROGRAMS = 128
+# above, the parts of a factor's gradient are more bytes than a second look at dy or x
+_WIDEST_RANK = 64
+# rows of a decoding step
+_FEW = 64
+
+
+# the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
+
+
+def shrink_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
+    """The configuration for a number of rows, a rank and the dtype of the factors."""
+    if dtype is torch.float32:
+        return Tile(16 if rows <= _FEW else 64, 32, 32, 4, 3)
+    return Tile(16 if rows <= _FEW else 64, 128 if rank <= 16 else 64, _cut(rank), 4, 3)
+
+
+def expand_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
+    """As `shrink_tile`."""
+    if dtype is torch.float32:
+        return Tile(16 if rows <= _FEW else 64, 64, 32, 4, 2)
+    return Tile(16 if rows <= _FEW else 64, 128, _cut(rank), 4, 2)
+
+
+def shrink_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
+    """As `shrink_tile`."""
+    if dtype is torch.float32:
+        return Tile(64, 32, 32, 8, 2)
+    if rows <= _FEW:
+        return Tile(16, 64, min(_cut(rank), 32), 4, 2)
+    # few tall blocks: each writes a whole part of the factor's gradient
+    return Tile(256, 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 32, 8, 2)
+
+
+def expand_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
+    """As `shrink_tile`."""
+    if dtype is torch.float32:
+        return Tile(64, 32, 32, 4, 2)
+    if rows <= _FEW:
+        return Tile(16, 64, _cut(rank), 4, 2)
+    return Tile(256, 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 64, 8, 2)
+
+
+@triton.jit(do_not_specialize=["rows", "threshold"])
+def shrink_kernel(
+    x, a, seed, t, x_row, x_col, a_row, a_col, rows, width, rank, part, threshold, scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """t[p] = dropout(x) aᵀ over features p · part to (p + 1) · part."""
+    tiles = tl.cdiv(rank, RANK)
+    row = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
+    r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
+    p = tl.program_id(1)
+    dtype = a.dtype.element_ty
+    x_rows = x + row.to(tl.int64)[:, None] * x_row
+    a_rows = a + r.to(tl.int64)[None, :] * a_row
+    acc = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(p * part, min(width, (p + 1) * part), COLUMNS):
+        k = first + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (k < width)[None, :]
+        tile = tl.load(x_rows + k.to(tl.int64)[None, :] * x_col, inside, other=0.0).to(dtype)
+        if DROPS:
+            tile = tl.where(keep(tl.load(seed), row, first, COLUMNS, threshold), tile, 0.0)
+        factor = (k < width)[:, None] & (r < rank)[None, :]
+        columns = tl.load(a_rows + k.to(tl.int64)[:, None] * a_col, factor, other=0.0)
+        acc = product(tile, columns, acc, PRECISION)
+    if DROPS:
+        acc *= scale
+    here = t + (p.to(tl.int64) * rows + row)[:, None] * rank + r[None, :]
+    tl.store(here, acc.to(t.dtype.element_ty), (row < rows)[:, None] & (r < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "threshold"])
+def shrink_backward_kernel(
+    dt, x, a, seed, dx, da, dt_row, dt_col, x_row, x_col, a_row, a_col, rows, width, rank, part,
+    threshold, scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, DROPS: tl.constexpr,
+    NEEDS_X: tl.constexpr, NEEDS_A: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dx = mask · (dt a), and da[block] = dropout(x)ᵀ dt of this block of rows."""
+    block, p = tl.program_id(0), tl.program_id(1)
+    row = block * ROWS + tl.arange(0, ROWS)
+    dtype = a.dtype.element_ty
+    x_rows = x + row.to(tl.int64)[:, None] * x_row
+    dx_rows = dx + row.to(tl.int64)[:, None] * width
+    dt_rows = dt + row.to(tl.int64)[:, None] * dt_row
+    for first in range(p * part, min(width, (p + 1) * part), COLUMNS):
+        k = first + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (k < width)[None, :]
+        if NEEDS_A:
+            tile = tl.load(x_rows + k.to(tl.int64)[None, :] * x_col, inside, other=0.0).to(dtype)
+        if DROPS:
+            kept = keep(tl.load(seed), row, first, COLUMNS, threshold)
+            if NEEDS_A:
+                tile = tl.where(kept, tile, 0.0)
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for low in range(0, rank, RANK):
+            r = low + tl.arange(0, RANK)
+            left = tl.load(
+                dt_rows + r.to(tl.int64)[None, :] * dt_col,
+                (row < rows)[:, None] & (r < rank)[None, :],
+                other=0.0,
+            ).to(dtype)
+            if NEEDS_X:
+                factor = tl.load(
+                    a + r.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_col,
+                    (r < rank)[:, None] & (k < width)[None, :],
+                    other=0.0,
+                )
+                acc = product(left, factor, acc, PRECISION)
+            if NEEDS_A:
+                none = tl.zeros((COLUMNS, RANK), tl.float32)
+                own = product(tl.trans(tile), left, none, PRECISION)
+                if DROPS:
+                    own *= scale
+                tl.store(
+                    da + (block.to(tl.int64) * width + k)[:, None] * rank + r[None, :],
+                    own,
+                    (k < width)[:, None] & (r < rank)[None, :],
+                )
+        if NEEDS_X:
+            if DROPS:
+                acc = tl.where(kept, acc * scale, 0.0)
+            tl.store(dx_rows + k[None, :], acc.to(dx.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_kernel(
+    y, t, b, out, y_row, y_col, t_row, t_col, b_row, b_col, rows, width, rank, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write out = y + scaling · t bᵀ."""
+    tiles = tl.cdiv(width, COLUMNS)
+    row = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
+    n = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    dtype = t.dtype.element_ty
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for low in range(0, rank, RANK):
+        r = low + tl.arange(0, RANK)
+        left = tl.load(
+            t + row.to(tl.int64)[:, None] * t_row + r.to(tl.int64)[None, :] * t_col,
+            (row < rows)[:, None] & (r < rank)[None, :],
+            other=0.0,
+        )
+        factor = tl.load(
+            b + r.to(tl.int64)[:, None] * b_col + n.to(tl.int64)[None, :] * b_row,
+            (r < rank)[:, None] & (n < width)[None, :],
+            other=0.0,
+        ).to(dtype)
+        acc = product(left, factor, acc, PRECISION)
+    inside = (row < rows)[:, None] & (n < width)[None, :]
+    at = y + row.to(tl.int64)[:, None] * y_row + n.to(tl.int64)[None, :] * y_col
+    whole = tl.load(at, inside, other=0.0).to(tl.float32) + scaling * acc
+    here = out + row.to(tl.int64)[:, None] * width + n[None, :]
+    tl.store(here, whole.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_backward_kernel(
+    dy, t, b, dt, db, dy_row, dy_col, t_row, t_col, b_row, b_col, rows, width, rank, part, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+    NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dt[p] = scaling · dy b over the features of p, and db[block] = scaling · dyᵀ t."""
+    tiles = tl.cdiv(rank, RANK)
+    block = tl.program_id(0) // tiles
+    row = block * ROWS + tl.arange(0, ROWS)
+    r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
+    p = tl.program_id(1)
+    dtype = t.dtype.element_ty
+    within = (row < rows)[:, None] & (r < rank)[None, :]
+    dy_rows = dy + row.to(tl.int64)[:, None] * dy_row
+    if NEEDS_B:
+        at = t + row.to(tl.int64)[:, None] * t_row + r.to(tl.int64)[None, :] * t_col
+        right = tl.load(at, within, other=0.0)
+    acc = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(p * part, min(width, (p + 1) * part), COLUMNS):
+        n = first + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (n < width)[None, :]
+        tile = tl.load(dy_rows + n.to(tl.int64)[None, :] * dy_col, inside, other=0.0).to(dtype)
+        of_factor = (n < width)[:, None] & (r < rank)[None, :]
+        if NEEDS_T:
+            factor = tl.load(
+                b + n.to(tl.int64)[:, None] * b_row + r.to(tl.int64)[None, :] * b_col,
+                of_factor,
+                other=0.0,
+            ).to(dtype)
+            acc = product(tile, factor, acc, PRECISION)
+        if NEEDS_B:
+            none = tl.zeros((COLUMNS, RANK), tl.float32)
+            own = product(tl.trans(tile), right, none, PRECISION)
+            here = db + (block.to(tl.int64) * width + n)[:, None] * rank + r[None, :]
+            tl.store(here, scaling * own, of_factor)
+    if NEEDS_T:
+        here = dt + (p.to(tl.int64) * rows + row)[:, None] * rank + r[None, :]
+        tl.store(here, (scaling * acc).to(dt.dtype.element_ty), within)
+
+
+def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
+    """Project down: t = dropout(x) aᵀ; `noise` is a seed, int64 `[1]`.
+
+    `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
+    """
+    flat = x.reshape(-1, x.shape[-1])  # [rows, d_in]
+    (rows, width), rank = flat.shape, a.shape[0]
+    tile = shrink_tile(rows, rank, a.dtype)
+    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(rank, tile.rank)
+    parts, part = _parts(width, tile.columns, programs)
+    t = torch.empty(
+        (parts, rows, rank), dtype=a.dtype if parts == 1 else torch.float32, device=x.device
+    )
+    launch(
+        shrink_kernel, (programs, parts), flat, a, noise, t, *flat.stride(), *a.stride(), rows,
+        width, rank, part, _dropout.threshold(p), _dropout.kept_scale(p),
+        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
+        PRECISION=precision(a.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return _added(t, a.dtype).view(*x.shape[:-1], rank)
+
+
+def shrink_backward(
+    dt: Tensor,
+    x: Tensor,
+    a: Tensor,
+    p: float,
+    noise: Tensor | None,
+    needs_x: bool = True,
+    needs_a: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x, in its dtype, and of a; empty where not needed.
+
+    Without `needs_a`, `x` may be empty: only its dtype is looked at.
+    """
+    rank, width = a.shape
+    if noise is None and rank > _WIDEST_RANK:
+        return _low_rank_torch.shrink_backward(dt, x, a, p, noise, needs_x, needs_a)
+    left = dt.reshape(-1, rank)  # [rows, rank]
+    flat = x.reshape(-1, width) if needs_a else left  # [rows, d_in]
+    rows = left.shape[0]
+    tile = shrink_backward_tile(rows, rank, a.dtype)
+    blocks = triton.cdiv(rows, tile.rows)
+    parts, part = _parts(width, tile.columns, blocks)
+    dx = x.new_empty((*dt.shape[:-1], width) if needs_x else 0)
+    da = a.new_empty((blocks, width, rank) if needs_a else 0, dtype=torch.float32)
+    launch(
+        shrink_backward_kernel, (blocks, parts), left, flat, a, noise, dx, da, *left.stride(),
+        *flat.stride(), *a.stride(), rows, width, rank, part, _dropout.threshold(p),
+        _dropout.kept_scale(p),
+        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
+        NEEDS_X=needs_x, NEEDS_A=needs_a, PRECISION=precision(a.dtype), num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    if not needs_a:
+        return dx, a.new_empty(0)
+    return dx, _added(da, a.dtype).T.clone(memory_format=torch.contiguous_format)
+
+
+def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Add the update: y + scaling · t bᵀ.
+
+    `y` `[*batch, d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]` → shape and dtype of `y`.
+    """
+    width, rank = b.shape
+    flat, left = y.reshape(-1, width), t.reshape(-1, rank)  # [rows, d_out], [rows, rank]
+    rows = flat.shape[0]
+    tile = expand_tile(rows, rank, t.dtype)
+    out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    launch(
+        expand_kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),), flat,
+        left, b, out, *flat.stride(), *left.stride(), *b.stride(), rows, width, rank, scaling,
+        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, PRECISION=precision(t.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def expand_backward(
+    dy: Tensor,
+    t: Tensor,
+    b: Tensor,
+    scaling: float,
+    needs_t: bool = True,
+    needs_b: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of t and b; empty where not needed.
+
+    Without `needs_b`, `t` may be empty: only its dtype is looked at.
+    """
+    width, rank = b.shape
+    if rank > _WIDEST_RANK:
+        return _low_rank_torch.expand_backward(dy, t, b, scaling, needs_t, needs_b)
+    flat = dy.reshape(-1, width)  # [rows, d_out]
+    right = t.reshape(-1, rank)  # [rows, rank]
+    rows = flat.shape[0]
+    tile = expand_backward_tile(rows, rank, t.dtype)
+    blocks = triton.cdiv(rows, tile.rows)
+    programs = blocks * triton.cdiv(rank, tile.rank)
+    parts, part = _parts(width, tile.columns, programs)
+    dt = t.new_empty(
+        (parts, rows, rank) if needs_t else 0, dtype=t.dtype if parts == 1 else torch.float32
+    )
+    db = b.new_empty((blocks, width, rank) if needs_b else 0, dtype=torch.float32)
+    launch(
+        expand_backward_kernel, (programs, parts), flat, right, b, dt, db, *flat.stride(),
+        *right.stride(), *b.stride(), rows, width, rank, part, scaling,
+        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, NEEDS_T=needs_t, NEEDS_B=needs_b,
+        PRECISION=precision(t.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return (
+        _added(dt, t.dtype).view(*dy.shape[:-1], rank) if needs_t else t.new_empty(0),
+        _added(db, b.dtype) if needs_b else b.new_empty(0),
+    )
+
+
+def _cut(rank: int) -> int:
+    """How much of the rank a program takes at a time; 16 is the least for a matrix unit."""
+    return 16 if rank <= 16 else 64
+
+
+def _parts(width: int, columns: int, programs: int) -> tuple[int, int]:
+    """Into how many parts the features are cut to keep the GPU busy, and how wide they are."""
+    tiles = triton.cdiv(width, columns)
+    parts = max(1, min(_PROGRAMS // max(programs, 1), tiles))
+    part = triton.cdiv(tiles, parts) * columns
+    return triton.cdiv(width, part), part
+
+
+def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first dimension, always in the same order."""
+    return (parts.sum(0) if parts.shape[0] != 1 else parts.squeeze(0)).to(dtype)

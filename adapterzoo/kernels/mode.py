@@ -1,0 +1,122 @@
+"""Which code computes a kernel: Triton, hand-written torch, or the definition itself."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from adapterzoo.errors import KernelError, listing
+
+from . import _launch
+
+_MODES = ("auto", "reference", "triton")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# a plain global: torch.compile guards it and compiles again after a change, which it cannot do
+# for a ContextVar
+_mode = "auto"
+_CHANGE = threading.Lock()
+
+
+class _Before:
+    """Puts the earlier mode back at the end of a `with` block."""
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        """The mode was set when the object was made."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _set(self._mode)
+
+
+def use(mode: str) -> _Before:
+    """Choose what computes all kernels, from now on or until a `with` block ends.
+
+    A mode changes time and memory, and results by no more than rounding and the random numbers
+    of dropout. It holds for the whole process: other threads see the change at their next call,
+    and two threads that overlap `with` blocks of different modes disturb one another. A backward
+    pass takes the mode of its own time, not that of its forward; a compiled model is compiled
+    again after a change.
+
+    Args:
+        mode: `"auto"`: Triton on CUDA where it takes the operands, elsewhere torch operations
+            with hand-written backward passes. `"reference"`: the definitions, differentiated by
+            autograd. `"triton"`: Triton or an error.
+
+    Raises:
+        KernelError: there is no such mode, or Triton can run nowhere in this process.
+    """
+    if mode not in _MODES:
+        raise KernelError(
+            f"use({mode!r}): there is no such mode. Legal are {listing(_MODES)}. Write use('auto')."
+        )
+    if mode == "triton" and not _launch.INTERPRETED:
+        missing = not _launch.INSTALLED
+        if missing or not torch.cuda.is_available():
+            what = "triton is not installed" if missing else "torch sees no CUDA device"
+            cure = "Install triton" if missing else "Set TRITON_INTERPRET=1 before Python starts"
+            raise KernelError(
+                f"use('triton'): {what}. {cure}, or write use('auto'), which takes torch "
+                f"operations where Triton cannot run."
+            )
+    return _Before(_set(mode))
+
+
+def is_reference() -> bool:
+    """Whether kernels are to be computed by their definitions."""
+    return _mode == "reference"
+
+
+def may_take_triton(x: Tensor) -> bool:
+    """Whether `takes_triton` has to be asked: nothing of the kind on a CPU, except on demand."""
+    return _mode == "triton" or (_mode == "auto" and x.device.type == "cuda")
+
+
+def takes_triton(call: str, *operands: Tensor) -> bool:
+    """Whether Triton computes a kernel for these operands.
+
+    Args:
+        call: name of the kernel, for the message.
+        operands: all of its floating-point tensors, on one device.
+
+    Raises:
+        KernelError: the mode is `"triton"`, and Triton cannot take them.
+    """
+    # the interpreter is for those who ask for it
+    if not may_take_triton(operands[0]):
+        return False
+    reason = _launch.obstacle(operands[0])
+    if reason is None:
+        wide = next((x.dtype for x in operands if x.dtype not in _DTYPES), None)
+        reason = f"it does not compute in {_name(wide)}" if wide else None
+    if reason is None:
+        return True
+    if _mode == "triton":
+        names = [_name(dtype) for dtype in _DTYPES]
+        raise KernelError(
+            f"use('triton') and {call}: {reason}. Triton takes {listing(names)} on CUDA devices. "
+            f"Write adapterzoo.kernels.use('auto')."
+        )
+    return False
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _set(mode: str) -> str:
+    """Change the mode; gives the earlier one."""
+    global _mode
+    with _CHANGE:
+        before, _mode = _mode, mode
+    return before

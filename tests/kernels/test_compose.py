@@ -1,0 +1,165 @@
+"""The composition of a rescaled layer: against float64, with what it keeps for the backward."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapterzoo.kernels import compose as module
+from adapterzoo.kernels import use
+from adapterzoo.kernels.compose import compose, compose_reference
+
+ROWS, RANK, OUT = 12, 3, 10
+# with a bias or not, with an update or not
+CASES = list(itertools.product([True, False], repeat=2))
+
+
+def operands(dtype=torch.float32, bias=True, update=True, wide=torch.float32):
+    source = torch.Generator().manual_seed(0)
+
+    def drawn(*shape, of=dtype):
+        return torch.randn(*shape, generator=source, dtype=torch.float64).to(of)
+
+    found = {
+        "y": drawn(3, ROWS // 3, OUT),
+        "gain": drawn(OUT, of=wide).abs() + 0.5,
+        "bias": drawn(OUT) if bias else None,
+        "t": drawn(3, ROWS // 3, RANK) if update else None,
+        "b": drawn(OUT, RANK) if update else None,
+    }
+    return {k: v if v is None else v.requires_grad_() for k, v in found.items()}
+
+
+def gradients(out: Tensor, of: dict[str, Tensor | None]) -> list[Tensor]:
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return list(
+        torch.autograd.grad((out * weights).sum(), [t for t in of.values() if t is not None])
+    )
+
+
+def truth(of: dict[str, Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+    wide = {k: v if v is None else v.detach().double().requires_grad_() for k, v in of.items()}
+    y, gain, bias = wide["y"], wide["gain"], wide["bias"]
+    whole = y if wide["t"] is None else y + 0.7 * wide["t"] @ wide["b"].T
+    out = whole * gain if bias is None else (whole - bias) * gain + bias
+    return out, gradients(out, wide)
+
+
+@pytest.mark.parametrize(("bias", "update"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["auto", "reference"])
+def test_values_and_gradients_are_those_of_the_formula(bias, update, dtype, mode):
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    of = operands(dtype, bias, update, wide)
+    with use(mode):
+        out = compose(*of.values(), 0.7)
+        found = gradients(out, of)
+    expected, wanted = truth(of)
+    assert out.dtype is dtype
+    eps = torch.finfo(dtype).eps
+    # half precision is rounded once, at the end: by half a step
+    rtol, atol = (8 * eps, 8 * eps) if dtype.itemsize > 2 else (0.51 * eps, 1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
+    for name, got, want in zip(
+        [k for k, v in of.items() if v is not None], found, wanted, strict=True
+    ):
+        scale = want.abs().max().item()
+        torch.testing.assert_close(
+            got.double(), want, rtol=0, atol=8 * eps * max(scale, 1.0), msg=lambda m, n=name: n + m
+        )
+
+
+@pytest.mark.parametrize(("bias", "update"), CASES)
+def test_gradcheck_twice(bias, update):
+    of = operands(torch.float64, bias, update, torch.float64)
+    given = {k: v for k, v in of.items() if v is not None}
+
+    def run(*tensors):
+        return compose(**{**of, **dict(zip(given, tensors, strict=True))}, scaling=0.7)
+
+    assert torch.autograd.gradcheck(run, tuple(given.values()))
+    assert torch.autograd.gradgradcheck(run, tuple(given.values()))
+
+
+@pytest.mark.parametrize("least", [0.0, 1e-30, 1e-3])
+def test_a_small_or_zero_gain_keeps_its_gradient(least):
+    of = operands(torch.float32)
+    with torch.no_grad():
+        of["gain"][3] = least
+    out = compose(*of.values(), 0.7)
+    expected, wanted = truth(of)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    for got, want in zip(gradients(out, of), wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_of_the_large_tensors_only_the_output_is_kept():
+    of = operands()
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+    ):
+        out = compose(*of.values(), 0.7)
+    large = [pointer for pointer, t in kept.items() if t.numel() >= ROWS * OUT]
+    assert large == [out.untyped_storage().data_ptr()]
+
+
+def test_without_gradients_nothing_is_asked_and_the_bits_are_the_same():
+    of = operands()
+    with torch.no_grad():
+        assert torch.equal(compose(*of.values(), 0.7), compose(*of.values(), 0.7).detach())
+        plain = compose(*of.values(), 0.7)
+    assert torch.equal(compose(*of.values(), 0.7), plain)
+
+
+@pytest.mark.parametrize("mode", ["auto", "reference"])
+def test_gain_one_and_update_zero_give_the_bits_of_y(mode):
+    of = operands(torch.bfloat16)
+    with torch.no_grad(), use(mode):
+        of["gain"].fill_(1.0)
+        of["b"].zero_()
+        assert torch.equal(compose(*of.values(), 0.7), of["y"])
+
+
+def test_opcheck():
+    for bias, update in CASES:
+        of = operands(torch.float32, bias, update)
+        torch.library.opcheck(module._compose, (*of.values(), 0.7))
+    y, gain, bias, t, b = (v.detach() for v in operands().values())
+    for needs in ((True,) * 5, (True, False, False, True, False), (False, True, True, False, True)):
+        torch.library.opcheck(module._compose_backward, (y, y, gain, bias, t, b, 0.7, *needs))
+
+
+def test_compiled_is_eager():
+    of = operands()
+    torch._dynamo.reset()
+    compiled = torch.compile(compose, fullgraph=True, backend="aot_eager")
+    eager = compose(*of.values(), 0.7)
+    out = compiled(*of.values(), 0.7)
+    torch.testing.assert_close(out, eager, rtol=1e-6, atol=1e-6)
+    for got, want in zip(gradients(out, of), gradients(eager, of), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_under_autocast_the_gain_is_not_rounded(bias):
+    of = operands(torch.float32, bias)
+    plain = compose(*of.values(), 0.7)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = compose(*of.values(), 0.7)
+        wanted = compose_reference(of["y"], of["gain"], of["bias"], of["t"] @ of["b"].T, 0.7)
+    assert cast.dtype is torch.float32
+    torch.testing.assert_close(cast, plain, rtol=0, atol=0)
+    torch.testing.assert_close(wanted, plain, rtol=0, atol=0.05)
+
+
+def test_no_rows():
+    of = operands()
+    of["y"], of["t"] = torch.zeros(0, OUT), torch.zeros(0, RANK, requires_grad=True)
+    out = compose(*of.values(), 0.7)
+    assert out.shape == (0, OUT)
+    out.sum().backward()
+    assert of["gain"].grad.tolist() == [0.0] * OUT

@@ -1,0 +1,191 @@
+"""Where kernels run: one helper launches them, on the device of their operands; and the modes."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import adapterzoo
+from adapterzoo import kernels
+from adapterzoo.errors import KernelError
+from adapterzoo.kernels import _launch, low_rank_triton, mode
+from adapterzoo.kernels._launch import launch
+
+PACKAGE = Path(adapterzoo.__file__).parent
+
+
+def launches(source: str) -> list[int]:
+    """Lines that launch: `name[grid](…)` on a name that ends as kernels do, `.run`, `.warmup`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Subscript):
+            name = ast.unparse(called.value)
+            if name.rpartition(".")[2].endswith("kernel") or isinstance(called.slice, ast.Tuple):
+                found.append(node.lineno)
+        elif isinstance(called, ast.Attribute) and any(k.arg == "grid" for k in node.keywords):
+            found.append(node.lineno)
+    return found
+
+
+def test_only_the_helper_launches():
+    files = {str(p.relative_to(PACKAGE)): launches(p.read_text()) for p in PACKAGE.rglob("*.py")}
+    assert {path for path, lines in files.items() if lines} == {"kernels/_launch.py"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["shrink_kernel[grid](x)", "k.kernel[(1,)](x)", "f[1, 2](x)", "f.run(x, grid=(1,))"],
+)
+def test_the_lint_bites(line: str):
+    assert launches(line) == [1]
+    assert launches("table[key](x); LAYOUTS[name](site)") == []
+
+
+class Recorder:
+    """In place of a kernel: notes under which device it was launched, and checks its operands."""
+
+    def __init__(self, kernel, current: list[str], log: list[str]) -> None:
+        self.fn, self.arg_names = kernel.fn, kernel.arg_names
+        self._current, self._log = current, log
+
+    def __getitem__(self, grid):
+        assert all(n > 0 for n in grid)
+
+        def run(*operands, **constants):
+            devices = {str(t.device) for t in operands if isinstance(t, torch.Tensor)}
+            assert devices == {self._current[-1]}, f"{devices} launched on {self._current[-1]}"
+            self._log.append(f"{self.fn.__name__} on {self._current[-1]}")
+
+        return run
+
+
+@pytest.fixture
+def recorded():
+    """Launches on pretend CUDA devices, of which the current one is always cuda:0."""
+    current, log = ["cuda:0"], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        current.append(str(tensor.device))
+        yield
+        current.pop()
+
+    with contextlib.ExitStack() as stack:
+        for name in ("shrink", "shrink_backward", "expand", "expand_backward"):
+            kernel = getattr(low_rank_triton, f"{name}_kernel")
+            recorder = Recorder(kernel, current, log)
+            stack.enter_context(mock.patch.object(low_rank_triton, f"{name}_kernel", recorder))
+        stack.enter_context(mock.patch.object(torch.cuda, "device_of", device_of))
+        stack.enter_context(mock.patch.object(_launch, "_capability", return_value=(9, 0)))
+        stack.enter_context(FakeTensorMode())
+        yield log
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("rows", [0, 5, 300])
+def test_every_kernel_runs_on_the_device_of_its_operands(recorded, device: str, rows: int):
+    x, y = torch.empty(rows, 40, device=device), torch.empty(rows, 24, device=device)
+    a, b = torch.empty(8, 40, device=device), torch.empty(24, 8, device=device)
+    seed = torch.empty(1, dtype=torch.int64, device=device)
+    t = low_rank_triton.shrink(x, a, 0.1, seed)
+    out = low_rank_triton.expand(y, t, b, 0.5)
+    grads = low_rank_triton.expand_backward(out, t, b, 0.5)
+    grads += low_rank_triton.shrink_backward(grads[0], x, a, 0.1, seed)
+    assert [g.shape for g in grads] == [t.shape, b.shape, x.shape, a.shape]
+    assert {str(v.device) for v in (t, out, *grads)} == {device}
+    names = ("shrink", "expand", "expand_backward", "shrink_backward")
+    # a grid without programs is an error of CUDA
+    assert recorded == ([f"{name}_kernel on {device}" for name in names] if rows else [])
+
+
+def test_a_launch_without_the_guard_is_seen(recorded):
+    x = torch.empty(3, 4, device="cuda:1")
+    with pytest.raises(AssertionError, match="launched on cuda:0"):
+        low_rank_triton.shrink_kernel[(1,)](x)
+
+
+def test_operands_on_two_devices_are_named(recorded):
+    x, a = torch.empty(5, 40, device="cuda:1"), torch.empty(8, 40, device="cuda:0")
+    with pytest.raises(KernelError, match=r"shrink_kernel: .*'x on cuda:1', 'a on cuda:0'.*\.to"):
+        low_rank_triton.shrink(x, a, 0.0, None)
+    assert recorded == []
+
+
+def test_nothing_runs_on_a_cpu_or_an_old_gpu():
+    x, a = torch.ones(5, 40), torch.ones(8, 40)
+    with pytest.raises(KernelError, match=r"operands are on cpu.*kernels\.use\('auto'\)"):
+        low_rank_triton.shrink(x, a, 0.0, None)
+    with mock.patch.object(_launch, "INSTALLED", False):
+        assert _launch.obstacle(x) == "triton is not installed"
+    with FakeTensorMode(), mock.patch.object(_launch, "_capability", return_value=(7, 5)):
+        reason = _launch.obstacle(torch.empty(1, device="cuda:0"))
+    assert reason == "cuda:0 is older than compute capability 8.0"
+    assert launch is _launch.launch
+
+
+def test_a_mode_holds_until_its_block_ends():
+    assert not mode.is_reference()
+    with kernels.use("reference"):
+        assert mode.is_reference()
+        with kernels.use("auto"):
+            assert not mode.is_reference()
+        assert mode.is_reference()
+    assert not mode.is_reference()
+    with pytest.raises(ZeroDivisionError), kernels.use("reference"):
+        raise ZeroDivisionError
+    assert not mode.is_reference()
+    kernels.use("reference")
+    assert mode.is_reference()
+    kernels.use("auto")
+    assert not mode.is_reference()
+
+
+def test_modes_that_cannot_be_are_refused():
+    with pytest.raises(KernelError, match=r"use\('cuda'\).*'auto', 'reference', 'triton'"):
+        kernels.use("cuda")
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        pytest.raises(KernelError, match=r"no CUDA device\. Set TRITON_INTERPRET=1 .*use\('auto'"),
+    ):
+        kernels.use("triton")
+    with (
+        mock.patch.object(_launch, "INSTALLED", False),
+        pytest.raises(KernelError, match="triton is not installed"),
+    ):
+        kernels.use("triton")
+    assert not mode.is_reference()
+
+
+def test_auto_takes_triton_on_cuda_for_the_dtypes_it_knows():
+    with FakeTensorMode(), mock.patch.object(_launch, "_capability", return_value=(9, 0)):
+        half = torch.empty(2, dtype=torch.bfloat16, device="cuda:0")
+        assert mode.takes_triton("shrink", half, half.float())
+        assert not mode.takes_triton("shrink", half, half.double())
+        assert not mode.takes_triton("shrink", torch.empty(2))
+        with kernels.use("reference"):
+            assert not mode.takes_triton("shrink", half)
+        with mock.patch.object(mode, "_mode", "triton"):
+            with pytest.raises(KernelError, match=r"shrink: it does not compute in float64"):
+                mode.takes_triton("shrink", half, half.double())
+            with pytest.raises(KernelError, match="operands are on cpu"):
+                mode.takes_triton("shrink", torch.empty(2))
+
+
+def test_triton_is_not_imported_before_it_is_needed():
+    code = (
+        "import sys, adapterzoo; assert not {'torch', 'triton'} & set(sys.modules);"
+        "import torch; before = 'triton' in sys.modules; import adapterzoo.kernels.low_rank;"
+        "assert before or 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
