@@ -61,6 +61,9 @@ class Selection(threading.local):
         self._outer: list[Plan | None] = []
         # residual inputs on their way from a tapped module to the site that takes them
         self.taps: dict[str, Tensor] = {}
+        # calls now running of modules that read changed parameters, innermost last, and what
+        # each has read; it is dropped with the call
+        self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
         self._pinned: Selection | None = None
 
     @property

@@ -7,19 +7,22 @@ import threading
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from snapshots import stir
+from variants import VARIANTS
 
 from adapterzoo import AdapterSetup, AutoAdapterModel
 
-CONFIGS = ('lora[dropout=0.1,init_weights="bert"]', "seq_bn", "double_seq_bn", "par_bn")
-
 
 def model_with(family, config):
+    """Adapters `a`, trained, and `b`; the random numbers of dropout matter in both."""
     torch.manual_seed(0)
     model = AutoAdapterModel.from_config(tiny_config(family))
     model.add_adapter("a", config)
     model.add_adapter("b", config)
     model.add_tagging_head("tags", num_labels=3)
     model.train_adapter("a")
+    for seed, name in enumerate("ab"):
+        stir(model, name, seed)
     return model
 
 
@@ -30,39 +33,74 @@ def gradients(model, inputs, backward=torch.Tensor.backward):
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_gradients_are_those_without_checkpointing(family, config, reentrant):
-    model = model_with(family, config)
-    inputs = tiny_inputs(family)
-    expected = gradients(model, inputs)
-    assert any(g.count_nonzero() for g in expected.values())
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    found = gradients(model, inputs)
+def same(found, expected):
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-8, msg=name)
 
 
+def elsewhere(loss):
+    """The backward pass in another thread, where CUDA runs it."""
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_backward_pass_recomputes_with_the_setup_of_the_forward(reentrant):
-    """On CUDA it recomputes in a thread of its own, which must act as the one of the forward."""
-    model = model_with("llama", "lora[init_weights='bert']")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_gradients_are_those_without_checkpointing(family, variant, reentrant):
+    model = model_with(family, VARIANTS[variant])
+    inputs = tiny_inputs(family)
+    expected = gradients(model, inputs)
+    trained = {n for n, p in model.named_parameters() if ".adapters.a." in n and p.requires_grad}
+    assert {n for n in trained if n in expected and expected[n].count_nonzero()} == trained
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    same(gradients(model, inputs), expected)
+    # nothing that was on its way to a site or was built for a call is left behind
+    assert not model._selection.taps
+    assert not model._selection.reads
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "variant", ["boft[boft_n_butterfly_factor=2,boft_dropout=0.3]", "lora[dropout=0.1]|par_bn"]
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_backward_pass_recomputes_with_the_setup_of_the_forward(variant, reentrant, inside):
+    """Run in a thread of its own, or when the setup has ended, it acts as the forward did."""
+    model = model_with("llama", VARIANTS[variant])
     inputs = tiny_inputs("llama")
     for _, module in model.adapter_modules("b"):
         module.requires_grad_(True)
 
-    def elsewhere(loss):
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+    def run(backward):
+        torch.manual_seed(1)
+        model.zero_grad()
+        with AdapterSetup("b", head_setup="tags"):
+            loss = model(**inputs, labels=torch.ones_like(inputs["input_ids"])).loss
+            if inside:
+                backward(loss)
+        if not inside:
+            backward(loss)
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    with AdapterSetup("b", head_setup="tags"):
-        expected = gradients(model, inputs)
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        found = gradients(model, inputs, elsewhere)
-    assert found.keys() == expected.keys()
-    assert any(".b." in name for name in found)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-8, msg=name)
+    expected = run(torch.Tensor.backward)
+    assert any(".adapters.b." in name for name in expected)
+    assert not any(".adapters.a." in name for name in expected)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    same(run(torch.Tensor.backward), expected)
+    same(run(elsewhere), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("method", ["lora", "dora", "boft"])
+def test_fused_experts_are_recomputed(method, reentrant):
+    model = model_with("mixtral", f"{method}[intermediate_lora=True,output_lora=True]")
+    model.config._experts_implementation = "eager"
+    inputs = tiny_inputs("mixtral")
+    expected = gradients(model, inputs)
+    assert any(".experts.adapters.a." in name for name in expected)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    same(gradients(model, inputs), expected)
+    assert not model._selection.reads

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import evaluate
+from adapterzoo.composition import Step, evaluate
 from adapterzoo.contracts import Adapter, Base
 from adapterzoo.errors import DuplicateNameError, StateError
 from adapterzoo.selection import Selection
@@ -86,7 +87,15 @@ class Adapted(nn.Module):
         residual = selection.taps.pop(link.path, None)
         base = Layer(self, super().forward, args, kwargs, residual)
         x = args[0] if args else next(iter(kwargs.values()))
-        return base.pack(evaluate(step, cast("Any", self._modules["adapters"])._modules, x, base))
+        adapters = cast("Any", self._modules["adapters"])._modules
+        if not self._read:
+            return base.pack(evaluate(step, adapters, x, base))
+        # a module may read a parameter once for each expert: what it reads is built once
+        selection.reads.append((self, {}))
+        try:
+            return base.pack(evaluate(step, adapters, x, base))
+        finally:
+            selection.reads.pop()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
@@ -259,9 +268,23 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
     """What a layer that computes with its parameters reads: the changed one when active."""
     plain = own(layer, parameter)
     link = layer._link
-    step = link.selection.plan.steps.get(link.path)
+    selection = link.selection
+    step = selection.plan.steps.get(link.path)
     if step is None or plain is None:
         return plain
+    reads = selection.reads
+    if not reads or reads[-1][0] is not layer:
+        return _build(layer, parameter, plain, step)
+    built = reads[-1][1]
+    # what was built without gradients cannot give any
+    key = parameter, step, torch.is_grad_enabled()
+    if key not in built:
+        built[key] = _build(layer, parameter, plain, step)
+    return built[key]
+
+
+def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
+    """A parameter, stored as the layer's own one is, with the change of a step's adapters."""
     w = matrix(layer, parameter)
     base = base_of(layer, w)
     for name in step:

@@ -1,0 +1,28 @@
+"""Every registered method, with the options that take another path through its code."""
+
+from __future__ import annotations
+
+from adapterzoo import methods as _methods  # noqa: F401  registers the architectures
+from adapterzoo.configs import AdapterConfig, architectures
+
+# a method that is not here is tried with its defaults
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "lora": ("lora[dropout=0.1]", "lora[lora_bias=True,use_gating=True]"),
+    "dora": ("dora[dropout=0.1]", "dora[convention='adapterhub']"),
+    "boft": ("boft", "boft[boft_n_butterfly_factor=2,boft_dropout=0.3]"),
+    "bottleneck": (
+        "seq_bn[dropout=0.1]",
+        "double_seq_bn[stochastic_depth=0.3,use_gating=True]",
+        # reads the input of another module of the block
+        "par_bn[scaling='learned',ln_before=True]",
+        "adapter_plus[init_weights='bert']",
+    ),
+    "union": ("lora[dropout=0.1]|par_bn",),
+}
+
+VARIANTS: dict[str, AdapterConfig] = {}
+for _name in architectures:
+    if _name in _OPTIONS:
+        VARIANTS.update({text: AdapterConfig.load(text) for text in _OPTIONS[_name]})
+    else:
+        VARIANTS[_name] = AdapterConfig.from_dict({"architecture": _name})
