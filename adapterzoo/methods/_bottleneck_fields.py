@@ -1,4 +1,4 @@
-"""The fields of a bottleneck's config, those of AdapterHub's `adapters` 1.3, and their checks."""
+"""The fields of a bottleneck's config, those of AdapterHub's `adapters` 1.3 and `dtype`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from adapterzoo.configs import (
     require_range,
 )
 from adapterzoo.errors import ConfigError
+
+from ._init import DTYPES
 
 _SWITCHES = (
     "mh_adapter", "output_adapter", "cross_adapter", "original_ln_before", "original_ln_after",
@@ -87,6 +89,7 @@ class BottleneckFields(AdapterConfig):
         phm_bias: Compacter's.
         stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
             the batch during training.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
     mh_adapter: bool
@@ -122,6 +125,7 @@ class BottleneckFields(AdapterConfig):
     phm_rank: int = 1
     phm_bias: bool = True
     stochastic_depth: float = 0.0
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -133,6 +137,7 @@ class BottleneckFields(AdapterConfig):
             require_choice(self, field, (False, True))
         require_choice(self, "residual_before_ln", (True, False, "post_add"))
         require_choice(self, "init_weights", ("bert", "mam_adapter", "houlsby"))
+        require_choice(self, "dtype", (None, *DTYPES))
         require_range(self, "dropout", 0.0, 1.0 - 1e-9)
         require_range(self, "stochastic_depth", 0.0, 1.0 - 1e-9)
         if self.init_weights_seed is not None:

@@ -13,7 +13,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.contracts import Adapter
 
 from ._bottleneck_fields import BottleneckFields
-from ._init import constant, drawn, generator, kaiming, normal
+from ._init import DTYPES, constant, drawn, generator, kaiming, normal
 
 
 class Affine(nn.Module):
@@ -55,9 +55,10 @@ class BottleneckLayer(Adapter):
             config: of the adapter.
             site: gives block number and width.
             device: of the parameters.
-            dtype: of the parameters.
+            dtype: of the layer.
         """
         super().__init__()
+        dtype = DTYPES[config.dtype] if config.dtype else dtype
         self.config = config
         self.activation = activation(config.non_linearity)
         d_model = site.d_out

@@ -19,6 +19,7 @@ from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import MAX_WIDTH, Placement, require_choice, require_range
 from adapterzoo.contracts import WeightAdapter
 from adapterzoo.errors import ConfigError, SiteError, listing
+from adapterzoo.kernels.exact import exactly
 
 from ._init import DTYPES, constant, drawn, generator, kaiming, normal
 from ._targets import TargetedConfig, check_pattern
@@ -173,8 +174,9 @@ class LowRank(WeightAdapter):
         self.lora_B = drawn((*lead, site.d_out, rank), fresh[1], device, dtype)
 
     def delta(self, dtype: torch.dtype) -> Tensor:
-        """The update s · B A, `[d_out, d_in]`, computed in the dtype."""
-        return self.scaling * (self.lora_B.to(dtype) @ self.lora_A.to(dtype))
+        """The update s · B A, `[d_out, d_in]`, computed in the dtype, also under autocast."""
+        with exactly(self.lora_A.device):
+            return self.scaling * (self.lora_B.to(dtype) @ self.lora_A.to(dtype))
 
     def extra_repr(self) -> str:
         """Widths, rank and scaling."""

@@ -24,10 +24,13 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import require_choice, require_range
 from adapterzoo.contracts import Base, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
-from adapterzoo.kernels.butterfly import butterfly
+from adapterzoo.kernels.butterfly import butterfly, butterfly_reference, folded
 from adapterzoo.kernels.cayley import cayley_reference
+from adapterzoo.kernels.compose import compose
+from adapterzoo.kernels.exact import exactly
 
 from ._init import DTYPES, constant, drawn, generator, normal
+from ._kept import Kept
 from ._targets import TargetedConfig
 
 
@@ -121,6 +124,7 @@ class BOFT(WeightAdapter):
         boft_R: `[m, d_in / b, b, b]`, with experts in front where the site has them.
         boft_s: `[d_out, 1]`, likewise.
         dropout: share of one factor's blocks that training replaces by the identity.
+        kept_rotation: the folded factors of evaluation.
     """
 
     def __init__(
@@ -153,25 +157,21 @@ class BOFT(WeightAdapter):
             fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
         self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
         self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
+        self.kept_rotation = Kept()
 
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The layer on rotated features, its output scaled but for the bias.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        Q = self.rotations(x.dtype)
-        if self.dropout and self.training:
-            Q = _dropped(Q, self.dropout)
-        y = base(butterfly(x, Q))  # [*batch, d_out]
-        s, bias = self.boft_s.squeeze(-1), base.bias  # [d_out]
-        if bias is None:
-            return (y * s).to(y.dtype)
-        # s (y − bias) + bias in one pass over y; exactly y where s is 1
-        return torch.addcmul((1 - s) * bias, y, s).to(y.dtype)
+        Q = self.kept_rotation.get(lambda: self._rotation(x.dtype), self.boft_R)
+        y = base(butterfly_reference(x, Q))  # [*batch, d_out]
+        return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
-        turned = butterfly(w, self.rotations(w.dtype), transposed=True)
+        with exactly(w.device):
+            turned = butterfly(w, self.rotations(w.dtype), transposed=True)
         return (turned * self.boft_s).to(w.dtype)
 
     def bias(self, b: Tensor, base: Base) -> Tensor:
@@ -182,6 +182,11 @@ class BOFT(WeightAdapter):
     def rotations(self, dtype: torch.dtype) -> Tensor:
         """Q `[*experts, m, d_in / b, b, b]`, in float64 for a float64 layer, else in float32."""
         return cayley_reference(self.boft_R.to(compute_dtype(dtype)))
+
+    def _rotation(self, dtype: torch.dtype) -> Tensor:
+        """The factors of one forward, folded: `[1, chunks, width, width]` where that pays."""
+        Q = self.rotations(dtype)
+        return folded(_dropped(Q, self.dropout) if self.dropout and self.training else Q)
 
     def extra_repr(self) -> str:
         """Widths, factors and block size."""

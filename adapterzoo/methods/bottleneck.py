@@ -172,10 +172,11 @@ class StreamBottleneck(BottleneckLayer):
         s = h + inp
         if config.residual_before_ln is True:
             return self.added(s, to=h)
+        # under autocast h may be narrower than the stream
         if config.original_ln_after:
-            return self.added(s, to=s)
+            return self.added(s, to=s).to(h.dtype)
         if config.adapter_residual_before_ln:
-            return self.added(s, to=s) - inp
+            return (self.added(s, to=s) - inp).to(h.dtype)
         # (s + f(s)) − inp without its rounding
         return self.added(s, to=h)
 

@@ -5,29 +5,34 @@ W' = m · (W + s · B A) / ‖W + s · B A‖, the norm taken over d_in for each
 y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖; gradients treat the norm as a constant.
 
 Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: m is born from a
-float32 norm and stays in float32 over half-precision layers, dropout does not reach W x and so
-costs no second product with W, and a row of zeros keeps its output instead of turning into NaN.
-Differs from adapters: all of it but `convention="adapterhub"`, which is what adapters computes.
+float32 norm and stays in float32 over half-precision layers, also when these are cast; dropout
+does not reach W x and so costs no second product with W; a row of zeros keeps its output instead
+of turning into NaN. Differs from adapters: all of it but `convention="adapterhub"`, which is what
+adapters computes.
 Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
-output, and in each forward one over the weight for the norm.
+output, and one over the weight for the norm: in each forward of training, in evaluation once.
 Cannot do: layers without a floating-point weight to take norms of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, embedding, linear
+from torch.nn.functional import embedding
 
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings, require_choice
 from adapterzoo.contracts import Base, compute_dtype
-from adapterzoo.kernels.dora import compose_reference, direction_reference, row_norm_reference
+from adapterzoo.kernels.compose import compose
+from adapterzoo.kernels.dora import direction_reference, row_norm_reference
+from adapterzoo.kernels.low_rank import shrink
 
 from ._init import constant, drawn
+from ._kept import Kept
 from ._low_rank import LowRank, LowRankConfig
 
 
@@ -74,8 +79,10 @@ class DoRA(LowRank):
     In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
 
     Attributes:
-        m: the magnitudes, `[d_out]`, with experts in front where the site has them.
+        m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
+            half-precision dtype reaches them.
         adapterhub: whether the convention is that of adapters.
+        kept_gain: the factors g of evaluation.
     """
 
     def __init__(
@@ -96,6 +103,21 @@ class DoRA(LowRank):
         self.adapterhub = config.convention == "adapterhub"
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(self.lora_B.shape[:-1], constant(1.0), device, compute_dtype(dtype))
+        self.kept_gain = Kept()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Every move and cast of the module: the magnitudes move along and stay wide."""
+
+        def kept_wide(t: Tensor) -> Tensor:
+            made = fn(t)
+            if t is not self.m and t is not self.m.grad:
+                return made
+            dtype = compute_dtype(made.dtype)
+            # what the cast made is rounded already
+            return made if made.dtype is dtype else t.to(made.device, dtype)
+
+        super()._apply(kept_wide, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def attach(self, base: Base) -> None:
         """The magnitudes start as the norms of the layer's rows, ‖W‖."""
@@ -108,16 +130,16 @@ class DoRA(LowRank):
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         y, plain = base(x), base.plain(x)  # [*batch, d_out]
-        a, b = self.lora_A, self.lora_B
         if self.looks_up:
-            update = embedding(x, a.T) @ b.T * base.scale  # [*batch, d_out]
+            t = embedding(x, self.lora_A.T) * base.scale  # [*batch, rank]
         else:
-            x = x.to(a.dtype)
-            if self.dropout and self.training:
-                x = dropout(x, self.dropout)
-            update = linear(linear(x, a), b)  # [*batch, d_out]
+            t = shrink(x, self.lora_A, self.dropout, self.training)  # [*batch, rank]
+        gain = self.gain(base.weight)
         bias = None if self.adapterhub else base.bias
-        return compose_reference(y, plain, bias, update, self.gain(base.weight), self.scaling)
+        if plain is y:
+            return compose(y, gain, bias, t, self.lora_B, self.scaling)
+        whole = compose(plain.to(gain.dtype), gain, bias, t, self.lora_B, self.scaling)
+        return (y + (whole - plain)).to(y.dtype)
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""
@@ -133,6 +155,9 @@ class DoRA(LowRank):
 
     def gain(self, w: Tensor) -> Tensor:
         """The factors g `[*experts, d_out]` for the untouched weight, in float32 or float64."""
+        return self.kept_gain.get(lambda: self._gain(w), w, self.lora_A, self.lora_B, self.m)
+
+    def _gain(self, w: Tensor) -> Tensor:
         # the norm of adapters knows no s and is differentiated; the paper's is a constant
         with torch.set_grad_enabled(self.adapterhub and torch.is_grad_enabled()):
             s = 1.0 if self.adapterhub else self.scaling

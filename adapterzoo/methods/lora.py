@@ -18,13 +18,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, embedding, linear
+from torch.nn.functional import embedding, linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import Base
 from adapterzoo.errors import ConfigError, StateError
-from adapterzoo.kernels.low_rank import low_rank_reference
+from adapterzoo.kernels.low_rank import low_rank, shrink
 
 from ._init import constant, drawn, generator, normal
 from ._low_rank import LowRank, LowRankConfig
@@ -99,14 +99,12 @@ class LoRA(LowRank):
         if self.looks_up:
             update = embedding(x, a.T) @ b.T  # [*batch, d_out]
             return y + (update * (self.scaling * base.scale)).to(y.dtype)
-        whole = x = x.to(a.dtype)
-        if self.dropout and self.training:
-            x = dropout(x, self.dropout)
         if self.gate is None and self.lora_B_bias is None:
-            return low_rank_reference(y, x, a, b, self.scaling)
-        update = linear(x @ a.T, b, self.lora_B_bias) * self.scaling
+            return low_rank(y, x, a, b, self.scaling, self.dropout, self.training)
+        t = shrink(x, a, self.dropout, self.training)  # [*batch, rank]
+        update = linear(t, b, self.lora_B_bias) * self.scaling
         if self.gate is not None:
-            gate = torch.sigmoid(whole @ self.gate.T)  # [*batch, 1]
+            gate = torch.sigmoid(x.to(a.dtype) @ self.gate.T)  # [*batch, 1]
             if x.dim() > 2:
                 gate = gate.mean(tuple(range(1, x.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]
             update = update * gate

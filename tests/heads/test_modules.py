@@ -209,3 +209,46 @@ def test_values_that_are_not_legal_say_what_to_write(make, message):
 def test_an_unknown_head_type_shows_the_near_one():
     with pytest.raises(UnknownNameError, match="Did you mean 'tagging'"):
         HeadConfig.from_dict({"head_type": "taging"})
+
+
+def _near(one, other, *dtypes):
+    # a head is a few layers: some roundings of the coarsest dtype
+    near = 16 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    return (one.double() - other.double()).abs().max() <= near * max(1.0, other.abs().max())
+
+
+@pytest.mark.parametrize("name", sorted(head_types))
+@pytest.mark.parametrize("to", [torch.float16, torch.bfloat16])
+def test_every_head_answers_under_autocast(name, to):
+    # torch refuses a norm or a sum of one half under autocast to the other
+    for dtype in (torch.float32, torch.float64, to):
+        head = head_types[name]().build(_backbone(name, dtype=dtype)).eval()
+        hidden = torch.randn(4, 5, 8).to(dtype)
+        exact = _run(copy.deepcopy(head).double(), hidden.double())
+        with torch.autocast("cpu", to):
+            outputs = _run(head, hidden)
+        for output, expected in zip(outputs, exact, strict=True):
+            assert output.dtype in (to, dtype)
+            assert _near(output, expected, to)
+        sum(output.float().sum() for output in outputs).backward()
+        grads = [p.grad for p in head.parameters() if p.grad is not None]
+        assert grads
+        assert all(g.dtype is dtype and bool(g.isfinite().all()) for g in grads)
+
+
+@pytest.mark.parametrize("name", sorted(head_types))
+@pytest.mark.parametrize("other", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_no_head(name, other):
+    dtype = torch.float32 if other is torch.float16 else torch.float16
+    hidden = torch.randn(4, 5, 8).to(dtype)
+    found = []
+    default = torch.get_default_dtype()
+    for chosen in (default, other):
+        torch.set_default_dtype(chosen)
+        try:
+            torch.manual_seed(0)
+            head = head_types[name]().build(_backbone(name, dtype=dtype)).eval()
+            found.append([*head.parameters(), *_run(head, hidden)])
+        finally:
+            torch.set_default_dtype(default)
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))

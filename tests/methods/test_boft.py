@@ -19,7 +19,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import base_of
-from adapterzoo.kernels.butterfly import butterfly
+from adapterzoo.kernels.butterfly import folded
 from adapterzoo.methods.boft import BOFT
 from adapterzoo.testing import report
 
@@ -301,11 +301,11 @@ def test_dropout_replaces_that_many_blocks_of_one_factor(
     layer, x = linear(), hidden(2, 32)
     used: list[Tensor] = []
 
-    def record(x: Tensor, Q: Tensor) -> Tensor:
+    def record(Q: Tensor) -> Tensor:
         used.append(Q.detach())
-        return butterfly(x, Q)
+        return folded(Q)
 
-    monkeypatch.setattr("adapterzoo.methods.boft.butterfly", record)
+    monkeypatch.setattr("adapterzoo.methods.boft.folded", record)
     kept, whole = adapter.rotations(torch.float64).detach(), copy.deepcopy(adapter)
     eye, hits = torch.eye(4, dtype=torch.float64), torch.zeros(m, 8)
     torch.manual_seed(0)
@@ -435,11 +435,12 @@ def test_no_buffers_and_no_permutations(tiny: Callable[..., Any]) -> None:
     model.add_adapter("a", BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=4))
     for _, module in model.adapter_modules("a"):
         assert not list(module.buffers())
+        assert not set(module.state_dict()) - {"boft_R", "boft_s"}
         assert {name: p.numel() for name, p in module.named_parameters()} == {
             "boft_R": 4 * 32 * 4,
             "boft_s": 32,
         }
-        assert repr(module) == "BOFT(d_in=32, d_out=32, factors=4, block_size=4)"
+        assert module.extra_repr() == "d_in=32, d_out=32, factors=4, block_size=4"
 
 
 # --- configs and refusals ---

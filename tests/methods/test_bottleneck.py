@@ -590,6 +590,7 @@ def test_a_width_that_does_not_exist_or_fit_is_an_error():
         ({"scaling": True}, ["scaling=True"]),
         ({"dropout": 1.0}, ["dropout=1.0"]),
         ({"stochastic_depth": -0.1}, ["stochastic_depth=-0.1", "stochastic_depth=0.0"]),
+        ({"dtype": "int8"}, ["dtype='int8'", "'float32'", "dtype=None"]),
         ({"init_weights": "xavier"}, ["'xavier'", "'bert', 'mam_adapter', 'houlsby'"]),
         ({"init_weights_seed": 1.5}, ["init_weights_seed=1.5"]),
         ({"residual_before_ln": "post"}, ["'post'", "'post_add'"]),
@@ -652,8 +653,9 @@ def test_a_config_survives_json_repr_and_pickle(config):
 def test_defaults_are_those_of_adapters():
     with pytest.raises(ConfigError, match=re.escape("no field 'reduction'")):
         AdapterConfig.load("seq_bn[reduction=2]")
+    # these are ours
+    defaults = {**PEER_CONFIGS["after"], "dtype": None}
     for config in map(AdapterConfig.from_dict, PEER_CONFIGS.values()):
-        assert {k for k in config.to_dict() if k != "architecture"} == set(PEER_CONFIGS["after"])
-    defaults = PEER_CONFIGS["after"]
+        assert {k for k in config.to_dict() if k != "architecture"} == set(defaults)
     ours = BnConfig(**{k: defaults[k] for k in PLAIN}).to_dict()
     assert {k: v for k, v in ours.items() if k != "architecture"} == defaults
