@@ -24,7 +24,7 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart test lint types floors tests coverage format clean
+.PHONY: help quickstart test lint types floors tests coverage devices format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -47,13 +47,17 @@ floors: $(VENV)/.test-$(KEY)
 	$(BIN)/lint-imports
 
 # two processes of many threads each slow one another down tenfold: one thread each
-tests coverage: export OMP_NUM_THREADS = 1
-tests coverage: export HF_HUB_OFFLINE = 1
+tests coverage devices: export OMP_NUM_THREADS = 1
+tests coverage devices: export HF_HUB_OFFLINE = 1
 tests: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 coverage: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(ARGS)
+
+# the table that tests/test_devices.py compares with what it finds
+devices: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/devices_table.py
 
 format: $(VENV)/.test-$(KEY)
 	$(BIN)/ruff check --fix .
