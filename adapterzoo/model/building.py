@@ -14,6 +14,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError
+from adapterzoo.inject.quantised import is_quantised
 
 
 def check_layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ def build(
         layer: not touched.
         path: of the layer.
         placements: what shall sit there.
-        model_dtype: of the parameters where the layer's own are integers (quantised).
+        model_dtype: of the parameters where the layer is quantised.
 
     Raises:
         ConfigError: a config does not fit its site, or two cannot share the layer.
@@ -95,12 +96,18 @@ def at_hand(layer: nn.Module) -> Iterator[None]:
         hook.post_forward(layer, None)
 
 
-def own_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of the base model: what earlier adapters brought decides nothing, and costs nothing."""
-    yield from (p for p in layer._parameters.values() if p is not None)
+def own_parameters(layer: nn.Module, with_quantised: bool = True) -> Iterator[nn.Parameter]:
+    """Those of the base model: what earlier adapters brought decides nothing, and costs nothing.
+
+    Args:
+        layer: any module of the model.
+        with_quantised: whether those of quantised layers are among them.
+    """
+    if with_quantised or not is_quantised(layer):
+        yield from (p for p in layer._parameters.values() if p is not None)
     for child in layer.children():
         if not isinstance(child, inject.Shelf):
-            yield from own_parameters(child)
+            yield from own_parameters(child, with_quantised)
 
 
 def _device_and_dtype(
@@ -111,5 +118,7 @@ def _device_and_dtype(
     device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
     if device is None:
         device = tensors[0].device if tensors else torch.get_default_device()
-    wide = (t.dtype for t in tensors if t.is_floating_point() and t.element_size() >= 2)
+    # bitsandbytes casts the bias to what it computes in, at the first forward
+    plain = own_parameters(layer, with_quantised=False)
+    wide = (t.dtype for t in plain if t.is_floating_point() and t.element_size() >= 2)
     return torch.device(device), next(wide, model_dtype)
