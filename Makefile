@@ -1,5 +1,6 @@
 # make quickstart   trains an adapter on a real model and real data
 # make test         lint, types, import floors, tests
+# make bench        what adapters cost on this CPU, beside the base model and PEFT
 #
 # Both make the virtual environment when it is missing and need only Python and make.
 # To use another torch than the one CI tests:   make TORCH=torch quickstart
@@ -24,7 +25,7 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart test lint types floors tests coverage devices format clean
+.PHONY: help quickstart bench test lint types floors tests coverage devices format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -33,6 +34,11 @@ help:
 
 quickstart: $(VENV)/.quickstart-$(KEY)
 	$(BIN)/python examples/quickstart.py $(ARGS)
+
+bench: export OMP_NUM_THREADS = 1
+bench: export HF_HUB_OFFLINE = 1
+bench: $(VENV)/.bench-$(KEY)
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 test: lint types floors tests
 

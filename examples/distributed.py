@@ -11,6 +11,7 @@ On a machine without GPUs write `accelerate launch --multi_gpu`: its `--cpu` sta
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ def main() -> None:
     if dist.is_initialized():
         # the others wait for the file
         dist.barrier()
+        # the last owner of a process group must not be the DDP module inside of the trainer: when
+        # Python ends, the two would wait for one another
+        del trainer
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -47,7 +47,7 @@ class Parts(WeightAdapter):
 
     def _first(self, count: int, x: Tensor, base: Base) -> Tensor:
         """The output with the first adapters only."""
-        y = base(x)
+        y = untouched = base(x)
         labels = list(self.rows)
         for i, label in enumerate(labels[:count]):
             rows = self.rows[label]
@@ -55,7 +55,8 @@ class Parts(WeightAdapter):
             met = any(_overlap(rows, self.rows[other]) for other in labels[:i])
             before = Nested(functools.partial(self._first, i), base) if met else base
             adapter = cast("Adapter", self._modules[label])
-            part = adapter(x, RowsOf(before, rows or _all_rows(y), x, y))
+            so_far = y if met else untouched
+            part = adapter(x, RowsOf(before, rows or _all_rows(y), x, so_far))
             y = part if rows is None else put_rows(y, part, rows, -1)
         return y
 

@@ -108,21 +108,28 @@ class Layer(Base):
 class RowsOf(Base):
     """Some output features of a fused layer, as a layer of their own."""
 
-    __slots__ = ("_base", "_rows", "_x", "_y")
+    __slots__ = ("_base", "_rows", "_taken", "_x", "_y")
 
     def __init__(self, base: Base, rows: Rows, x: Tensor, y: Tensor) -> None:
         self._base = base
         self._rows = rows
         self._x = x
         self._y = y
+        # the last output and its rows: what is the same object of the layer is so of its rows
+        self._taken: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """These rows of the layer's output."""
-        return take_rows(self._y if x is self._x else self._base(x), self._rows, -1)
+        return self._take(self._y if x is self._x else self._base(x))
 
     def plain(self, x: Tensor) -> Tensor:
         """The untouched layer's output for these rows."""
-        return take_rows(self._base.plain(x), self._rows, -1)
+        return self._take(self._base.plain(x))
+
+    def _take(self, y: Tensor) -> Tensor:
+        if self._taken is None or self._taken[0] is not y:
+            self._taken = y, take_rows(y, self._rows, -1)
+        return self._taken[1]
 
     @property
     def weight(self) -> Tensor:

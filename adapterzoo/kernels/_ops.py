@@ -14,6 +14,8 @@ from torch import Tensor
 from adapterzoo.errors import KernelError, listing
 
 _LIBRARY = torch.library.Library("adapterzoo", "FRAGMENT")
+# where views are noted
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 # the device types whose autocast the dispatcher knows by name
 _AUTOCAST = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 
@@ -61,12 +63,22 @@ def register(
 
 
 def below(op: Callable[..., Any], *args: Any) -> Any:
-    """Call an operator from its own `Function.forward`."""
-    with torch._C._AutoDispatchBelowAutograd():
+    """Call an operator from its own `Function.forward`.
+
+    No output is a view there, whatever reshapes it: a model may write into it in place.
+    """
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         return op(*args)
 
 
-def check(call: str, left: str, right: str, operands: dict[str, Tensor | None], fits: bool) -> None:
+def check(
+    call: str,
+    left: str,
+    right: str,
+    operands: dict[str, Tensor | None],
+    fits: bool,
+    legal: str = "Factors are a [rank, d_in] and b [d_out, rank]",
+) -> None:
     """For the fake side of an operator: what the real side would find out too late.
 
     Args:
@@ -75,6 +87,7 @@ def check(call: str, left: str, right: str, operands: dict[str, Tensor | None], 
         right: name of the other.
         operands: by name; None: not given.
         fits: whether the shapes fit.
+        legal: what they would have to be.
 
     Raises:
         KernelError: the operands are on several devices, or their shapes do not fit.
@@ -89,8 +102,7 @@ def check(call: str, left: str, right: str, operands: dict[str, Tensor | None], 
     if not fits:
         shapes = [f"{name} {list(tensor.shape)}" for name, tensor in given.items()]
         raise KernelError(
-            f"{call}: the shapes of {left} and {right} do not fit: {listing(shapes)}. "
-            f"Factors are a [rank, d_in] and b [d_out, rank]."
+            f"{call}: the shapes of {left} and {right} do not fit: {listing(shapes)}. {legal}."
         )
 
 

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapterzoo.errors import KernelError
+
 from . import _compose_torch, mode
 from ._ops import below, check, register
 from .exact import exactly
 
-# the output tells what was there before it only where the gain has not made it small
+# the output tells what was there before it only where the gain has not made it small; what is
+# rounded to half precision is off by 1 / gain times as much as what was there
 _LEAST_GAIN = 1 / 16
+_LEAST_GAIN_OF_HALF = 1 / 2
 
 
 def compose_reference(
@@ -66,7 +70,7 @@ def compose(
     if mode.is_reference():
         update = None if t is None or b is None else t.to(gain.dtype) @ b.to(gain.dtype).T
         return compose_reference(y, gain, bias, update, scaling)
-    if torch.is_grad_enabled() and _output_tells(gain):
+    if torch.is_grad_enabled() and _output_tells(gain, y.dtype):
         out: Tensor = _compose(y, gain, bias, t, b, scaling)
         return out
     # the same operations, so that a forward has the same bits with and without gradients
@@ -74,7 +78,7 @@ def compose(
         return _compose_torch.compose(y, gain, bias, t, b, scaling)
 
 
-def _output_tells(gain: Tensor) -> bool:
+def _output_tells(gain: Tensor, dtype: torch.dtype) -> bool:
     """Whether the backward can find what was before the gain from what is after it.
 
     Where it cannot, autograd keeps `y` too. Asking costs a look at the numbers: nothing on a CPU,
@@ -83,7 +87,8 @@ def _output_tells(gain: Tensor) -> bool:
     plain = type(gain) in (Tensor, torch.nn.Parameter) and gain.device.type == "cpu"
     if torch.compiler.is_compiling() or not plain or not gain.numel():
         return False
-    return bool(gain.detach().abs().min() >= _LEAST_GAIN)
+    least = _LEAST_GAIN_OF_HALF if dtype.itemsize < 4 else _LEAST_GAIN
+    return bool(gain.detach().abs().min() >= least)
 
 
 def _fake(
@@ -137,8 +142,16 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
+        try:
+            out, gain, bias, t, b = ctx.saved_tensors
+        except RuntimeError as error:
+            raise KernelError(
+                f"compose: its backward pass cannot read what its forward has kept ({error}). "
+                f"Where the model writes in place into the output of this layer, write "
+                f"adapterzoo.kernels.use('reference'), which keeps the layer's own output, or "
+                f"leave the layer out by exclude_modules."
+            ) from error
         run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
-        out, gain, bias, t, b = ctx.saved_tensors
         found = run(dy, out, gain, bias, t, b, ctx.scaling, *needs)
         return *(g if need else None for g, need in zip(found, needs, strict=True)), None
 

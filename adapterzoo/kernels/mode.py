@@ -73,8 +73,13 @@ def use(mode: str) -> _Before:
 
 
 def is_reference() -> bool:
-    """Whether kernels are to be computed by their definitions."""
-    return _mode == "reference"
+    """Whether kernels are to be computed by their definitions, as in the transforms of torch.func.
+
+    These look into operations, and operators of our own would be closed to them.
+    """
+    if _mode == "reference":
+        return True
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def may_take_triton(x: Tensor) -> bool:

@@ -25,6 +25,10 @@ class Kept(nn.Module):
     optimisers, `load_state_dict`, merging; and new tensors in the place of old ones: `.to`,
     assignments. An in-place change through `.data` is hidden from autograd, and from it.
 
+    Optimisers with `fused=True` give no new version. So `train` and `eval` forget what was kept,
+    after a forward with gradients nothing is kept until one of them is called, and never while a
+    source has a gradient that an optimiser may be about to use.
+
     Nothing is kept in training, with gradients, inside of compiled, exported or captured code,
     and in a process group, where FSDP refills the same tensors without a new version.
     """
@@ -35,19 +39,27 @@ class Kept(nn.Module):
         # a buffer moves and replicates with the model; not persistent: no checkpoint has it
         self.register_buffer("value", None, persistent=False)
         self._seen: list[_Mark] | None = None
+        self._facts: object = None
+        # whether a graph may be waiting for its backward, and a step for its gradients
+        self._learns = False
 
-    def get(self, compute: Callable[[], Tensor], *sources: Tensor) -> Tensor:
+    def get(self, compute: Callable[[], Tensor], *sources: Tensor, facts: object = None) -> Tensor:
         """The tensor.
 
         Args:
-            compute: makes it from the sources alone.
+            compute: makes it from the sources and the facts alone.
             sources: parameters, or views of parameters.
+            facts: numbers and dtypes that it follows from as well.
         """
         if self._must_not_keep():
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._learns = True
             return compute()
-        marks = _marks(sources)
+        # before the value: another thread that puts a new one there says so at the end
+        seen, known = self._seen, self._facts
         value = self._buffers["value"]
-        if value is not None and _are_the_same(marks, self._seen):
+        marks = None if self._learns else _marks(sources)
+        if value is not None and known == facts and _are_the_same(marks, seen):
             return value
         # other threads find nothing until both are there
         self._seen = None
@@ -55,9 +67,15 @@ class Kept(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             value = compute()
         if marks is not None:
-            self._buffers["value"] = value
+            self._buffers["value"], self._facts = value, facts
             self._seen = marks
         return value
+
+    def train(self, mode: bool = True) -> Self:
+        """Change the mode; what was computed before it is forgotten."""
+        self._buffers["value"] = self._seen = None
+        self._learns = False
+        return super().train(mode)
 
     def _must_not_keep(self) -> bool:
         return (
@@ -77,7 +95,7 @@ class Kept(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have other weights and begin with nothing."""
         state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
-        return {**state, "_buffers": {"value": None}, "_seen": None}
+        return {**state, "_buffers": {"value": None}, "_seen": None, "_facts": None}
 
 
 def _marks(sources: tuple[Tensor, ...]) -> list[_Mark] | None:
@@ -86,9 +104,14 @@ def _marks(sources: tuple[Tensor, ...]) -> list[_Mark] | None:
     for source in sources:
         # a view is a new object in each call, what it looks at is not
         whole = source if source._base is None else source._base
-        if whole.is_inference():
+        if whole.is_inference() or (whole.is_leaf and whole.grad is not None):
             return None
-        state = (whole._version, source.data_ptr(), source.storage_offset(), source.shape)
+        try:
+            address = source.data_ptr()
+        except RuntimeError:
+            # the tensors of torch.func's transforms and fake ones have none
+            return None
+        state = (whole._version, address, source.storage_offset(), source.shape)
         found.append((weakref.ref(whole), state))
     return found
 

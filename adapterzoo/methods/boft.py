@@ -25,7 +25,7 @@ from adapterzoo.configs import require_choice, require_range
 from adapterzoo.contracts import Base, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, butterfly_reference, folded
-from adapterzoo.kernels.cayley import cayley_reference
+from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.exact import exactly
 
@@ -164,7 +164,8 @@ class BOFT(WeightAdapter):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        Q = self.kept_rotation.get(lambda: self._rotation(x.dtype), self.boft_R)
+        wide = compute_dtype(x.dtype)
+        Q = self.kept_rotation.get(lambda: self._rotation(wide), self.boft_R, facts=wide)
         y = base(butterfly_reference(x, Q))  # [*batch, d_out]
         return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)
 
@@ -181,7 +182,7 @@ class BOFT(WeightAdapter):
 
     def rotations(self, dtype: torch.dtype) -> Tensor:
         """Q `[*experts, m, d_in / b, b, b]`, in float64 for a float64 layer, else in float32."""
-        return cayley_reference(self.boft_R.to(compute_dtype(dtype)))
+        return cayley(self.boft_R.to(compute_dtype(dtype)))
 
     def _rotation(self, dtype: torch.dtype) -> Tensor:
         """The factors of one forward, folded: `[1, chunks, width, width]` where that pays."""

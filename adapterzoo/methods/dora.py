@@ -155,7 +155,8 @@ class DoRA(LowRank):
 
     def gain(self, w: Tensor) -> Tensor:
         """The factors g `[*experts, d_out]` for the untouched weight, in float32 or float64."""
-        return self.kept_gain.get(lambda: self._gain(w), w, self.lora_A, self.lora_B, self.m)
+        sources = w, self.lora_A, self.lora_B, self.m
+        return self.kept_gain.get(lambda: self._gain(w), *sources, facts=self.scaling)
 
     def _gain(self, w: Tensor) -> Tensor:
         # the norm of adapters knows no s and is differentiated; the paper's is a constant

@@ -58,9 +58,6 @@ class ReplicasMixin(AdaptersMixin):
         mine = {"configs": repr(dict(self.adapters_config)), **digests(tensors)}
         everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, mine, group=group)
-        # a process that ends at once would wait for ever: a thread of gloo still lets go of the
-        # gathered tensors, needs the interpreter for it, and is waited for by its destructor
-        dist.barrier(group)
         reference = everyone[0] or {}
         differing: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):

@@ -100,8 +100,8 @@ class StoringMixin(AdaptersMixin):
             id2label: other labels for the head.
             set_active: whether adapter and head become active.
             overwrite_ok: whether an adapter or head of that name may be replaced.
-            dtype: keep parameters in this dtype; None: that of each layer, and a file in
-                another one is an error.
+            dtype: keep parameters in this dtype, DoRA's magnitudes in float32 where it is a half;
+                None: that of each layer, and a file in another one is an error.
 
         Returns:
             The adapter's name.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapterzoo.errors import KernelError
 from adapterzoo.kernels import compose as module
 from adapterzoo.kernels import use
 from adapterzoo.kernels.compose import compose, compose_reference
@@ -94,6 +95,50 @@ def test_a_small_or_zero_gain_keeps_its_gradient(least):
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
     for got, want in zip(gradients(out, of), wanted, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("least", [1 / 15, 1 / 4, 0.9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_a_small_gain_is_as_exact_as_the_definition(dtype, least):
+    source = torch.Generator().manual_seed(0)
+    before, bias = 0.1 * torch.randn(64, OUT, generator=source), torch.full((OUT,), 0.5)
+    dy = torch.randn(64, OUT, generator=source).to(dtype)
+    wanted = (before.double() * dy.double()).sum(0)
+    # a layer has rounded its output already
+    y, bias = (before + bias).to(dtype), bias.to(dtype)
+    errors = {}
+    for mode in ("auto", "reference"):
+        gain = torch.full((OUT,), least, requires_grad=True)
+        with use(mode):
+            compose(y.clone().requires_grad_(), gain, bias).backward(dy)
+        errors[mode] = (gain.grad - wanted).norm()
+    assert errors["auto"] <= 3 * errors["reference"]
+
+
+@pytest.mark.parametrize(("bias", "update"), CASES)
+def test_writing_into_the_output_in_place(bias, update):
+    of = operands(torch.float32, bias, update)
+    out = compose(*of.values(), 0.7)
+    assert not out._is_view()
+    out.mul_(2.0)
+    with pytest.raises(KernelError, match=r"modified by an inplace.*use\('reference'\)"):
+        gradients(out, of)
+    with use("reference"):
+        found = gradients(compose(*of.values(), 0.7).mul_(2.0), of)
+    for got, want in zip(found, truth(of)[1], strict=True):
+        torch.testing.assert_close(got.double(), 2 * want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_transforms_of_torch_func():
+    of = {k: v.detach() for k, v in operands(torch.float64, wide=torch.float64).items()}
+    weights = torch.randn(of["y"].shape, generator=torch.Generator().manual_seed(1)).double()
+
+    def total(*values):
+        return (compose(*values, 0.7) * weights).sum()
+
+    found = torch.func.grad(total, tuple(range(len(of))))(*of.values())
+    for got, want in zip(found, truth(of)[1], strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_of_the_large_tensors_only_the_output_is_kept():

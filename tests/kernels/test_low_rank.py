@@ -354,3 +354,31 @@ def test_operands_that_do_not_fit_are_named():
         y, t = torch.empty(2, 5), torch.empty(2, 3, device="meta", dtype=torch.float64)
         with pytest.raises(KernelError, match=r"expand: .*'y on cpu', 't on meta'.*\.to\(device\)"):
             expand(y, t, torch.empty(5, 3), S)
+
+
+@pytest.mark.parametrize("factors", [torch.float32, torch.bfloat16])
+def test_a_model_may_write_into_the_output_in_place(factors):
+    y = torch.randn(300, 64, dtype=torch.bfloat16)
+    x = torch.randn(300, 32, dtype=torch.bfloat16)
+    a, b = (torch.randn(*s, dtype=factors, requires_grad=True) for s in ((4, 32), (64, 4)))
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = low_rank.low_rank(y, x, a, b, 0.5, dropout=0.0)
+        wanted = torch.autograd.grad(plain.mul(2).sum(), (a, b))
+        out = low_rank.low_rank(y, x, a, b, 0.5, dropout=0.0)
+        found = torch.autograd.grad(out.mul_(2).sum(), (a, b))
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_transforms_of_torch_func():
+    # above SMALL, with factors wider than the layer
+    y, x = torch.zeros(300, 64, dtype=torch.bfloat16), torch.randn(300, 32).bfloat16()
+    a, b = torch.randn(4, 32), torch.randn(64, 4)
+
+    def total(a, b):
+        return low_rank.low_rank(y, x, a, b, 0.5).float().sum()
+
+    found = torch.func.grad(total, (0, 1))(a, b)
+    wanted = torch.autograd.grad(total(a.requires_grad_(), b.requires_grad_()), (a, b))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

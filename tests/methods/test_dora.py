@@ -21,6 +21,7 @@ from adapterzoo.composition import evaluate
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import base_of
 from adapterzoo.kernels import use
+from adapterzoo.methods import dora
 from adapterzoo.testing import report
 
 CONVENTIONS = ("paper", "adapterhub")
@@ -523,3 +524,21 @@ def test_what_the_config_says_of_gradients_is_checked():
     assert "the gradient of" in failure.message
     (failure, *_) = report(SaysTooLittle(convention="adapterhub"), only=["gradcheck"])
     assert "gradients_are_exact is False" in failure.message
+
+
+def test_a_part_of_a_fused_layer_is_composed_as_a_layer_of_its_own(monkeypatch):
+    torch.manual_seed(0)
+    model = adapterzoo.init(AutoModel.from_config(tiny_config("gpt2")).eval())
+    model.add_adapter("a", "dora")
+    model.set_active_adapters("a")
+    seen = []
+
+    def compose(y, *rest):
+        seen.append(y)
+        return y
+
+    monkeypatch.setattr(dora, "compose", compose)
+    model.bfloat16()(**tiny_inputs("gpt2"))
+    # the wide detour is for what earlier adapters have changed
+    assert seen
+    assert {y.dtype for y in seen} == {torch.bfloat16}

@@ -84,6 +84,30 @@ def optimizer_step(model):
     optimizer.step()
 
 
+def fused_steps(model):
+    # the default of transformers' trainer; fused optimizers write without a new version
+    model.train_adapter("a")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 0.1, fused=True)
+    first_output(model(**tiny_inputs("bert")))[..., 0].sum().backward()
+    optimizer.step()
+    model.eval()
+
+
+def fused_step_in_evaluation_mode(model):
+    model.train_adapter("a")
+    model.eval()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 0.1, fused=True)
+    loss = first_output(model(**tiny_inputs("bert")))[..., 0].sum()
+    # a look at the model between a forward and its step
+    outputs(model)
+    loss.backward()
+    outputs(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def foreach_step(model):
     parameters = [p for _, m in model.adapter_modules("a") for p in m.parameters()]
     with torch.no_grad():
@@ -134,6 +158,8 @@ def scaled_below_autograd(model):
 
 
 CHANGES = [
+    fused_steps,
+    fused_step_in_evaluation_mode,
     optimizer_step,
     foreach_step,
     load_state_dict,
@@ -153,6 +179,25 @@ def test_every_change_is_seen(model, change):
     change(model)
     after = is_right(model)
     assert not torch.equal(before, after)
+
+
+def test_a_changed_scaling_is_seen():
+    model = adapted("dora")
+    before = is_right(model)
+    for _, module in model.adapter_modules("a"):
+        module.scaling *= 3.0
+    assert not torch.equal(is_right(model), before)
+
+
+@torch.no_grad()
+def test_parameters_that_torch_func_puts_in_place(model):
+    layer = layer_of(model)
+    x = torch.randn(3, layer.weight.shape[1])
+    stacked = {name: torch.stack([p, p * 1.1]) for name, p in layer.named_parameters()}
+    found = torch.func.vmap(lambda own: torch.func.functional_call(layer, own, (x,)))(stacked)
+    torch.testing.assert_close(found[0], layer(x))
+    torch._foreach_mul_(list(layer.parameters()), 1.1)
+    torch.testing.assert_close(found[1], layer(x))
 
 
 def test_requires_grad_and_modes_change_nothing(model):

@@ -1,0 +1,133 @@
+"""Measuring: CPU time in interleaved rounds, bytes kept for the backward pass, operators.
+
+A time stands beside another one of the same round, never alone: on a shared machine only the
+ratio means something. Bytes and counts are exact and repeat anywhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# floors: a figure of that size needs no second digit
+_LONG = 4.0
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two times: median and quartiles over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """The median, and the quartiles as its spread; an exact one alone."""
+        if self.low == self.high:
+            return f"{self.median:.3g}"
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
+def ratios(
+    floor: Callable[[], object],
+    others: Mapping[str, Callable[[], object]],
+    rounds: int,
+    repeat: int = 1,
+) -> dict[str, Ratio]:
+    """CPU time of each of the others over that of the floor.
+
+    Each round measures the floor before and after every one of the others, and takes the mean of
+    the two: what drifts slowly falls out. What takes several floors is measured in three rounds.
+
+    Args:
+        floor: what the others are compared with.
+        others: names to what is measured.
+        rounds: at least 7 for a figure that is reported.
+        repeat: calls that are timed together, for calls of microseconds.
+    """
+    floor()
+    for run in others.values():
+        run()
+    found: dict[str, list[float]] = {name: [] for name in others}
+    for number in range(rounds):
+        names = list(others)
+        before = _seconds(floor, repeat)
+        for name in names if number % 2 else reversed(names):
+            if number >= 3 and statistics.median(found[name]) > _LONG:
+                continue
+            taken = _seconds(others[name], repeat)
+            after = _seconds(floor, repeat)
+            found[name].append(2 * taken / (before + after))
+            before = after
+    return {name: ratio(values) for name, values in found.items()}
+
+
+def ratio(values: list[float]) -> Ratio:
+    """Median and quartiles."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Ratio(statistics.median(values), low, high)
+
+
+def _seconds(run: Callable[[], object], repeat: int) -> float:
+    gc.collect()
+    gc.disable()
+    start = time.process_time()
+    for _ in range(repeat):
+        run()
+    taken = time.process_time() - start
+    gc.enable()
+    return taken / repeat
+
+
+def saved_bytes(model: nn.Module, loss: Callable[[], Tensor]) -> int:
+    """What the forward keeps for the backward: unique storages, the model's own left out.
+
+    Args:
+        model: whose parameters and buffers are there anyway.
+        loss: the forward pass.
+    """
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def pack(t: Tensor) -> _Saved:
+        saved = _Saved(t)
+        kept.add(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        result = loss()
+    # what the forward has dropped on its way is gone from the set
+    storages = {s.data_ptr(): s.nbytes() for s in (k.tensor.untyped_storage() for k in kept)}
+    del result
+    return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+class _Saved:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def operators(run: Callable[[], object]) -> int:
+    """How many operators of PyTorch a call runs, views included."""
+    counter = _Counter()
+    with counter:
+        run()
+    return counter.count
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))

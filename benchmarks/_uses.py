@@ -1,0 +1,133 @@
+"""What is done once and not in each step: injecting, merging, loading, switching, importing."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+
+import adapterzoo
+from _measure import Ratio, ratio
+from _methods import Method
+from _models import Shape, twin
+from _report import Figure
+
+COUNT = 50
+
+
+def injecting(shape: Shape, methods: list[Method], rounds: int) -> list[Figure]:
+    """Adding one adapter at all sites; the goal of each method is PEFT's LoRA."""
+    base = shape.model()
+    theirs = {
+        m.title: _seconds(lambda m=m: m.put_peft(shape, base), rounds)  # type: ignore[misc]
+        for m in (methods[0], methods[2], methods[4])
+    }
+    limit = theirs[methods[0].title].median
+    return [
+        Figure(
+            f"injection: {m.title}",
+            _seconds(lambda m=m: m.put(shape, base), rounds),  # type: ignore[misc]
+            theirs[m.title],
+            round(limit, 3),
+            "s",
+        )
+        for m in (methods[0], methods[2], methods[4])
+    ]
+
+
+def merging(shape: Shape, methods: list[Method], rounds: int) -> list[Figure]:
+    """Merging a BOFT adapter; each merge starts from weights of its own."""
+    found = []
+    for method in methods[4:6]:
+        base = shape.model()
+        ours: list[float] = []
+        theirs: list[float] = []
+        for _ in range(min(rounds, 3)):
+            mine, other = method.put(shape, base), method.put_peft(shape, base)
+            ours.append(_once(lambda m=mine: m.merge_adapter("a")))  # type: ignore[misc]
+            mine.reset_adapter()
+            theirs.append(_once(lambda m=other: m.merge_adapter()))  # type: ignore[misc]
+            other.unmerge_adapter()
+        peer = ratio(theirs)
+        goal = round(peer.median / 10, 3)
+        found.append(Figure(f"merge: {method.title}", ratio(ours), peer, goal, "s"))
+    return found
+
+
+def loading(shape: Shape, rounds: int) -> list[Figure]:
+    """Loading many LoRA adapters, the first against the last, and switching between them."""
+    base = shape.model()
+    config = adapterzoo.LoRAConfig(r=8, target_modules=shape.targets)
+    mine: Any = adapterzoo.init(twin(base))
+    peer_config = peft.LoraConfig(r=8, target_modules=shape.targets)
+    other: Any = peft.get_peft_model(twin(base), peer_config, adapter_name="0")
+    with tempfile.TemporaryDirectory() as folder:
+        mine.add_adapter("0", config)
+        mine.save_adapter(Path(folder, "ours"), "0")
+        mine.delete_adapter("0")
+        other.save_pretrained(folder, selected_adapters=["0"])
+        ours = [
+            _once(lambda i=i: mine.load_adapter(Path(folder, "ours"), load_as=f"a{i}"))  # type: ignore[misc]
+            for i in range(2 * COUNT)
+        ]
+        theirs = [
+            _once(lambda i=i: other.load_adapter(Path(folder, "0"), adapter_name=f"a{i}"))  # type: ignore[misc]
+            for i in range(COUNT)
+        ]
+    last, first = (statistics.median(times) for times in (ours[-10:], ours[:10]))
+    names = [f"a{i % COUNT}" for i in range(4 * rounds)]
+    switches = ratio([1e3 * _once(lambda n=n: mine.set_active_adapters(n)) for n in names])  # type: ignore[misc]
+    peer_switches = ratio([1e3 * _once(lambda n=n: other.set_adapter(n)) for n in names[:rounds]])  # type: ignore[misc]
+    first_fifty, peer_fifty = sum(ours[:COUNT]), sum(theirs)
+    return [
+        Figure("loading 50 LoRA adapters", _plain(first_fifty), _plain(peer_fifty), 0.6, "s"),
+        Figure("the last 10 of 100 loads / the first 10", _plain(last / first), None, None),
+        Figure("the last 10 of 50 loads / the first 10", _plain(_growth(ours)),
+               _plain(_growth(theirs)), 1.1),
+        Figure("switching the adapter", switches, peer_switches, 2.0, "ms"),
+    ]  # fmt: skip
+
+
+def _growth(times: list[float]) -> float:
+    """The last ten of the first fifty over the first ten."""
+    return statistics.median(times[COUNT - 10 : COUNT]) / statistics.median(times[:10])
+
+
+def importing() -> list[Figure]:
+    """CPU time of an import on top of torch and transformers."""
+    code = (
+        "import time, torch, transformers; t = time.process_time(); {}; "
+        "print(time.process_time() - t)"
+    )
+
+    def seconds(what: str) -> float:
+        run = [sys.executable, "-c", code.format(what)]
+        return float(subprocess.run(run, capture_output=True, check=True, text=True).stdout)
+
+    ours = ratio([seconds("import adapterzoo; adapterzoo.AutoAdapterModel") for _ in range(5)])
+    theirs = ratio([seconds("import peft") for _ in range(5)])
+    return [Figure("import after torch and transformers", ours, theirs, 0.3, "s")]
+
+
+def _seconds(run: Callable[[], object], rounds: int) -> Ratio:
+    run()
+    return ratio([_once(run) for _ in range(rounds)])
+
+
+def _once(run: Callable[[], object]) -> float:
+    gc.collect()
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def _plain(value: float) -> Ratio:
+    return Ratio(value, value, value)

@@ -1,0 +1,176 @@
+"""What adapters cost on a CPU, beside the frozen base model and beside PEFT, in one run.
+
+    make bench
+
+One thread, CPU time, each figure beside the floor of the same round; nothing is printed unless
+both libraries compute the same. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+import adapterzoo
+from _measure import Ratio, operators, ratios, saved_bytes
+from _methods import METHODS, Method, stand_in
+from _models import BERT, LLAMA, TINY, Shape, twin
+from _report import Figure, write
+from _uses import importing, injecting, loading, merging
+
+# the largest relative difference of a loss or gradient between the libraries, in float32
+GATE = 1e-4
+
+
+def main() -> None:
+    """Check, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="at least 7 for a report")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="peft")
+    stand_in()
+    gate()
+    figures = [
+        *steps(LLAMA, METHODS, options.rounds),
+        *steps(BERT, METHODS[:4], options.rounds),
+        *half_precision(),
+        *small(TINY, "1 × 16 tokens", options.rounds),
+        *small(Shape(LLAMA.title, LLAMA.targets, 1, 1), "1 × 1 token", options.rounds),
+        *injecting(LLAMA, METHODS, options.rounds),
+        *merging(LLAMA, METHODS, options.rounds),
+        *loading(LLAMA, options.rounds),
+        *importing(),
+    ]
+    about = {
+        "date": date.today().isoformat(),
+        "machine": processor(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "adapterzoo": adapterzoo.__version__,
+        "rounds": options.rounds,
+    }
+    write(options.output, "cpu", about, figures)
+
+
+def gate() -> None:
+    """Stop here if the libraries do not compute the same.
+
+    Raises:
+        SystemExit: they do not.
+    """
+    for shape in (LLAMA, BERT):
+        base = shape.model()
+        for method in METHODS:
+            difference = method.difference(replace(shape, rows=1), base)
+            if not difference < GATE:
+                sys.exit(
+                    f"{method.title} on {shape.title}: adapterzoo and PEFT differ by {difference}"
+                )
+
+
+def steps(shape: Shape, methods: list[Method], rounds: int) -> list[Figure]:
+    """Training steps: time, bytes kept for the backward and operators, over the floor's."""
+    base = shape.model()
+    floor_bytes = saved_bytes(base, lambda: shape.loss(base))
+    # as many of few rows as of many
+    few = replace(shape, rows=1)
+    floor_operators = operators(_step_of(few, base))
+    found = []
+    for method in methods:
+        pair = method.put(shape, base), method.put_peft(shape, base)
+        method.equalise(*pair)
+        ours, theirs = (_step_of(shape, model) for model in pair)
+        times = ratios(lambda: shape.step(base), {"ours": ours, "theirs": theirs}, rounds)
+        kept = [saved_bytes(m, lambda m=m: shape.loss(m)) / floor_bytes for m in pair]  # type: ignore[misc]
+        counts = [operators(_step_of(few, model)) / floor_operators for model in pair]
+        step_goal, bytes_goal = method.goals[shape.title]
+        where = f"{method.title}, {shape.title}, {shape.rows} × {shape.tokens} tokens"
+        found += [
+            Figure(f"step: {where}", times["ours"], times["theirs"], step_goal),
+            exact(f"saved bytes: {where}", kept, bytes_goal),
+            exact(f"operators: {where}", counts, None),
+        ]
+    return found
+
+
+def half_precision() -> list[Figure]:
+    """Saved bytes over a bfloat16 base; PEFT's adapters are float32 there by default."""
+    base = LLAMA.model(torch.bfloat16)
+    floor = saved_bytes(base, lambda: LLAMA.loss(base))
+    found = []
+    for method, goal in ((METHODS[0], 1.30), (METHODS[2], 1.55)):
+        pair = method.put(LLAMA, base), method.put_peft(LLAMA, base)
+        kept = [saved_bytes(m, lambda m=m: LLAMA.loss(m)) / floor for m in pair]  # type: ignore[misc]
+        name = f"saved bytes: {method.title}, {LLAMA.title}, bfloat16"
+        found.append(exact(name, kept, goal))
+    return found
+
+
+@torch.no_grad()
+def small(shape: Shape, tokens: str, rounds: int) -> list[Figure]:
+    """A forward of few tokens in evaluation: what the dispatch of adapters costs."""
+    base = shape.model().eval()
+    ids = torch.arange(shape.tokens).expand(shape.rows, -1)
+
+    def run(model: Any) -> Callable[[], object]:
+        return lambda: model(input_ids=ids)
+
+    idle = adapterzoo.init(twin(base))
+    idle.add_adapter("a", adapterzoo.LoRAConfig(target_modules=shape.targets))
+    bottleneck = adapterzoo.init(twin(base))
+    bottleneck.add_adapter("a", "seq_bn[reduction_factor=8]")
+    bottleneck.set_active_adapters("a")
+    runs = {"nothing active": run(idle), "bottleneck": run(bottleneck)}
+    goals = {"nothing active": 1.0, "LoRA r=8": 1.3}
+    for method in (METHODS[0], METHODS[2], METHODS[4]):
+        runs[method.title] = run(method.put(shape, base).eval())
+        runs[f"PEFT {method.title}"] = run(method.put_peft(shape, base).eval())
+    times = ratios(run(base), runs, rounds, repeat=3)
+    return [
+        Figure(
+            f"forward: {name}, {shape.title}, {tokens}",
+            ours,
+            times.get(f"PEFT {name}"),
+            goals.get(name, 1.5),
+        )
+        for name, ours in times.items()
+        if not name.startswith("PEFT ")
+    ]
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, one thread" if names else platform.machine()
+
+
+def _step_of(shape: Shape, model: Any) -> Callable[[], None]:
+    return lambda: shape.step(model)
+
+
+def exact(name: str, values: list[float], goal: float | None) -> Figure:
+    """A figure without spread: ours, theirs."""
+    ours, theirs = (Ratio(value, value, value) for value in values)
+    return Figure(name, ours, theirs, goal)
+
+
+if __name__ == "__main__":
+    main()
