@@ -29,12 +29,13 @@ def compose(
 
 def compose_backward(
     dy: Tensor,
-    out: Tensor,
+    kept: Tensor,
     gain: Tensor,
     bias: Tensor | None,
     t: Tensor | None,
     b: Tensor | None,
     scaling: float,
+    tells: bool,
     needs_y: bool,
     needs_gain: bool,
     needs_bias: bool,
@@ -43,15 +44,17 @@ def compose_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of y, gain, bias, t and b; empty where not needed.
 
-    Differentiable in its turn. `gain` has no zeros: what was before it is found from `out`.
+    Differentiable in its turn. `kept` is y, or with `tells` the output, from which a gain without
+    zeros lets find what was before it. Without `needs_gain` it may be empty.
     """
     wide = _flat(dy).to(gain.dtype)  # [rows, d_out]
     of_y, of_gain, of_bias, of_t, of_b = (gain.new_empty(0) for _ in range(5))
     if needs_y:
-        of_y = (wide * gain).view(dy.shape).to(out.dtype)
+        of_y = (wide * gain).view(dy.shape).to(dy.dtype)
     if needs_gain:
-        before = _flat(out) if bias is None else _flat(out) - bias
-        of_gain = (before * wide).sum(0) / gain
+        before = _flat(kept) if bias is None else _flat(kept) - bias
+        of_gain = (before * wide).sum(0)
+        of_gain = of_gain / gain if tells else of_gain
     if needs_bias and bias is not None:
         of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
     if t is not None and b is not None:
@@ -59,8 +62,14 @@ def compose_backward(
         # few rows by many: several times as fast as many by few
         if needs_t:
             of_t = ((s * b.to(s.dtype)).T @ wide.T).T.to(t.dtype).contiguous().view(t.shape)
+        # what the update adds to y is not in y: Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b)
+        hidden = needs_gain and not tells
+        if needs_b or hidden:
+            dyt = (_flat(t).T.to(wide.dtype) @ wide).T  # [d_out, rank]
+        if hidden:
+            of_gain = of_gain + scaling * (dyt * b).sum(-1)
         if needs_b:
-            of_b = ((_flat(t).T.to(wide.dtype) @ wide).T * s).to(b.dtype).contiguous()
+            of_b = (dyt * s).to(b.dtype).contiguous()
     return of_y, of_gain, of_bias, of_t, of_b
 
 

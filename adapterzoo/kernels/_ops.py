@@ -5,7 +5,7 @@ Through the dispatcher `torch.compile`, FakeTensor, autocast, DDP and FSDP2 see 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def check(
     call: str,
     left: str,
     right: str,
-    operands: dict[str, Tensor | None],
+    operands: Mapping[str, Tensor | None],
     fits: bool,
     legal: str = "Factors are a [rank, d_in] and b [d_out, rank]",
 ) -> None:

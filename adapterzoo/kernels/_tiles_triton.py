@@ -13,10 +13,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._launch import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+# programs that keep the multiprocessors of a large GPU busy
+_PROGRAMS = 128
 
 
 class Tile(NamedTuple):
@@ -45,6 +48,24 @@ def precision(dtype: torch.dtype) -> str:
     if dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return "tf32x3"
     return "tf32"
+
+
+def cut(rank: int) -> int:
+    """How much of the rank a program takes at a time; 16 is the least for a matrix unit."""
+    return 16 if rank <= 16 else 64
+
+
+def parted(width: int, columns: int, programs: int) -> tuple[int, int]:
+    """Into how many parts the features are cut to keep the GPU busy, and how wide they are."""
+    tiles = triton.cdiv(width, columns)
+    parts = max(1, min(_PROGRAMS // max(programs, 1), tiles))
+    part = triton.cdiv(tiles, parts) * columns
+    return triton.cdiv(width, part), part
+
+
+def added(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first dimension, always in the same order."""
+    return (parts.sum(0) if parts.shape[0] != 1 else parts.squeeze(0)).to(dtype)
 
 
 @triton.jit

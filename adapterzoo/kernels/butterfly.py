@@ -8,16 +8,20 @@ chunk of b · 2^(m−1) features, and permutations are views.
 from __future__ import annotations
 
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import _butterfly_torch, mode
+from ._ops import below, check, narrowed, register
 from .exact import exactly
 
 # products of narrower blocks waste a matrix unit, and a batch of them costs more than its FLOPs
 _NARROWEST = 16
 # from here on m products with blocks of b cost less than one with chunks of b · 2^(m−1)
 _WIDEST = 256
+_LEGAL = "x is [*experts, *batch, chunks · width], blocks [*experts, chunks, width, width]"
 
 
 def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
@@ -37,7 +41,7 @@ def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tenso
         factor = Q[..., i, :, :, :].to(x.dtype)  # [*experts, blocks, b, b]
         if i:
             y = _swapped(y, blocks >> i, 2, 1 << i)
-        y = _rotated(y, factor.mT if transposed else factor)
+        y = _butterfly_torch.rotate(y, factor.mT if transposed else factor)
         if i:
             y = _swapped(y, blocks >> i, 1 << i, 2)
     return y.reshape(x.shape)
@@ -54,7 +58,29 @@ def butterfly(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
     Returns:
         Shape and dtype of x; under autocast its dtype.
     """
-    return butterfly_reference(x, folded(Q), transposed)
+    return turned(x, folded(Q), transposed)
+
+
+def turned(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
+    """`butterfly_reference`, in which a single factor is one pass over x.
+
+    Args:
+        x: `[*batch, d_in]`, or `[*experts, *batch, d_in]` where Q has experts.
+        Q: `[*experts, m, chunks, width, width]`, from `folded`.
+        transposed: whether to multiply by Rotᵀ.
+
+    Returns:
+        Shape and dtype of x; under autocast its dtype.
+
+    Raises:
+        KernelError: the mode is `"triton"`, and Triton cannot take the operands.
+    """
+    # autograd over the torch path saves no more than the operator, and runs faster
+    if Q.shape[-4] > 1 or mode.is_reference() or not mode.may_take_triton(x):
+        return butterfly_reference(x, Q, transposed)
+    blocks = Q.squeeze(-4)  # [*experts, chunks, width, width]
+    out: Tensor = _rotate(x, blocks.mT if transposed else blocks)
+    return out
 
 
 def folded(Q: Tensor) -> Tensor:
@@ -93,19 +119,79 @@ def fold(Q: Tensor) -> Tensor:
     eye = torch.eye(width, device=Q.device, dtype=Q.dtype)
     rows = eye.repeat(1, blocks * b // width).expand(*Q.shape[:-4], -1, -1)  # [.., width, d_in]
     with exactly(Q.device):
-        turned = butterfly_reference(rows, Q)  # [*experts, width, d_in]
-    chunks: Tensor = turned.unflatten(-1, (-1, width))  # [*experts, width, chunks, width]
+        whole = butterfly_reference(rows, Q)  # [*experts, width, d_in]
+    chunks: Tensor = whole.unflatten(-1, (-1, width))  # [*experts, width, chunks, width]
     return chunks.transpose(-3, -2)
-
-
-def _rotated(y: Tensor, blocks: Tensor) -> Tensor:
-    """`y` `[*experts, rows, d_in]` by `blocks` `[*experts, blocks, b, b]` along the diagonal."""
-    parts = y.unflatten(-1, blocks.shape[-3:-1]).transpose(-3, -2)  # [*experts, blocks, rows, b]
-    turned: Tensor = parts @ blocks
-    return turned.transpose(-3, -2).flatten(-2)  # [*experts, rows, d_in]
 
 
 def _swapped(y: Tensor, chunks: int, outer: int, inner: int) -> Tensor:
     """`y` `[.., d_in]`: each chunk's half-blocks, an `[outer, inner]` table, read by columns."""
     table: Tensor = y.unflatten(-1, (chunks, outer, inner, -1))  # [.., chunks, outer, inner, b/2]
     return table.transpose(-3, -2).flatten(-4)  # [.., d_in]
+
+
+def _run(x: Tensor, blocks: Tensor) -> Tensor:
+    if not mode.takes_triton("rotate", x, blocks):
+        return _butterfly_torch.rotate(x, blocks).contiguous()
+    from . import butterfly_triton
+
+    return butterfly_triton.rotate(x, blocks)
+
+
+def _run_backward(
+    dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool, needs_blocks: bool
+) -> tuple[Tensor, Tensor]:
+    if not mode.takes_triton("rotate", dy, x, blocks):
+        return _butterfly_torch.rotate_backward(dy, x, blocks, needs_x, needs_blocks)
+    from . import butterfly_triton
+
+    return butterfly_triton.rotate_backward(dy, x, blocks, needs_x, needs_blocks)
+
+
+def _fake(x: Tensor, blocks: Tensor) -> Tensor:
+    chunks, width = blocks.shape[-3:-1]
+    fits = x.shape[-1] == chunks * width and x.shape[: blocks.dim() - 3] == blocks.shape[:-3]
+    check("rotate", "x", "blocks", {"x": x, "blocks": blocks}, fits, _LEGAL)
+    return x.new_empty(x.shape)
+
+
+def _fake_backward(
+    dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool, needs_blocks: bool
+) -> tuple[Tensor, Tensor]:
+    operands = {"dy": dy, "x": x, "blocks": blocks}
+    fits = dy.shape[-1] == blocks.shape[-3] * blocks.shape[-1]
+    check("rotate's backward", "dy", "blocks", operands, fits, _LEGAL)
+    dx = x.new_empty(dy.shape if needs_x else 0)
+    return dx, blocks.new_empty(blocks.shape if needs_blocks else 0)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Tensor) -> Any:
+        # of an x that only passes the gradient on, the dtype is enough
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else x.new_empty(0), blocks)
+        return below(_rotate, x, blocks)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, blocks = ctx.saved_tensors
+        run = _butterfly_torch.rotate_backward if torch.is_grad_enabled() else _rotate_backward
+        dx, dblocks = run(dy, x, blocks, *ctx.needs_input_grad)
+        return tuple(
+            g if need else None for g, need in zip((dx, dblocks), ctx.needs_input_grad, strict=True)
+        )
+
+
+_rotate = register(
+    "rotate(Tensor x, Tensor blocks) -> Tensor",
+    _run,
+    _fake,
+    _Rotate,
+    lambda dtype, x, blocks: (narrowed(x, dtype), blocks),
+)
+_rotate_backward = register(
+    "rotate_backward(Tensor dy, Tensor x, Tensor blocks, bool needs_x, bool needs_blocks) "
+    "-> (Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)

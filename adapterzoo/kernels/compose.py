@@ -1,8 +1,11 @@
 """The composition of a rescaled layer: gain ∘ (y + s · t Bᵀ − bias) + bias.
 
 DoRA's output (Liu et al. 2024, arXiv:2402.09353, eq. 5) with gain = magnitude over norm, and
-without the low-rank part that of BOFT, whose gain is its scale. For the backward it keeps its
-own output, which the next operation of a model often keeps anyway, and no tensor before it.
+without the low-rank part that of BOFT, whose gain is its scale. For the backward it keeps one
+large tensor. On a CPU that is its own output, which the next operation of a model often keeps
+anyway; where a gain is so small that the output does not tell what was before it, autograd keeps
+y. Asking a GPU for the smallest gain would be a wait, so that there it is y: as many bytes, which
+nobody shares, but no gain is too small.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from .exact import exactly
 # rounded to half precision is off by 1 / gain times as much as what was there
 _LEAST_GAIN = 1 / 16
 _LEAST_GAIN_OF_HALF = 1 / 2
+_LEGAL = "y is [*batch, d_out], gain and bias [d_out], t [*batch, rank], b [d_out, rank]"
 
 
 def compose_reference(
@@ -70,8 +74,9 @@ def compose(
     if mode.is_reference():
         update = None if t is None or b is None else t.to(gain.dtype) @ b.to(gain.dtype).T
         return compose_reference(y, gain, bias, update, scaling)
-    if torch.is_grad_enabled() and _output_tells(gain, y.dtype):
-        out: Tensor = _compose(y, gain, bias, t, b, scaling)
+    asks_gpu = mode.may_take_triton(y)
+    if asks_gpu or (torch.is_grad_enabled() and _output_tells(gain, y.dtype)):
+        out: Tensor = _compose(y, gain, bias, t, b, scaling, not asks_gpu)
         return out
     # the same operations, so that a forward has the same bits with and without gradients
     with exactly(y.device):
@@ -91,6 +96,41 @@ def _output_tells(gain: Tensor, dtype: torch.dtype) -> bool:
     return bool(gain.detach().abs().min() >= least)
 
 
+def _run(
+    y: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    tells: bool,
+) -> Tensor:
+    given = [v for v in (y, gain, bias, t, b) if v is not None]
+    if not mode.takes_triton("compose", *given):
+        return _compose_torch.compose(y, gain, bias, t, b, scaling)
+    from . import compose_triton
+
+    return compose_triton.compose(y, gain, bias, t, b, scaling)
+
+
+def _run_backward(
+    dy: Tensor,
+    kept: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    t: Tensor | None,
+    b: Tensor | None,
+    scaling: float,
+    *flags: bool,
+) -> tuple[Tensor, ...]:
+    given = [v for v in (dy, kept, gain, bias, t, b) if v is not None]
+    if not mode.takes_triton("compose", *given):
+        return _compose_torch.compose_backward(dy, kept, gain, bias, t, b, scaling, *flags)
+    from . import compose_triton
+
+    return compose_triton.compose_backward(dy, kept, gain, bias, t, b, scaling, *flags)
+
+
 def _fake(
     y: Tensor,
     gain: Tensor,
@@ -98,25 +138,27 @@ def _fake(
     t: Tensor | None,
     b: Tensor | None,
     scaling: float,
+    tells: bool,
 ) -> Tensor:
     operands = {"y": y, "gain": gain, "bias": bias, "t": t, "b": b}
-    check("compose", "y", "gain", operands, y.shape[-1:] == gain.shape)
+    check("compose", "y", "gain", operands, y.shape[-1:] == gain.shape, _LEGAL)
     return y.new_empty(y.shape)
 
 
 def _fake_backward(
     dy: Tensor,
-    out: Tensor,
+    kept: Tensor,
     gain: Tensor,
     bias: Tensor | None,
     t: Tensor | None,
     b: Tensor | None,
     scaling: float,
+    tells: bool,
     *needs: bool,
 ) -> tuple[Tensor, ...]:
-    operands = {"dy": dy, "out": out, "gain": gain, "bias": bias, "t": t, "b": b}
-    check("compose's backward", "dy", "gain", operands, dy.shape[-1:] == gain.shape)
-    shaped = (out, gain, bias, t, b)
+    operands = {"dy": dy, "kept": kept, "gain": gain, "bias": bias, "t": t, "b": b}
+    check("compose's backward", "dy", "gain", operands, dy.shape[-1:] == gain.shape, _LEGAL)
+    shaped = (dy, gain, bias, t, b)
     return tuple(
         gain.new_empty(0) if of is None else of.new_empty(of.shape if need else 0)
         for of, need in zip(shaped, needs, strict=True)
@@ -133,17 +175,21 @@ class _Compose(torch.autograd.Function):
         t: Tensor | None,
         b: Tensor | None,
         scaling: float,
+        tells: bool,
     ) -> Any:
-        out = below(_compose, y, gain, bias, t, b, scaling)
-        ctx.save_for_backward(out, gain, bias, t, b)
-        ctx.scaling = scaling
+        out = below(_compose, y, gain, bias, t, b, scaling, tells)
+        kept = out if tells else y
+        # only the gradient of the gain looks at it
+        kept = kept if ctx.needs_input_grad[1] else y.new_empty(0)
+        ctx.save_for_backward(kept, gain, bias, t, b)
+        ctx.scaling, ctx.tells = scaling, tells
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad[:5]
         try:
-            out, gain, bias, t, b = ctx.saved_tensors
+            kept, gain, bias, t, b = ctx.saved_tensors
         except RuntimeError as error:
             raise KernelError(
                 f"compose: its backward pass cannot read what its forward has kept ({error}). "
@@ -152,20 +198,21 @@ class _Compose(torch.autograd.Function):
                 f"leave the layer out by exclude_modules."
             ) from error
         run = _compose_torch.compose_backward if torch.is_grad_enabled() else _compose_backward
-        found = run(dy, out, gain, bias, t, b, ctx.scaling, *needs)
-        return *(g if need else None for g, need in zip(found, needs, strict=True)), None
+        found = run(dy, kept, gain, bias, t, b, ctx.scaling, ctx.tells, *needs)
+        return *(g if need else None for g, need in zip(found, needs, strict=True)), None, None
 
 
 _compose = register(
-    "compose(Tensor y, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, float scaling) -> Tensor",
-    _compose_torch.compose,
+    "compose(Tensor y, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, float scaling, "
+    "bool tells) -> Tensor",
+    _run,
     _fake,
     _Compose,
 )
 _compose_backward = register(
-    "compose_backward(Tensor dy, Tensor out, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, "
-    "float scaling, bool needs_y, bool needs_gain, bool needs_bias, bool needs_t, bool needs_b) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _compose_torch.compose_backward,
+    "compose_backward(Tensor dy, Tensor kept, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, "
+    "float scaling, bool tells, bool needs_y, bool needs_gain, bool needs_bias, bool needs_t, "
+    "bool needs_b) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
     _fake_backward,
 )

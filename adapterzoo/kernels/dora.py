@@ -10,6 +10,8 @@ from torch import Tensor
 
 from adapterzoo.contracts import compute_dtype
 
+from . import mode
+from ._ops import check, register
 from .exact import exactly
 
 # elements of W + s B A that exist at one time: 16 MiB in float32
@@ -58,3 +60,39 @@ def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: in
         for part, of_part in zip(w.split(rows, -2), b.split(rows, -2), strict=True)
     ]
     return norms[0] if len(norms) == 1 else torch.cat(norms, -1)
+
+
+def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """`row_norm_reference`; on CUDA without building the sum, where nobody asks for gradients.
+
+    Args:
+        w: `[*experts, d_out, d_in]`.
+        a: `[*experts, rank, d_in]`.
+        b: `[*experts, d_out, rank]`.
+        scaling: the factor s.
+
+    Returns:
+        `[*experts, d_out]`, in float32, or float64 for a float64 `w`.
+    """
+    differentiated = torch.is_grad_enabled() and any(v.requires_grad for v in (w, a, b))
+    if differentiated or mode.is_reference() or not mode.may_take_triton(w):
+        return row_norm_reference(w, a, b, scaling)
+    norm: Tensor = _row_norm(w, a, b, scaling)
+    return norm
+
+
+def _run(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    if not mode.takes_triton("row_norm", w, a, b):
+        return row_norm_reference(w, a, b, scaling)
+    from . import row_norm_triton
+
+    return row_norm_triton.row_norm(w, a, b, scaling)
+
+
+def _fake(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    fits = w.shape == (*b.shape[:-1], a.shape[-1]) and a.shape[:-1] == (*w.shape[:-2], b.shape[-1])
+    check("row_norm", "w", "b a", {"w": w, "a": a, "b": b}, fits)
+    return w.new_empty(w.shape[:-1], dtype=compute_dtype(w.dtype))
+
+
+_row_norm = register("row_norm(Tensor w, Tensor a, Tensor b, float scaling) -> Tensor", _run, _fake)

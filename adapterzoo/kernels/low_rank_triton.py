@@ -21,10 +21,8 @@ from torch import Tensor
 
 from . import _dropout, _low_rank_torch
 from ._launch import launch
-from ._tiles_triton import Tile, keep, precision, product
+from ._tiles_triton import Tile, added, cut, keep, parted, precision, product
 
-# programs that keep the multiprocessors of a large GPU busy
-_PROGRAMS = 128
 # above, the parts of a factor's gradient are more bytes than a second look at dy or x
 _WIDEST_RANK = 64
 # rows of a decoding step
@@ -38,14 +36,14 @@ def shrink_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     """The configuration for a number of rows, a rank and the dtype of the factors."""
     if dtype is torch.float32:
         return Tile(16 if rows <= _FEW else 64, 32, 32, 4, 3)
-    return Tile(16 if rows <= _FEW else 64, 128 if rank <= 16 else 64, _cut(rank), 4, 3)
+    return Tile(16 if rows <= _FEW else 64, 128 if rank <= 16 else 64, cut(rank), 4, 3)
 
 
 def expand_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     """As `shrink_tile`."""
     if dtype is torch.float32:
         return Tile(16 if rows <= _FEW else 64, 64, 32, 4, 2)
-    return Tile(16 if rows <= _FEW else 64, 128, _cut(rank), 4, 2)
+    return Tile(16 if rows <= _FEW else 64, 128, cut(rank), 4, 2)
 
 
 def shrink_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
@@ -53,7 +51,7 @@ def shrink_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     if dtype is torch.float32:
         return Tile(64, 32, 32, 8, 2)
     if rows <= _FEW:
-        return Tile(16, 64, min(_cut(rank), 32), 4, 2)
+        return Tile(16, 64, min(cut(rank), 32), 4, 2)
     # few tall blocks: each writes a whole part of the factor's gradient
     return Tile(256, 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 32, 8, 2)
 
@@ -63,7 +61,7 @@ def expand_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     if dtype is torch.float32:
         return Tile(64, 32, 32, 4, 2)
     if rows <= _FEW:
-        return Tile(16, 64, _cut(rank), 4, 2)
+        return Tile(16, 64, cut(rank), 4, 2)
     return Tile(256, 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 64, 8, 2)
 
 
@@ -232,7 +230,7 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
     (rows, width), rank = flat.shape, a.shape[0]
     tile = shrink_tile(rows, rank, a.dtype)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(rank, tile.rank)
-    parts, part = _parts(width, tile.columns, programs)
+    parts, part = parted(width, tile.columns, programs)
     t = torch.empty(
         (parts, rows, rank), dtype=a.dtype if parts == 1 else torch.float32, device=x.device
     )
@@ -242,7 +240,7 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
         ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
         PRECISION=precision(a.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return _added(t, a.dtype).view(*x.shape[:-1], rank)
+    return added(t, a.dtype).view(*x.shape[:-1], rank)
 
 
 def shrink_backward(
@@ -266,7 +264,7 @@ def shrink_backward(
     rows = left.shape[0]
     tile = shrink_backward_tile(rows, rank, a.dtype)
     blocks = triton.cdiv(rows, tile.rows)
-    parts, part = _parts(width, tile.columns, blocks)
+    parts, part = parted(width, tile.columns, blocks)
     dx = x.new_empty((*dt.shape[:-1], width) if needs_x else 0)
     da = a.new_empty((blocks, width, rank) if needs_a else 0, dtype=torch.float32)
     launch(
@@ -279,7 +277,7 @@ def shrink_backward(
     )  # fmt: skip
     if not needs_a:
         return dx, a.new_empty(0)
-    return dx, _added(da, a.dtype).T.clone(memory_format=torch.contiguous_format)
+    return dx, added(da, a.dtype).T.clone(memory_format=torch.contiguous_format)
 
 
 def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -322,7 +320,7 @@ def expand_backward(
     tile = expand_backward_tile(rows, rank, t.dtype)
     blocks = triton.cdiv(rows, tile.rows)
     programs = blocks * triton.cdiv(rank, tile.rank)
-    parts, part = _parts(width, tile.columns, programs)
+    parts, part = parted(width, tile.columns, programs)
     dt = t.new_empty(
         (parts, rows, rank) if needs_t else 0, dtype=t.dtype if parts == 1 else torch.float32
     )
@@ -334,24 +332,6 @@ def expand_backward(
         PRECISION=precision(t.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return (
-        _added(dt, t.dtype).view(*dy.shape[:-1], rank) if needs_t else t.new_empty(0),
-        _added(db, b.dtype) if needs_b else b.new_empty(0),
+        added(dt, t.dtype).view(*dy.shape[:-1], rank) if needs_t else t.new_empty(0),
+        added(db, b.dtype) if needs_b else b.new_empty(0),
     )
-
-
-def _cut(rank: int) -> int:
-    """How much of the rank a program takes at a time; 16 is the least for a matrix unit."""
-    return 16 if rank <= 16 else 64
-
-
-def _parts(width: int, columns: int, programs: int) -> tuple[int, int]:
-    """Into how many parts the features are cut to keep the GPU busy, and how wide they are."""
-    tiles = triton.cdiv(width, columns)
-    parts = max(1, min(_PROGRAMS // max(programs, 1), tiles))
-    part = triton.cdiv(tiles, parts) * columns
-    return triton.cdiv(width, part), part
-
-
-def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the first dimension, always in the same order."""
-    return (parts.sum(0) if parts.shape[0] != 1 else parts.squeeze(0)).to(dtype)

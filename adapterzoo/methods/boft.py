@@ -24,7 +24,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import require_choice, require_range
 from adapterzoo.contracts import Base, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
-from adapterzoo.kernels.butterfly import butterfly, butterfly_reference, folded
+from adapterzoo.kernels.butterfly import butterfly, folded, turned
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.exact import exactly
@@ -166,7 +166,7 @@ class BOFT(WeightAdapter):
         """
         wide = compute_dtype(x.dtype)
         Q = self.kept_rotation.get(lambda: self._rotation(wide), self.boft_R, facts=wide)
-        y = base(butterfly_reference(x, Q))  # [*batch, d_out]
+        y = base(turned(x, Q))  # [*batch, d_out]
         return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)
 
     def weight(self, w: Tensor, base: Base) -> Tensor:

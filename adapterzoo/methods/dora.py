@@ -28,7 +28,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings, require_choice
 from adapterzoo.contracts import Base, compute_dtype
 from adapterzoo.kernels.compose import compose
-from adapterzoo.kernels.dora import direction_reference, row_norm_reference
+from adapterzoo.kernels.dora import direction_reference, row_norm
 from adapterzoo.kernels.low_rank import shrink
 
 from ._init import constant, drawn
@@ -122,7 +122,7 @@ class DoRA(LowRank):
     def attach(self, base: Base) -> None:
         """The magnitudes start as the norms of the layer's rows, ‖W‖."""
         zeros = torch.zeros_like(self.lora_B)
-        self.m.copy_(row_norm_reference(base.weight, self.lora_A, zeros, 1.0))
+        self.m.copy_(row_norm(base.weight, self.lora_A, zeros, 1.0))
 
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The layer with the change; in an embedding `x` is token numbers `[*batch]`.
@@ -162,7 +162,7 @@ class DoRA(LowRank):
         # the norm of adapters knows no s and is differentiated; the paper's is a constant
         with torch.set_grad_enabled(self.adapterhub and torch.is_grad_enabled()):
             s = 1.0 if self.adapterhub else self.scaling
-            norm = row_norm_reference(w, self.lora_A, self.lora_B, s)  # [*experts, d_out]
+            norm = row_norm(w, self.lora_A, self.lora_B, s)  # [*experts, d_out]
         # a row of zeros has no direction to change: it stays what it is
         zero = norm == 0
         return torch.where(zero, 1.0, self.m.to(norm.dtype) / norm.masked_fill(zero, 1.0))

@@ -1,8 +1,9 @@
 """Compile every shipped configuration of the Triton kernels for GPUs that are not here.
 
 A script, run in a process of its own because Triton decides at import whether it interprets.
-It prints one JSON list, a row for each kernel, configuration and architecture, with what ptxas
-made of it. `python tests/kernels/aot.py docs/kernels.md` writes the table of the documentation.
+`python tests/kernels/aot.py low_rank` prints one JSON list, a row for each kernel, configuration
+and architecture of that operator, with what ptxas made of it; without a name it writes the table
+of all to docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from adapterzoo.kernels import low_rank_triton
+from adapterzoo.kernels import butterfly_triton, compose_triton, low_rank_triton, row_norm_triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 ARCHITECTURES = (80, 90, 100)
 # instructions of the matrix units, by generation
 MATRIX = {"HMMA": r"\bmma\.sync", "HGMMA": r"\bwgmma\.mma_async", "TCMMA": r"\btcgen05\.mma"}
@@ -31,16 +35,37 @@ KINDS = {
     "half, float32 factors": ("*bf16", "*fp32", torch.float32),
     "float32": ("*fp32", "*fp32", torch.float32),
 }
-ACTIVATIONS = {"x", "y", "dx", "dy", "out"}
+ACTIVATIONS = {"x", "y", "dx", "dy", "out", "of_y", "bias", "w"}
 FACTORS = {"a", "b", "t", "dt"}
-PARTS = {"da", "db"}
+WIDE = {"da", "db", "gain", "of_t", "of_b", "dots", "sums", "gram", "norm", "blocks", "dblocks"}
 NUMBERS = {"scale": "fp32", "scaling": "fp32", "seed": "*i64"}
 # numbers that are no multiples of 16
 ODD = {"rows", "threshold", "scale", "scaling"}
 
 
+@dataclass
+class Case:
+    """What is compiled: a kernel and what a call would fix of it.
+
+    Attributes:
+        kernel: under triton.jit.
+        kind: key of KINDS.
+        tile: its configuration.
+        label: after the name of the kernel.
+        constants: its other constant expressions; True if they are not here.
+        missing: operands that are None.
+    """
+
+    kernel: Any
+    kind: str
+    tile: Any
+    label: str = ""
+    constants: dict[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+
 def low_rank_cases():
-    """Kernel, kind, tile and dropout of everything that the default configurations give."""
+    """Everything that the default configurations give."""
     tiles = {
         low_rank_triton.shrink_kernel: low_rank_triton.shrink_tile,
         low_rank_triton.shrink_backward_kernel: low_rank_triton.shrink_backward_tile,
@@ -51,25 +76,72 @@ def low_rank_cases():
     for kernel, tile in tiles.items():
         for kind, (_, _, dtype) in KINDS.items():
             for made in dict.fromkeys(tile(rows, rank, dtype) for rows, rank in shapes):
-                for drops in (False, True) if "DROPS" in kernel.arg_names else (False,):
-                    yield kernel, kind, made, drops
+                if "DROPS" not in kernel.arg_names:
+                    yield Case(kernel, kind, made)
+                    continue
+                yield Case(kernel, kind, made, "", {"DROPS": False}, ("seed",))
+                yield Case(kernel, kind, made, ", dropout")
 
 
-def compiled(kernel, kind, tile, drops, architecture):
+def compose_cases():
+    """DoRA's composition at each rank, and BOFT's, which has no update."""
+    tiles = {
+        compose_triton.compose_kernel: compose_triton.compose_tile,
+        compose_triton.compose_backward_kernel: compose_triton.compose_backward_tile,
+    }
+    shapes = [(rows, rank) for rows in (1, 8192) for rank in (16, 64)]
+    for kernel, tile in tiles.items():
+        for kind, (_, _, dtype) in KINDS.items():
+            for made in dict.fromkeys(tile(rows, rank, dtype) for rows, rank in shapes):
+                yield Case(kernel, kind, made, "", {"WIDE": dtype is torch.float32})
+        plain = {"UPDATES": False, "NEEDS_T": False, "NEEDS_B": False, "WIDE": False}
+        for kind in ("half", "float32"):
+            for made in dict.fromkeys(tile(rows, 0, torch.float16) for rows in (1, 8192)):
+                yield Case(kernel, kind, made, ", no update", plain, ("t", "b"))
+
+
+def row_norm_cases():
+    """DoRA's norms, with the products inside and, for a wide rank, without."""
+    kernel, tile = row_norm_triton.row_norm_kernel, row_norm_triton.row_norm_tile
+    for kind, (_, _, dtype) in KINDS.items():
+        wide = {"WIDE": dtype is torch.float32}
+        for rank in (16, 64):
+            for made in dict.fromkeys(tile(rows, rank, dtype) for rows in (4096, 14336)):
+                yield Case(kernel, kind, made, "", wide, ("dots",))
+        for made in dict.fromkeys(tile(rows, 384, dtype) for rows in (4096, 14336)):
+            yield Case(kernel, kind, made, ", wide rank", {**wide, "FUSED": False}, ("gram",))
+
+
+def rotate_cases():
+    """BOFT's rotations, at every width that chunks are padded to."""
+    tiles = {
+        butterfly_triton.rotate_kernel: butterfly_triton.rotate_tile,
+        butterfly_triton.rotate_backward_kernel: butterfly_triton.rotate_backward_tile,
+    }
+    for kernel, tile in tiles.items():
+        for kind, dtype in (("half, float32 factors", torch.bfloat16), ("float32", torch.float32)):
+            narrow = dtype is torch.float32 and kernel is butterfly_triton.rotate_backward_kernel
+            for width in (16, 32) if narrow else (16, 32, 64, 128):
+                for made in dict.fromkeys(tile(rows, width, dtype) for rows in (1, 8192)):
+                    yield Case(kernel, kind, made)
+
+
+def compiled(case, architecture):
     """What ptxas makes of a kernel: one row of the table."""
-    activation, factor, _ = KINDS[kind]
+    kernel, tile, missing = case.kernel, case.tile, case.missing
+    activation, factor, _ = KINDS[case.kind]
     types = {**dict.fromkeys(ACTIVATIONS, activation), **dict.fromkeys(FACTORS, factor)}
-    types |= {**dict.fromkeys(PARTS, "*fp32"), **NUMBERS}
+    types |= {**dict.fromkeys(WIDE, "*fp32"), **NUMBERS}
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "RANK": tile.rank}
-    constants |= {"PRECISION": "tf32x3", "DROPS": drops}
+    constants |= {"PRECISION": "tf32x3", **case.constants}
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name.isupper():
             signature[name] = "constexpr"
             constants.setdefault(name, True)
-        elif name.endswith("_col") or (name == "seed" and not drops):
+        elif name.endswith("_col") or name in missing:
             # Triton makes a constant of a stride of 1, and of None
-            signature[name], constants[name] = "constexpr", None if name == "seed" else 1
+            signature[name], constants[name] = "constexpr", None if name in missing else 1
         else:
             signature[name] = types.get(name, "i32")
             if name not in ODD:
@@ -91,10 +163,10 @@ def compiled(kernel, kind, tile, drops, architecture):
         tool = [TOOLS / "cuobjdump", "-res-usage", file.name]
         used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     return {
-        "kernel": kernel.fn.__name__.removesuffix("_kernel") + (", dropout" if drops else ""),
-        "kind": kind,
-        "tile": f"{tile.rows} × {tile.columns} × {tile.rank}, {tile.warps} warps, "
-        f"{tile.stages} stages",
+        "kernel": kernel.fn.__name__.removesuffix("_kernel") + case.label,
+        "kind": case.kind,
+        "tile": f"{tile.rows} × {tile.columns}{f' × {tile.rank}' if tile.rank else ''}, "
+        f"{tile.warps} warps, {tile.stages} stages",
         "sm": architecture,
         "registers": int(re.search(r"\bREG:(\d+)", used)[1]),
         "spilled": int(re.search(r"\bSTACK:(\d+)", used)[1]),
@@ -112,7 +184,7 @@ def table(rows):
     lines = [
         f"# What ptxas makes of the Triton kernels, with Triton {triton.__version__}",
         "",
-        "Made by `python tests/kernels/aot.py docs/kernels.md`; a test compiles all of it again",
+        "Made by `python tests/kernels/aot.py`; a test compiles all of it again",
         "and compares. No GPU is needed. *Tile* is rows × features × rank of a program; *spilled*",
         "is bytes of the stack; *shared* is bytes for a program, of which Ampere (sm 80) has",
         "166,912 and Hopper and Blackwell (sm 90, sm 100) 232,448; *matrix* counts instructions of",
@@ -124,13 +196,27 @@ def table(rows):
     return "\n".join([*lines, *(f"| {' | '.join(map(str, r.values()))} |" for r in rows), ""])
 
 
-def main():
-    rows = [
-        compiled(*case, architecture) for case in low_rank_cases() for architecture in ARCHITECTURES
+# in the order of the page
+CASES = {
+    "low_rank": low_rank_cases,
+    "compose": compose_cases,
+    "row_norm": row_norm_cases,
+    "rotate": rotate_cases,
+}
+
+
+def rows_of(name):
+    """The rows of one operator."""
+    return [
+        compiled(case, architecture) for case in CASES[name]() for architecture in ARCHITECTURES
     ]
+
+
+def main():
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(table(rows), encoding="utf-8")
-    json.dump(rows, sys.stdout)
+        json.dump(rows_of(sys.argv[1]), sys.stdout)
+    else:
+        PAGE.write_text(table([row for name in CASES for row in rows_of(name)]), encoding="utf-8")
 
 
 if __name__ == "__main__":

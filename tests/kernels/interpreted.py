@@ -1,191 +1,21 @@
 """Run the Triton kernels in Triton's interpreter, on shapes and layouts that are hostile to them.
 
-A script, run in a process of its own because Triton decides at import whether it interprets. It
-prints one JSON object, case to error, "" for a case that passes.
+A script, run in a process of its own because Triton decides at import whether it interprets:
+`interpreted.py low_rank` takes the cases of `low_rank_cases.py`. It prints one JSON object, case
+to error, "" for a case that passes.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import mmap
 import os
 import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from torch import Tensor
-
-from adapterzoo import kernels
-from adapterzoo.kernels import _dropout, low_rank, low_rank_triton
-
-S = 0.7
-SHAPES = {
-    # rows, d_in, d_out, rank
-    "one of each": (1, 1, 1, 1),
-    "no rows": (0, 33, 5, 3),
-    "one beside the tile": (17, 33, 100, 3),
-    "a tile and a bit": (70, 100, 33, 24),
-    "several parts": (5, 300, 270, 8),
-    "several blocks": (260, 33, 20, 16),
-    "rank over its tile": (3, 40, 36, 100),
-}
-# of x and y, of the factors, and how exact the result is
-DTYPES = {
-    "float32": (torch.float32, torch.float32, 1e-6),
-    "float16": (torch.float16, torch.float16, 1.5e-3),
-    "float32 factors": (torch.float16, torch.float32, 1e-3),
-    "float16 factors": (torch.float32, torch.float16, 2e-3),
-    "bfloat16": (torch.bfloat16, torch.bfloat16, 1.6e-2),
-    "bfloat16, float32 factors": (torch.bfloat16, torch.float32, 1.6e-2),
-}
-
-
-def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).to(dtype)
-
-
-def edged(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """A matrix with NaN all around: what is read beyond its edges spoils the result."""
-    whole = torch.full((rows + 300, width + 300), float("nan"), dtype=dtype)
-    inner = whole[150 : 150 + rows, 150 : 150 + width]
-    return inner.copy_(drawn(rows, width, dtype=dtype))
-
-
-def near(name: str, got: Tensor, truth: Tensor, tolerance: float, dtype: torch.dtype) -> None:
-    """Whole tensors, to a part of the largest element; NaN anywhere fails."""
-    if got.dtype is not dtype or got.shape != truth.shape:
-        raise ValueError(f"{name}: {got.dtype} {list(got.shape)}, not {dtype} {list(truth.shape)}")
-    if truth.numel():
-        size = max(truth.abs().max().item(), 1e-30)
-        error = (got.double() - truth).abs().max().item() / size
-        if not error <= tolerance:
-            raise ValueError(f"{name}: wrong by {error:.1e}")
-
-
-def against_float64(x, dy, y, a, b, tolerance, p=0.0, seed=None):
-    """All four kernels, each on the operands that it would have in a training step."""
-    scale, wide = _dropout.kept_scale(p), a.dtype
-    mask = torch.ones(x.shape, dtype=torch.float64) if seed is None else kept(x.shape, p, seed)
-    dropped = x.double() * mask * scale
-    t = low_rank_triton.shrink(x, a, p, seed)
-    near("t", t, dropped @ a.double().T, tolerance, wide)
-    out = low_rank_triton.expand(y, t, b, S)
-    near("out", out, y.double() + S * t.double() @ b.double().T, tolerance, y.dtype)
-    dt, db = low_rank_triton.expand_backward(dy, t, b, S)
-    near("dt", dt, S * dy.double() @ b.double(), tolerance, wide)
-    flat = dy.double().reshape(-1, dy.shape[-1])
-    near("db", db, S * flat.T @ t.double().reshape(-1, t.shape[-1]), tolerance, b.dtype)
-    dx, da = low_rank_triton.shrink_backward(dt, x, a, p, seed)
-    near("dx", dx, dt.double() @ a.double() * mask * scale, tolerance, x.dtype)
-    rows = dropped.reshape(-1, x.shape[-1])
-    near("da", da, dt.double().reshape(-1, dt.shape[-1]).T @ rows, tolerance, wide)
-    # only what is needed
-    assert torch.equal(low_rank_triton.expand_backward(dy, t, b, S, False, True)[1], db)
-    lone, none = low_rank_triton.shrink_backward(dt, x.new_empty(0), a, p, seed, True, False)
-    assert torch.equal(lone, dx)
-    assert none.numel() == 0
-
-
-def kept(shape, p, seed) -> Tensor:
-    """The mask of a seed: Philox 4x32-7 written out in integers of any size."""
-    mask = torch.empty(shape, dtype=torch.float64).reshape(-1, shape[-1])
-    key0, key1 = seed.item() & 0xFFFFFFFF, seed.item() >> 32
-    for row in range(mask.shape[0]):
-        for group in range(-(-shape[-1] // 8)):
-            c, k = [row, group, 0, 0], [key0, key1]
-            for _ in range(7):
-                left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-                c = [
-                    (right >> 32) ^ c[1] ^ k[0],
-                    right & 0xFFFFFFFF,
-                    (left >> 32) ^ c[3] ^ k[1],
-                    left & 0xFFFFFFFF,
-                ]
-                k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-            # pairs of words are joined, then the pairs; of each word the low half comes first
-            halves = [c[word] >> 16 * high & 0xFFFF for word in (0, 2, 1, 3) for high in (0, 1)]
-            for i, half in enumerate(halves):
-                if group * 8 + i < shape[-1]:
-                    mask[row, group * 8 + i] = float(half >= _dropout.threshold(p))
-    return mask.reshape(shape)
-
-
-def shaped(shape: str, dtypes: str) -> None:
-    rows, d_in, d_out, rank = SHAPES[shape]
-    outer, factor, tolerance = DTYPES[dtypes]
-    x, dy = edged(rows, d_in, outer), edged(rows, d_out, outer)
-    y = edged(rows, d_out, outer)
-    a, b = edged(rank, d_in, factor), edged(d_out, rank, factor)
-    against_float64(x, dy, y, a, b, tolerance)
-
-
-def layout(name: str) -> None:
-    def arranged(rows: int, width: int) -> Tensor:
-        whole = drawn(2 * rows, 2 * width, dtype=torch.float32)
-        return {
-            "columns": drawn(width, rows, dtype=torch.float32).T,
-            "strided": whole[::2, ::2],
-            "rows of a wider tensor": whole[:rows, width:],
-            "expanded": drawn(1, 1, dtype=torch.float32).expand(rows, width),
-            "a batch of sequences": drawn(width, rows, 2, dtype=torch.float32).permute(2, 1, 0),
-        }[name]
-
-    x, dy, y = arranged(18, 40), arranged(18, 50), arranged(18, 50)
-    a, b = arranged(3, 40), arranged(50, 3)
-    against_float64(x, dy, y, a.reshape(-1, 40)[:3], b.reshape(-1, 3)[:50], 1e-6)
-
-
-def far_rows() -> None:
-    """Rows 2²⁸ elements apart: row · stride passes 2³¹; only what is touched takes memory."""
-    apart, rows, width = 1 << 28, 10, 20
-    memory = mmap.mmap(-1, 2 * apart * rows, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
-    whole = torch.frombuffer(memory, dtype=torch.float16)
-    far = whole.as_strided((rows, width), (apart, 1))
-    near_by = drawn(rows, width, dtype=torch.float16)
-    far.copy_(near_by)
-    a, b = drawn(3, width, dtype=torch.float16), drawn(width, 3, dtype=torch.float16)
-    against_float64(far, far, far, a, b, 1.5e-3)
-
-
-def dropout() -> None:
-    seed = torch.tensor([(123 << 32) + 77])
-    x, dy, y = (drawn(3, 7, d, dtype=torch.float32) for d in (45, 20, 20))
-    a, b = drawn(3, 45, dtype=torch.float32), drawn(20, 3, dtype=torch.float32)
-    against_float64(x, dy, y, a, b, 1e-6, 0.3, seed)
-
-
-def module() -> None:
-    """Through the operators: gradients in float32 equal those of the torch path in float64."""
-    for p in (0.0, 0.25):
-        values = [drawn(*s, dtype=torch.float64) for s in ((4, 6, 5), (4, 6, 33), (3, 33), (5, 3))]
-        torch.manual_seed(3)
-        own = [v.float().requires_grad_() for v in values]
-        with kernels.use("triton"):
-            out = low_rank.low_rank(*own, S, p, training=True)
-            out.square().sum().backward()
-        torch.manual_seed(3)
-        seed = torch.randint(2**63 - 1, (1,))
-        y, x, a, b = (v.requires_grad_() for v in values)
-        mask = kept(x.shape, p, seed) * _dropout.kept_scale(p) if p else 1.0
-        truth = y + S * (x * mask) @ a.T @ b.T
-        truth.square().sum().backward()
-        near("out", out.detach(), truth.detach(), 1e-6, torch.float32)
-        for name, got, wide in zip("yxab", own, values, strict=True):
-            near(f"d{name}", got.grad, wide.grad, 1e-6, torch.float32)
-
-
-def same_bits() -> None:
-    x, dy = drawn(300, 40, dtype=torch.float32), drawn(300, 36, dtype=torch.float32)
-    a, b = drawn(8, 40, dtype=torch.float32), drawn(36, 8, dtype=torch.float32)
-    once, again = (
-        (
-            *low_rank_triton.expand_backward(dy, x[:, :8], b, S),
-            *low_rank_triton.shrink_backward(x[:, :8], x, a, 0.0, None),
-        )
-        for _ in range(2)
-    )
-    assert all(torch.equal(p, q) for p, q in zip(once, again, strict=True))
+from hostile import near
 
 
 def planted() -> None:
@@ -196,32 +26,12 @@ def planted() -> None:
     near("planted", bad, good, 1e-6, torch.float32)
 
 
-def cases():
-    for dtypes in DTYPES:
-        for shape in SHAPES if dtypes in ("float32", "float16") else list(SHAPES)[2:4]:
-            yield f"{shape}, {dtypes}", lambda s=shape, d=dtypes: shaped(s, d)
-    for name in (
-        "columns",
-        "strided",
-        "rows of a wider tensor",
-        "expanded",
-        "a batch of sequences",
-    ):
-        yield name, lambda n=name: layout(n)
-    yield "rows far apart", far_rows
-    yield "dropout", dropout
-    yield "through the operators", module
-    yield "the same bits", same_bits
-    yield "planted", planted
-
-
 def main() -> None:
     # torch.empty gives NaN: what a kernel does not write is seen
     torch.use_deterministic_algorithms(True)
-    # the fused kernels are what is tested here, at every rank
-    low_rank_triton._WIDEST_RANK = 1 << 30
     errors = {}
-    for name, case in cases():
+    cases = importlib.import_module(f"{sys.argv[1]}_cases").cases()
+    for name, case in (*cases, ("planted", planted)):
         torch.manual_seed(0)
         errors[name] = ""
         try:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adapterzoo.kernels.butterfly import butterfly, butterfly_reference, fold
+from adapterzoo.errors import KernelError
+from adapterzoo.kernels import butterfly as module
+from adapterzoo.kernels.butterfly import butterfly, butterfly_reference, fold, folded, turned
 from adapterzoo.kernels.cayley import cayley_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -222,3 +226,87 @@ def test_the_backward_keeps_x_and_numbers_of_the_size_of_the_rotation(m: int) ->
         butterfly(x, Q)
     assert kept.pop(x.untyped_storage().data_ptr()) == rows * d * 4
     assert sum(kept.values()) <= 4 * d * 16 * (2 * m + 1)
+
+
+def operator(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
+    """`turned` as on a GPU: by the operator, which here runs in torch."""
+    with mock.patch.object(module.mode, "may_take_triton", return_value=True):
+        return turned(x, Q, transposed)
+
+
+def with_experts() -> tuple[Tensor, Tensor]:
+    Q = torch.stack([rotations(2, 8, 4, seed=i) for i in range(3)])
+    return random(3, 5, 2, 32), folded(Q)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_the_operator_is_the_definition(m: int, transposed: bool) -> None:
+    Q = folded(rotations(m, 128, 4))
+    for x, own in ((random(3, 5, 512), Q), with_experts()):
+        expected = butterfly_reference(x, own, transposed)
+        for run in (turned, operator):
+            torch.testing.assert_close(run(x, own, transposed), expected, rtol=0, atol=1e-13)
+
+
+def test_gradients_of_the_operator_agree_with_differences() -> None:
+    x, Q = with_experts()
+    x.requires_grad_()
+    Q.requires_grad_()
+
+    def run(x: Tensor, Q: Tensor) -> Tensor:
+        return module._rotate(x, Q.squeeze(-4))
+
+    # neighbours are zero in the blocks, and learn all the same
+    assert gradcheck(run, (x, Q), fast_mode=True)
+    assert gradgradcheck(run, (x, Q), fast_mode=True)
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
+def test_the_operator_keeps_x_only_for_the_blocks(needed: tuple[bool, bool]) -> None:
+    x, Q = random(512, 64).float(), folded(rotations(1, 16, 4).float()).squeeze(-4)
+    x.requires_grad_(needed[0])
+    Q = Q.detach().requires_grad_(needed[1])
+    kept: set[int] = set()
+
+    def keep(t: Tensor) -> Tensor:
+        kept.add(t.untyped_storage().data_ptr() if t.numel() else 0)
+        return t
+
+    with saved_tensors_hooks(keep, lambda t: t):
+        y = module._rotate(x, Q)
+    own = x.untyped_storage().data_ptr() if needed[1] else 0
+    assert kept == {own, Q.untyped_storage().data_ptr()}
+    y.sum().backward()
+    assert [v.grad is not None for v in (x, Q)] == list(needed)
+
+
+def test_the_operators_pass_opcheck() -> None:
+    x, Q = with_experts()
+    blocks = Q.squeeze(-4).float()
+    for own in (x, x.bfloat16()):
+        args = own.requires_grad_(), blocks.requires_grad_()
+        torch.library.opcheck(module._rotate, args)
+        args = own.detach(), blocks.detach()
+        checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+        for needs in ((True, True), (True, False), (False, True)):
+            operands = (args[0], *args, *needs)
+            torch.library.opcheck(module._rotate_backward, operands, test_utils=checks)
+
+
+def test_autocast_of_the_operator_is_that_of_the_definition() -> None:
+    x, Q = random(2, 32).float().requires_grad_(), folded(rotations(1, 8, 4).float())
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = operator(x, Q), butterfly_reference(x, Q)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype is torch.float32
+
+
+def test_operands_that_do_not_fit_are_named() -> None:
+    blocks = torch.empty(2, 16, 16)
+    wrong = pytest.raises(KernelError, match=r"rotate: .*'x \[5, 33\]'.* x is \[\*experts, ")
+    with FakeTensorMode(allow_non_fake_inputs=True), wrong:
+        module._rotate(torch.empty(5, 33), blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -169,13 +170,62 @@ def test_gain_one_and_update_zero_give_the_bits_of_y(mode):
         assert torch.equal(compose(*of.values(), 0.7), of["y"])
 
 
+@pytest.mark.parametrize(("bias", "update"), CASES)
+@pytest.mark.parametrize("least", [1.0, 0.0, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_where_y_is_kept_no_gain_is_too_small(bias, update, least, dtype):
+    of = operands(dtype, bias, update, torch.float64 if dtype is torch.float64 else torch.float32)
+    with torch.no_grad():
+        of["gain"][3] = least
+    out = module._compose(*of.values(), 0.7, False)
+    expected, wanted = truth(of)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), expected, rtol=8 * eps, atol=8 * eps)
+    for got, want in zip(gradients(out, of), wanted, strict=True):
+        size = max(want.abs().max().item(), 1.0)
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=16 * eps * size)
+
+
+@pytest.mark.parametrize(("bias", "update"), CASES)
+def test_gradcheck_twice_where_y_is_kept(bias, update):
+    of = operands(torch.float64, bias, update, torch.float64)
+    given = {k: v for k, v in of.items() if v is not None}
+
+    def run(*tensors):
+        values = {**of, **dict(zip(given, tensors, strict=True))}
+        return module._compose(*values.values(), 0.7, False)
+
+    assert torch.autograd.gradcheck(run, tuple(given.values()))
+    assert torch.autograd.gradgradcheck(run, tuple(given.values()))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_gpu_is_not_asked_and_keeps_y_if_the_gain_learns(trained):
+    of = operands()
+    of["gain"].requires_grad_(trained)
+    kept = {}
+    with (
+        mock.patch.object(module.mode, "may_take_triton", return_value=True),
+        mock.patch.object(module, "_output_tells", side_effect=AssertionError),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+        ),
+    ):
+        compose(*of.values(), 0.7)
+    large = [pointer for pointer, t in kept.items() if t.numel() >= ROWS * OUT]
+    assert large == ([of["y"].untyped_storage().data_ptr()] if trained else [])
+
+
 def test_opcheck():
     for bias, update in CASES:
         of = operands(torch.float32, bias, update)
-        torch.library.opcheck(module._compose, (*of.values(), 0.7))
+        for tells in (False, True):
+            torch.library.opcheck(module._compose, (*of.values(), 0.7, tells))
     y, gain, bias, t, b = (v.detach() for v in operands().values())
     for needs in ((True,) * 5, (True, False, False, True, False), (False, True, True, False, True)):
-        torch.library.opcheck(module._compose_backward, (y, y, gain, bias, t, b, 0.7, *needs))
+        for tells in (False, True):
+            args = (y, y, gain, bias, t, b, 0.7, tells, *needs)
+            torch.library.opcheck(module._compose_backward, args)
 
 
 def test_compiled_is_eager():

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from adapterzoo.kernels.dora import direction_reference, row_norm_reference
+from adapterzoo.errors import KernelError
+from adapterzoo.kernels import dora, use
+from adapterzoo.kernels.dora import direction_reference, row_norm, row_norm_reference
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -86,6 +89,29 @@ def test_a_sum_that_cancels_keeps_its_digits(left: float):
     squares = w.square().sum(-1) + 2 * s * ((w @ a.T) * b).sum(-1)
     factored = (squares + s * s * ((b @ (a @ a.T)) * b).sum(-1)).clamp(min=0).sqrt().double()
     assert (got - truth).abs().max() * 20 < (factored - truth).abs().max()
+
+
+def test_a_cpu_takes_the_definition():
+    for values in (factors(16, 64, 4), factors(16, 8, 4, 3)):
+        for mode in ("auto", "reference"):
+            with use(mode):
+                assert torch.equal(row_norm(*values, 0.7), row_norm_reference(*values, 0.7))
+    w, a, b = factors(16, 64, 4)
+    assert row_norm(w, a.requires_grad_(), b, 0.7).requires_grad
+
+
+def test_the_operator_passes_opcheck():
+    for values in (factors(16, 64, 4), factors(16, 8, 4, 3, dtype=torch.bfloat16)):
+        checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(dora._row_norm, (*values, 0.7), test_utils=checks)
+
+
+def test_factors_that_do_not_fit_are_named():
+    with FakeTensorMode():
+        w, a, b = torch.empty(5, 8), torch.empty(2, 8), torch.empty(6, 2)
+        with pytest.raises(KernelError, match=r"row_norm: .*'w \[5, 8\]', .*'b \[6, 2\]'"):
+            dora._row_norm(w, a, b, 0.7)
+        assert dora._row_norm(w, a, b[:5], 0.7).shape == (5,)
 
 
 def test_autocast_does_not_reach_the_norm():

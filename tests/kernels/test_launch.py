@@ -16,10 +16,18 @@ from torch._subclasses import FakeTensorMode
 import adapterzoo
 from adapterzoo import kernels
 from adapterzoo.errors import KernelError
-from adapterzoo.kernels import _launch, low_rank_triton, mode
+from adapterzoo.kernels import (
+    _launch,
+    butterfly_triton,
+    compose_triton,
+    low_rank_triton,
+    mode,
+    row_norm_triton,
+)
 from adapterzoo.kernels._launch import launch
 
 PACKAGE = Path(adapterzoo.__file__).parent
+MODULES = (low_rank_triton, compose_triton, row_norm_triton, butterfly_triton)
 
 
 def launches(source: str) -> list[int]:
@@ -52,6 +60,17 @@ def test_the_lint_bites(line: str):
     assert launches("table[key](x); LAYOUTS[name](site)") == []
 
 
+def kernels_of(*modules) -> list[tuple[object, str]]:
+    """Every kernel of these modules by name, also under the names that they import."""
+    return [(m, name) for m in modules for name in sorted(vars(m)) if name.endswith("_kernel")]
+
+
+def test_every_module_of_kernels_is_recorded():
+    files = {path.stem for path in (PACKAGE / "kernels").glob("*_triton.py")} - {"_tiles_triton"}
+    assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
+    assert len({name for _, name in kernels_of(*MODULES)}) == 9
+
+
 class Recorder:
     """In place of a kernel: notes under which device it was launched, and checks its operands."""
 
@@ -82,10 +101,9 @@ def recorded():
         current.pop()
 
     with contextlib.ExitStack() as stack:
-        for name in ("shrink", "shrink_backward", "expand", "expand_backward"):
-            kernel = getattr(low_rank_triton, f"{name}_kernel")
-            recorder = Recorder(kernel, current, log)
-            stack.enter_context(mock.patch.object(low_rank_triton, f"{name}_kernel", recorder))
+        for module, name in kernels_of(*MODULES):
+            recorder = Recorder(getattr(module, name), current, log)
+            stack.enter_context(mock.patch.object(module, name, recorder))
         stack.enter_context(mock.patch.object(torch.cuda, "device_of", device_of))
         stack.enter_context(mock.patch.object(_launch, "_capability", return_value=(9, 0)))
         stack.enter_context(FakeTensorMode())
@@ -107,6 +125,36 @@ def test_every_kernel_runs_on_the_device_of_its_operands(recorded, device: str, 
     names = ("shrink", "expand", "expand_backward", "shrink_backward")
     # a grid without programs is an error of CUDA
     assert recorded == ([f"{name}_kernel on {device}" for name in names] if rows else [])
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("rows", [0, 5, 300])
+def test_the_kernels_of_dora_run_on_the_device_of_their_operands(recorded, device: str, rows: int):
+    y, t = torch.empty(rows, 40, device=device), torch.empty(rows, 8, device=device)
+    gain, b = torch.empty(40, device=device), torch.empty(40, 8, device=device)
+    w, a = torch.empty(rows, 30, device=device), torch.empty(8, 30, device=device)
+    out = compose_triton.compose(y, gain, gain, t, b, 0.5)
+    grads = compose_triton.compose_backward(out, y, gain, gain, t, b, 0.5, False, *[True] * 5)
+    norm = row_norm_triton.row_norm(w, a, torch.empty(rows, 8, device=device), 0.5)
+    assert [g.shape for g in grads] == [v.shape for v in (y, gain, gain, t, b)]
+    assert norm.shape == (rows,)
+    assert {str(v.device) for v in (out, norm, *grads)} == {device}
+    names = ["compose", "compose_backward", "shrink", "row_norm"]
+    # a aᵀ has rows of its own
+    ran = names if rows else ["shrink"]
+    assert recorded == [f"{name}_kernel on {device}" for name in ran]
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("rows", [0, 5, 300])
+def test_the_kernels_of_boft_run_on_the_device_of_their_operands(recorded, device: str, rows: int):
+    x, blocks = torch.empty(rows, 48, device=device), torch.empty(3, 16, 16, device=device)
+    y = butterfly_triton.rotate(x, blocks)
+    grads = butterfly_triton.rotate_backward(y, x, blocks)
+    assert [g.shape for g in grads] == [x.shape, blocks.shape]
+    assert {str(v.device) for v in (y, *grads)} == {device}
+    # of no rows too there is a gradient of the blocks, and it is written
+    assert recorded == [f"{name}_kernel on {device}" for name in ("rotate", "rotate_backward")]
 
 
 def test_a_launch_without_the_guard_is_seen(recorded):

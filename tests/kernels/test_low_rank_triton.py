@@ -1,48 +1,18 @@
-"""The Triton kernels of the low-rank update, in Triton's interpreter, against float64."""
+"""How the Triton kernels of the low-rank update are cut into programs and tiles."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from adapterzoo.kernels import low_rank_triton as shipped
-
-SCRIPT = Path(__file__).with_name("interpreted.py")
-
-
-@pytest.fixture(scope="module")
-def errors():
-    done = subprocess.run(
-        [sys.executable, SCRIPT],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
-def test_all_shapes_dtypes_and_layouts_are_right(errors):
-    assert {case: e for case, e in errors.items() if e and case != "planted"} == {}
-    assert len(errors) > 25
-
-
-def test_a_wrong_element_is_seen(errors):
-    assert errors["planted"] == "ValueError: planted: wrong by nan"
+from adapterzoo.kernels._tiles_triton import parted
 
 
 def test_few_rows_are_cut_into_parts_that_cover_all_features():
     for width in (1, 64, 100, 4096, 14336):
         for columns in (32, 128):
             for programs in (0, 1, 7, 128, 5000):
-                parts, part = shipped._parts(width, columns, programs)
+                parts, part = parted(width, columns, programs)
                 assert parts * part >= width > (parts - 1) * part
                 assert part % columns == 0
                 assert parts == 1 or parts * programs <= 128

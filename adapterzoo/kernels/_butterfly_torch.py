@@ -1,0 +1,38 @@
+"""Rotation of features by chunks in torch operations, with the signatures of `butterfly_triton`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def rotate(x: Tensor, blocks: Tensor) -> Tensor:
+    """The product x · blockdiag(blocks).
+
+    `x` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]` → shape and dtype
+    of `x`; under autocast its dtype.
+    """
+    turned = _parts(x, blocks) @ blocks.to(x.dtype)  # [*experts, chunks, rows, width]
+    return turned.transpose(-3, -2).reshape(x.shape)
+
+
+def rotate_backward(
+    dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool = True, needs_blocks: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of blocks; empty where not needed.
+
+    Differentiable in its turn. Without `needs_blocks`, `x` may be empty: only its dtype is looked
+    at.
+    """
+    dx, dblocks = x.new_empty(0), blocks.new_empty(0)
+    if needs_x:
+        dx = rotate(dy, blocks.mT).to(x.dtype).contiguous()
+    if needs_blocks:
+        whole = _parts(x, blocks).mT @ _parts(dy, blocks)  # [*experts, chunks, width, width]
+        dblocks = whole.to(blocks.dtype)
+    return dx, dblocks
+
+
+def _parts(x: Tensor, blocks: Tensor) -> Tensor:
+    """`x` `[*experts, *batch, d_in]` as `[*experts, chunks, rows, width]`."""
+    *experts, chunks, width, _ = blocks.shape
+    return x.reshape(*experts, -1, chunks, width).transpose(-3, -2)

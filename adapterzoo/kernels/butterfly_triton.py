@@ -1,0 +1,192 @@
+"""Rotation of features by chunks in Triton: y = x · blockdiag(blocks), by index arithmetic alone.
+
+A program has one chunk: its rotation stays on the multiprocessor while blocks of rows pass by.
+So the forward reads x once and writes y, and the backward reads x and dy once for both gradients,
+of which that of the rotation is added up in registers: what programs leave for a reduction is as
+large as a few rotations. There are no atomics: the same operands give the same bits.
+
+Products are in the dtype of x, as in the definition; sums are float32.
+"""
+
+# functions under triton.jit have no types to declare
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import _butterfly_torch
+from ._launch import launch
+from ._tiles_triton import Tile, added, precision, product
+
+# wider chunks leave no registers, and are a product for cuBLAS
+_WIDEST = 128
+# of the backward in float32, whose products keep both operands in two parts
+_WIDEST_FLOAT32 = 32
+# programs that keep the multiprocessors of a large GPU busy, several on each
+_PROGRAMS = 512
+# rows of a decoding step
+_FEW = 64
+
+
+# the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
+
+
+def rotate_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
+    """The configuration for rows, the width of a chunk (padded to a power of 2) and the dtype.
+
+    Its columns are the padded width; of ranks there are none.
+    """
+    columns = max(16, triton.next_power_of_2(width))
+    warps = 8 if columns == 128 or (columns == 64 and dtype is torch.float32) else 4
+    if rows <= _FEW:
+        return Tile(16, columns, 0, warps, 2)
+    tall = 32 if columns == 128 and dtype is torch.float32 else 64
+    return Tile(tall, columns, 0, warps, 2 if warps == 8 and dtype is torch.float32 else 3)
+
+
+def rotate_backward_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
+    """As `rotate_tile`."""
+    columns = max(16, triton.next_power_of_2(width))
+    warps = 8 if columns in (32, 128) else 4
+    if rows <= _FEW:
+        return Tile(16, columns, 0, warps, 2)
+    return Tile(64, columns, 0, warps, 1 if columns == 128 else 2)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rotate_kernel(
+    x, blocks, y, x_expert, x_row, x_col, of_expert, of_chunk, of_row, of_col, rows, chunks, width,
+    part, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write y = x · blockdiag(blocks) of one chunk and the rows of part p."""
+    expert, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    p = tl.program_id(1)
+    k = tl.arange(0, COLUMNS)
+    at = blocks + expert * of_expert + chunk.to(tl.int64) * of_chunk
+    square = (k < width)[:, None] & (k < width)[None, :]
+    rotation = tl.load(
+        at + k.to(tl.int64)[:, None] * of_row + k.to(tl.int64)[None, :] * of_col, square, other=0.0
+    ).to(x.dtype.element_ty)
+    column = chunk * width + k
+    x_columns = x + expert * x_expert + column.to(tl.int64)[None, :] * x_col
+    total = chunks.to(tl.int64) * width
+    y_columns = y + expert * rows * total + column[None, :]
+    for first in range(p * part, min(rows, (p + 1) * part), ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (k < width)[None, :]
+        tile = tl.load(x_columns + row.to(tl.int64)[:, None] * x_row, inside, other=0.0)
+        none = tl.zeros((ROWS, COLUMNS), tl.float32)
+        turned = product(tile, rotation, none, PRECISION)
+        here = y_columns + row.to(tl.int64)[:, None] * total
+        tl.store(here, turned.to(y.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rotate_backward_kernel(
+    dy, x, blocks, dx, dblocks, dy_expert, dy_row, dy_col, x_expert, x_row, x_col, of_expert,
+    of_chunk, of_row, of_col, rows, experts, chunks, width, part,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dx = dy · blockdiag(blocks)ᵀ of one chunk, and dblocks[p] = xᵀ dy of its rows."""
+    expert, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    p = tl.program_id(1)
+    k = tl.arange(0, COLUMNS)
+    square = (k < width)[:, None] & (k < width)[None, :]
+    dtype = dx.dtype.element_ty
+    if NEEDS_X:
+        at = blocks + expert * of_expert + chunk.to(tl.int64) * of_chunk
+        turned = tl.load(
+            at + k.to(tl.int64)[:, None] * of_col + k.to(tl.int64)[None, :] * of_row,
+            square,
+            other=0.0,
+        ).to(dtype)
+    column = chunk * width + k
+    x_columns = x + expert * x_expert + column.to(tl.int64)[None, :] * x_col
+    dy_columns = dy + expert * dy_expert + column.to(tl.int64)[None, :] * dy_col
+    total = chunks.to(tl.int64) * width
+    dx_columns = dx + expert * rows * total + column[None, :]
+    acc = tl.zeros((COLUMNS, COLUMNS), tl.float32)
+    for first in range(p * part, min(rows, (p + 1) * part), ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (k < width)[None, :]
+        of_row_y = tl.load(dy_columns + row.to(tl.int64)[:, None] * dy_row, inside, other=0.0)
+        of_row_y = of_row_y.to(dtype)
+        if NEEDS_X:
+            none = tl.zeros((ROWS, COLUMNS), tl.float32)
+            back = product(of_row_y, turned, none, PRECISION)
+            tl.store(dx_columns + row.to(tl.int64)[:, None] * total, back.to(dtype), inside)
+        if NEEDS_BLOCKS:
+            tile = tl.load(x_columns + row.to(tl.int64)[:, None] * x_row, inside, other=0.0)
+            acc = product(tl.trans(tile), of_row_y, acc, PRECISION)
+    if NEEDS_BLOCKS:
+        own = ((p.to(tl.int64) * experts + expert) * chunks + chunk) * width * width
+        here = dblocks + own + k[:, None] * width + k[None, :]
+        tl.store(here, acc, square)
+
+
+def rotate(x: Tensor, blocks: Tensor) -> Tensor:
+    """The product x · blockdiag(blocks).
+
+    `x` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]` → shape and dtype
+    of `x`.
+    """
+    flat, own = _shaped(x, blocks)
+    if own.shape[-1] > _WIDEST:
+        return _butterfly_torch.rotate(x, blocks)
+    experts, chunks, width, _ = own.shape
+    rows = flat.shape[1]
+    tile = rotate_tile(rows, width, x.dtype)
+    parts, part = _parts(rows, tile.rows, experts * chunks)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        rotate_kernel, (experts * chunks, parts), flat, own, y, *flat.stride(), *own.stride(),
+        rows, chunks, width, part,
+        ROWS=tile.rows, COLUMNS=tile.columns, PRECISION=precision(x.dtype), num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+def rotate_backward(
+    dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool = True, needs_blocks: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of blocks; empty where not needed.
+
+    Without `needs_blocks`, `x` may be empty: only its dtype is looked at.
+    """
+    left, own = _shaped(dy, blocks)
+    if own.shape[-1] > (_WIDEST_FLOAT32 if x.dtype is torch.float32 else _WIDEST):
+        return _butterfly_torch.rotate_backward(dy, x, blocks, needs_x, needs_blocks)
+    flat = _shaped(x, blocks)[0] if needs_blocks else left
+    experts, chunks, width, _ = own.shape
+    rows = left.shape[1]
+    tile = rotate_backward_tile(rows, width, x.dtype)
+    parts, part = _parts(rows, tile.rows, experts * chunks)
+    dx = x.new_empty(dy.shape if needs_x else 0)
+    dblocks = x.new_empty((parts, *blocks.shape) if needs_blocks else 0, dtype=torch.float32)
+    launch(
+        rotate_backward_kernel, (experts * chunks, parts), left, flat, own, dx, dblocks,
+        *left.stride(), *flat.stride(), *own.stride(), rows, experts, chunks, width, part,
+        ROWS=tile.rows, COLUMNS=tile.columns, NEEDS_X=needs_x, NEEDS_BLOCKS=needs_blocks,
+        PRECISION=precision(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return dx, added(dblocks, blocks.dtype) if needs_blocks else blocks.new_empty(0)
+
+
+def _shaped(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` as `[experts, rows, d_in]`, `blocks` as `[experts, chunks, width, width]`."""
+    own = blocks.reshape(-1, *blocks.shape[-3:])
+    return x.reshape(own.shape[0], -1, x.shape[-1]), own
+
+
+def _parts(rows: int, tall: int, programs: int) -> tuple[int, int]:
+    """Into how many parts the rows are cut to keep the GPU busy, and how many rows each has."""
+    tiles = triton.cdiv(rows, tall)
+    parts = max(1, min(triton.cdiv(_PROGRAMS, programs), tiles))
+    part = triton.cdiv(max(tiles, 1), parts) * tall
+    return max(1, triton.cdiv(rows, part)), part

@@ -1,0 +1,166 @@
+"""DoRA's norms in Triton: ‖w + s · b a‖ of each row without building the sum, in one pass over w.
+
+‖w + s · b a‖² = ‖w‖² + 2 s · rowsum(b ∘ (w aᵀ + s/2 · b a aᵀ)): the squares and the product with
+aᵀ share the pass, and a aᵀ is a matrix of the size of the rank. All sums are float32, and products
+keep float32 also where torch is told to round it: a norm divides everything that a layer gives.
+
+Where a row of the sum is less than half as long as that of w, the terms cancel and with them
+their digits. Such rows are computed again from the sum itself, by the program that finds them.
+"""
+
+# functions under triton.jit have no types to declare
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import launch
+from ._tiles_triton import Tile, added, parted, product
+from .low_rank_triton import shrink_kernel, shrink_tile
+
+# above, a rank is more than one program keeps
+_WIDEST_RANK = 64
+# up to here tall tiles would leave multiprocessors without work
+_MANY = 4096
+
+
+# the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
+
+
+def row_norm_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
+    """The configuration for rows of w, the rank and the dtype of the products."""
+    # with 64 rows the compiler fails on sm_100, and memory is what this waits for
+    tall = 32 if rows > _MANY or rank > 16 else 16
+    columns = 32 if dtype is torch.float32 else 128 if rank <= 16 else 64
+    if 16 < rank <= _WIDEST_RANK:
+        return Tile(16, columns, 64, 4, 2) if columns == 32 else Tile(32, columns, 64, 8, 3)
+    return Tile(tall, columns, 16, 4, 3)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def row_norm_kernel(
+    w, a, b, gram, dots, norm, w_row, w_col, a_row, a_col, b_row, b_col, rows, width, rank, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, FUSED: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write ‖w + scaling · b a‖; dots = rowsum(b ∘ (w aᵀ + scaling/2 · b · gram)) if not fused."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r = tl.arange(0, RANK)
+    w_rows = w + row.to(tl.int64)[:, None] * w_row
+    b_rows = b + row.to(tl.int64)[:, None] * b_row
+    if FUSED:
+        within = (row < rows)[:, None] & (r < rank)[None, :]
+        left = tl.load(b_rows + r.to(tl.int64)[None, :] * b_col, within, other=0.0).to(tl.float32)
+        square = (r < rank)[:, None] & (r < rank)[None, :]
+        own = tl.load(gram + r[:, None] * rank + r[None, :], square, other=0.0)
+        none = tl.zeros((ROWS, RANK), tl.float32)
+        acc = product(left, own, none, "tf32x3") * (0.5 * scaling)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, width, COLUMNS):
+        k = first + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (k < width)[None, :]
+        tile = tl.load(w_rows + k.to(tl.int64)[None, :] * w_col, inside, other=0.0)
+        wide = tile.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+        if FUSED:
+            factor = tl.load(
+                a + k.to(tl.int64)[:, None] * a_col + r.to(tl.int64)[None, :] * a_row,
+                (k < width)[:, None] & (r < rank)[None, :],
+                other=0.0,
+            )
+            if WIDE:
+                acc = product(wide, factor.to(tl.float32), acc, PRECISION)
+            else:
+                acc = product(tile, factor, acc, PRECISION)
+    if FUSED:
+        left = tl.load(b_rows + r.to(tl.int64)[None, :] * b_col, within, other=0.0).to(tl.float32)
+        dot = tl.sum(left * acc, 1)
+    else:
+        dot = tl.load(dots + row, row < rows, other=0.0)
+    total = squares + 2.0 * scaling * dot
+    cancels = squares > 4.0 * total
+    if tl.max(cancels.to(tl.int32), 0) > 0:
+        again = tl.zeros((ROWS,), tl.float32)
+        for first in range(0, width, COLUMNS):
+            k = first + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (k < width)[None, :]
+            update = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for low in range(0, rank, RANK):
+                s = low + tl.arange(0, RANK)
+                rows_of_b = tl.load(
+                    b_rows + s.to(tl.int64)[None, :] * b_col,
+                    (row < rows)[:, None] & (s < rank)[None, :],
+                    other=0.0,
+                )
+                rows_of_a = tl.load(
+                    a + s.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_col,
+                    (s < rank)[:, None] & (k < width)[None, :],
+                    other=0.0,
+                )
+                if WIDE:
+                    rows_of_b, rows_of_a = rows_of_b.to(tl.float32), rows_of_a.to(tl.float32)
+                update = product(rows_of_b, rows_of_a, update, PRECISION)
+            tile = tl.load(w_rows + k.to(tl.int64)[None, :] * w_col, inside, other=0.0)
+            whole = tile.to(tl.float32) + scaling * update
+            again += tl.sum(whole * whole, 1)
+        total = tl.where(cancels, again, total)
+    tl.store(norm + row, tl.sqrt(total), row < rows)
+
+
+def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """‖w + scaling · b a‖ over `d_in`.
+
+    `w` `[*experts, d_out, d_in]`, `a` `[*experts, rank, d_in]`, `b` `[*experts, d_out, rank]` →
+    `[*experts, d_out]` in float32.
+    """
+    if not w.shape[-1]:
+        return torch.zeros(w.shape[:-1], dtype=torch.float32, device=w.device)
+    if w.dim() == 2:
+        return _row_norm(w, a, b, scaling)
+    out = torch.empty(w.shape[:-1], dtype=torch.float32, device=w.device)
+    for own, parts in zip(out, zip(w, a, b, strict=True), strict=True):
+        own.copy_(row_norm(*parts, scaling))
+    return out
+
+
+def _row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Of one matrix."""
+    (rows, width), rank = w.shape, a.shape[0]
+    dtype = torch.promote_types(torch.promote_types(w.dtype, a.dtype), b.dtype)
+    fused = rank <= _WIDEST_RANK
+    gram = _product(a, a)  # [rank, rank]
+    dots = None
+    if not fused:
+        # w is read twice
+        inner = torch.add(_product(w, a.to(dtype)), _product(b, gram), alpha=scaling / 2)
+        dots = (inner * b).sum(-1)  # [d_out]
+    tile = row_norm_tile(rows, rank, dtype)
+    out = torch.empty(rows, dtype=torch.float32, device=w.device)
+    launch(
+        row_norm_kernel, (triton.cdiv(rows, tile.rows),), w, a, b, gram if fused else None, dots,
+        out, *w.stride(), *a.stride(), *b.stride(), rows, width, rank, scaling,
+        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, FUSED=fused,
+        WIDE=dtype is torch.float32, PRECISION="tf32x3", num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def _product(x: Tensor, a: Tensor) -> Tensor:
+    """The product x aᵀ `[rows, rank]` in float32; x is cast to the dtype of a."""
+    (rows, width), rank = x.shape, a.shape[0]
+    tile = shrink_tile(rows, rank, a.dtype)
+    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(rank, tile.rank)
+    parts, part = parted(width, tile.columns, programs)
+    out = torch.empty(parts, rows, rank, dtype=torch.float32, device=x.device)
+    launch(
+        shrink_kernel, (programs, parts), x, a, None, out, *x.stride(), *a.stride(), rows, width,
+        rank, part, 0, 1.0,
+        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=False, PRECISION="tf32x3",
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return added(out, torch.float32)

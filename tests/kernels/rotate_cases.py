@@ -1,0 +1,146 @@
+"""BOFT's rotations in the interpreter; `interpreted.py` runs it."""
+
+from __future__ import annotations
+
+import torch
+from hostile import LAYOUTS, arranged, drawn, edged, far, near
+from torch import Tensor
+
+from adapterzoo import kernels
+from adapterzoo.kernels import butterfly, butterfly_triton
+
+SHAPES = {
+    # rows, chunks, width
+    "one of each": (1, 1, 1),
+    "no rows": (0, 3, 16),
+    "the narrowest": (70, 3, 16),
+    "padded": (17, 5, 15),
+    "a prime above the narrowest": (130, 3, 17),
+    "wide": (65, 2, 64),
+    "the widest": (70, 1, 128),
+    "padded to the widest": (20, 2, 100),
+    "several parts": (300, 2, 16),
+    "over the widest": (5, 2, 160),
+}
+DTYPES = {
+    "float32": (torch.float32, torch.float32, 1e-6),
+    "float16": (torch.float16, torch.float32, 1.5e-3),
+    "bfloat16": (torch.bfloat16, torch.float32, 1.6e-2),
+    "half rotations": (torch.float32, torch.float16, 1e-3),
+}
+
+
+def against_float64(x: Tensor, dy: Tensor, blocks: Tensor, tolerance: float) -> None:
+    """Both kernels; the product is with what the rotations are in the dtype of x."""
+    wide = x.double().requires_grad_(), blocks.to(x.dtype).double().requires_grad_()
+    experts = blocks.shape[:-3]
+    parts = wide[0].reshape(*experts, -1, *blocks.shape[-3:-1])  # [*experts, rows, chunks, width]
+    truth = torch.einsum("...rci,...cij->...rcj", parts, wide[1]).reshape(x.shape)
+    near("y", butterfly_triton.rotate(x, blocks), truth.detach(), tolerance, x.dtype)
+    truth.backward(dy.double())
+    dx, dblocks = butterfly_triton.rotate_backward(dy, x, blocks)
+    near("dx", dx, wide[0].grad, tolerance, x.dtype)
+    near("dblocks", dblocks, wide[1].grad, tolerance, blocks.dtype)
+    lone, none = butterfly_triton.rotate_backward(dy, x.new_empty(0), blocks, True, False)
+    assert torch.equal(lone, dx)
+    assert none.numel() == 0
+    none, lone = butterfly_triton.rotate_backward(dy, x, blocks, False, True)
+    assert torch.equal(lone, dblocks)
+    assert none.numel() == 0
+
+
+def rotations(chunks: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Between NaN: what is read of a neighbour spoils the result."""
+    whole = torch.full((2 * chunks, width + 2, width + 2), float("nan"), dtype=dtype)
+    return whole[::2, 1:-1, 1:-1].copy_(drawn(chunks, width, width, dtype=dtype))
+
+
+def shaped(shape: str, dtypes: str) -> None:
+    rows, chunks, width = SHAPES[shape]
+    of_x, of_blocks, tolerance = DTYPES[dtypes]
+    x, dy = edged(rows, chunks * width, of_x), edged(rows, chunks * width, of_x)
+    blocks = rotations(chunks, width, of_blocks)
+    against_float64(x, dy, blocks, tolerance)
+    against_float64(x, dy, blocks.mT, tolerance)
+
+
+def layout(name: str) -> None:
+    x, dy = arranged(name, 18, 48), arranged(name, 18, 48)
+    against_float64(x, dy, rotations(3, 16, torch.float32), 1e-6)
+
+
+def experts() -> None:
+    """Each has its own rotation, and a batch of its own."""
+    for lead, batch in (((3,), (5, 2)), ((2, 3), (7,))):
+        x, dy = (drawn(*lead, *batch, 32, dtype=torch.float32) for _ in range(2))
+        against_float64(x, dy, drawn(*lead, 2, 16, 16, dtype=torch.float32), 1e-6)
+
+
+def far_rows() -> None:
+    rows = far(10, 32)
+    against_float64(rows, rows, rotations(2, 16, torch.float32), 1.5e-3)
+
+
+def module() -> None:
+    """Through the operator, from several factors and with experts."""
+    x, Q = drawn(2, 5, 3, 32, dtype=torch.float64), drawn(2, 2, 8, 4, 4, dtype=torch.float64)
+    own = [v.float().requires_grad_() for v in (x, Q)]
+    for transposed in (False, True):
+        with kernels.use("triton"):
+            y = butterfly.butterfly(*own, transposed)
+            grads = torch.autograd.grad(y.square().sum(), own)
+        wide = [v.clone().requires_grad_() for v in (x, Q)]
+        truth = butterfly.butterfly_reference(*wide, transposed)
+        near("y", y.detach(), truth.detach(), 1e-6, torch.float32)
+        for got, want in zip(grads, torch.autograd.grad(truth.square().sum(), wide), strict=True):
+            near("gradient", got, want, 1e-6, torch.float32)
+
+
+def kept_bits() -> None:
+    """Identities change no bit."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = edged(70, 48, dtype)
+        assert torch.equal(butterfly_triton.rotate(x, torch.eye(16).expand(3, 16, 16)), x)
+
+
+def same_bits() -> None:
+    x, dy = drawn(300, 64, dtype=torch.float32), drawn(300, 64, dtype=torch.float32)
+    blocks = drawn(4, 16, 16, dtype=torch.float32)
+    once, again = (butterfly_triton.rotate_backward(dy, x, blocks) for _ in range(2))
+    assert all(torch.equal(p, q) for p, q in zip(once, again, strict=True))
+
+
+def parts() -> None:
+    """All rows have a part, no part is empty."""
+    for rows in (0, 1, 64, 65, 1000, 8192):
+        for tall in (16, 64):
+            for programs in (1, 7, 256, 5000):
+                number, part = butterfly_triton._parts(rows, tall, programs)
+                assert number * part >= rows
+                assert (number - 1) * part < max(rows, 1)
+                assert part % tall == 0
+
+
+def wide_in_float32() -> None:
+    """Where the backward in float32 is a product for cuBLAS."""
+    butterfly_triton._WIDEST_FLOAT32 = 32
+    shaped("wide", "float32")
+    experts()
+    butterfly_triton._WIDEST_FLOAT32 = butterfly_triton._WIDEST
+
+
+def cases():
+    # the kernels are what is tested here, at every width they can have
+    butterfly_triton._WIDEST_FLOAT32 = butterfly_triton._WIDEST
+    for dtypes in DTYPES:
+        for shape in SHAPES if dtypes == "float32" else list(SHAPES)[3:7:3]:
+            yield f"{shape}, {dtypes}", lambda s=shape, d=dtypes: shaped(s, d)
+    for name in LAYOUTS:
+        yield name, lambda n=name: layout(n)
+    yield "experts", experts
+    yield "rows far apart", far_rows
+    yield "through the operator", module
+    yield "bits are kept", kept_bits
+    yield "the same bits", same_bits
+    yield "parts", parts
+    yield "wide in float32", wide_in_float32
