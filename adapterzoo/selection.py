@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .composition import Composition, Step
+from .composition import Composition, RowMap, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Plan:
         steps: site path to what the site evaluates; sites with nothing to do are absent.
         taps: path of a module to the sites that want its input.
         skip_layers: numbers of the blocks that were left out.
+        rows: which rows of a batch take which part of the composition; None where all take all.
     """
 
     setup: Composition | None = None
@@ -36,6 +37,7 @@ class Plan:
     steps: Mapping[str, Step] = field(default_factory=dict)
     taps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skip_layers: tuple[int, ...] = ()
+    rows: RowMap | None = None
 
 
 @dataclass(slots=True)

@@ -92,6 +92,14 @@ class Site:
     source: str | None = None
     experts: int = 0
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether the layer gets what is routed to experts, or computes with its parameters.
+
+        Its input is then no batch of rows.
+        """
+        return self.parameter is not None or "experts" in self.path.split(".")
+
 
 @dataclass(frozen=True, slots=True)
 class SubLayer:
