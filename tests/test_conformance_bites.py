@@ -503,6 +503,25 @@ def test_a_right_method_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     check_method(Right(), only=[name for name in checks if name != "compiles"])
 
 
+class DoubledUpdateLayer(LoRA):
+    """Right, but not what the `mixed` that it inherits computes."""
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        y = base(x)
+        return y + 2 * (super().forward(x, base) - y)
+
+
+class DoubledUpdate(Broken):
+    layer = DoubledUpdateLayer
+
+
+def test_a_forward_of_its_own_is_not_mixed_as_the_inherited_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(architectures._entries, "broken", DoubledUpdate)
+    assert not report(DoubledUpdate(), only=["mixed_rows"])
+
+
 def test_every_check_bites() -> None:
     assert set.union(*TABLE.values(), BROAD.values()) == set(checks)
 

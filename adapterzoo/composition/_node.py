@@ -126,7 +126,7 @@ class Node:
             names_only = type(deep).__name__ == "Stack" and not any(
                 isinstance(c, Node) for c in deep.children
             )
-            if inner == "Stack" or not names_only:
+            if not names_only:
                 below = "names" if inner == "Stack" else "names and Stacks of names"
                 raise CompositionError(
                     f"{written}: it is too deep, in a {inner} that is a child only {below} can "

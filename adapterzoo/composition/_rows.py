@@ -173,7 +173,7 @@ class RowMap:
         together: whether heads that answer alike give one answer for the whole batch.
         copies: how often the batch was repeated.
         tokens: lengths of the model's input sequences, by which a layer is found that gets tokens
-            before rows.
+            before rows; None: any length tells.
         entered: whether the model has seen that the batch has these rows. Beams and tokens that
             come as rows make several consecutive rows of one, which nobody could tell before.
     """
@@ -183,7 +183,7 @@ class RowMap:
     exact: bool = False
     together: bool = False
     copies: int = 1
-    tokens: frozenset[int] = frozenset()
+    tokens: frozenset[int] | None = frozenset()
     entered: bool = False
     _layouts: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
 
@@ -192,13 +192,15 @@ class RowMap:
         """How many parts there are."""
         return max(self.index, default=-1) + 1
 
-    def enter(self, count: int, together: bool, tokens: frozenset[int] = frozenset()) -> RowMap:
+    def enter(
+        self, count: int, together: bool, tokens: frozenset[int] | None = frozenset()
+    ) -> RowMap:
         """The rows of one call, whose input has been checked and is repeated.
 
         Args:
             count: rows of the batch when it is repeated.
             together: whether heads that answer alike give one answer for the whole batch.
-            tokens: lengths of sequences that cannot be taken for a number of rows.
+            tokens: lengths of sequences that no layer can have as its number of rows; None: any.
         """
         times = count // len(self.index)
         index = tuple(part for part in self.index for _ in range(times))
@@ -229,7 +231,8 @@ class RowMap:
         Raises:
             CompositionError: its rows are not these, or its first dimension is tokens.
         """
-        if x.dim() > 2 and x.shape[0] in self.tokens and x.shape[1] == len(self.index):
+        is_length = self.tokens is None or x.shape[0] in self.tokens
+        if is_length and x.dim() > 2 and x.shape[1] == len(self.index):
             raise CompositionError(
                 f"rows of a batch: an adapted layer got {list(x.shape)}, tokens before rows. "
                 f"Activate one adapter for all rows, or add adapters that do not sit at such "

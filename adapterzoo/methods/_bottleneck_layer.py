@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,14 @@ from adapterzoo.contracts import FusibleAdapter
 from ._bottleneck_fields import BottleneckFields
 from ._init import DTYPES, constant, drawn, generator, kaiming, normal
 
+Instead: TypeAlias = Callable[[Tensor], Tensor] | None
+"""What acts in the place of a bottleneck's function, if anything."""
+
 
 class Affine(nn.Module):
     """x Wᵀ + b; no `nn.Linear`, so that nothing that walks a model's layers takes it for one."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
@@ -106,9 +110,7 @@ class BottleneckLayer(FusibleAdapter):
             update = drop_rows(update, self.config.stochastic_depth)
         return update * self.scaling
 
-    def added(
-        self, x: Tensor, to: Tensor, instead: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def added(self, x: Tensor, to: Tensor, instead: Instead = None) -> Tensor:
         """`to` + f(x), or with the norm of `ln_after` around f(x) or around the sum.
 
         Args:

@@ -22,9 +22,9 @@ is still scaled or dropped out on its way to the sum, f acts before that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,10 +34,9 @@ from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import Base
 
 from ._bottleneck_fields import BottleneckFields
-from ._bottleneck_layer import BottleneckLayer
+from ._bottleneck_layer import BottleneckLayer, Instead
 from ._sublayers import stream_site, sublayers
 
-Instead: TypeAlias = Callable[[Tensor], Tensor] | None
 _FIELDS: dict[SubLayerKind, str] = {
     "attention": "mh_adapter",
     "cross": "cross_adapter",

@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.registry import Registry
 
+from ._bottleneck_layer import Affine
 from ._init import constant, drawn, normal
 
-# where the temperature of `temperature=True` starts, and how many steps it takes to 1
+# where a temperature starts, and in how many steps it falls by that
 _HOT, _STEPS = 50.0, 1000
 
 fusion_configs: Registry[Callable[[], AdapterFusionConfig]] = Registry("fusion config")
@@ -128,7 +129,7 @@ class Fusion(nn.Module):
 
     Attributes:
         config: of the layer.
-        query: Q, `key`: K, `value`: V; None where the config has none.
+        query: Q; and `key` K, `value` V; None where the config has none.
         temperature: by which scores are divided, where it decays; else None.
     """
 
@@ -154,9 +155,14 @@ class Fusion(nn.Module):
         super().__init__()
         self.config = config
         self.dropout_prob = dropout_prob
-        self.query = _Projection(d_model, device, dtype) if config.query else None
-        self.key = _Projection(d_model, device, dtype) if config.key else None
-        self.value = _Projection(d_model, device, dtype, bias=False) if config.value else None
+
+        def square(bias: bool) -> Affine:
+            weight = drawn((d_model, d_model), normal(0.02, None), device, dtype)
+            return Affine(weight, drawn((d_model,), constant(0.0), device, dtype) if bias else None)
+
+        self.query = square(bias=True) if config.query else None
+        self.key = square(bias=True) if config.key else None
+        self.value = square(bias=False) if config.value else None
         if self.value is not None and config.value_initialized:
             with torch.no_grad():
                 self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
@@ -179,13 +185,12 @@ class Fusion(nn.Module):
         if self.temperature is not None:
             scores = scores / self.temperature.to(scores.dtype)
             if self.training:
-                cooler = (self.temperature - _HOT / _STEPS).clamp(min=1.0)
-                self.temperature.copy_(cooler)
+                self.temperature.copy_((self.temperature - _HOT / _STEPS).clamp(min=1.0))
         shares = scores.softmax(-1)
-        first = self.value is not None and self.config.value_before_softmax
-        values = self.value(z) if first and self.value is not None else z
-        context = torch.matmul(shares.unsqueeze(-2), values).squeeze(-2)  # [*batch, d_model]
-        if self.value is not None and not first:
+        if self.value is not None and self.config.value_before_softmax:
+            z = self.value(z)
+        context = torch.matmul(shares.unsqueeze(-2), z).squeeze(-2)  # [*batch, d_model]
+        if self.value is not None and not self.config.value_before_softmax:
             context = self.value(context)
         return context, shares
 
@@ -196,18 +201,3 @@ class Fusion(nn.Module):
         weight = self.value.weight
         eye = torch.eye(weight.shape[0], device=weight.device, dtype=weight.dtype)
         return (weight - eye).square().sum()
-
-
-class _Projection(nn.Module):
-    """x Wᵀ + b; no `nn.Linear`, so that nothing that walks a model's layers takes it for one."""
-
-    def __init__(
-        self, width: int, device: torch.device, dtype: torch.dtype, bias: bool = True
-    ) -> None:
-        super().__init__()
-        self.weight = drawn((width, width), normal(0.02, None), device, dtype)
-        self.bias = drawn((width,), constant(0.0), device, dtype) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[*batch, d_model]`, the result of the same shape."""
-        return linear(x, self.weight, self.bias)

@@ -202,7 +202,6 @@ class AdaptersMixin(RefusalsMixin):
             module = self._backbone.get_submodule(source)
             inject.tap(module, reader, name, self._selection, source)
         self._zoo.installed[name] = installed
-        self._zoo.plans.clear()
 
     def _remove(self, name: str) -> None:
         installed = self._zoo.installed.pop(name)

@@ -146,14 +146,11 @@ class AdapterModelMixin(
 class GeneratesRows:
     """`generate` with `adapter_names`; stands before transformers' own in the bases of a class."""
 
-    def generate(
-        self, inputs: Any = None, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any
-    ) -> Any:
+    def generate(self, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`, each row with an adapter of its own where names are given.
 
         Args:
-            inputs: the prompt, as `generate` of transformers takes it.
-            *args: as `generate` of transformers takes them.
+            *args: as `generate` of transformers takes them, the prompt first.
             adapter_names: for each row of the prompt the adapter, or a composition, that acts on
                 it, None for the base model; in place of the active ones. Beams and several
                 returned sequences of a row take the same.
@@ -167,14 +164,15 @@ class GeneratesRows:
         model = cast("AdapterModelMixin", self)
         run = cast("Any", super()).generate
         if not model._rows_start(adapter_names):
-            return run(inputs, *args, **kwargs)
-        given = kwargs if inputs is None else {"input_ids": inputs, **kwargs}
+            return run(*args, **kwargs)
+        prompt = args[0] if args else kwargs.get("inputs")
+        given = kwargs if prompt is None else {cast("Any", self).main_input_name: prompt, **kwargs}
         plan, times = model._rows_plan(given, adapter_names, "generate")
         if times > 1:
             batch = batch_size(given)
-            inputs, kwargs = repeated(inputs, times, batch), repeated(kwargs, times, batch)
+            args, kwargs = repeated(args, times, batch), repeated(kwargs, times, batch)
         with model._overridden(plan):
-            return run(inputs, *args, **kwargs)
+            return run(*args, **kwargs)
 
 
 class _Started(AdapterModelMixin):
@@ -280,7 +278,9 @@ def _with_rows(cls: type[nn.Module]) -> Any:
     ) -> Any:
         if output_adapter_fusion_attentions:
             return self._with_attentions(forward, *args, adapter_names=adapter_names, **kwargs)
-        if not self._rows_start(adapter_names):
+        # the one look that a model pays for, whatever acts
+        rows = self._selection.plan.rows
+        if adapter_names is None and (rows is None or rows.entered):
             return plain(self, *args, **kwargs)
         given = dict(zip(positions, args, strict=False)) | kwargs
         plan, times = self._rows_plan(given, adapter_names, "forward")

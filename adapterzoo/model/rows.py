@@ -79,21 +79,17 @@ class RowsMixin(AdaptersMixin):
                 f"{what}: the batch has {batch} rows, legal are {legal}. "
                 f"Write {'one name, or None, for each row' if adapter_names else 'other sizes'}."
             )
-        return dataclasses.replace(
-            plan, rows=rows.enter(count, together, self._lengths(inputs, count))
-        ), rows.repeats
+        entered = rows.enter(count, together, self._lengths(inputs, count))
+        return dataclasses.replace(plan, rows=entered), rows.repeats
 
-    def _lengths(self, inputs: Mapping[str, Any], count: int) -> frozenset[int]:
+    def _lengths(self, inputs: Mapping[str, Any], count: int) -> frozenset[int] | None:
         """Lengths of the inputs' sequences that no layer can have as its number of rows."""
+        if cast("Any", self).config.model_type in _TOKENS_FIRST:
+            return None
         ids = (inputs.get(name) for name in ("input_ids", "decoder_input_ids"))
         found = {t.shape[-1] for t in ids if isinstance(t, Tensor) and t.dim() > 1}
-        embeds = inputs.get("inputs_embeds")
-        if isinstance(embeds, Tensor):
-            found.add(embeds.shape[-2])
-        if cast("Any", self).config.model_type not in _TOKENS_FIRST:
-            # as long as the batch is large: the usual order is meant
-            found.discard(count)
-        return frozenset(found)
+        # a batch as long as its sequences is taken for one in the usual order
+        return frozenset(found - {count})
 
     def _overridden(self, plan: Plan) -> AbstractContextManager[None]:
         return self._selection.overridden(plan)
