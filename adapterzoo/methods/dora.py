@@ -29,7 +29,6 @@ from adapterzoo.configs import architectures, config_strings, require_choice
 from adapterzoo.contracts import Base, compute_dtype
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, row_norm
-from adapterzoo.kernels.low_rank import shrink
 
 from ._init import constant, drawn
 from ._kept import Kept
@@ -130,10 +129,8 @@ class DoRA(LowRank):
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         y, plain = base(x), base.plain(x)  # [*batch, d_out]
-        if self.looks_up:
-            t = embedding(x, self.lora_A.T) * base.scale  # [*batch, rank]
-        else:
-            t = shrink(x, self.lora_A, self.dropout, self.training)  # [*batch, rank]
+        lookup = self.looks_up
+        t = embedding(x, self.lora_A.T) * base.scale if lookup else base.from_input(self, x)
         gain = self.gain(base.weight)
         bias = None if self.adapterhub else base.bias
         if plain is y:

@@ -24,7 +24,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import Base
 from adapterzoo.errors import ConfigError, StateError
-from adapterzoo.kernels.low_rank import low_rank, shrink
+from adapterzoo.kernels.low_rank import expand
 
 from ._init import constant, drawn, generator, normal
 from ._low_rank import LowRank, LowRankConfig
@@ -99,9 +99,9 @@ class LoRA(LowRank):
         if self.looks_up:
             update = embedding(x, a.T) @ b.T  # [*batch, d_out]
             return y + (update * (self.scaling * base.scale)).to(y.dtype)
+        t = base.from_input(self, x)  # [*batch, rank]
         if self.gate is None and self.lora_B_bias is None:
-            return low_rank(y, x, a, b, self.scaling, self.dropout, self.training)
-        t = shrink(x, a, self.dropout, self.training)  # [*batch, rank]
+            return expand(y, t, b, self.scaling)
         update = linear(t, b, self.lora_B_bias) * self.scaling
         if self.gate is not None:
             gate = torch.sigmoid(x.to(a.dtype) @ self.gate.T)  # [*batch, 1]
