@@ -69,7 +69,7 @@ class Base(ABC):
             adapter: the one that asks.
             x: its input, `[*batch, d_in]`.
         """
-        return type(adapter).from_input([adapter], x)[0]
+        return type(adapter).from_input((adapter,), x)[0]
 
 
 class Adapter(nn.Module, ABC):

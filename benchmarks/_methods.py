@@ -1,9 +1,4 @@
-"""The same adapter in adapterzoo's words and in PEFT's, and the check that both compute the same.
-
-PEFT's BOFT builds its CUDA extension at the first layer, fails where there is no compiler for it,
-and then silently takes one factor; `block_diagonal` stands in for it, so that PEFT computes what
-it says.
-"""
+"""The same adapter in adapterzoo's words and in PEFT's, and the check that both are the same."""
 
 from __future__ import annotations
 
@@ -12,8 +7,6 @@ from typing import Any
 
 import peft
 import torch
-from peft.tuners.boft import layer as peft_boft
-from torch import Tensor
 
 import adapterzoo
 from _models import BERT, LLAMA, Shape, plain, twin
@@ -88,25 +81,6 @@ class Method:
 def _relative(a: Any, b: Any) -> float:
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm().clamp_min(1e-12))
-
-
-class _BlockDiagonal:
-    """What PEFT's CUDA extension computes, in plain torch."""
-
-    @staticmethod
-    def forward(blocks: Tensor) -> list[Tensor]:
-        return [torch.stack([torch.block_diag(*factor) for factor in blocks])]
-
-    @staticmethod
-    def backward(grad: Tensor, blocks: Tensor) -> list[Tensor]:
-        m, n, b, _ = blocks.shape
-        parts = grad.view(m, n, b, n, b).diagonal(dim1=1, dim2=3)  # [m, b, b, n]
-        return [parts.permute(0, 3, 1, 2).contiguous()]
-
-
-def stand_in() -> None:
-    """Give PEFT's BOFT a plain-torch version of its extension."""
-    peft_boft.get_fbd_cuda = lambda: _BlockDiagonal
 
 
 def _low_rank(

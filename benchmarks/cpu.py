@@ -24,9 +24,10 @@ import transformers
 
 import adapterzoo
 from _measure import Ratio, operators, ratios, saved_bytes
-from _methods import METHODS, Method, stand_in
+from _methods import METHODS, Method
 from _models import BERT, LLAMA, TINY, Shape, twin
 from _report import Figure, write
+from _stand_in import stand_in
 from _uses import importing, injecting, loading, merging
 
 # the largest relative difference of a loss or gradient between the libraries, in float32

@@ -24,6 +24,11 @@ CONFIGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def share_also_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapterzoo.families.FEW", 0)
+
+
 def built(family: str, *configs: Any, dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(0)
     model = AutoAdapterModel.from_config(tiny_config(family)).to(dtype)
@@ -103,7 +108,7 @@ def test_the_parts_of_a_fused_layer_share(monkeypatch):
 
 def test_all_adapters_of_a_stack_share(monkeypatch):
     model = built("llama", *[LoRAConfig(r=r, attn_matrices=["q", "k", "v"]) for r in (2, 3)])
-    model.eval().set_active_adapters(Stack("a", "b"))
+    model.set_active_adapters(Stack("a", "b"))
     calls = Calls(monkeypatch)
     shared = output(model)
     assert calls.sizes == [6] * 2
@@ -213,3 +218,15 @@ def test_taking_the_adapters_gives_every_class_back():
     model.delete_adapter("b")
     assert [type(m) for m in model.modules()] == classes
     assert changes(before, snapshot(model)) == []
+
+
+def test_of_few_tokens_each_computes_alone(monkeypatch):
+    monkeypatch.undo()
+    model = built("llama", LoRAConfig(attn_matrices=["q", "k", "v"]))
+    model.set_active_adapters("a")
+    calls = Calls(monkeypatch)
+    output(model)
+    assert calls.sizes == [1, 1, 1] * 2
+    many = {key: value.repeat(100, 1) for key, value in tiny_inputs("llama").items()}
+    output(model, **many)
+    assert calls.sizes[6:] == [3] * 2

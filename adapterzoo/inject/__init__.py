@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.composition import Step, evaluate
-from adapterzoo.contracts import Adapter, Base
+from adapterzoo.contracts import Adapter, Base, compute_dtype
 from adapterzoo.errors import DuplicateNameError, StateError
 from adapterzoo.families import Family
 from adapterzoo.selection import Selection
@@ -161,8 +161,15 @@ def check_put(layer: nn.Module, path: str) -> None:
         StateError: the layer has an attribute `adapters` of its own.
     """
     shelf = layer._modules.get("adapters")
-    own = {*dir(plain_class(layer)), *vars(layer), *layer._modules, *layer._parameters}
-    if not isinstance(shelf, Shelf) and "adapters" in own:
+    if isinstance(shelf, Shelf):
+        return
+    places = (
+        *map(vars, plain_class(layer).__mro__),
+        vars(layer),
+        layer._modules,
+        layer._parameters,
+    )
+    if any("adapters" in place for place in places):
         raise StateError(
             f"adapter at {path!r}: {type(layer).__name__} has an attribute 'adapters' of its own, "
             f"where adapters hang. Exclude this layer by exclude_modules=[{path!r}]."
@@ -308,8 +315,10 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
 
 def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
     """A parameter, stored as the layer's own one is, with the change of a step's adapters."""
-    w = matrix(layer, parameter)
-    base = base_of(layer, w)
+    own_weight = matrix(layer, parameter)
+    base = base_of(layer, own_weight)
+    # the sum of all changes is rounded once
+    w = own_weight.to(compute_dtype(own_weight.dtype))
     for name in step:
         adapter = layer.adapters._modules[name]
         if isinstance(adapter, ParameterParts):

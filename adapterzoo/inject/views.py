@@ -183,6 +183,8 @@ def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
     """Whether a weight is stored `[d_in, d_out]`: embeddings, GPT-2's Conv1D, some experts."""
     if parameter != "weight":
         return bool(getattr(layer, "is_transposed", False))
+    if isinstance(layer, nn.Linear):
+        return False
     names = {cls.__name__ for cls in type(layer).__mro__}
     return isinstance(layer, nn.Embedding) or "Conv1D" in names
 

@@ -66,12 +66,13 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 
     `y` `[*batch, d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]` → shape and dtype of `y`.
     """
-    b = b.to(t.dtype)
-    if is_small(y) and y.dtype is t.dtype:
+    if is_small(y) and y.dtype is t.dtype is b.dtype:
         return torch.add(y, linear(t, b), alpha=scaling)
+    # a y that is wider than the products is not rounded to their dtype
+    dtype = y.dtype if y.dtype.itemsize > t.dtype.itemsize else t.dtype
     # no view at the end: a model may write into its layer's output in place
-    out = y.to(t.dtype, copy=True, memory_format=torch.contiguous_format)
-    rows_of(out).addmm_(rows_of(t), b.T, alpha=scaling)  # [rows, d_out]
+    out = y.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    rows_of(out).addmm_(rows_of(t).to(dtype), b.T.to(dtype), alpha=scaling)  # [rows, d_out]
     return out.to(y.dtype)
 
 
@@ -139,6 +140,23 @@ class Expand(torch.autograd.Function):
         return dy, dt if needs_t else None, db if needs_b else None, None
 
 
+def project(x: Tensor, factors: Sequence[Tensor], p: float, noise: Tensor | None) -> Tensor:
+    """`shrink` by several factors at once, differentiable, for operands of one dtype."""
+    if not torch.is_grad_enabled():
+        return shrink(x, joined(factors), p, noise)
+    t: Tensor = Shrink.apply(x, p, noise, *factors)
+    return t
+
+
+def added(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """`expand`, differentiable, for operands of one dtype."""
+    # autograd over few small operations keeps as little, and costs less
+    if is_small(y) or not torch.is_grad_enabled():
+        return expand(y, t, b, scaling)
+    out: Tensor = Expand.apply(y, t, b, scaling)
+    return out
+
+
 def joined(factors: Sequence[Tensor]) -> Tensor:
     """Factors `[rank, d_in]`, one below the other: `[sum of ranks, d_in]`."""
     return factors[0] if len(factors) == 1 else torch.cat(tuple(factors))
@@ -146,7 +164,7 @@ def joined(factors: Sequence[Tensor]) -> Tensor:
 
 def is_small(x: Tensor) -> bool:
     """Whether fewer operations matter more than faster ones; a compiler wants the plain ones."""
-    return torch.compiler.is_compiling() or x.numel() <= SMALL
+    return x.numel() <= SMALL or torch.compiler.is_compiling()
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from torch.nn.functional import linear
 
 from . import _dropout, _low_rank_torch, mode
 from ._ops import below, check, narrowed, register
-from .exact import is_autocast
 
 
 def low_rank_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -80,27 +79,24 @@ def shrink(
     Returns:
         `[*batch, rank]`, in the dtype of `a`; under autocast in its dtype.
     """
-    factors = (a,) if isinstance(a, Tensor) else tuple(a)
+    factors = (a,) if isinstance(a, Tensor) else a
     drops = training and dropout > 0.0
-    # a compiler would look into the drawing of bits
-    plain = _is_plain(x, factors[0]) and not (drops and torch.compiler.is_compiling())
-    if plain and not mode.is_reference() and (drops or not _low_rank_torch.is_small(x)):
-        noise = _dropout.bits(x, dropout) if drops else None
-        if not torch.is_grad_enabled():
-            return _low_rank_torch.shrink(x, _low_rank_torch.joined(factors), dropout, noise)
-        t: Tensor = _low_rank_torch.Shrink.apply(x, dropout, noise, *factors)
-        return t
+    if x.dtype is factors[0].dtype and mode.is_plain(x):
+        if not drops and _low_rank_torch.is_small(x):
+            # autograd keeps as little, and costs less
+            return linear(x, _low_rank_torch.joined(factors))
+        # a compiler would look into the drawing of bits
+        if not drops or not torch.compiler.is_compiling():
+            noise = _dropout.bits(x, dropout) if drops else None
+            return _low_rank_torch.project(x, factors, dropout, noise)
     A = _low_rank_torch.joined(factors)
     if mode.is_reference():
         return linear(plain_dropout(x.to(A.dtype), dropout, training), A)
-    if plain:
-        # autograd keeps as little, and costs less
-        return linear(x, A)
     noise = None
     if drops:
         noise = _dropout.seed(x) if mode.takes_triton("shrink", x, A) else _dropout.bits(x, dropout)
-    out: Tensor = _shrink(x, A, dropout, noise)
-    return out
+    t: Tensor = _shrink(x, A, dropout, noise)
+    return t
 
 
 def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -115,23 +111,13 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     Returns:
         Shape and dtype of `y`.
     """
+    if y.dtype is t.dtype is b.dtype and mode.is_plain(y):
+        return _low_rank_torch.added(y, t, b, scaling)
     if mode.is_reference():
         update = linear(t, b.to(t.dtype))  # [*batch, d_out]
         return torch.add(y, update.to(y.dtype), alpha=scaling)
-    if y.dtype is t.dtype and _is_plain(y, b):
-        if _low_rank_torch.is_small(y):
-            return torch.add(y, linear(t, b), alpha=scaling)
-        if not torch.is_grad_enabled():
-            return _low_rank_torch.expand(y, t, b, scaling)
-        plain: Tensor = _low_rank_torch.Expand.apply(y, t, b, scaling)
-        return plain
     out: Tensor = _expand(y, t, b, scaling)
     return out
-
-
-def _is_plain(x: Tensor, factor: Tensor) -> bool:
-    """Whether the torch path serves, with nothing to cast: an operator would only cost more."""
-    return not (x.dtype is not factor.dtype or is_autocast(x.device) or mode.may_take_triton(x))
 
 
 def _takes_triton(call: str, noise: Tensor | None, *operands: Tensor) -> bool:

@@ -6,9 +6,9 @@ y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖; gradients treat
 
 Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: m is born from a
 float32 norm and stays in float32 over half-precision layers, also when these are cast; dropout
-does not reach W x and so costs no second product with W; a row of zeros keeps its output instead
-of turning into NaN. Differs from adapters: all of it but `convention="adapterhub"`, which is what
-adapters computes.
+does not reach W x and so costs no second product with W; layers that read one input may drop the
+same features of it; a row of zeros keeps its output instead of turning into NaN. Differs from
+adapters: all of it but `convention="adapterhub"`, which is what adapters computes.
 Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
 output, and one over the weight for the norm: in each forward of training, in evaluation once.
 Cannot do: layers without a floating-point weight to take norms of.

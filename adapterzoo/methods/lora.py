@@ -5,8 +5,9 @@ y = W x + b + s · B A x with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha 
 alpha / √rank with `use_rslora`.
 
 Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: parameters
-live in the dtype of their layer unless `dtype` says otherwise. Differs from adapters: a `Stack`
-adds the updates; the gate of `use_gating` has no bias.
+live in the dtype of their layer unless `dtype` says otherwise; layers that read one input may
+drop the same features of it. Differs from adapters: a `Stack` adds the updates; the gate of
+`use_gating` has no bias.
 Cost per site: rank · (d_in + d_out) parameters, two matrix products of that size in the forward.
 Cannot do: initialisations that change the base weights (PiSSA, OLoRA, LoftQ).
 """

@@ -169,13 +169,11 @@ class AdaptersMixin:
         by_path: dict[str, list[Placement]] = {}
         for placement in config.placements(self.anatomy):
             by_path.setdefault(inject_path(placement.site), []).append(placement)
-        for path in by_path:
-            inject.check_put(self._backbone.get_submodule(path), path)
-        dtype = cast("Any", self).dtype
-        return {
-            path: (build(self._backbone.get_submodule(path), path, ps, dtype), ps)
-            for path, ps in by_path.items()
-        }
+        backbone, dtype = self._backbone, cast("Any", self).dtype
+        layers = {path: backbone.get_submodule(path) for path in by_path}
+        for path, layer in layers.items():
+            inject.check_put(layer, path)
+        return {path: (build(layers[path], path, ps, dtype), ps) for path, ps in by_path.items()}
 
     def _install(
         self,
