@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .auto import AutoAdapterModel, load_model
-    from .composition import Stack
+    from .composition import Average, BatchSplit, Fuse, Parallel, Split, Stack
     from .configs import AdapterConfig, ConfigUnion
     from .errors import AdapterZooError
     from .heads import (
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
         SeqBnConfig,
     )
     from .methods.dora import DoRAConfig
+    from .methods.fusion import (
+        AdapterFusionConfig,
+        DynamicAdapterFusionConfig,
+        StaticAdapterFusionConfig,
+    )
     from .methods.lora import LoRAConfig
     from .model import AdapterModelMixin, AdapterSetup, init
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
@@ -48,28 +53,36 @@ __version__ = "0.1.0.dev0"
 # alone costs neither torch nor transformers
 _HOMES = {
     "AdapterConfig": "configs",
+    "AdapterFusionConfig": "methods.fusion",
     "AdapterModelMixin": "model",
     "AdapterPlusConfig": "methods.bottleneck",
     "AdapterSetup": "model",
     "AdapterTrainer": "trainer",
     "AdapterZooError": "errors",
     "AutoAdapterModel": "auto",
+    "Average": "composition",
     "BOFTConfig": "methods.boft",
+    "BatchSplit": "composition",
     "BnConfig": "methods.bottleneck",
     "ConfigUnion": "configs",
     "DependencyParsingHead": "heads",
     "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
+    "DynamicAdapterFusionConfig": "methods.fusion",
+    "Fuse": "composition",
     "LMHead": "heads",
     "LoRAConfig": "methods.lora",
     "MultipleChoiceHead": "heads",
     "ParBnConfig": "methods.bottleneck",
+    "Parallel": "composition",
     "PooledHead": "heads",
     "PredictionHead": "heads",
     "QuestionAnsweringHead": "heads",
     "Seq2SeqAdapterTrainer": "trainer",
     "SeqBnConfig": "methods.bottleneck",
+    "Split": "composition",
     "Stack": "composition",
+    "StaticAdapterFusionConfig": "methods.fusion",
     "TaggingHead": "heads",
     "init": "model",
     "load_model": "auto",
@@ -77,28 +90,36 @@ _HOMES = {
 
 __all__ = [
     "AdapterConfig",
+    "AdapterFusionConfig",
     "AdapterModelMixin",
     "AdapterPlusConfig",
     "AdapterSetup",
     "AdapterTrainer",
     "AdapterZooError",
     "AutoAdapterModel",
+    "Average",
     "BOFTConfig",
+    "BatchSplit",
     "BnConfig",
     "ConfigUnion",
     "DependencyParsingHead",
     "DoRAConfig",
     "DoubleSeqBnConfig",
+    "DynamicAdapterFusionConfig",
+    "Fuse",
     "LMHead",
     "LoRAConfig",
     "MultipleChoiceHead",
     "ParBnConfig",
+    "Parallel",
     "PooledHead",
     "PredictionHead",
     "QuestionAnsweringHead",
     "Seq2SeqAdapterTrainer",
     "SeqBnConfig",
+    "Split",
     "Stack",
+    "StaticAdapterFusionConfig",
     "TaggingHead",
     "init",
     "load_model",

@@ -15,7 +15,8 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from .errors import ConfigError, StateError, listing
 from .model.heads import HeadsMixin
-from .model.mixin import with_adapters
+from .model.mixin import GeneratesRows, with_adapters
+from .model.rows import RowNames, batch_size, repeated
 from .model.static import keep_static_head
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -146,6 +147,8 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
         self,
         *args: Any,
         head: str | list[str] | None = None,
+        adapter_names: RowNames | None = None,
+        output_adapter_fusion_attentions: bool = False,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -154,20 +157,51 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
         Args:
             *args: inputs of the base model by position.
             head: head or heads to use for this call; None: the active ones.
+            adapter_names: for each row of the batch the adapter, or a composition, that acts on
+                it, None for the base model; in place of the active ones. A row is answered by the
+                head of its adapter's name where there is one, else by the active head.
+            output_adapter_fusion_attentions: whether the outputs get the shares of the active
+                fusions: `{fusion: {block number: {location: [batch, tokens, adapters]}}}`.
             return_dict: False for tuples.
             **kwargs: inputs of the base model by name, and the labels of the heads.
 
         Returns:
-            The output class of the task; a `MultiHeadOutput` when several heads are active; the
-            base model's own output when none is.
+            The output class of the task; a `MultiHeadOutput` when several heads are active, or
+            heads of different answers on different rows; the base model's own output when none is.
+
+        Raises:
+            CompositionError: the rows do not fit the batch.
+            StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
+            UnknownNameError: there is no adapter of a name.
         """
+        if output_adapter_fusion_attentions:
+            return self._with_attentions(
+                AdapterModel.forward, *args, head=head, adapter_names=adapter_names,
+                return_dict=return_dict, **kwargs,
+            )  # fmt: skip
         if len(args) > len(self.input_names):
             raise ConfigError(
                 f"forward(): {len(args)} inputs are given by position and {len(self.input_names)} "
                 f"have one: {listing(self.input_names, limit=30)}. Write the others by name."
             )
         inputs = dict(zip(self.input_names, args, strict=False)) | kwargs
+        if not self._rows_start(adapter_names):
+            return self._answer(inputs, head, return_dict)
+        plan, times = self._rows_plan(inputs, adapter_names, "forward")
+        with self._overridden(plan):
+            return self._answer(inputs, head, return_dict, times)
+
+    def _answer(
+        self,
+        inputs: dict[str, Any],
+        head: str | list[str] | None,
+        return_dict: bool | None,
+        times: int = 1,
+    ) -> Any:
+        """`forward` when the plan of the call holds; the batch is repeated `times` times."""
         labels = self._take_labels(inputs, head)
+        if times > 1:
+            inputs = repeated(inputs, times, batch_size(inputs))
         self._prepare_inputs(inputs, labels, head)
         outputs = self.base_model(**inputs, return_dict=True)
         mask = inputs.get(
@@ -244,7 +278,7 @@ def _make_class(
             for b in generating.__bases__
             if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
         ]
-        bases += mixins or [GenerationMixin]
+        bases = [GeneratesRows, *bases, *(mixins or [GenerationMixin])]
     name = f"{backbone.__name__.removesuffix('Model')}AdapterModel"
     made = cast("type[AdapterModel]", type(name, (*bases, family), members))
     if generating is not None:
@@ -302,7 +336,7 @@ def _show_signature(made: type[AdapterModel], generating: type | None) -> None:
         for name in HeadsMixin.label_arguments()
         if name == "labels" or "label" not in name
     ]
-    extra = [own["head"], *labels]
+    extra = [own["head"], own["adapter_names"], *labels]
     if "logits_to_keep" in inspect.signature(getattr(generating, "forward", _blank)).parameters:
         extra.append(own["head"].replace(name="logits_to_keep"))
     extra += [own["return_dict"]] if "return_dict" not in theirs else []

@@ -7,11 +7,14 @@ modules that know nothing of models, names, files, devices or of each other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .kernels.grouped import Groups
 
 
 class Base(ABC):
@@ -96,6 +99,52 @@ class Adapter(nn.Module, ABC):
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The adapted layer. `x` `[*batch, d_in]` → `[*batch, d_out]`, in the base's dtype."""
 
+    @classmethod
+    def mixes(cls, adapters: Sequence[Self]) -> bool:
+        """Whether `mixed` can do these; where not, each acts on its rows by itself."""
+        return False
+
+    @classmethod
+    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+        """Several adapters of the class at one layer, each on its rows of a batch, in one call.
+
+        Args:
+            adapters: of one layer, in the numbering of `groups`.
+            groups: which of them each row takes, if any.
+            x: `[rows, *tokens, d_in]`.
+            base: the layer, with the adapters before.
+
+        Returns:
+            `[rows, *tokens, d_out]`, each row as its adapter alone would give it.
+        """
+        raise NotImplementedError
+
+
+class FusibleAdapter(Adapter):
+    """An adapter that adds a function of the stream to it, which a fusion may take the place of."""
+
+    @abstractmethod
+    def update(self, x: Tensor) -> Tensor:
+        """What the adapter says to `x` `[*batch, d_model]`, same shape: what a fusion attends to.
+
+        Gates and dropouts are left out.
+        """
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor, base: Base, instead: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The adapted layer.
+
+        Args:
+            x: `[*batch, d_in]`.
+            base: the layer.
+            instead: what is added in the place of the adapter's own function, of the same input.
+
+        Returns:
+            `[*batch, d_out]`, in the base's dtype.
+        """
+
 
 class WeightAdapter(Adapter):
     """An adapter that equals a changed weight, so that it can be merged into the layer.
@@ -168,6 +217,18 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def loss(self, logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
         """The training loss, a scalar; labels of −100 do not count."""
+
+
+def can_mix(adapters: Sequence[Adapter]) -> bool:
+    """Whether the adapters can act in one call of `mixed`.
+
+    A class that has a `forward` of its own and inherits `mixed` cannot: that computes the other's.
+    """
+    kind = type(adapters[0])
+    if any(type(adapter) is not kind for adapter in adapters):
+        return False
+    owners = [next(c for c in kind.__mro__ if name in vars(c)) for name in ("mixed", "forward")]
+    return issubclass(*owners) and kind.mixes(adapters)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .composition import Composition, Step
+from .composition import Composition, RowMap, Step
 from .families import Family
 
 
@@ -32,14 +32,16 @@ class Plan:
         families: path of a module to those of its layers that read one input: each one's name in
             the module, and its adapters that can make use of it.
         skip_layers: numbers of the blocks that were left out.
+        rows: which rows of a batch take which part of the composition; None where all take all.
     """
 
     setup: Composition | None = None
     heads: tuple[str, ...] = ()
     steps: Mapping[str, Step] = field(default_factory=dict)
     taps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    families: Mapping[str, tuple[tuple[str, Step], ...]] = field(default_factory=dict)
+    families: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = field(default_factory=dict)
     skip_layers: tuple[int, ...] = ()
+    rows: RowMap | None = None
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils.generic import find_labels
 
+from .composition import fusions_of
 from .errors import CheckpointError, ConfigError, StateError, listing
 from .heads import PredictionHead
 from .model import snapshot
@@ -172,7 +173,9 @@ class AdapterTrainer(Trainer):
         model = self._adapted
         call = f"{type(self).__name__}.train()"
         active = model.active_adapters.flatten()
-        if not any(p.requires_grad for name in active for p in model._parameters_of(name)):
+        fusions = [fuse.name for fuse in fusions_of(model.active_adapters)]
+        trained = [*map(model._parameters_of, active), *map(model._fusion_parameters, fusions)]
+        if not any(p.requires_grad for parameters in trained for p in parameters):
             raise StateError(
                 f"{call}: no parameter of the active adapters {listing(active)} is trained. "
                 f"{_cure(model)}"
@@ -266,7 +269,19 @@ class AdapterTrainer(Trainer):
             loss = outputs["logits"].sum() * 0.0
         elif share != 1.0:
             loss = loss * share
+        if model.training:
+            loss = self._regularised(loss, num_items_in_batch is not None)
         return (loss, outputs) if return_outputs else loss
+
+    def _regularised(self, loss: Tensor, is_share: bool) -> Tensor:
+        """The loss with what keeps the V of fusions near the identity, once for each step."""
+        penalty = self._adapted.get_fusion_regularization_loss()
+        if penalty is None:
+            return loss
+        # Trainer divides what is no share of the accumulated batches itself
+        steps = self.current_gradient_accumulation_steps if is_share else 1
+        whole: Tensor = loss + penalty.to(loss.device, loss.dtype) / steps
+        return whole
 
     def _share(self, inputs: Mapping[str, Any]) -> float:
         usual = self._usual_count
@@ -359,7 +374,8 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _cure(model: Any) -> str:
-    names = list(model.active_adapters or model.adapters_config)
+    setup = model.active_adapters
+    names = list(model.adapters_config if setup is None else setup.flatten())
     if names:
         return f"Write model.train_adapter({names[0]!r})."
     return "Write model.add_adapter('my_task', 'seq_bn') and model.train_adapter('my_task')."

@@ -115,6 +115,18 @@ class Replaces(Broken):
     layer = ReplacesLayer
 
 
+class MixesTheWrongLayer(LoRA):
+    """In a mixed batch each row gets the adapter of another one."""
+
+    @classmethod
+    def mixed(cls, adapters: Any, groups: Any, x: Tensor, base: Base) -> Tensor:
+        return super().mixed(adapters[::-1], groups, x, base)
+
+
+class MixesTheWrong(Broken):
+    layer = MixesTheWrongLayer
+
+
 class UnusedParameterLayer(LoRA):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -434,11 +446,12 @@ TABLE: dict[type[Broken], set[str]] = {
     WrongMerge: {"merge_equals_forward", "stacks"},
     SwallowsNan: {"not_finite_refuses_to_merge"},
     Replaces: {"stacks"},
+    MixesTheWrong: {"mixed_rows"},
     UnusedParameter: {"gradients"},
     WrongGradient: {"gradcheck"},
     NeedsContiguous: {"any_leading_shape"},
     NeedsThreeDimensions: {"any_leading_shape"},
-    RowsMeet: {"any_leading_shape", "merge_equals_forward", "stacks"},
+    RowsMeet: {"any_leading_shape", "merge_equals_forward", "mixed_rows", "stacks"},
     PlainAttribute: {"state_is_registered", "device_follows"},
     HiddenInClosure: {"state_is_registered"},
     CpuTemporary: {"device_follows"},

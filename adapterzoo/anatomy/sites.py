@@ -106,6 +106,14 @@ class Site:
         asks = self.role == "query" and not self.cross
         return "attention" if asks or self.role in ("key", "value") else None
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether the layer gets what is routed to experts, or computes with its parameters.
+
+        Its input is then no batch of rows.
+        """
+        return self.parameter is not None or "experts" in self.path.split(".")
+
 
 @dataclass(frozen=True, slots=True)
 class SubLayer:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import Step, evaluate
+from adapterzoo.composition import Step, evaluate, fold
 from adapterzoo.contracts import Adapter, Base, compute_dtype
 from adapterzoo.errors import DuplicateNameError, StateError
 from adapterzoo.families import Family
@@ -32,6 +32,7 @@ __all__ = [
     "Parts",
     "Shelf",
     "base_of",
+    "become",
     "check_put",
     "introduce",
     "is_additive",
@@ -94,7 +95,7 @@ class Adapted(nn.Module):
         x = args[0] if args else next(iter(kwargs.values()))
         adapters = cast("Any", self._modules["adapters"])._modules
         if not self._read:
-            return base.pack(evaluate(step, adapters, x, base))
+            return base.pack(evaluate(step, adapters, x, base, plan.rows))
         # a module may read a parameter once for each expert: what it reads is built once
         selection.reads.append((self, {}))
         try:
@@ -129,13 +130,13 @@ class Adapted(nn.Module):
         return replica
 
 
-def put(layer: nn.Module, name: str, adapter: Adapter, selection: Selection, path: str) -> None:
+def put(layer: nn.Module, name: str, adapter: nn.Module, selection: Selection, path: str) -> None:
     """Hang the adapter below the layer, inactive until the selection says otherwise.
 
     Args:
         layer: any module of the model; its class changes to a subclass of itself.
         name: under which the adapter is found, `layer.adapters[name]`.
-        adapter: on the device and of the dtype that it shall have.
+        adapter: on the device and of the dtype that it shall have; or what adapters there share.
         selection: the model's.
         path: of the layer, as plans name it.
 
@@ -255,19 +256,25 @@ def _swap(
     layer: nn.Module, selection: Selection, path: str, parameters: tuple[str, ...] = ()
 ) -> None:
     if not isinstance(layer, Adapted):
-        _become(layer, _adapted_class(type(layer), parameters))
+        become(layer, _adapted_class(type(layer), parameters))
         cast("Adapted", layer)._link = _Link(selection, path)
     elif missing := tuple(p for p in parameters if p not in layer._read):
-        _become(layer, _adapted_class(plain_class(layer), (*layer._read, *missing)))
+        become(layer, _adapted_class(plain_class(layer), (*layer._read, *missing)))
 
 
 def _restore(layer: Adapted) -> None:
     if "adapters" not in layer._modules and not layer._link.helps:
         del layer._link
-        _become(layer, plain_class(layer))
+        become(layer, plain_class(layer))
 
 
-def _become(layer: nn.Module, cls: type[nn.Module]) -> None:
+def become(layer: nn.Module, cls: type[nn.Module]) -> None:
+    """Give a module another class, a sub- or superclass of its own.
+
+    Args:
+        layer: the module.
+        cls: its new class.
+    """
     layer.__class__ = cls
     # accelerate (device_map, offloading) keeps the forward it has found in the instance
     for name in ("forward", "_old_forward"):
@@ -319,11 +326,12 @@ def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
     base = base_of(layer, own_weight)
     # the sum of all changes is rounded once
     w = own_weight.to(compute_dtype(own_weight.dtype))
-    for name in step:
+
+    def change(name: str, w: Tensor) -> Tensor:
         adapter = layer.adapters._modules[name]
-        if isinstance(adapter, ParameterParts):
-            w = adapter.changed(parameter, w, base)
-    w = w.to(plain.dtype)
+        return adapter.changed(parameter, w, base) if isinstance(adapter, ParameterParts) else w
+
+    w = fold(step, w, change).to(plain.dtype)
     return w.mT if stores_transposed(layer, parameter) else w
 
 

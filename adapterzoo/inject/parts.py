@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Rows
 from adapterzoo.composition import Nested
-from adapterzoo.contracts import Adapter, Base, WeightAdapter
+from adapterzoo.contracts import Adapter, Base, WeightAdapter, can_mix
 from adapterzoo.errors import StateError
 from adapterzoo.families import Family
 
 from .views import RowsOf, put_rows, take_rows
+
+if TYPE_CHECKING:
+    from adapterzoo.kernels.grouped import Groups
 
 
 class Parts(WeightAdapter):
@@ -60,6 +64,32 @@ class Parts(WeightAdapter):
             so_far = y if met else untouched
             part = adapter(x, RowsOf(before, rows or _all_rows(y), x, so_far, family))
             y = part if rows is None else put_rows(y, part, rows, -1)
+        return y
+
+    @classmethod
+    def mixes(cls, adapters: Sequence[Self]) -> bool:
+        """Whether all have the same parts, none over another, and those of each can mix."""
+        rows = adapters[0].rows
+        if any(a.rows != rows for a in adapters):
+            return False
+        own = list(rows.values())
+        if any(_overlap(one, other) for i, one in enumerate(own) for other in own[:i]):
+            return False
+        # a child that changes its input would call the whole layer for its rows
+        return all(
+            children[0].acts_on == "output" and can_mix(children)
+            for children in _by_label(adapters).values()
+        )
+
+    @classmethod
+    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+        """The fused layer's output, each row of the batch with its own adapters."""
+        y = untouched = base(x)
+        for label, children in _by_label(adapters).items():
+            rows = adapters[0].rows[label] or _all_rows(y)
+            kind = type(children[0])
+            part = kind.mixed(children, groups, x, RowsOf(base, rows, x, untouched))
+            y = put_rows(y, part, rows, -1)
         return y
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
@@ -129,6 +159,13 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
         f"merge: a {type(adapter).__name__} adapter is no change of a weight and cannot be merged. "
         f"Keep it active instead; adapters that can be merged derive from WeightAdapter."
     )
+
+
+def _by_label(parts: Sequence[Parts]) -> dict[str, list[Adapter]]:
+    """The children of several adapters that sit at the same rows."""
+    return {
+        label: [cast("Adapter", each._modules[label]) for each in parts] for label in parts[0].rows
+    }
 
 
 def _overlap(one: Rows | None, other: Rows | None) -> bool:

@@ -10,7 +10,7 @@ from torch.nn.functional import dropout, linear
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
-from adapterzoo.contracts import Adapter
+from adapterzoo.contracts import FusibleAdapter
 from adapterzoo.kernels.bottleneck import bottleneck
 
 from ._bottleneck_fields import BottleneckFields
@@ -34,7 +34,7 @@ class Affine(nn.Module):
         return f"d_in={self.weight.shape[1]}, d_out={self.weight.shape[0]}"
 
 
-class BottleneckLayer(Adapter):
+class BottleneckLayer(FusibleAdapter):
     """f(x) = scaling · gate(x) · (W_up φ(W_down LN(x) + b_down) + b_up); norm and gate optional.
 
     Attributes:
@@ -112,13 +112,28 @@ class BottleneckLayer(Adapter):
         else:
             self.scaling = self.factor = float(config.scaling)
 
-    def added(self, x: Tensor, to: Tensor) -> Tensor:
+    def update(self, x: Tensor) -> Tensor:
+        """Scaling · (W_up φ(W_down LN(x) + b_down) + b_up); `x` `[*batch, d_model]`."""
+        up = self.adapter_up
+        update = linear(
+            self.activation(self.adapter_down(x.to(up.weight.dtype))), up.weight, up.bias
+        )
+        if self.training and self.config.stochastic_depth:
+            update = drop_rows(update, self.config.stochastic_depth)
+        return update * self.scaling
+
+    def added(
+        self, x: Tensor, to: Tensor, instead: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         """`to` + f(x), or with the norm of `ln_after` around f(x) or around the sum.
 
         Args:
             x: what the bottleneck reads, `[*batch, d_model]`.
             to: what its result is added to, same shape; its dtype is that of the result.
+            instead: acts in the place of f.
         """
+        if instead is not None:
+            return to + instead(x).to(to.dtype)
         up = self.adapter_up
         weight = up.weight
         if self.is_plain and not (self.drops and self.training):

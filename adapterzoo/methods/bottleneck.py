@@ -22,9 +22,9 @@ is still scaled or dropped out on its way to the sum, f acts before that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from ._bottleneck_fields import BottleneckFields
 from ._bottleneck_layer import BottleneckLayer
 from ._sublayers import stream_site, sublayers
 
+Instead: TypeAlias = Callable[[Tensor], Tensor] | None
 _FIELDS: dict[SubLayerKind, str] = {
     "attention": "mh_adapter",
     "cross": "cross_adapter",
@@ -144,18 +145,18 @@ class AdapterPlusConfig(BnConfig):
 class Bottleneck(BottleneckLayer):
     """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
         """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
         y = base(x)
-        return self.added(y, to=y)
+        return self.added(y, to=y, instead=instead)
 
 
 class ParallelBottleneck(BottleneckLayer):
     """h ← h + f(inp)."""
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
         """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
-        return self.added(base.residual, to=base(x))
+        return self.added(base.residual, to=base(x), instead=instead)
 
 
 class StreamBottleneck(BottleneckLayer):
@@ -165,19 +166,19 @@ class StreamBottleneck(BottleneckLayer):
     `original_ln_after` inp is not added to it again.
     """
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
         """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
         h, inp = base(x), base.residual
         s = h + inp
         if self.residual_before_ln is True:
-            return self.added(s, to=h)
+            return self.added(s, to=h, instead=instead)
         # under autocast h may be narrower than the stream
         if self.original_ln_after:
-            return self.added(s, to=s).to(h.dtype)
+            return self.added(s, to=s, instead=instead).to(h.dtype)
         if self.adapter_residual_before_ln:
-            return (self.added(s, to=s) - inp).to(h.dtype)
+            return (self.added(s, to=s, instead=instead) - inp).to(h.dtype)
         # (s + f(s)) − inp without its rounding
-        return self.added(s, to=h)
+        return self.added(s, to=h, instead=instead)
 
 
 class NormBottleneck(BottleneckLayer):
@@ -185,14 +186,14 @@ class NormBottleneck(BottleneckLayer):
 
     acts_on: ClassVar[str] = "input"
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
         """The adapted norm. `x` is s `[*batch, d_model]`, the result of the same shape."""
         normed = base.plain(x)
         if self.residual_before_ln is True and not self.adapter_residual_before_ln:
-            return base(self.added(normed, to=x))
+            return base(self.added(normed, to=x, instead=instead))
         inp = base.residual
         if self.residual_before_ln is True:
             to = x - inp
         else:
             to = x if self.residual_before_ln == "post_add" else normed
-        return base(self.added(normed, to=to) + inp)
+        return base(self.added(normed, to=to, instead=instead) + inp)

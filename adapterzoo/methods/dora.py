@@ -16,7 +16,7 @@ Cannot do: layers without a floating-point weight to take norms of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -29,6 +29,7 @@ from adapterzoo.configs import architectures, config_strings, require_choice
 from adapterzoo.contracts import Base, compute_dtype
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, row_norm
+from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
 
 from ._init import constant, drawn
 from ._kept import Kept
@@ -137,6 +138,33 @@ class DoRA(LowRank):
             return compose(y, gain, bias, t, self.lora_B, self.scaling)
         whole = compose(plain.to(gain.dtype), gain, bias, t, self.lora_B, self.scaling)
         return (y + (whole - plain)).to(y.dtype)
+
+    @classmethod
+    def mixes(cls, adapters: Sequence[Self]) -> bool:
+        """Whether they are of the same dtypes, dropout and convention, on features."""
+        kinds = {(a.lora_A.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
+        return len(kinds) == 1 and not any(a.looks_up or a.m.dim() > 1 for a in adapters)
+
+    @classmethod
+    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+        """Each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
+        one, y, plain = adapters[0], base(x), base.plain(x)  # [rows, *tokens, d_out]
+        gains = torch.stack([a.gain(base.weight) for a in adapters])  # [n, d_out]
+        stack = stacked(
+            [a.lora_A for a in adapters],
+            [a.lora_B for a in adapters],
+            [a.scaling for a in adapters],
+        )
+        t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
+        wide = plain.to(gains.dtype)
+        whole = grouped_expand(wide, t, stack.b, stack.scaling, groups)  # [rows, *tokens, d_out]
+        # rows without adapter, of number -1, take the zero at the end and keep their bits
+        change = torch.cat([gains - 1, gains.new_zeros(1, gains.shape[1])])  # [n + 1, d_out]
+        change = change[groups.numbers("index", x.device)]  # [rows, d_out]
+        change = change.view(len(change), *(1 for _ in x.shape[1:-1]), -1)  # [rows, 1, …, d_out]
+        bias = None if one.adapterhub else base.bias
+        whole = whole + change * (whole if bias is None else whole - bias)
+        return whole.to(y.dtype) if plain is y else (y + (whole - plain)).to(y.dtype)
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""

@@ -14,8 +14,9 @@ Cannot do: initialisations that change the base weights (PiSSA, OLoRA, LoftQ).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import Base
 from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 
 from ._init import constant, drawn, generator, normal
@@ -110,6 +112,21 @@ class LoRA(LowRank):
                 gate = gate.mean(tuple(range(1, x.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]
             update = update * gate
         return y + update.to(y.dtype)
+
+    @classmethod
+    def mixes(cls, adapters: Sequence[Self]) -> bool:
+        """Whether they are plain updates of the same dtype and dropout, on features."""
+        plain = all(a.gate is None and a.lora_B_bias is None and not a.looks_up for a in adapters)
+        kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout) for a in adapters}
+        return plain and len(kinds) == 1
+
+    @classmethod
+    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+        """Each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
+        one = adapters[0]
+        a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
+        scaling = [each.scaling for each in adapters]
+        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight w + s · B A, `[d_out, d_in]`."""

@@ -11,24 +11,33 @@ from torch import Tensor, nn
 from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.anatomy import Anatomy, find
-from adapterzoo.composition import Composition, Stack, Step, compile_site, parse
+from adapterzoo.composition import (
+    Composition,
+    RowMap,
+    Step,
+    compile_rows,
+    has_rows,
+    has_tokens,
+    numbered,
+    parse,
+    rows_of,
+    without,
+)
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter, SharingAdapter, WeightAdapter
-from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
+from adapterzoo.contracts import Adapter, SharingAdapter
+from adapterzoo.errors import DuplicateNameError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
 
 from .building import at_hand, build, check_layers, inject_path
 from .installed import AdaptersConfig, Installed, State
+from .refusals import RefusalsMixin
 from .setup import announce
 from .sharding import refuse_if_sharded
 
 
-class AdaptersMixin:
+class AdaptersMixin(RefusalsMixin):
     """Adapters by name, for any `PreTrainedModel`. Names and arguments are those of `adapters`."""
-
-    _selection: Selection
-    _zoo: State
 
     def _start_adapters(self) -> None:
         """Called once, when the model gets these methods."""
@@ -133,6 +142,7 @@ class AdaptersMixin:
                 )
             self._refuse_if_overridden(adapter_name, call)
             self._refuse_if_merged(adapter_name, call)
+            self._refuse_if_fused(adapter_name, call)
         made = self._make(loaded)
         for path, (adapter, _) in made.items():
             layer = self._backbone.get_submodule(path)
@@ -161,6 +171,7 @@ class AdaptersMixin:
         refuse_if_sharded(self, call, "Write set_active_adapters(None).")
         self._refuse_if_overridden(adapter_name, call)
         self._refuse_if_merged(adapter_name, call)
+        self._refuse_if_fused(adapter_name, call)
         self._remove(adapter_name)
         self._replan()
 
@@ -191,9 +202,11 @@ class AdaptersMixin:
         for around in installed.families():
             inject.tap(self._backbone.get_submodule(around), around, name, self._selection, around)
         self._zoo.installed[name] = installed
+        self._zoo.plans.clear()
 
     def _remove(self, name: str) -> None:
         installed = self._zoo.installed.pop(name)
+        self._zoo.plans.clear()
         for source, reader in installed.sources():
             inject.untap(self._backbone.get_submodule(source), reader, name)
         for around in installed.families():
@@ -227,9 +240,8 @@ class AdaptersMixin:
         """
         setup = parse(adapter_setup)
         default = self._selection.default
-        names = setup.flatten() if setup is not None else ()
         # not those of the calling thread, which an AdapterSetup may have changed
-        heads = self._heads_named(names, default.plan.heads)
+        heads = self._heads_named(setup, default.plan.heads)
         skipped = check_layers(skip_layers, len(self.anatomy.blocks))
         default.plan = self.make_plan(setup, list(heads), skipped)
 
@@ -253,7 +265,8 @@ class AdaptersMixin:
         names = setup.flatten() if setup is not None else ()
         for name in names:
             self._find(name, f"set_active_adapters({setup!r})")
-        heads = self._heads_for(names, head_setup)
+        self._refuse_unfused(setup, f"set_active_adapters({setup!r})")
+        heads = self._heads_for(setup, head_setup)
         acting = [name for name in names if name not in self._zoo.merged]
         self._refuse_mixed(self._zoo.merged, acting, f"set_active_adapters({setup!r})")
         if setup is None:
@@ -265,32 +278,49 @@ class AdaptersMixin:
             for path, module in self.adapter_modules(name):
                 if places[path][0].site.layer not in skip_layers:
                     present.setdefault(path, {})[name] = module
-        steps = {
-            path: step
-            for path, modules in present.items()
-            if (step := compile_site(setup, modules, modules.__getitem__)) is not None
-        }
+        rows = None
+        parts: tuple[Any, ...] = (setup,)
+        if has_rows(setup):
+            found, repeats, exact = rows_of(setup)
+            parts, index = numbered(found)
+            rows = RowMap(index, repeats, exact=exact)
+        self._refuse_merged_part(setup, self._zoo.merged, f"set_active_adapters({setup!r})")
+        if len(parts) > 1 or has_tokens(setup):
+            self._refuse_routed(setup, acting)
+        steps: dict[str, Step] = {}
+        for path, modules in present.items():
+            step = compile_rows(parts, modules, modules.__getitem__)
+            if step is not None:
+                steps[path] = step
         taps: dict[str, tuple[str, ...]] = {}
         for name in acting:
             for source, reader in self._zoo.installed[name].sources():
                 if reader in steps and reader not in taps.get(source, ()):
                     taps[source] = (*taps.get(source, ()), reader)
-        return Plan(setup, heads, steps, taps, self._families(acting, present), skip_layers)
+        return Plan(
+            setup, heads, steps, taps, self._families(acting, steps, present), skip_layers, rows
+        )
 
     def _families(
-        self, acting: list[str], present: Mapping[str, Mapping[str, Adapter]]
-    ) -> dict[str, tuple[tuple[str, Step], ...]]:
+        self,
+        acting: list[str],
+        steps: Mapping[str, Step],
+        present: Mapping[str, Mapping[str, Adapter]],
+    ) -> dict[str, tuple[tuple[str, tuple[str, ...]], ...]]:
         """The `families` of a plan.
 
         Args:
             acting: names.
+            steps: path to what its adapters do; only those of a chain read the layer's own input.
             present: path to the adapters that act there.
         """
         found: dict[str, dict[str, list[str]]] = {}
         for name in acting:
             for around, paths in self._zoo.installed[name].families().items():
                 for path in paths:
-                    if isinstance(present.get(path, {}).get(name), SharingAdapter):
+                    chain = steps.get(path)
+                    acts = isinstance(chain, tuple) and name in chain
+                    if acts and isinstance(present[path][name], SharingAdapter):
                         layer = path.rpartition(".")[2]
                         found.setdefault(around, {}).setdefault(layer, []).append(name)
         return {
@@ -300,20 +330,29 @@ class AdaptersMixin:
         }
 
     def _heads_for(
-        self, names: tuple[str, ...], head_setup: str | list[str] | None
+        self, setup: Composition | None, head_setup: str | list[str] | None
     ) -> tuple[str, ...]:
         """The heads of a plan; a model without named heads has none."""
         return ()
 
-    def _heads_named(self, names: tuple[str, ...], otherwise: tuple[str, ...]) -> tuple[str, ...]:
-        """The head named like the last of the adapters, if there is one."""
+    def _heads_named(
+        self, setup: Composition | None, otherwise: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """The heads named like the adapters that act last, where there are any."""
+        return ()
+
+    def _heads_of_parts(
+        self, parts: tuple[Any, ...], otherwise: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """The head of each part of a batch, or the one of all of them."""
         return ()
 
     def _replan(self) -> None:
         """Compile what is active anew, without the adapters that are gone."""
+        self._zoo.plans.clear()
         plan = self._selection.default.plan
-        kept = [n for n in plan.setup or () if n in self._zoo.installed]
-        setup = Stack(*kept) if kept else None
+        names = plan.setup.flatten() if plan.setup is not None else ()
+        setup = without(plan.setup, [n for n in names if n not in self._zoo.installed])
         self._selection.default.plan = self.make_plan(setup, list(plan.heads), plan.skip_layers)
 
     # --- move ---
@@ -331,6 +370,8 @@ class AdaptersMixin:
         """
         for _, module in self.adapter_modules(name):
             module.to(device=device, dtype=dtype)
+        # which adapters can act in one call depends on their dtypes
+        self._replan()
 
     def _tensors_of(self, adapter_name: str) -> dict[str, Tensor]:
         """All tensors of an adapter, as checkpoints name them."""
@@ -343,40 +384,3 @@ class AdaptersMixin:
     def _parameters_of(self, name: str) -> Iterator[nn.Parameter]:
         for _, module in self.adapter_modules(name):
             yield from module.parameters()
-
-    # --- checks ---
-
-    def _find(self, name: object, call: str) -> Installed:
-        if not isinstance(name, str) or name not in self._zoo.installed:
-            raise unknown_name(call, "adapter", name, self._zoo.installed)
-        return self._zoo.installed[name]
-
-    def _refuse_if_overridden(self, name: str, call: str) -> None:
-        if any(name in plan.setup for plan in self._selection.overrides if plan.setup):
-            raise StateError(
-                f"{call}: {name!r} is active in an AdapterSetup of this thread. Leave the "
-                f"'with AdapterSetup(…)' block first."
-            )
-
-    def _refuse_mixed(self, merged: Iterable[str], acting: Iterable[str], call: str) -> None:
-        """Refuse what merging would change: the order in which changes of a weight are made."""
-        inside: dict[str, list[Adapter]] = {}
-        for name in merged:
-            for path, module in self.adapter_modules(name):
-                inside.setdefault(path, []).append(module)
-        for name in acting if inside else ():
-            for path, module in self.adapter_modules(name):
-                beside = [*inside.get(path, ()), module]
-                changes_weight = isinstance(module, (WeightAdapter, inject.ParameterParts))
-                if len(beside) > 1 and changes_weight and not all(map(inject.is_additive, beside)):
-                    raise StateError(
-                        f"{call}: at {path!r} {name!r} would act on weights that hold "
-                        f"{listing(merged)}, and not on the original ones. Write "
-                        f"set_active_adapters(None) and merge all of them, or reset_adapter()."
-                    )
-
-    def _refuse_if_merged(self, name: str, call: str) -> None:
-        if name in self._zoo.merged:
-            raise StateError(
-                f"{call}: {name!r} is merged into the base weights. Write reset_adapter() first."
-            )

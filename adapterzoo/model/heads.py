@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo.checkpoint import native
+from adapterzoo.composition import RowMap
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.heads import LMHead, PredictionHead, head_types, labels_from
 
@@ -17,6 +18,7 @@ from .family import describe
 from .inputs import flatten_choices, head_input, labels_of, last_tokens, shift_labels
 from .outputs import MultiHeadOutput, answer
 from .records import HeadRecord
+from .row_heads import apart, given_to, head_rows, joined, outputs_of, take_rows, total
 from .shelf import ShelfMixin
 
 # arguments of `forward` that belong to heads of any type
@@ -107,34 +109,96 @@ class HeadsMixin(ShelfMixin):
             StateError: the base model did not compute what a head needs.
             UnknownNameError: there is no head of this name.
         """
-        answers: list[ModelOutput] = []
-        used = self._used_heads(head_name)
-        for name, head in used.items():
-            hidden, mask = head_input(self, head, all_outputs, attention_mask, input_ids)
-            if isinstance(head, LMHead):
-                hidden = last_tokens(hidden, logits_to_keep)
-            logits = head(hidden, mask, **{n: kwargs.get(n) for n in head.config.inputs})
-            labels = labels_of(head, name, kwargs)
-            loss = None
-            if labels is not None:
-                if head.config.token_labels and mask is not None and mask.shape == labels.shape:
-                    labels = labels.masked_fill(mask.to(labels.device) == 0, -100)
-                loss = head.loss(logits, labels, num_items_in_batch)
-            answers.append(answer(head.config, loss, logits, all_outputs))
-        if not answers:
+        names = self._used_names(head_name)
+        if not names:
             return all_outputs if return_dict is not False else all_outputs.to_tuple()
+        extra = {
+            **kwargs, "attention_mask": attention_mask, "input_ids": input_ids,
+        }  # fmt: skip
+        keep, count = logits_to_keep, num_items_in_batch
+        found = head_rows(names, self._selection.plan.rows)
+        if found is not None:
+            answers = self._answers_of_rows(*found, all_outputs, extra, keep, count)
+        else:
+            answers = []
+            for name in dict.fromkeys(names):
+                logits, loss = self._run_head(name, all_outputs, extra, keep, count)
+                answers.append(answer(self.get_head(name).config, loss, logits, all_outputs))
         if return_dict is False:
             tuples = [a.to_tuple() for a in answers]
             return tuples[0] if len(tuples) == 1 else tuple(tuples)
+        if isinstance(answers, MultiHeadOutput):
+            return answers
         if len(answers) == 1:
             return answers[0]
-        losses = [a["loss"] for a in answers if a.get("loss") is not None]
-        total = torch.stack([x.to(losses[0].device) for x in losses]).sum() if losses else None
-        return MultiHeadOutput(head_outputs=answers, loss=total)
+        loss = total([a.get("loss") for a in answers])
+        return MultiHeadOutput(head_outputs=answers, loss=loss)
+
+    def _run_head(
+        self,
+        name: str,
+        outputs: ModelOutput,
+        given: Mapping[str, Any],
+        logits_to_keep: int | Tensor,
+        count: Tensor | int | None,
+    ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
+        """Logits and loss of a head; `given` are labels, masks and what else there is."""
+        head = self.get_head(name)
+        hidden, mask = head_input(self, head, outputs, given["attention_mask"], given["input_ids"])
+        if isinstance(head, LMHead):
+            hidden = last_tokens(hidden, logits_to_keep)
+        logits = head(hidden, mask, **{n: given.get(n) for n in head.config.inputs})
+        labels = labels_of(head, name, given)
+        if labels is None:
+            return logits, None
+        if head.config.token_labels and mask is not None and mask.shape == labels.shape:
+            labels = labels.masked_fill(mask.to(labels.device) == 0, -100)
+        return logits, head.loss(logits, labels, count)
+
+    def _answers_of_rows(
+        self,
+        names: tuple[str, ...],
+        rows: RowMap,
+        outputs: ModelOutput,
+        given: Mapping[str, Any],
+        logits_to_keep: int | Tensor,
+        count: Tensor | int | None,
+    ) -> list[ModelOutput] | MultiHeadOutput:
+        """The answers of heads that each answer some rows; one answer where they are alike."""
+        heads = [self.get_head(name) for name in names]
+        batch = len(rows.index) // rows.copies
+        labelled = {n for h in heads for n in (*h.config.label_names, *h.config.inputs)}
+        of_rows = [
+            {
+                **given_to(i, name, rows, {k: v for k, v in given.items() if k in labelled}, batch),
+                **{k: take_rows(i, rows, v) for k, v in given.items() if k not in labelled},
+            }
+            for i, name in enumerate(names)
+        ]
+        parts = [outputs_of(i, rows, outputs, not rows.together) for i in range(len(names))]
+        found = [
+            self._run_head(name, part, mine, logits_to_keep, count)
+            for name, part, mine in zip(names, parts, of_rows, strict=True)
+        ]
+        logits, losses = [f[0] for f in found], [f[1] for f in found]
+        if rows.together:
+            whole = joined(heads, rows, logits, total(losses), outputs)
+            if whole is not None:
+                return [whole]
+            parts = [outputs_of(i, rows, outputs, True) for i in range(len(names))]
+        return apart(
+            [
+                answer(head.config, loss, score, part)
+                for head, (score, loss), part in zip(heads, found, parts, strict=True)
+            ],
+            rows,
+        )
 
     def _used_heads(self, names: str | list[str] | None) -> dict[str, PredictionHead]:
-        chosen = self._names(names, f"head={names!r}") if names else self._current_heads()
-        return {name: self.get_head(name) for name in chosen}
+        return {name: self.get_head(name) for name in self._used_names(names)}
+
+    def _used_names(self, names: str | list[str] | None) -> tuple[str, ...]:
+        return self._names(names, f"head={names!r}") if names else self._current_heads()
 
     # --- train and store ---
 

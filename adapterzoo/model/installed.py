@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import unknown_name
+from adapterzoo.methods.fusion import AdapterFusionConfig
+from adapterzoo.selection import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,15 @@ class Installed:
         # a block without modules of its own for its sub-layers has two families: the larger wins
         largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}
         return {module: paths for module, paths in largest.items() if len(paths) > 1}
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledFusion:
+    """The fusion layers of one name: their config, the adapters they fuse, and where they are."""
+
+    config: AdapterFusionConfig
+    adapters: tuple[str, ...]
+    paths: tuple[str, ...]
 
 
 class AdaptersConfig(Mapping[str, AdapterConfig]):
@@ -81,9 +93,14 @@ class State:
         anatomy: of the base model, found once.
         merged: names of the adapters in the base weights, in the order of merging.
         originals: path of a merged layer to its parameters as they were before, bit for bit.
+        fusions: the fusion layers by name.
+        plans: of mixed batches that came before, by what their rows take; dropped whenever
+            adapters come, go or move.
     """
 
     installed: dict[str, Installed] = field(default_factory=dict)
     anatomy: Anatomy | None = None
     merged: tuple[str, ...] = ()
     originals: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    fusions: dict[str, InstalledFusion] = field(default_factory=dict)
+    plans: dict[Any, Plan] = field(default_factory=dict)

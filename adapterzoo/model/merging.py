@@ -39,8 +39,10 @@ class MergingMixin(AdaptersMixin):
         self._refuse_if_merged(name, call)
         self._refuse_if_overridden(name, call)
         names = (*self._zoo.merged, name)
-        active = self._selection.default.plan.setup or ()
+        setup = self._selection.default.plan.setup
+        active = setup.flatten() if setup is not None else ()
         self._refuse_mixed(names, [n for n in active if n not in names], call)
+        self._refuse_merged_part(setup, names, call)
         modules = dict(self.adapter_modules(name))
         self._refuse_lost(call, set(modules))
         # every check that can be made comes before the first write

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
@@ -11,23 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.checkpoint.native import FORMAT
-from adapterzoo.composition import parse
+from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError, StateError, listing
-from adapterzoo.inject import Adapted
+from adapterzoo.inject import Adapted, become
 from adapterzoo.selection import Selection
 
+from .fusing import FusionMixin
 from .merging import MergingMixin
 from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
-from .storing import StoringMixin
+from .rows import RowNames, RowsMixin, batch_size, repeated
 from .summary import SummaryMixin
-from .training import TrainingMixin
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class AdapterModelMixin(
-    StoringMixin, MergingMixin, TrainingMixin, QuantisedMixin, ReplicasMixin, SummaryMixin
+    FusionMixin, MergingMixin, QuantisedMixin, ReplicasMixin, RowsMixin, SummaryMixin
 ):
     """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class."""
 
@@ -57,7 +58,11 @@ class AdapterModelMixin(
                 # a list: JSON keeps its order, transformers sorts the keys of objects
                 "adapters": [[name, c.to_dict()] for name, c in self.adapters_config.items()],
                 "merged": list(self._zoo.merged),
-                "active": list(plan.setup or ()),
+                "fusions": [
+                    [name, list(f.adapters), f.config.to_dict()]
+                    for name, f in self._zoo.fusions.items()
+                ],
+                "active": to_json(plan.setup),
                 "skip_layers": list(plan.skip_layers),
                 "heads": list(plan.heads),
             }
@@ -105,8 +110,12 @@ class AdapterModelMixin(
             for name in document["merged"]:
                 self._find(name, "config.adapters['merged']")
             self._zoo.merged = tuple(document["merged"])
+            for name, adapters, config in document.get("fusions", ()):
+                self.add_adapter_fusion(
+                    adapters, config, name if name != ",".join(adapters) else None
+                )
             self._selection.default.plan = self.make_plan(
-                parse(document["active"]), document["heads"], tuple(document["skip_layers"])
+                from_json(document["active"]), document["heads"], tuple(document["skip_layers"])
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -132,6 +141,40 @@ class AdapterModelMixin(
         # of the thread that ran the forward is not seen
         func = functools.partial(_pinned, self._selection, gradient_checkpointing_func)
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)
+
+
+class GeneratesRows:
+    """`generate` with `adapter_names`; stands before transformers' own in the bases of a class."""
+
+    def generate(
+        self, inputs: Any = None, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any
+    ) -> Any:
+        """As `GenerationMixin.generate`, each row with an adapter of its own where names are given.
+
+        Args:
+            inputs: the prompt, as `generate` of transformers takes it.
+            *args: as `generate` of transformers takes them.
+            adapter_names: for each row of the prompt the adapter, or a composition, that acts on
+                it, None for the base model; in place of the active ones. Beams and several
+                returned sequences of a row take the same.
+            **kwargs: as `generate` of transformers takes them.
+
+        Raises:
+            CompositionError: the rows do not fit the prompt.
+            StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
+            UnknownNameError: there is no adapter of a name.
+        """
+        model = cast("AdapterModelMixin", self)
+        run = cast("Any", super()).generate
+        if not model._rows_start(adapter_names):
+            return run(inputs, *args, **kwargs)
+        given = kwargs if inputs is None else {"input_ids": inputs, **kwargs}
+        plan, times = model._rows_plan(given, adapter_names, "generate")
+        if times > 1:
+            batch = batch_size(given)
+            inputs, kwargs = repeated(inputs, times, batch), repeated(kwargs, times, batch)
+        with model._overridden(plan):
+            return run(inputs, *args, **kwargs)
 
 
 class _Started(AdapterModelMixin):
@@ -169,7 +212,7 @@ def init(model: M) -> M:
             f"init({type(model).__name__}): the model was saved with adapters, which plain "
             f"transformers has not loaded. Write load_model(path, {type(model).__name__})."
         )
-    cast("Any", model).__class__ = with_adapters(type(model))
+    become(model, with_adapters(type(model)))
     cast("Any", model)._start_adapters()
     return model
 
@@ -213,8 +256,40 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     """
     if cls not in _classes:
         names = {"_plain_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
-        _classes[cls] = type(cls.__name__, (_Started, cls), names)
+        names["forward"] = _with_rows(cls)
+        generates = (GeneratesRows,) if "generate" in dir(cls) else ()
+        _classes[cls] = type(cls.__name__, (*generates, _Started, cls), names)
     return _classes[cls]
+
+
+def _with_rows(cls: type[nn.Module]) -> Any:
+    """The class's forward with `adapter_names`; transformers sees its own arguments only.
+
+    Rows are counted, and the inputs repeated for `Parallel`, before anything runs.
+    """
+    plain: Any = cls.forward
+    positions = tuple(inspect.signature(plain).parameters)[1:]
+
+    @functools.wraps(plain)
+    def forward(
+        self: Any,
+        *args: Any,
+        adapter_names: RowNames | None = None,
+        output_adapter_fusion_attentions: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if output_adapter_fusion_attentions:
+            return self._with_attentions(forward, *args, adapter_names=adapter_names, **kwargs)
+        if not self._rows_start(adapter_names):
+            return plain(self, *args, **kwargs)
+        given = dict(zip(positions, args, strict=False)) | kwargs
+        plan, times = self._rows_plan(given, adapter_names, "forward")
+        if times > 1:
+            args, kwargs = (), repeated(given, times, batch_size(given))
+        with self._overridden(plan):
+            return plain(self, *args, **kwargs)
+
+    return forward
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:

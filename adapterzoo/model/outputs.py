@@ -43,10 +43,12 @@ class MultiHeadOutput(ModelOutput):
     Attributes:
         head_outputs: in the order of `active_head`.
         loss: the sum of their losses; None when no head had labels.
+        rows: numbers of the rows that each answers; None where each answers all.
     """
 
     head_outputs: list[ModelOutput] | None = None
     loss: Tensor | None = None
+    rows: list[list[int]] | None = None
 
     @property
     def logits(self) -> Tensor:

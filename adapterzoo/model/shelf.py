@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from adapterzoo.composition import Composition, has_rows, numbered, rows_of
 from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types
 from adapterzoo.inject import Shelf
@@ -114,15 +115,33 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         return self._selection.plan.heads
 
     def _heads_for(
-        self, names: tuple[str, ...], head_setup: str | list[str] | None
+        self, setup: Composition | None, head_setup: str | list[str] | None
     ) -> tuple[str, ...]:
         if head_setup is not None:
             return self._names(head_setup, f"head_setup={head_setup!r}")
-        return self._heads_named(names, self._current_heads())
+        return self._heads_named(setup, self._current_heads())
 
-    def _heads_named(self, names: tuple[str, ...], otherwise: tuple[str, ...]) -> tuple[str, ...]:
-        last = names[-1:]
-        return last if last and last[0] in self.heads else otherwise
+    def _heads_named(
+        self, setup: Composition | None, otherwise: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        if setup is None:
+            return otherwise
+        parts = numbered(rows_of(setup)[0])[0] if has_rows(setup) else (setup,)
+        return self._heads_of_parts(parts, otherwise)
+
+    def _heads_of_parts(
+        self, parts: tuple[Any, ...], otherwise: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        lasts = [part.last() if isinstance(part, Composition) else part for part in parts]
+        own = [last if last is not None and last in self.heads else None for last in lasts]
+        if all(name is None for name in own):
+            return otherwise
+        if len(parts) > 1 and None in own:
+            if len(otherwise) != 1:
+                return otherwise
+            own = [otherwise[0] if name is None else name for name in own]
+        names = tuple(name for name in own if name is not None)
+        return names[:1] if len(set(names)) == 1 else names
 
     def _names(self, setup: str | list[str] | None, call: str) -> tuple[str, ...]:
         names = (setup,) if isinstance(setup, str) else tuple(setup or ())

@@ -103,6 +103,7 @@ def has_frozen_matrix(model: Any) -> bool:
         model: with adapters.
     """
     own = {id(p) for name in model.adapters_config for p in model._parameters_of(name)}
+    own |= {id(p) for name in model._zoo.fusions for p in model._fusion_parameters(name)}
     return any(
         not p.requires_grad
         for module in model._backbone.modules()

@@ -144,6 +144,7 @@ class StoringMixin(AdaptersMixin):
                 )
             self._refuse_if_overridden(name, call)
             self._refuse_if_merged(name, call)
+            self._refuse_if_fused(name, call)
         config, made = self._filled(call, stored, leave_out, dtype)
         enter_head = None
         if id2label is not None and not (with_head and stored.document.get("head")):

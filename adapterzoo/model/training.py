@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 from torch import nn
 
-from adapterzoo.composition import parse
+from adapterzoo.composition import fusion_key, parse
 from adapterzoo.errors import StateError
 from adapterzoo.inject.quantised import packing_of, settle
 
@@ -37,7 +38,7 @@ class TrainingMixin(AdaptersMixin):
                 f"train_adapter({adapter_setup!r}): there is no adapter to train. Write "
                 f"add_adapter('my_task', 'seq_bn') and then train_adapter('my_task')."
             )
-        for name in setup:
+        for name in setup.flatten():
             self._find(name, f"train_adapter({adapter_setup!r})")
             self._refuse_if_merged(name, f"train_adapter({adapter_setup!r})")
         self.set_active_adapters(setup)
@@ -45,7 +46,7 @@ class TrainingMixin(AdaptersMixin):
         model.train()
         settle(model)
         self.freeze_model(True)
-        for name in setup:
+        for name in setup.flatten():
             for _, module in self.adapter_modules(name):
                 module.requires_grad_(True)
         self._train_heads()
@@ -63,12 +64,19 @@ class TrainingMixin(AdaptersMixin):
         """
         rest(self)
         adapters = {id(p) for name in self._zoo.installed for p in self._parameters_of(name)}
+        adapters |= {id(p) for name in self._zoo.fusions for p in self._fusion_parameters(name)}
         for parameter in self._backbone.parameters():
             # quantised weights have no gradient, not even those that call themselves floats
             may_train = parameter.is_floating_point() and packing_of(parameter) is None
             may_train = may_train and id(parameter) not in adapters
             if freeze or may_train:
                 parameter.requires_grad_(not freeze)
+
+    def _fusion_parameters(self, name: str) -> Iterator[nn.Parameter]:
+        """The parameters of the fusion layers of a name."""
+        for path in self._zoo.fusions[name].paths:
+            layer = cast("Any", self._backbone.get_submodule(path))
+            yield from layer.adapters[fusion_key(name)].parameters()
 
     def _train_heads(self) -> None:
         """A static head is trained with the adapters, except one that shares the embeddings."""

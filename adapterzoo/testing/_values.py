@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from adapterzoo.composition import Stack
+from adapterzoo.composition import BatchSplit, Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import WeightAdapter
-from adapterzoo.errors import AdapterZooError, StateError
+from adapterzoo.errors import AdapterZooError, CompositionError, StateError
 
 from ._case import (
     DTYPES,
@@ -213,6 +213,28 @@ def stacks(case: Case) -> None:
         return
     merged = _active(model, None, x)
     _require_as_near(merged, both, _exact(case, "a", "b")(x), "Stack('a', 'b') merged")
+
+
+@check()
+def mixed_rows(case: Case) -> None:
+    """Rows of a batch with different adapters are those rows alone, rows without have base bits."""
+    model, x = case.trained("a", "b"), case.input(5, 6)
+    names = ("b", None, "a", "b", None)
+    try:
+        mixed = _active(model, BatchSplit(*names, batch_sizes=1), x)
+    except CompositionError:
+        # experts get tokens, and no rows of a batch
+        return
+    for row, name in enumerate(names):
+        alone = _active(model, name, x)[row]
+        if name is None:
+            require(same_bits(mixed[row], alone), f"row {row} without adapter is not the base's")
+            continue
+        error, allowed = distance(mixed[row], alone), 1e-5 * max(1.0, alone.abs().max().item())
+        require(
+            error <= allowed,
+            f"row {row} with {name!r} in a mixed batch differs by {error:.3g} from it alone",
+        )
 
 
 @check()

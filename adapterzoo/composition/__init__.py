@@ -1,0 +1,49 @@
+"""Composition: how several adapters act together. Data, rules, a compiler and one evaluator.
+
+Semantics: https://docs.adapterhub.ml/adapter_composition.html.
+
+A composition names adapters (`nodes`, by the `rules`). `compile_site` prunes it to the adapters
+that are present at one site; the result, a `Step`, is what the site evaluates in each forward. An
+adapter is a function around its layer, so `Stack(a, b)` is function composition at a site: the
+deltas of weight adapters add, bottlenecks chain. Whatever gives the rows of a batch to different
+adapters (`BatchSplit`, `Parallel`, the argument `adapter_names`) is brought into one form: each
+row has a composition without rows (`_rows`), and a site gets one step for each of these.
+"""
+
+from __future__ import annotations
+
+from ._compile import compile_rows, compile_site, fusion_key, join_rows
+from ._node import Composition
+from ._rows import RowMap, has_rows, has_tokens, numbered, rows_of
+from ._steps import Step, evaluate, fold
+from ._views import Nested
+from .nodes import Average, BatchSplit, Fuse, Parallel, Split, Stack
+from .rules import from_json, fusions_of, parse, to_json, without
+
+__all__ = [
+    "Average",
+    "BatchSplit",
+    "Composition",
+    "Fuse",
+    "Nested",
+    "Parallel",
+    "RowMap",
+    "Split",
+    "Stack",
+    "Step",
+    "compile_rows",
+    "compile_site",
+    "evaluate",
+    "fold",
+    "from_json",
+    "fusion_key",
+    "fusions_of",
+    "has_rows",
+    "has_tokens",
+    "join_rows",
+    "numbered",
+    "parse",
+    "rows_of",
+    "to_json",
+    "without",
+]

@@ -1,0 +1,117 @@
+"""From a composition to the step of one site: pruned to the adapters that are present there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+from adapterzoo.contracts import Adapter, can_mix
+from adapterzoo.errors import CompositionError
+
+from ._node import Child, Node
+from ._steps import Chain, Fused, Layer, Mean, Nest, Rows, Step, Tokens, Tree
+from .nodes import Average, Fuse, Split
+
+AdapterOf = Callable[[str], Adapter]
+
+
+def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) -> Step | None:
+    """What one site has to do, None when no adapter of the composition is present there.
+
+    Args:
+        setup: what is active; all rows of a batch take it.
+        present: the names that have an adapter at the site.
+        adapter_of: the adapter of a name at the site.
+    """
+    if not isinstance(setup, Node):
+        return (setup,) if setup is not None and setup in present else None
+    steps = [compile_site(child, present, adapter_of) for child in setup.children]
+    if all(step is None for step in steps):
+        return None
+    if isinstance(setup, Fuse):
+        return _fused(setup, steps, adapter_of)
+    if isinstance(setup, Split):
+        return Tokens(tuple(steps), setup.splits, _acts_on_all(steps, adapter_of))
+    if isinstance(setup, Average):
+        return Mean(tuple(steps), setup.weights, _acts_on_all(steps, adapter_of))
+    parts: list[str | Tree] = []
+    for step in steps:
+        parts += step if isinstance(step, tuple) else [step] if step is not None else []
+    # what acts on the input acts before everything that it encloses: the first is outermost
+    outer = [part for part in parts if _acts_on(part, adapter_of) == "input"]
+    inner = [part for part in parts if _acts_on(part, adapter_of) != "input"]
+    nested = (*inner, *reversed(outer))
+    names = tuple(part for part in nested if isinstance(part, str))
+    return names if len(names) == len(nested) else Nest(nested, "output" if inner else "input")
+
+
+def _fused(setup: Fuse, steps: Sequence[Step | None], adapter_of: AdapterOf) -> Fused:
+    chains: list[Chain] = []
+    speakers: list[str] = []
+    for child, step in zip(setup.children, steps, strict=True):
+        last = child.last() if isinstance(child, Node) else child
+        if not isinstance(step, tuple) or last is None or last not in step:
+            raise CompositionError(
+                f"{setup!r}: {child!r} has no adapter at a site where others of the fusion have "
+                f"one. Fuse adapters that sit in the same places."
+            )
+        chains.append(step)
+        speakers.append(last)
+    acts_on = adapter_of(speakers[-1]).acts_on
+    return Fused(
+        tuple(chains),
+        tuple(speakers),
+        fusion_key(setup.name),
+        "input" if acts_on == "input" else "output",
+    )
+
+
+def fusion_key(name: str) -> str:
+    """Under which a site keeps the fusion layer of a name; no adapter can have such a name."""
+    return f"fusion:{name}"
+
+
+def compile_rows(
+    parts: Sequence[Child], present: Collection[str], adapter_of: AdapterOf
+) -> Step | None:
+    """What one site has to do for a batch whose rows take different compositions.
+
+    Args:
+        parts: the compositions, each for all rows that take it.
+        present: the names that have an adapter at the site.
+        adapter_of: the adapter of a name at the site.
+    """
+    return join_rows([compile_site(part, present, adapter_of) for part in parts], adapter_of)
+
+
+def join_rows(steps: Sequence[Step | None], adapter_of: AdapterOf) -> Step | None:
+    """The steps of a site for different rows as one step."""
+    if all(step == steps[0] for step in steps):
+        return steps[0]
+    return Rows(tuple(steps), _layers(steps, adapter_of))
+
+
+def _layers(steps: Sequence[Step | None], adapter_of: AdapterOf) -> tuple[Layer, ...] | None:
+    chains = [step or () for step in steps if step is None or isinstance(step, tuple)]
+    if len(chains) < len(steps):
+        return None
+    layers: list[Layer] = []
+    for level in range(max(map(len, chains))):
+        at_level = [chain[level] if level < len(chain) else None for chain in chains]
+        names = tuple(dict.fromkeys(name for name in at_level if name is not None))
+        adapters = [adapter_of(name) for name in names]
+        uniform = len(names) == 1 and None not in at_level
+        if not uniform and not can_mix(adapters):
+            return None
+        numbers = tuple(None if name is None else names.index(name) for name in at_level)
+        layers.append(Layer(names, numbers))
+    return tuple(layers)
+
+
+def _acts_on(part: str | Tree, adapter_of: AdapterOf) -> str:
+    return adapter_of(part).acts_on if isinstance(part, str) else part.acts_on
+
+
+def _acts_on_all(steps: Sequence[Step | None], adapter_of: AdapterOf) -> Literal["output", "input"]:
+    parts = [p for s in steps if s is not None for p in (s if isinstance(s, tuple) else (s,))]
+    return "input" if all(_acts_on(p, adapter_of) == "input" for p in parts) else "output"

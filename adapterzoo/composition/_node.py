@@ -1,0 +1,137 @@
+"""What all compositions share: children, options, and what may stand in what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+from adapterzoo.errors import CompositionError
+
+Child: TypeAlias = "str | Node | None"
+
+EXAMPLES: Mapping[str, str] = {
+    "Stack": "Stack('a', 'b')",
+    "Fuse": "Fuse('a', Stack('b', 'c'))",
+    "Split": "Split('a', Stack('b', 'c'), splits=[32, 96])",
+    "BatchSplit": "BatchSplit('a', Stack('b', 'c'), batch_sizes=[2, 6])",
+    "Parallel": "Parallel('a', Stack('b', 'c'))",
+    "Average": "Average('a', Stack('b', 'c'), weights=[0.3, 0.7])",
+}
+"""A legal call of each, shown in errors."""
+
+NESTINGS: Mapping[str, tuple[str, ...]] = {
+    "Stack": ("Fuse", "Split", "Parallel", "BatchSplit", "Average"),
+    "Fuse": ("Stack",),
+    "Split": ("Split", "Stack", "BatchSplit", "Average"),
+    "Parallel": ("Stack", "BatchSplit", "Average"),
+    "BatchSplit": ("Stack", "Split", "BatchSplit", "Average"),
+    "Average": ("Stack", "Split", "BatchSplit"),
+}
+"""Which compositions may stand in which, beside names."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Node:
+    """Base of all compositions.
+
+    Attributes:
+        children: names of adapters and compositions, in order.
+    """
+
+    children: tuple[Child, ...]
+
+    takes_none: ClassVar[bool] = False
+
+    def __init__(self, *children: Child) -> None:
+        """Put the children together.
+
+        Raises:
+            CompositionError: no child, or one that cannot stand here.
+        """
+        object.__setattr__(self, "children", children)
+        self._check_children()
+
+    def __iter__(self) -> Iterator[Child]:
+        """The children, in order."""
+        return iter(self.children)
+
+    def __len__(self) -> int:
+        """How many children there are."""
+        return len(self.children)
+
+    def __getitem__(self, number: int) -> Child:
+        """A child by its number."""
+        return self.children[number]
+
+    def __repr__(self) -> str:
+        """A constructor call."""
+        options = [f"{name}={value!r}" for name, value in self.options.items()]
+        return f"{type(self).__name__}({', '.join([*map(repr, self.children), *options])})"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The keyword arguments that make the same composition, with the children."""
+        return {}
+
+    def flatten(self) -> tuple[str, ...]:
+        """All the names in it, each once, in order."""
+        names: dict[str, None] = {}
+        for child in self.children:
+            for name in child.flatten() if isinstance(child, Node) else (child,):
+                if name is not None:
+                    names[name] = None
+        return tuple(names)
+
+    def last(self) -> str | None:
+        """The name that acts last, by which heads are found."""
+        child = self.children[-1]
+        return child.last() if isinstance(child, Node) else child
+
+    def with_children(self, children: Sequence[Child]) -> Node:
+        """The same composition of other children, as many as there are."""
+        return type(self)(*children, **self.options)
+
+    def _check_children(self) -> None:
+        kind = type(self).__name__
+        example = EXAMPLES[kind]
+        if not self.children:
+            what = "names of adapters" if kind == "Stack" else "names or compositions"
+            raise CompositionError(
+                f"{kind}(): a {kind} takes {what}, at least one. Write {example}."
+            )
+        for child in self.children:
+            if child is None and self.takes_none:
+                continue
+            if not isinstance(child, (str, Node)):
+                raise CompositionError(
+                    f"{kind}({', '.join(map(repr, self.children))}): {child!r} is no name of an "
+                    f"adapter and no composition. Write {example}."
+                )
+            if isinstance(child, Node):
+                self._check_nesting(child, example)
+
+    def _check_nesting(self, child: Node, example: str) -> None:
+        kind, inner = type(self).__name__, type(child).__name__
+        written = f"{kind}({', '.join(map(repr, self.children))})"
+        legal = NESTINGS[kind]
+        if inner not in legal:
+            raise CompositionError(
+                f"{written}: a {inner} cannot stand in a {kind}; names can, and "
+                f"{', '.join(legal)}. Write {example}."
+            )
+        for deep in child.children:
+            if not isinstance(deep, Node):
+                continue
+            names_only = type(deep).__name__ == "Stack" and not any(
+                isinstance(c, Node) for c in deep.children
+            )
+            if inner == "Stack" or not names_only:
+                below = "names" if inner == "Stack" else "names and Stacks of names"
+                raise CompositionError(
+                    f"{written}: it is too deep, in a {inner} that is a child only {below} can "
+                    f"stand, not {deep!r}. Write {example}."
+                )
+
+
+Composition: TypeAlias = Node

@@ -1,0 +1,296 @@
+"""Steps: what a site evaluates in a forward, compiled from a composition.
+
+A chain of adapters, by far the usual step, is a tuple of names. The other steps are small trees
+of chains; those that divide the batch stand at the root alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from adapterzoo.contracts import Adapter, Base, FusibleAdapter
+from adapterzoo.errors import CompositionError
+
+from ._rows import Layout, RowMap
+from ._views import Nested, PartOf, Probe, Whole
+
+Chain: TypeAlias = tuple[str, ...]
+"""Names of adapters in the order in which they nest, innermost first."""
+
+Step: TypeAlias = "Chain | Tree"
+
+Adapters: TypeAlias = Mapping[str, Adapter]
+
+
+def evaluate(
+    step: Step, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None
+) -> Tensor:
+    """The output of a site under its step. `x` `[*batch, d_in]` → `[*batch, d_out]`.
+
+    Args:
+        step: of the site.
+        adapters: at the site, by name.
+        x: the input.
+        base: the layer.
+        rows: of the batch, where the step divides it.
+    """
+    if not isinstance(step, tuple):
+        return step.run(adapters, x, base, rows)
+    for name in step[:-1]:
+        base = Nested(adapters[name], base)
+    adapted: Tensor = adapters[step[-1]](x, base)
+    return adapted
+
+
+def fold(step: Step | str, w: Tensor, change: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """A weight as a step changes it, where a module computes with its parameters.
+
+    Args:
+        step: of the site.
+        w: the weight.
+        change: gives the weight with one adapter, of its name and the weight so far.
+
+    Raises:
+        CompositionError: the step divides batch or sequence, which no weight can express.
+    """
+    if isinstance(step, str):
+        return change(step, w)
+    if isinstance(step, (tuple, Nest)):
+        for part in step if isinstance(step, tuple) else step.parts:
+            w = fold(part, w, change)
+        return w
+    if isinstance(step, Mean):
+        return step.averaged(w, [None if s is None else fold(s, w, change) for s in step.steps])
+    raise CompositionError(
+        f"a module that computes with its parameters cannot divide its input, as {step!r} would. "
+        f"Activate one adapter for all rows and tokens."
+    )
+
+
+class Tree(ABC):
+    """Base of the steps that are no chain.
+
+    Attributes:
+        acts_on: as of an adapter.
+    """
+
+    acts_on: Literal["output", "input"]
+
+    @abstractmethod
+    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+        """The output of the site; arguments as of `evaluate`."""
+
+
+@dataclass(frozen=True)
+class Nest(Tree):
+    """A chain with trees in it, innermost first."""
+
+    parts: tuple[str | Tree, ...]
+    acts_on: Literal["output", "input"] = "output"
+
+    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+        """One part around the other."""
+        for part in self.parts[:-1]:
+            base = Nested(_bound(part, adapters), base)
+        return _bound(self.parts[-1], adapters)(x, base)
+
+
+def _bound(part: str | Tree, adapters: Adapters) -> Callable[[Tensor, Base], Tensor]:
+    return adapters[part] if isinstance(part, str) else functools.partial(part.run, adapters)
+
+
+@dataclass(frozen=True)
+class Tokens(Tree):
+    """Each step on its part of the sequence."""
+
+    steps: tuple[Step | None, ...]
+    sizes: tuple[int, ...]
+    acts_on: Literal["output", "input"] = "output"
+
+    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+        """The parts one after the other. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`."""
+        if x.dim() < (3 if x.is_floating_point() else 2) or x.shape[1] != sum(self.sizes):
+            raise CompositionError(
+                f"Split(…, splits={list(self.sizes)}): an adapted layer got an input "
+                f"{list(x.shape)}, and the parts have {sum(self.sizes)} tokens. Give the model "
+                f"sequences of {sum(self.sizes)} tokens, or write other splits."
+            )
+        whole = Whole(base, x, _as_it_is)
+        found: list[Tensor] = []
+        start = 0
+        for step, size in zip(self.steps, self.sizes, strict=True):
+            take = functools.partial(_narrow, dim=1, start=start, size=size)
+            found.append(_on_part(step, adapters, whole, take(x), take))
+            start += size
+        return torch.cat(found, 1)
+
+
+@dataclass(frozen=True)
+class Mean(Tree):
+    """The base plus the weighted sum of what the steps change of it.
+
+    Where all steps change the layer's input, their inputs are averaged: a norm behind them then
+    norms the average.
+    """
+
+    steps: tuple[Step | None, ...]
+    weights: tuple[float, ...]
+    acts_on: Literal["output", "input"]
+
+    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+        """The average."""
+        if self.acts_on == "input":
+            probe = Probe(base)
+            return base(self.averaged(x, [self._at(s, adapters, x, probe) for s in self.steps]))
+        y = base(x)
+        return self.averaged(y, [self._at(s, adapters, x, base) for s in self.steps])
+
+    @staticmethod
+    def _at(step: Step | None, adapters: Adapters, x: Tensor, base: Base) -> Tensor | None:
+        return None if step is None else evaluate(step, adapters, x, base)
+
+    def averaged(self, y: Tensor, changed: Sequence[Tensor | None]) -> Tensor:
+        """`y` + Σ w (changed − y)."""
+        total = y
+        for weight, z in zip(self.weights, changed, strict=True):
+            if z is not None:
+                total = total.add(z - y, alpha=weight)
+        return total
+
+
+@dataclass(frozen=True)
+class Fused(Tree):
+    """A fusion of what chains of adapters say, in the place of the last one's own function.
+
+    Attributes:
+        chains: of the children.
+        speakers: the name in each chain that acts last: the fusion attends to what it says.
+        key: under which the site keeps the fusion layer.
+    """
+
+    chains: tuple[Chain, ...]
+    speakers: tuple[str, ...]
+    key: str
+    acts_on: Literal["output", "input"]
+
+    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+        """The output of the site."""
+
+        def update(z: Tensor) -> Tensor:
+            said = [
+                self._said(chain, name, adapters, x, base, z)
+                for chain, name in zip(self.chains, self.speakers, strict=True)
+            ]
+            return cast("Tensor", adapters[self.key](z, said)[0])
+
+        fused: Tensor = adapters[self.speakers[-1]](x, base, update)
+        return fused
+
+    @staticmethod
+    def _said(
+        chain: Chain, speaker: str, adapters: Adapters, x: Tensor, base: Base, z: Tensor
+    ) -> Tensor:
+        """What an adapter says to what the others of its chain make of the input."""
+        adapter = cast("FusibleAdapter", adapters[speaker])
+        if len(chain) == 1:
+            return adapter.update(z)
+        heard: list[Tensor] = []
+
+        def listen(z: Tensor) -> Tensor:
+            heard.append(adapter.update(z))
+            return heard[-1]
+
+        def speak(x: Tensor, base: Base) -> Tensor:
+            spoken: Tensor = adapter(x, base, listen)
+            return spoken
+
+        evaluate(chain, {**adapters, speaker: cast("Adapter", speak)}, x, base)
+        return heard[-1]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One adapter for each part of the batch, of one class, in one call.
+
+    Attributes:
+        names: the different adapters.
+        numbers: which of them each part takes, None for none.
+    """
+
+    names: tuple[str, ...]
+    numbers: tuple[int | None, ...]
+
+    def run(self, adapters: Adapters, layout: Layout, x: Tensor, base: Base) -> Tensor:
+        """The output of all rows."""
+        found = [adapters[name] for name in self.names]
+        if len(found) == 1 and None not in self.numbers:
+            alone: Tensor = found[0](x, base)
+            return alone
+        return type(found[0]).mixed(found, layout.groups(self.numbers), x, base)
+
+
+@dataclass(frozen=True)
+class Rows(Tree):
+    """Each step on its rows of the batch.
+
+    Attributes:
+        steps: one for each part that the rows are divided in, None for the base layer.
+        layers: the same as layers of adapters that act in one call each, innermost first; None
+            where they cannot.
+    """
+
+    acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
+
+    steps: tuple[Step | None, ...]
+    layers: tuple[Layer, ...] | None
+
+    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+        """All rows. `x` `[rows, …]`."""
+        if rows is None:
+            raise CompositionError(
+                "rows of a batch: nothing says which they are. Call the model itself."
+            )
+        layout = rows.layout_of(x)
+        if self.layers is not None:
+            for layer in self.layers[:-1]:
+                base = Nested(functools.partial(layer.run, adapters, layout), base)
+            return self.layers[-1].run(adapters, layout, x, base)
+        # the residual may come in sequences where x comes in tokens
+        whole = Whole(base, x, lambda t: rows.layout(t.shape[0]).arranged(t))
+        ordered = layout.arranged(x)
+        found: list[Tensor] = []
+        for part, start, size in layout.runs:
+            take = functools.partial(_share, start=start, size=size, of=len(layout.index))
+            found.append(_on_part(self.steps[part], adapters, whole, take(ordered), take))
+        return layout.restored(torch.cat(found))
+
+
+def _on_part(
+    step: Step | None,
+    adapters: Adapters,
+    whole: Whole,
+    x: Tensor,
+    take: Callable[[Tensor], Tensor],
+) -> Tensor:
+    view = PartOf(whole, x, take)
+    return view(x) if step is None else evaluate(step, adapters, x, view)
+
+
+def _as_it_is(t: Tensor) -> Tensor:
+    return t
+
+
+def _share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
+    count = t.shape[0]
+    return t.narrow(0, start * count // of, size * count // of)
+
+
+def _narrow(t: Tensor, *, dim: int, start: int, size: int) -> Tensor:
+    return t.narrow(dim, start, size)

@@ -1,0 +1,171 @@
+"""How an adapter sees its layer in a composition: with others around it, or a part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from adapterzoo.contracts import Base, SharingAdapter
+
+
+class Around(Base):
+    """Base of the views: what they do not change is that of the layer inside."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Base) -> None:
+        """Look at a layer.
+
+        Args:
+            inner: the layer, with the adapters before.
+        """
+        self._inner = inner
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The untouched output."""
+        return self._inner.plain(x)
+
+    @property
+    def weight(self) -> Tensor:
+        """The untouched weight."""
+        return self._inner.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The untouched bias."""
+        return self._inner.bias
+
+    @property
+    def scale(self) -> float | Tensor:
+        """The factor of the output."""
+        return self._inner.scale
+
+    @property
+    def residual(self) -> Tensor:
+        """The residual stream before the sub-layer."""
+        return self._inner.residual
+
+    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+        """What the adapter needs of x."""
+        return self._inner.from_input(adapter, x)
+
+
+class Nested(Around):
+    """A layer with an adapter, or several, around it, as the base of the next one."""
+
+    __slots__ = ("_adapter",)
+
+    def __init__(self, adapter: Callable[[Tensor, Base], Tensor], inner: Base) -> None:
+        """Put the adapter around the layer.
+
+        Args:
+            adapter: an adapter, or another function of an input and its base.
+            inner: the layer, with the adapters before.
+        """
+        self._adapter = adapter
+        self._inner = inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The output with the adapters."""
+        adapted: Tensor = self._adapter(x, self._inner)
+        return adapted
+
+
+class Whole:
+    """One input of a layer, and what the layer makes of it, computed once for all its parts."""
+
+    __slots__ = ("_order", "_output", "_plain", "_residual", "base", "x")
+
+    def __init__(self, base: Base, x: Tensor, order: Callable[[Tensor], Tensor]) -> None:
+        """Look at a call.
+
+        Args:
+            base: the layer, with the adapters before.
+            x: its input.
+            order: brings rows of an input or output in the order in which parts are taken.
+        """
+        self.base = base
+        self.x = x
+        self._order = order
+        self._output: Tensor | None = None
+        self._plain: Tensor | None = None
+        self._residual: Tensor | None = None
+
+    @property
+    def output(self) -> Tensor:
+        """The layer's output, ordered."""
+        if self._output is None:
+            self._output = self._order(self.base(self.x))
+        return self._output
+
+    @property
+    def plain(self) -> Tensor:
+        """The untouched layer's output, ordered; the same object as `output` where it is so."""
+        if self._plain is None:
+            output, plain = self.base(self.x), self.base.plain(self.x)
+            if self._output is None:
+                self._output = self._order(output)
+            self._plain = self._output if plain is output else self._order(plain)
+        return self._plain
+
+    @property
+    def residual(self) -> Tensor:
+        """The residual stream, ordered."""
+        if self._residual is None:
+            self._residual = self._order(self.base.residual)
+        return self._residual
+
+
+class PartOf(Around):
+    """Some rows of a batch, or some tokens of its sequences, as all that the layer is given."""
+
+    __slots__ = ("_output", "_plain", "_take", "_whole", "x")
+
+    def __init__(self, whole: Whole, x: Tensor, take: Callable[[Tensor], Tensor]) -> None:
+        """Take a part.
+
+        Args:
+            whole: the call of the layer.
+            x: the part of its input.
+            take: gives the part of what is ordered as `whole` is.
+        """
+        super().__init__(whole.base)
+        self._whole = whole
+        self._take = take
+        self.x = x
+        # taken once: what is the same object of the layer is so of its part
+        self._output: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer's output for the part."""
+        if x is not self.x:
+            return self._inner(x)
+        if self._output is None:
+            self._output = self._take(self._whole.output)
+        return self._output
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The untouched output for the part."""
+        if x is not self.x:
+            return self._inner.plain(x)
+        whole = self._whole
+        # the whole plain output comes first: it may be the output itself
+        plain = whole.plain
+        return self(x) if plain is whole.output else self._take(plain)
+
+    @property
+    def residual(self) -> Tensor:
+        """The residual stream before the sub-layer, of the part."""
+        return self._take(self._whole.residual)
+
+
+class Probe(Around):
+    """A layer that gives back what it is given, to see to what an adapter changes its input."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The input itself."""
+        return x

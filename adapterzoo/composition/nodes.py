@@ -1,0 +1,223 @@
+"""The compositions as data: immutable, compared as a whole, checked when they are written.
+
+A child is the name of an adapter or another composition; where the batch or the sequence is
+divided it may be None, the plain base model. Which one may stand in which is AdapterHub's table,
+`NESTINGS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from adapterzoo.errors import CompositionError
+
+from ._node import Child, Node
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Stack(Node):
+    """Adapters one on top of the other: `Stack("language", "task")`; the first acts first."""
+
+    def __init__(self, *children: Child) -> None:
+        """Put the adapters on top of each other.
+
+        Args:
+            children: names of adapters, each once, and compositions.
+
+        Raises:
+            CompositionError: no child, a name twice, or something that cannot stand in a stack.
+        """
+        super().__init__(*children)
+        _once("Stack", children)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Fuse(Node):
+    """AdapterFusion: attention over what the adapters say, `Fuse("a", "b")`.
+
+    Pfeiffer et al. 2021, arXiv:2005.00247.
+
+    Attributes:
+        fusion: the name of the fusion layers, where it is not made of the children's names.
+    """
+
+    fusion: str | None
+
+    def __init__(self, *children: Child, name: str | None = None) -> None:
+        """Fuse the adapters.
+
+        Args:
+            children: names of adapters, or stacks of them.
+            name: of the fusion layers; None: the names of the children with commas between.
+
+        Raises:
+            CompositionError: no child, or something that cannot be fused.
+        """
+        object.__setattr__(self, "fusion", name)
+        super().__init__(*children)
+
+    @property
+    def name(self) -> str:
+        """The name of the fusion layers."""
+        lasts = (c.last() if isinstance(c, Node) else c for c in self.children)
+        return self.fusion or ",".join(str(last) for last in lasts)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The name, where it was given."""
+        return {} if self.fusion is None else {"name": self.fusion}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Split(Node):
+    """Each adapter on its part of the sequence: `Split("a", "b", splits=[32, 96])`.
+
+    Attributes:
+        splits: how many tokens each child gets.
+    """
+
+    splits: tuple[int, ...]
+
+    takes_none: ClassVar[bool] = True
+
+    def __init__(self, *children: Child, splits: Sequence[int] | int) -> None:
+        """Divide the sequence.
+
+        Args:
+            children: names of adapters and compositions; None: the plain base model.
+            splits: tokens of each child; one number holds for all.
+
+        Raises:
+            CompositionError: no child, one that cannot stand here, or lengths that do not fit.
+        """
+        object.__setattr__(self, "splits", _sizes("Split", "splits", children, splits))
+        super().__init__(*children)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The lengths."""
+        return {"splits": list(self.splits)}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class BatchSplit(Node):
+    """Each adapter on its rows of the batch: `BatchSplit("a", "b", batch_sizes=[2, 6])`.
+
+    Attributes:
+        batch_sizes: how many rows each child gets.
+    """
+
+    batch_sizes: tuple[int, ...]
+
+    takes_none: ClassVar[bool] = True
+
+    def __init__(self, *children: Child, batch_sizes: Sequence[int] | int) -> None:
+        """Divide the batch.
+
+        Args:
+            children: names of adapters and compositions; None: the plain base model.
+            batch_sizes: rows of each child; one number holds for all.
+
+        Raises:
+            CompositionError: no child, one that cannot stand here, or sizes that do not fit.
+        """
+        sizes = _sizes("BatchSplit", "batch_sizes", children, batch_sizes)
+        object.__setattr__(self, "batch_sizes", sizes)
+        super().__init__(*children)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The sizes."""
+        return {"batch_sizes": list(self.batch_sizes)}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Parallel(Node):
+    """Each adapter on a copy of the whole batch: `Parallel("a", "b")`, one answer from each."""
+
+    takes_none: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Average(Node):
+    """The weighted average of what the adapters make of the input: `Average("a", "b")`.
+
+    Attributes:
+        weights: one for each child; they sum up to 1 unless they were not to be normalised.
+    """
+
+    weights: tuple[float, ...]
+
+    def __init__(
+        self,
+        *children: Child,
+        weights: Sequence[float] | None = None,
+        normalize_weights: bool = True,
+    ) -> None:
+        """Average the adapters.
+
+        Args:
+            children: names of adapters and compositions.
+            weights: one for each child; None: all the same.
+            normalize_weights: whether they are divided by their sum. Without it the changes that
+                the adapters make are added with these weights.
+
+        Raises:
+            CompositionError: no child, one that cannot stand here, or weights that do not fit.
+        """
+        object.__setattr__(self, "weights", _weights(children, weights, normalize_weights))
+        super().__init__(*children)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The weights as they act."""
+        return {"weights": list(self.weights), "normalize_weights": False}
+
+
+def _once(kind: str, children: tuple[Child, ...]) -> None:
+    """A name acts once on its way through the layers."""
+    names = [c for c in children if isinstance(c, str)]
+    if len(set(names)) != len(names):
+        once = ", ".join(repr(c) for c in dict.fromkeys(children))
+        raise CompositionError(
+            f"{kind}({', '.join(map(repr, children))}): an adapter can act once in a stack. "
+            f"Write {kind}({once})."
+        )
+
+
+def _sizes(
+    kind: str, option: str, children: tuple[Child, ...], given: Sequence[int] | int
+) -> tuple[int, ...]:
+    sizes = (given,) * len(children) if isinstance(given, int) else tuple(given)
+    legal = all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes)
+    if len(sizes) != len(children) or not legal:
+        cure = [2] * len(children)
+        raise CompositionError(
+            f"{kind}({', '.join(map(repr, children))}, {option}={given!r}): {option} is a positive "
+            f"number for each of the {len(children)} children, or one for all. "
+            f"Write {option}={cure}."
+        )
+    return sizes
+
+
+def _weights(
+    children: tuple[Child, ...], given: Sequence[float] | None, normalize: bool
+) -> tuple[float, ...]:
+    if given is None:
+        return (1.0 / len(children),) * len(children) if children else ()
+    weights = tuple(given)
+    legal = all(isinstance(w, (int, float)) and not isinstance(w, bool) for w in weights)
+    if len(weights) != len(children) or not legal or not all(abs(w) < 1e30 for w in weights):
+        what = f"weights are {len(children)} numbers, one for each child"
+    elif normalize and not sum(weights):
+        what = "the weights sum up to 0 and cannot be normalised"
+    else:
+        total = sum(weights) if normalize else 1.0
+        return tuple(w / total for w in weights)
+    cure = [round(1 / max(len(children), 1), 3)] * len(children)
+    raise CompositionError(
+        f"Average({', '.join(map(repr, children))}, weights={given!r}): {what}. "
+        f"Write weights={cure}{', normalize_weights=False' if 'sum' in what else ''}."
+    )

@@ -1,0 +1,121 @@
+"""From what users write to a composition, to JSON and back, and without names that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from adapterzoo.errors import CompositionError
+
+from . import nodes
+from ._node import Child, Node
+from .nodes import Average, Stack
+
+_KINDS: Mapping[str, type[Node]] = {
+    cls.__name__: cls
+    for cls in vars(nodes).values()
+    if isinstance(cls, type) and issubclass(cls, Node) and cls is not Node
+}
+
+
+def parse(setup: object) -> Node | None:
+    """Whatever a user may pass as a set of active adapters, as a composition.
+
+    Args:
+        setup: a name, a list of names (a stack), a composition, or None for no adapter.
+
+    Raises:
+        CompositionError: it is none of these.
+    """
+    if setup is None or setup == [] or setup == ():
+        return None
+    if isinstance(setup, Node):
+        return setup
+    if isinstance(setup, str):
+        return Stack(setup)
+    if isinstance(setup, (list, tuple)):
+        return Stack(*setup)
+    raise CompositionError(
+        f"active adapters {setup!r}: expected a name, a list of names or a composition, got a "
+        f"{type(setup).__name__}. Write 'a' or Stack('a', 'b')."
+    )
+
+
+def fusions_of(setup: Child) -> tuple[nodes.Fuse, ...]:
+    """The fusions in a composition."""
+    if isinstance(setup, nodes.Fuse):
+        return (setup,)
+    children = setup.children if isinstance(setup, Node) else ()
+    return tuple(fuse for child in children for fuse in fusions_of(child))
+
+
+def without(
+    setup: Node | None, gone: Collection[str], fusions: Collection[str] = ()
+) -> Node | None:
+    """The composition when some adapters are no more; None when nothing is left of it.
+
+    Where the batch or the sequence is divided, the base model takes the part of what is gone; an
+    average keeps the proportions of the others; a fusion holds for all of its adapters or not.
+
+    Args:
+        setup: the composition.
+        gone: names of adapters.
+        fusions: names of fusions that are no more either.
+    """
+    left = _without(setup, gone, fusions)
+    return Stack(left) if isinstance(left, str) else left
+
+
+def _without(child: Child, gone: Collection[str], fusions: Collection[str]) -> Child:
+    if not isinstance(child, Node):
+        return None if child in gone else child
+    if isinstance(child, nodes.Fuse):
+        return None if child.name in fusions or set(child.flatten()) & set(gone) else child
+    left = [_without(c, gone, fusions) for c in child.children]
+    if left == list(child.children):
+        return child
+    if not any(c is not None for c in left):
+        return None
+    if child.takes_none:
+        return child.with_children(left)
+    kept = [c for c in left if c is not None]
+    if isinstance(child, Average):
+        weights = [w for w, c in zip(child.weights, left, strict=True) if c is not None]
+        total = sum(weights)
+        scale = sum(child.weights) / total if total else 1.0
+        return Average(*kept, weights=[w * scale for w in weights], normalize_weights=False)
+    return child.with_children(kept)
+
+
+def to_json(setup: Node | None) -> Any:
+    """The composition as JSON values: names of a stack as a list, others as objects."""
+    if setup is None:
+        return []
+    if isinstance(setup, Stack) and all(isinstance(c, str) for c in setup):
+        return list(setup)
+    children = [to_json(c) if isinstance(c, Node) else c for c in setup]
+    return {"type": type(setup).__name__, "children": children, **setup.options}
+
+
+def from_json(values: Any) -> Node | None:
+    """What `to_json` wrote.
+
+    Raises:
+        CompositionError: it is no composition.
+    """
+    if not isinstance(values, Mapping):
+        return parse(values)
+    options = dict(values)
+    kind, children = _KINDS.get(str(options.pop("type", None))), options.pop("children", None)
+    if kind is None or not isinstance(children, list):
+        raise CompositionError(
+            f"composition {values!r}: the type is one of {', '.join(sorted(_KINDS))}, with a list "
+            f"of children. Write {{'type': 'Stack', 'children': ['a', 'b']}}."
+        )
+    made = [from_json(c) if isinstance(c, (Mapping, list)) else c for c in children]
+    try:
+        return kind(*made, **options)
+    except TypeError as error:
+        raise CompositionError(
+            f"composition {values!r}: {error}. Write the options that {kind.__name__} takes."
+        ) from error

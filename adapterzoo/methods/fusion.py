@@ -1,0 +1,213 @@
+"""AdapterFusion — attention over what several adapters say.
+
+Paper: Pfeiffer et al. 2021, arXiv:2005.00247, eq. 3–5.
+o = softmax(Q x · K z_i) over the adapters i, and Σ o_i V z_i takes the place of a bottleneck's f,
+where z_i are the adapters' own f_i(x) and x is what they read.
+
+Differs from the paper: a dropout on the scores, as in adapters. Differs from adapters: the
+temperature decays in training only; gates and dropouts of the fused adapters are left out of z_i
+here as there.
+Cost per site: 3 · d_model² + 2 · d_model parameters, and n + 2 products of that size.
+Cannot do: `query_before_ln` and `residual_before`, which no published config turns on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+
+from adapterzoo.errors import ConfigError, listing
+from adapterzoo.registry import Registry
+
+from ._init import constant, drawn, normal
+
+# where the temperature of `temperature=True` starts, and how many steps it takes to 1
+_HOT, _STEPS = 50.0, 1000
+
+fusion_configs: Registry[Callable[[], AdapterFusionConfig]] = Registry("fusion config")
+"""Config strings of fusions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFusionConfig:
+    """Config of a fusion layer; the fields are those of adapters.
+
+    Attributes:
+        key: whether z_i is projected before it is compared.
+        query: whether x is.
+        value: whether there is a V.
+        query_before_ln: must be False.
+        regularization: whether the trainer keeps V near the identity.
+        residual_before: must be False.
+        temperature: whether the scores are divided by a temperature that decays from 50 to 1.
+        value_before_softmax: whether V acts on each z_i, or on their sum.
+        value_initialized: whether V starts as the identity.
+        dropout_prob: of the scores; None for that of the model's attention.
+    """
+
+    key: bool = True
+    query: bool = True
+    value: bool = True
+    query_before_ln: bool = False
+    regularization: bool = True
+    residual_before: bool = False
+    temperature: bool = False
+    value_before_softmax: bool = True
+    value_initialized: bool = True
+    dropout_prob: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: one is not legal.
+        """
+        kind = type(self).__name__
+        for name in ("query_before_ln", "residual_before"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{kind}({name}=True): a fusion reads and adds to what its adapters do, only "
+                    f"False is possible. Write {name}=False."
+                )
+        p = self.dropout_prob
+        if p is not None and (not isinstance(p, (int, float)) or not 0 <= p < 1):
+            raise ConfigError(
+                f"{kind}(dropout_prob={p!r}): it is a number from 0 to below 1, or None for that "
+                f"of the model's attention. Write dropout_prob=0.1."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as adapters writes them."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def load(cls, config: AdapterFusionConfig | str | Mapping[str, Any]) -> AdapterFusionConfig:
+        """A config from one, from its config string ("static", "dynamic"), or from a dict.
+
+        Raises:
+            ConfigError: a field is unknown or a value not legal.
+            UnknownNameError: there is no such config string.
+        """
+        if isinstance(config, AdapterFusionConfig):
+            return config
+        if isinstance(config, str):
+            return fusion_configs.find(config, f"fusion config {config!r}")()
+        known = [f.name for f in dataclasses.fields(cls)]
+        if unknown := sorted(set(config) - set(known)):
+            raise ConfigError(
+                f"fusion config: there is no field {listing(unknown)}. "
+                f"Its fields: {listing(known, limit=20)}."
+            )
+        return cls(**config)
+
+
+@fusion_configs.register("static")
+@dataclass(frozen=True, kw_only=True)
+class StaticAdapterFusionConfig(AdapterFusionConfig):
+    """Without V: the sum of the adapters themselves."""
+
+    value: bool = False
+    regularization: bool = False
+    value_initialized: bool = False
+
+
+@fusion_configs.register("dynamic")
+@dataclass(frozen=True, kw_only=True)
+class DynamicAdapterFusionConfig(AdapterFusionConfig):
+    """With V, which starts as the identity and is kept near it."""
+
+
+class Fusion(nn.Module):
+    """Σ o_i V z_i with o = softmax(Q x · K z_i).
+
+    Attributes:
+        config: of the layer.
+        query: Q, `key`: K, `value`: V; None where the config has none.
+        temperature: by which scores are divided, where it decays; else None.
+    """
+
+    temperature: Tensor | None
+
+    def __init__(
+        self,
+        config: AdapterFusionConfig,
+        d_model: int,
+        dropout_prob: float,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            config: of the layer.
+            d_model: width of the stream.
+            dropout_prob: of the scores.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.config = config
+        self.dropout_prob = dropout_prob
+        self.query = _Projection(d_model, device, dtype) if config.query else None
+        self.key = _Projection(d_model, device, dtype) if config.key else None
+        self.value = _Projection(d_model, device, dtype, bias=False) if config.value else None
+        if self.value is not None and config.value_initialized:
+            with torch.no_grad():
+                self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
+        hot = torch.tensor(_HOT, device=device) if config.temperature else None
+        self.register_buffer("temperature", hot)
+
+    def forward(self, x: Tensor, said: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The fused update `[*batch, d_model]`, and the shares o `[*batch, n]`.
+
+        Args:
+            x: what the adapters read, `[*batch, d_model]`.
+            said: z_i of each of the n adapters, each of the shape of x.
+        """
+        z = torch.stack(list(said), -2)  # [*batch, n, d_model]
+        x = x.to(z.dtype)
+        query = x if self.query is None else self.query(x)
+        keys = z if self.key is None else self.key(z)  # [*batch, n, d_model]
+        scores = torch.matmul(keys, query.unsqueeze(-1)).squeeze(-1)  # [*batch, n]
+        scores = dropout(scores, self.dropout_prob, self.training)
+        if self.temperature is not None:
+            scores = scores / self.temperature.to(scores.dtype)
+            if self.training:
+                cooler = (self.temperature - _HOT / _STEPS).clamp(min=1.0)
+                self.temperature.copy_(cooler)
+        shares = scores.softmax(-1)
+        first = self.value is not None and self.config.value_before_softmax
+        values = self.value(z) if first and self.value is not None else z
+        context = torch.matmul(shares.unsqueeze(-2), values).squeeze(-2)  # [*batch, d_model]
+        if self.value is not None and not first:
+            context = self.value(context)
+        return context, shares
+
+    def distance(self) -> Tensor | None:
+        """Σ (V − I)², which regularisation keeps small; None without it."""
+        if self.value is None or not self.config.regularization:
+            return None
+        weight = self.value.weight
+        eye = torch.eye(weight.shape[0], device=weight.device, dtype=weight.dtype)
+        return (weight - eye).square().sum()
+
+
+class _Projection(nn.Module):
+    """x Wᵀ + b; no `nn.Linear`, so that nothing that walks a model's layers takes it for one."""
+
+    def __init__(
+        self, width: int, device: torch.device, dtype: torch.dtype, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.weight = drawn((width, width), normal(0.02, None), device, dtype)
+        self.bias = drawn((width,), constant(0.0), device, dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[*batch, d_model]`, the result of the same shape."""
+        return linear(x, self.weight, self.bias)

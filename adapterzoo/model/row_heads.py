@@ -1,0 +1,118 @@
+"""Heads of a batch whose rows are answered by different heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from adapterzoo.composition import RowMap
+from adapterzoo.heads import PredictionHead
+
+from .outputs import MultiHeadOutput, answer
+from .rows import repeated
+
+
+def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...], RowMap] | None:
+    """The heads that answer, each once, and the rows of each; None where all answer all rows.
+
+    Args:
+        names: of heads, one for each part of the batch.
+        rows: of the batch.
+    """
+    if rows is None or rows.parts < 2 or len(names) != rows.parts:
+        return None
+    if not rows.together:
+        return tuple(names), rows
+    different = tuple(dict.fromkeys(names))
+    return different, rows.renumbered([different.index(name) for name in names])
+
+
+def outputs_of(part: int, rows: RowMap, outputs: ModelOutput, with_layers: bool) -> ModelOutput:
+    """What the base model computed for the rows of a part.
+
+    Args:
+        part: its number.
+        rows: of the batch.
+        outputs: of the base model.
+        with_layers: whether hidden states and attentions of all layers are taken too.
+    """
+    taken: dict[str, Any] = {}
+    for name, value in outputs.items():
+        if isinstance(value, Tensor):
+            taken[name] = rows.take(part, value) if value.dim() else value
+        elif with_layers and isinstance(value, tuple):
+            taken[name] = tuple(rows.take(part, t) for t in value if isinstance(t, Tensor))
+    return type(outputs)(**taken)
+
+
+def given_to(
+    part: int, name: str, rows: RowMap, given: Mapping[str, Any], batch: int
+) -> dict[str, Any]:
+    """Labels and other arguments of a head, of the rows that it answers.
+
+    Args:
+        part: number of the part.
+        name: of the head; an argument may be a dict from names of heads to tensors, which are of
+            the whole batch or of these rows.
+        rows: of the batch.
+        given: arguments of `forward`.
+        batch: rows of the batch before it was repeated.
+    """
+    found: dict[str, Any] = {}
+    mine = sum(index == part for index in rows.index)
+    for key, value in given.items():
+        own = value.get(name) if isinstance(value, Mapping) else value
+        # a dict has tensors of the whole batch, or of the rows of each head
+        fits = isinstance(value, Mapping) and isinstance(own, Tensor) and own.shape[:1] == (mine,)
+        if isinstance(own, Tensor) and own.dim() and not fits:
+            own = rows.take(part, repeated(own, rows.copies, batch))
+        found[key] = own
+    return found
+
+
+def take_rows(part: int, rows: RowMap, value: Any) -> Any:
+    """The rows of a part of a tensor; what is none stays as it is."""
+    return rows.take(part, value) if isinstance(value, Tensor) else value
+
+
+def joined(
+    heads: Sequence[PredictionHead],
+    rows: RowMap,
+    logits: Sequence[Tensor | tuple[Tensor, ...]],
+    loss: Tensor | None,
+    outputs: ModelOutput,
+) -> ModelOutput | None:
+    """One answer for the whole batch, in the order of its rows; None where the answers differ.
+
+    Args:
+        heads: in the order of the parts.
+        rows: of the batch.
+        logits: of each head.
+        loss: of all.
+        outputs: of the base model.
+    """
+    config = heads[0].config
+    scores = [each if isinstance(each, tuple) else (each,) for each in logits]
+    kinds = {(h.config.output_class, h.config.logit_names) for h in heads}
+    shapes = {tuple((t.shape[1:], t.dtype) for t in each) for each in scores}
+    if len(kinds) > 1 or len(shapes) > 1:
+        return None
+    whole = tuple(rows.put([each[i] for each in scores]) for i in range(len(scores[0])))
+    return answer(config, loss, whole if len(whole) > 1 else whole[0], outputs)
+
+
+def total(losses: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of the losses that are there."""
+    found = [loss for loss in losses if loss is not None]
+    return torch.stack([loss.to(found[0].device) for loss in found]).sum() if found else None
+
+
+def apart(answers: list[ModelOutput], rows: RowMap) -> MultiHeadOutput:
+    """The answers of the parts, with the rows that each is for."""
+    loss = total([cast("Tensor | None", a.get("loss")) for a in answers])
+    numbers = [[row for row, p in enumerate(rows.index) if p == i] for i in range(len(answers))]
+    return MultiHeadOutput(head_outputs=answers, loss=loss, rows=numbers)

@@ -1,0 +1,196 @@
+"""Rows of a batch: what the model does before a forward in which rows take different adapters.
+
+All of it happens where the model is called: the names are checked, the batch is counted and, for
+`Parallel`, repeated; then a plan that says which row takes what holds for the calling thread until
+the call returns. The adapted layers ask that plan and count nothing themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from adapterzoo.composition import BatchSplit, Composition, RowMap, has_rows, numbered
+from adapterzoo.errors import CompositionError, StateError, listing
+from adapterzoo.selection import Plan
+
+from .adapters import AdaptersMixin
+
+RowNames: TypeAlias = "Sequence[str | Composition | None]"
+
+BASE = "__base__"
+"""What PEFT writes for a row without adapter; None says the same."""
+
+# inputs with one entry for each row of the batch, whichever of them a model takes
+_PER_ROW = (
+    "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features",
+    "attention_mask", "decoder_input_ids", "decoder_inputs_embeds",
+)  # fmt: skip
+# what has no rows, even where its first dimension is as long as the batch
+_NO_ROWS = ("cache_position", "logits_to_keep", "num_items_in_batch")
+# families with layers that get tokens before rows
+_TOKENS_FIRST = ("fsmt", "led", "longformer", "xlnet")
+# mixed plans that are kept: a server meets the same sets of adapters again and again
+_KEPT_PLANS = 64
+
+
+class RowsMixin(AdaptersMixin):
+    """What `forward` and `generate` do with `adapter_names`, `BatchSplit` and `Parallel`."""
+
+    def _rows_start(self, adapter_names: RowNames | None) -> bool:
+        """Whether a call has rows to tell apart, and is the one that must do it."""
+        rows = self._selection.plan.rows
+        return adapter_names is not None or not (rows is None or rows.entered)
+
+    def _rows_plan(
+        self, inputs: Mapping[str, Any], adapter_names: RowNames | None, call: str
+    ) -> tuple[Plan, int]:
+        """The plan for one call, and how often its inputs must be repeated.
+
+        Args:
+            inputs: of the model, as they were given.
+            adapter_names: the adapter of each row; None: as the active composition says.
+            call: "forward" or "generate", for messages.
+
+        Raises:
+            CompositionError: the rows do not fit the batch.
+            StateError: an adapter is merged, or an `AdapterSetup` says already what acts.
+            UnknownNameError: there is no adapter of a name.
+        """
+        if adapter_names is not None:
+            plan = self._plan_of_names(adapter_names, call)
+            what = f"{call}(adapter_names=…) names {len(adapter_names)} rows"
+        else:
+            plan = self._selection.plan
+            what = f"{call}() with {plan.setup!r} active"
+        rows = cast("RowMap", plan.rows)
+        # whoever names rows, and whoever generates, gets an answer of as many rows
+        together = adapter_names is not None or call == "generate"
+        batch = _batch_of(inputs, what)
+        count = batch * rows.repeats
+        if count % len(rows.index) or (rows.exact and count != len(rows.index)):
+            legal = len(rows.index) // rows.repeats
+            raise CompositionError(
+                f"{what}: the batch has {batch} rows, legal are {legal}. "
+                f"Write {'one name, or None, for each row' if adapter_names else 'other sizes'}."
+            )
+        return dataclasses.replace(
+            plan, rows=rows.enter(count, together, self._lengths(inputs, count))
+        ), rows.repeats
+
+    def _lengths(self, inputs: Mapping[str, Any], count: int) -> frozenset[int]:
+        """Lengths of the inputs' sequences that no layer can have as its number of rows."""
+        ids = (inputs.get(name) for name in ("input_ids", "decoder_input_ids"))
+        found = {t.shape[-1] for t in ids if isinstance(t, Tensor) and t.dim() > 1}
+        embeds = inputs.get("inputs_embeds")
+        if isinstance(embeds, Tensor):
+            found.add(embeds.shape[-2])
+        if cast("Any", self).config.model_type not in _TOKENS_FIRST:
+            # as long as the batch is large: the usual order is meant
+            found.discard(count)
+        return frozenset(found)
+
+    def _overridden(self, plan: Plan) -> AbstractContextManager[None]:
+        return self._selection.overridden(plan)
+
+    def _plan_of_names(self, adapter_names: RowNames, call: str) -> Plan:
+        if isinstance(adapter_names, str) or not isinstance(adapter_names, Sequence):
+            raise CompositionError(
+                f"{call}(adapter_names={adapter_names!r}): it is a list with one name, or None for "
+                f"the base model, for each row. Write adapter_names=['a', None, 'b']."
+            )
+        if self._selection.override is not None:
+            raise StateError(
+                f"{call}(adapter_names=…): an AdapterSetup of this thread says already what acts, "
+                f"{self._selection.plan.setup!r}. Leave the 'with AdapterSetup(…)' block first."
+            )
+        if self._zoo.merged:
+            raise StateError(
+                f"{call}(adapter_names=…): {listing(self._zoo.merged)} is merged into the base "
+                f"weights and would act on every row. Write reset_adapter() first."
+            )
+        parts, index = numbered([None if n == BASE else n for n in adapter_names])
+        default = self._selection.default.plan
+        key = parts, default.skip_layers
+        plan = self._zoo.plans.get(key)
+        if plan is None:
+            plan = self._compile_parts(parts, default.skip_layers, call)
+        # what a compiler traces is part of its graph, and would trace anew what has changed
+        if key not in self._zoo.plans and not torch.compiler.is_compiling():
+            while len(self._zoo.plans) >= _KEPT_PLANS:
+                del self._zoo.plans[next(iter(self._zoo.plans))]
+            self._zoo.plans[key] = plan
+        heads = self._heads_of_parts(parts, default.heads)
+        return dataclasses.replace(plan, heads=heads, rows=RowMap(index, exact=True))
+
+    def _compile_parts(
+        self, parts: tuple[Any, ...], skip_layers: tuple[int, ...], call: str
+    ) -> Plan:
+        for part in parts:
+            if isinstance(part, Composition):
+                if has_rows(part):
+                    raise CompositionError(
+                        f"{call}(adapter_names=…): {part!r} divides the batch, and it is given to "
+                        f"one row. Write a name, or Stack('a', 'b')."
+                    )
+                for name in part.flatten():
+                    self._find(name, f"{call}(adapter_names=…)")
+            elif part is not None:
+                self._find(part, f"{call}(adapter_names=…)")
+        setup = BatchSplit(*parts, batch_sizes=1)
+        if not setup.flatten():
+            return Plan(None, skip_layers=skip_layers)
+        return self.make_plan(setup, [], skip_layers)
+
+
+def repeated(value: Any, times: int, batch: int, name: str = "") -> Any:
+    """The inputs for `times` copies of the batch, one after the other.
+
+    Args:
+        value: a tensor, or a container of tensors.
+        times: how many copies.
+        batch: rows of the batch; what has another number of rows stays as it is.
+        name: of the input.
+    """
+    if isinstance(value, Tensor):
+        if name in _NO_ROWS or value.dim() == 0 or value.shape[0] != batch:
+            return value
+        return value.repeat(times, *(1 for _ in value.shape[1:]))
+    if isinstance(value, Mapping):
+        made = {key: repeated(v, times, batch, key) for key, v in value.items()}
+        return made if type(value) is dict else type(value)(**made)
+    if isinstance(value, (tuple, list)):
+        return type(value)(repeated(v, times, batch) for v in value)
+    return value
+
+
+def batch_size(inputs: Mapping[str, Any]) -> int:
+    """The number of rows of a model's inputs; 1 where nothing tells."""
+    rows = _rows_of_inputs(inputs)
+    return next(iter(rows.values()), 1)
+
+
+def _rows_of_inputs(inputs: Mapping[str, Any]) -> dict[str, int]:
+    encoded = inputs.get("encoder_outputs")
+    if encoded is not None:
+        inputs = {**inputs, "inputs_embeds": encoded[0]}
+    named = {n: inputs[n] for n in _PER_ROW if isinstance(inputs.get(n), Tensor)}
+    if not named:
+        named = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and n not in _NO_ROWS}
+    return {name: value.shape[0] for name, value in named.items() if value.dim() > 0}
+
+
+def _batch_of(inputs: Mapping[str, Any], what: str) -> int:
+    rows = _rows_of_inputs(inputs)
+    if len(set(rows.values())) > 1:
+        shown = ", ".join(f"{name}: {count}" for name, count in rows.items())
+        raise CompositionError(
+            f"{what}: it cannot be told which rows are meant, the inputs have different numbers of "
+            f"them ({shown}). Give inputs of equally many rows, or activate one adapter."
+        )
+    return batch_size(inputs)

@@ -1,0 +1,711 @@
+"""Mixed batches: `adapter_names`, and what else gives rows of a batch to different adapters."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from families import first_output, tiny_config, tiny_inputs
+from snapshots import refused, stir
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from variants import VARIANTS
+
+from adapterzoo import (
+    AdapterSetup,
+    AutoAdapterModel,
+    Average,
+    BatchSplit,
+    Parallel,
+    Split,
+    Stack,
+    init,
+)
+from adapterzoo.errors import CompositionError, StateError, UnknownNameError
+
+CONFIGS = {"a": "lora", "b": "lora[r=4,alpha=16]", "c": "double_seq_bn", "d": "boft", "e": "dora",
+           "f": "par_bn", "g": "seq_bn", "h": "lora[use_gating=True]"}  # fmt: skip
+MIXED = ["b", None, "a", "c", "a", Stack("f", "e")]
+
+
+def with_adapters(family, configs=CONFIGS, auto=AutoModel, dtype=torch.float64, layers=2):
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    if layers != 2:
+        setattr(config, "n_layer" if family == "gpt2" else "num_hidden_layers", layers)
+    model = init(auto.from_config(config).to(dtype).eval())
+    for i, (name, config) in enumerate(configs.items()):
+        model.add_adapter(name, config)
+        stir(model, name, seed=i, std=0.3)
+    return model
+
+
+def row(inputs, i, count=1):
+    return {key: value[i : i + count] for key, value in inputs.items()}
+
+
+def doubled(inputs):
+    return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def alone(model, name, inputs, **kwargs):
+    """What one adapter makes of one row."""
+    with AdapterSetup(name):
+        return first_output(model(**inputs, **kwargs))
+
+
+def check_rows(model, inputs, names, atol=1e-12):
+    """Each row of the mixed batch is that row alone, and no adapter does nothing."""
+    with torch.no_grad():
+        found = first_output(model(**inputs, adapter_names=names))
+        plain = first_output(model(**inputs))
+        for i, name in enumerate(names):
+            expected = alone(model, name, row(inputs, i))
+            torch.testing.assert_close(found[i : i + 1], expected, rtol=0, atol=atol)
+            assert torch.allclose(found[i], plain[i], rtol=0, atol=1e-9) == (name is None)
+
+
+# --- rows are rows alone ---
+
+
+@pytest.mark.parametrize("family", ["bert", "deberta-v2", "gpt2", "llama", "t5", "vit", "albert"])
+def test_rows_with_different_methods_are_the_rows_alone(family):
+    model = with_adapters(family)
+    check_rows(model, doubled(tiny_inputs(family, batch=6)), MIXED)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_rows_of_every_method_are_the_rows_alone(variant, family):
+    model = with_adapters(family, {"a": VARIANTS[variant], "b": VARIANTS[variant]})
+    inputs = tiny_inputs(family, batch=5)
+    check_rows(model, inputs, ["b", None, "a", "b", "b"])
+    check_rows(model, inputs, ["b", "a", Stack("a", "b"), "a", Stack("b", "a")])
+
+
+def test_one_adapter_for_all_rows_is_that_adapter_active():
+    model = with_adapters("bert")
+    inputs = tiny_inputs("bert", batch=3)
+    for name in CONFIGS:
+        model.set_active_adapters(name)
+        expected = model(**inputs).last_hidden_state
+        model.set_active_adapters(None)
+        found = model(**inputs, adapter_names=[name] * 3).last_hidden_state
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert torch.equal(
+        model(**inputs, adapter_names=[None] * 3).last_hidden_state,
+        model(**inputs).last_hidden_state,
+    )
+
+
+def test_rows_may_take_compositions_and_peft_s_name_of_the_base_model():
+    model = with_adapters("bert")
+    inputs = tiny_inputs("bert", batch=4)
+    names = [Average("a", "g"), Split("c", "b", splits=[3, 4]), Stack("d", "a", "e"), "__base__"]
+    found = model(**inputs, adapter_names=names).last_hidden_state
+    for i, name in enumerate([*names[:3], None]):
+        expected = alone(model, name, row(inputs, i))
+        torch.testing.assert_close(found[i : i + 1], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_rows_without_adapter_have_the_bits_of_the_base_model(family):
+    model = with_adapters(family, dtype=torch.float32)
+    inputs = tiny_inputs(family, batch=4)
+    with torch.no_grad():
+        plain = first_output(model(**inputs))
+        for names in ("ab", "ee", "dd", "ag", "cf"):
+            mixed = [names[0], None, names[1], None]
+            found = first_output(model(**inputs, adapter_names=mixed))
+            assert torch.equal(found[1], plain[1])
+            assert torch.equal(found[3], plain[3])
+            assert not torch.equal(found[0], plain[0])
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("names", [["a", None, "b"], ["e", "e2", None], [Stack("a", "e"), "b"]])
+def test_adapters_of_one_class_act_in_one_call(family, names):
+    model = with_adapters(family, {**CONFIGS, "e2": "dora[r=3]"})
+    model(**tiny_inputs(family, batch=len(names)), adapter_names=names)
+    (plan,) = model._zoo.plans.values()
+    assert plan.steps
+    # of a stack of different methods each layer is of one class
+    assert all(step.layers is not None for step in plan.steps.values())
+    check_rows(model, tiny_inputs(family, batch=len(names)), names)
+
+
+def test_names_stand_in_the_place_of_what_is_active_and_leave_it_active():
+    model = with_adapters("bert")
+    inputs = tiny_inputs("bert", batch=2)
+    expected = model(**inputs, adapter_names=["a", None]).last_hidden_state
+    model.set_active_adapters("c")
+    active = model(**inputs).last_hidden_state
+    assert torch.equal(model(**inputs, adapter_names=["a", None]).last_hidden_state, expected)
+    assert model.active_adapters == Stack("c")
+    assert torch.equal(model(**inputs).last_hidden_state, active)
+
+
+def test_skipped_layers_stay_skipped():
+    model = with_adapters("bert")
+    inputs = tiny_inputs("bert", batch=2)
+    model.set_active_adapters("a", skip_layers=[0])
+    expected = model(**inputs).last_hidden_state
+    found = model(**inputs, adapter_names=["a", "c"]).last_hidden_state
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-12)
+
+
+def test_an_adapter_that_comes_anew_under_an_old_name_acts():
+    model = with_adapters("bert")
+    inputs = tiny_inputs("bert", batch=2)
+    for config in ("seq_bn", "lora[r=2]", "dora"):
+        model.add_adapter("a", config, overwrite_ok=True, set_active=True)
+        stir(model, "a", std=0.3)
+        model.set_active_adapters(None)
+        check_rows(model, inputs, ["a", "b"])
+
+
+# --- training ---
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_gradients_of_a_mixed_batch_are_those_of_the_rows_alone(family, checkpointing):
+    model = with_adapters(family)
+    inputs = tiny_inputs(family, batch=6)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    weight = torch.randn(6, 7, 32, dtype=torch.float64)
+
+    def gradients(backward):
+        model.zero_grad()
+        backward()
+        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return {n: g for n, g in found.items() if ".adapters." in n and g.count_nonzero()}
+
+    def mixed():
+        (first_output(model(**inputs, adapter_names=MIXED)) * weight).sum().backward()
+
+    def one_by_one():
+        for i, name in enumerate(MIXED):
+            with AdapterSetup(name):
+                (first_output(model(**row(inputs, i))) * weight[i]).sum().backward()
+
+    found, expected = gradients(mixed), gradients(one_by_one)
+    assert {name.split(".adapters.")[1].split(".")[0] for name in found} == set("abcef")
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9)
+
+
+# --- one plan for a forward ---
+
+
+def test_a_plan_is_made_once_for_a_set_of_adapters(monkeypatch):
+    model = with_adapters("bert", {"a": "lora", "b": "lora"})
+    inputs = tiny_inputs("bert", batch=4)
+    made = Counter()
+    plain = type(model).make_plan
+
+    def counted(self, *args, **kwargs):
+        made["plans"] += 1
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "make_plan", counted)
+    for names in (["a", "b", "a", None], ["a", "b", None, None], ["a", "a", "b", None]):
+        model(**inputs, adapter_names=names)
+    assert made["plans"] == 1
+    model.delete_adapter("b")
+    made.clear()
+    with pytest.raises(UnknownNameError):
+        model(**inputs, adapter_names=["a", "b", "a", None])
+
+
+def test_lora_takes_one_call_a_site_whatever_the_number_of_adapters(monkeypatch):
+    from adapterzoo.methods import lora
+
+    configs = {f"l{i}": f"lora[r={2 + i},attn_matrices=['q']]" for i in range(5)}
+    model = with_adapters("bert", configs)
+    calls = []
+    plain = lora.grouped_low_rank
+    monkeypatch.setattr(lora, "grouped_low_rank", lambda *a, **k: calls.append(1) or plain(*a, **k))
+    inputs = tiny_inputs("bert", batch=6)
+    check_rows(model, inputs, [*configs, None])
+    assert len(calls) == 2
+
+
+# --- compiled ---
+
+
+@pytest.mark.parametrize(("family", "names"), [("bert", "aab"), ("gpt2", "ab")])
+def test_a_mixed_forward_compiles_in_one_graph(family, names):
+    torch._dynamo.reset()
+    configs = {"a": "lora", "b": "seq_bn" if family == "gpt2" else "lora[r=2]"}
+    model = with_adapters(family, configs, dtype=torch.float32, layers=1)
+    inputs = tiny_inputs(family, batch=len(names) + 1)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    mixed = [*names, None]
+    with torch.no_grad():
+        # what was never asked for before too
+        found = [first_output(compiled(**inputs, adapter_names=mixed)) for _ in range(2)]
+        found.append(first_output(compiled(**inputs, adapter_names=mixed[::-1])))
+        expected = first_output(model(**inputs, adapter_names=mixed))
+        turned = first_output(model(**inputs, adapter_names=mixed[::-1]))
+        for seen, whole in zip(found, [expected, expected, turned], strict=True):
+            torch.testing.assert_close(seen, whole, rtol=0, atol=1e-6)
+        model.add_adapter("a", "seq_bn", overwrite_ok=True)
+        stir(model, "a", std=0.3)
+        expected = first_output(model(**inputs, adapter_names=mixed))
+        seen = first_output(compiled(**inputs, adapter_names=mixed))
+        torch.testing.assert_close(seen, expected, rtol=0, atol=1e-6)
+    torch._dynamo.reset()
+
+
+# --- generation ---
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"use_cache": False},
+        {"num_beams": 2},
+        {"num_beams": 3, "num_return_sequences": 2},
+    ],
+)
+def test_a_mixed_batch_generates_what_its_rows_do_alone(family, how):
+    is_decoder = family in ("gpt2", "llama")
+    auto = AutoModelForCausalLM if is_decoder else AutoModelForSeq2SeqLM
+    model = with_adapters(family, auto=auto)
+    inputs = tiny_inputs(family, batch=6)
+    inputs.pop("decoder_input_ids", None)
+    if is_decoder:
+        inputs["attention_mask"] = inputs["attention_mask"].flip(-1)
+    how = {**how, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(**inputs, adapter_names=MIXED, **how).chunk(6)
+    assert model.active_adapters is None
+    for i, name in enumerate(MIXED):
+        with AdapterSetup(name):
+            assert torch.equal(found[i], model.generate(**row(inputs, i), **how))
+    assert not torch.equal(torch.cat(found), model.generate(**inputs, **how))
+
+
+def test_sampled_sequences_of_a_row_take_its_adapter():
+    model = with_adapters("llama", auto=AutoModelForCausalLM)
+    inputs = row(tiny_inputs("llama", batch=3), 0, 2)
+    how = {"max_new_tokens": 4, "num_return_sequences": 3, "output_logits": True,
+           "return_dict_in_generate": True, "pad_token_id": 0}  # fmt: skip
+    torch.manual_seed(0)
+    found = model.generate(**inputs, adapter_names=["a", "c"], do_sample=True, **how)
+    for i, name in enumerate(["a", "a", "a", "c", "c", "c"]):
+        with AdapterSetup(name), torch.no_grad():
+            logits = model(found.sequences[i : i + 1, :-1]).logits[0, -4:]
+        seen = torch.stack([step[i] for step in found.logits])
+        torch.testing.assert_close(seen, logits.to(seen.dtype), rtol=0, atol=1e-4)
+
+
+# --- heads ---
+
+
+def with_heads(**labels):
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("bert")).double().eval()
+    for i, (name, count) in enumerate(labels.items()):
+        if name != "x":
+            model.add_adapter(name, ["lora", "seq_bn"][i % 2])
+            stir(model, name, seed=i, std=0.3)
+        model.add_classification_head(name, num_labels=count)
+    return model
+
+
+def test_each_row_is_answered_by_the_head_of_its_adapter():
+    model = with_heads(a=3, b=3, c=3, x=3)
+    model.delete_head("c")
+    assert model.active_head == "x"
+    inputs = tiny_inputs("bert", batch=5)
+    names = ["b", None, "a", "c", "b"]
+    labels = torch.tensor([0, 2, 1, 1, 2])
+    found = model(**inputs, labels=labels, adapter_names=names)
+    losses = {}
+    for i, name in enumerate(names):
+        model.active_head = "x"
+        with AdapterSetup(name):
+            one = model(**row(inputs, i), labels=labels[i : i + 1])
+        torch.testing.assert_close(found.logits[i : i + 1], one.logits, rtol=0, atol=1e-12)
+        losses.setdefault(name if name in ("a", "b") else "x", []).append(one.loss)
+    # a mean for each head, and the sum of these
+    expected = sum(torch.stack(each).mean() for each in losses.values())
+    torch.testing.assert_close(found.loss, expected, rtol=0, atol=1e-12)
+    assert type(found) is type(one)
+
+
+def test_heads_that_answer_differently_give_one_output_each():
+    model = with_heads(a=2, b=4)
+    inputs = tiny_inputs("bert", batch=4)
+    names = ["b", "a", "a", "b"]
+    labels = {"a": torch.tensor([0, 1]), "b": torch.tensor([3, 2])}
+    found = model(**inputs, adapter_names=names, labels=labels, output_hidden_states=True)
+    assert found.rows == [[0, 3], [1, 2]]
+    total = 0.0
+    for output, rows, name in zip(found, found.rows, ["b", "a"], strict=True):
+        part = {key: value[rows] for key, value in inputs.items()}
+        with AdapterSetup(name):
+            expected = model(**part, labels=labels[name], output_hidden_states=True)
+        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-12)
+        torch.testing.assert_close(output.loss, expected.loss, rtol=0, atol=1e-12)
+        for seen, layer in zip(output.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(seen, layer, rtol=0, atol=1e-12)
+        total = total + expected.loss
+    torch.testing.assert_close(found.loss, total, rtol=0, atol=1e-12)
+
+
+def test_heads_on_tokens_and_choices_take_their_rows():
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("bert")).double().eval()
+    for i, name in enumerate("ab"):
+        model.add_adapter(name, "lora")
+        stir(model, name, seed=i, std=0.3)
+        model.add_tagging_head(name, num_labels=3)
+    inputs = tiny_inputs("bert", batch=4)
+    labels = torch.randint(3, (4, 7))
+    names = ["a", "b", "b", "a"]
+    found = model(**inputs, labels=labels, adapter_names=names)
+    total = 0.0
+    for name, rows in (("a", [0, 3]), ("b", [1, 2])):
+        with AdapterSetup(name):
+            part = {key: value[rows] for key, value in inputs.items()}
+            expected = model(**part, labels=labels[rows])
+        torch.testing.assert_close(found.logits[rows], expected.logits, rtol=0, atol=1e-12)
+        total = total + expected.loss
+    torch.testing.assert_close(found.loss, total, rtol=0, atol=1e-12)
+    for name in "ab":
+        model.add_multiple_choice_head(name, num_choices=2, overwrite_ok=True)
+    choices = {k: torch.stack([v, v.flip(0)], 1) for k, v in inputs.items()}
+    found = model(**choices, labels=torch.tensor([0, 1, 1, 0]), adapter_names=names)
+    for i, name in enumerate(names):
+        with AdapterSetup(name):
+            expected = model(**row(choices, i))
+        torch.testing.assert_close(found.logits[i : i + 1], expected.logits, rtol=0, atol=1e-12)
+
+
+def test_a_head_that_is_named_answers_all_rows():
+    model = with_heads(a=3, b=3)
+    inputs = tiny_inputs("bert", batch=2)
+    found = model(**inputs, adapter_names=["b", "a"], head="a")
+    hidden = model.bert(**inputs).last_hidden_state
+    for i, name in enumerate(["b", "a"]):
+        with AdapterSetup(name, head_setup="a"):
+            hidden = model(**row(inputs, i)).logits
+        torch.testing.assert_close(found.logits[i : i + 1], hidden, rtol=0, atol=1e-12)
+
+
+def test_rows_generate_with_heads_of_their_own():
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("llama")).double().eval()
+    for i, name in enumerate("ab"):
+        model.add_adapter(name, "lora")
+        stir(model, name, seed=i, std=0.3)
+        model.add_causal_lm_head(name)
+    inputs = row(tiny_inputs("llama", batch=4), 0, 3)
+    how = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(**inputs, adapter_names=["b", "a", "b"], num_beams=2, **how)
+    for i, name in enumerate(["b", "a", "b"]):
+        with AdapterSetup(name):
+            expected = model.generate(**row(inputs, i), num_beams=2, **how)
+        assert torch.equal(found[i : i + 1], expected)
+
+
+# --- what is refused ---
+
+
+def test_names_that_do_not_fit_are_refused_before_anything_happens():
+    model = with_adapters("bert", {"a": "lora", "b": "seq_bn"}, dtype=torch.float32)
+    inputs = tiny_inputs("bert", batch=2)
+    cases = [
+        (["a"], CompositionError, "names 1 rows: the batch has 2", "legal are 1"),
+        (["a", "b", None], CompositionError, "names 3 rows", "one name, or None, for each row"),
+        (["a", "z"], UnknownNameError, "'z'", "Known adapters: 'a', 'b'"),
+        ([None, 3], UnknownNameError, "no adapter 3", "Known adapters: 'a', 'b'"),
+        ("ab", CompositionError, "adapter_names='ab'", "Write adapter_names=['a', None, 'b']"),
+        (
+            [Parallel("a", "b"), None],
+            CompositionError,
+            "Parallel('a', 'b') divides the batch",
+            "Write a name",
+        ),
+        ([Stack("a", "z"), None], UnknownNameError, "'z'", "Known adapters"),
+    ]
+    for names, error, *says in cases:
+        with refused(model, error, *says):
+            model(**inputs, adapter_names=names)
+
+
+def test_names_are_refused_in_a_merged_model_and_in_a_setup():
+    model = with_adapters("bert", {"a": "lora", "b": "seq_bn"}, dtype=torch.float32)
+    inputs = tiny_inputs("bert", batch=2)
+    with AdapterSetup("b"), refused(model, StateError, "Stack('b')", "Leave the 'with AdapterSet"):
+        model(**inputs, adapter_names=["a", "b"])
+    model.merge_adapter("a")
+    with refused(model, StateError, "'a' is merged", "Write reset_adapter() first"):
+        model(**inputs, adapter_names=["b", None])
+
+
+@pytest.mark.parametrize("fails", ["layer", "names", "input"])
+def test_after_a_forward_that_failed_the_next_one_is_right(fails, monkeypatch):
+    model = with_adapters("bert")
+    inputs = tiny_inputs("bert", batch=2)
+    expected = model(**inputs, adapter_names=["f", "c"]).last_hidden_state
+    plain = model(**inputs).last_hidden_state
+    names = ["f", "z"] if fails == "names" else ["f", "c"]
+    more = {"input_ids": inputs["input_ids"] + 1000} if fails == "input" else {}
+    with monkeypatch.context() as patch:
+        if fails == "layer":
+            layer = model.encoder.layer[1].output.dense
+            patch.setattr(layer, "_parameters", {"weight": torch.zeros(3, 3), "bias": None})
+        with pytest.raises((RuntimeError, LookupError)):
+            model(**{**inputs, **more}, adapter_names=names)
+    assert torch.equal(model(**inputs).last_hidden_state, plain)
+    assert not model._selection.taps
+    assert torch.equal(model(**inputs, adapter_names=["f", "c"]).last_hidden_state, expected)
+
+
+def test_layers_that_get_no_batch_are_refused():
+    model = with_adapters("qwen3_moe", {"a": "lora"}, dtype=torch.float32)
+    config = copy.copy(model.adapters_config["a"]).replace(
+        attn_matrices=(), intermediate_lora=True, output_lora=True
+    )
+    model.add_adapter("m", config)
+    inputs = tiny_inputs("qwen3_moe", batch=2)
+    with refused(model, CompositionError, "'m' sits at", "exclude_modules"):
+        model(**inputs, adapter_names=["m", "a"])
+    check_rows(model, inputs, ["a", None], atol=1e-5)
+    # all rows alike is no division
+    with torch.no_grad():
+        found = model(**inputs, adapter_names=["m", "m"]).last_hidden_state
+        model.set_active_adapters("m")
+        torch.testing.assert_close(found, model(**inputs).last_hidden_state)
+
+
+def test_a_layer_that_gets_no_rows_of_the_batch_is_refused():
+    """DeBERTa may project relative positions, which no row has of its own, with the query."""
+    config = tiny_config("deberta-v2")
+    config.share_att_key = True
+    torch.manual_seed(0)
+    model = init(AutoModel.from_config(config).eval())
+    model.add_adapter("a", "lora")
+    inputs = tiny_inputs("deberta-v2", batch=4)
+    with refused(model, CompositionError, "got 1 rows", "activate one adapter for all rows"):
+        model(**inputs, adapter_names=["a", None, None, "a"])
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 8])
+def test_a_layer_that_gets_tokens_before_rows_is_refused(tokens):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "longformer", vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=64, attention_window=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = init(AutoModel.from_config(config).eval())
+    model.add_adapter("a", "lora")
+    model.add_adapter("b", "seq_bn")
+    inputs = {"input_ids": torch.randint(3, 99, (2, tokens))}
+    with torch.no_grad(), pytest.raises(CompositionError, match="tokens before rows") as caught:
+        model(**inputs, adapter_names=["a", None])
+    assert "Activate one adapter for all rows" in str(caught.value)
+    check_rows(model, inputs, ["b", None], atol=1e-5)
+
+
+def test_what_accelerate_dispatched_before_takes_names_too():
+    from accelerate import dispatch_model
+
+    torch.manual_seed(0)
+    plain = AutoModel.from_config(tiny_config("bert")).double().eval()
+    model = init(dispatch_model(plain, {"": "cpu"}, force_hooks=True))
+    model.add_adapter("a", "lora")
+    stir(model, "a", std=0.3)
+    assert "_old_forward" in vars(model)
+    check_rows(model, tiny_inputs("bert", batch=2), ["a", None])
+
+
+def test_rows_of_inputs_that_differ_are_refused():
+    model = with_adapters("clip", {"a": "lora"}, dtype=torch.float32)
+    inputs = tiny_inputs("clip", batch=2)
+    inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
+    with refused(model, CompositionError, "pixel_values: 4", "equally many rows"):
+        model(**inputs, adapter_names=["a", None])
+
+
+# --- BatchSplit and Parallel ---
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
+def test_a_batch_split_gives_each_adapter_its_rows(family):
+    model = with_adapters(family)
+    inputs = tiny_inputs(family, batch=6)
+    setups = [
+        (BatchSplit("a", "c", batch_sizes=[2, 4]), ["a"] * 2 + ["c"] * 4),
+        (
+            BatchSplit("a", None, Stack("b", "f"), batch_sizes=2),
+            ["a", "a", None, None, Stack("b", "f"), Stack("b", "f")],
+        ),
+        (
+            Stack("g", BatchSplit("a", "d", batch_sizes=[1, 5])),
+            [Stack("g", "a")] + [Stack("g", "d")] * 5,
+        ),
+        (
+            BatchSplit("e", BatchSplit("a", "b", batch_sizes=[1, 2]), batch_sizes=[3, 3]),
+            ["e", "e", "e", "a", "b", "b"],
+        ),
+        (
+            Average("g", BatchSplit("a", "b", batch_sizes=3), weights=[1, 3]),
+            [Average("g", "a", weights=[1, 3])] * 3 + [Average("g", "b", weights=[1, 3])] * 3,
+        ),
+    ]
+    for setup, names in setups:
+        model.set_active_adapters(setup)
+        with torch.no_grad():
+            found = first_output(model(**inputs))
+        model.set_active_adapters(None)
+        for i, name in enumerate(names):
+            with torch.no_grad():
+                expected = alone(model, name, row(inputs, i))
+            torch.testing.assert_close(found[i : i + 1], expected, rtol=0, atol=1e-12)
+
+
+def test_a_batch_of_another_size_is_refused():
+    model = with_adapters("bert", {"a": "lora", "b": "seq_bn"}, dtype=torch.float32)
+    setup = BatchSplit("a", "b", batch_sizes=[1, 1])
+    inputs = tiny_inputs("bert", batch=4)
+    model.set_active_adapters(setup)
+    with refused(model, CompositionError, "the batch has 4 rows, legal are 2", "other sizes"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_parallel_is_each_adapter_on_the_whole_batch(static):
+    model = with_adapters("bert") if static else with_heads(a=2, b=3, c=2)
+    inputs = tiny_inputs("bert", batch=3)
+    setup = Parallel("a", Stack("c", "b"), "c")
+    model.set_active_adapters(setup)
+    if not static:
+        assert model.active_head == ["a", "b", "c"]
+    with torch.no_grad():
+        found = model(**inputs)
+    found = found.last_hidden_state.chunk(3) if static else [o.logits for o in found]
+    for part, name in zip(found, setup, strict=True):
+        model.set_active_adapters(name)
+        with torch.no_grad():
+            expected = first_output(model(**inputs))
+        torch.testing.assert_close(part, expected, rtol=0, atol=1e-12)
+
+
+def test_a_part_of_the_model_refuses_what_only_the_model_can_repeat():
+    model = with_heads(a=2, b=3)
+    model.set_active_adapters(Parallel("a", "b"))
+    with pytest.raises(StateError, match=r"Call model\(…\) itself"):
+        model.bert(**tiny_inputs("bert"))
+
+
+def test_several_tasks_are_trained_in_one_pass():
+    model = with_heads(a=2, b=3)
+    inputs = tiny_inputs("bert", batch=4)
+    labels = {"a": torch.tensor([0, 1, 1, 0]), "b": torch.tensor([2, 1, 0, 0])}
+
+    def gradients(setup, given):
+        model.train_adapter(setup)
+        model.eval()
+        model.zero_grad()
+        model(**inputs, labels=given).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    found = gradients(Parallel("a", "b"), labels)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == set(found)
+    expected = {**gradients("a", labels["a"]), **gradients("b", labels["b"])}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+    # labels that are no dict are those of every task
+    loss = model(**inputs, labels=labels["a"], adapter_names=["a"] * 4).loss
+    model.set_active_adapters(Parallel("a", "b"))
+    both = model(**inputs, labels=labels["a"])
+    torch.testing.assert_close(both[0].loss, loss, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
+def test_parallel_generates_with_each_adapter(how):
+    model = with_adapters("llama", auto=AutoModelForCausalLM)
+    inputs = row(tiny_inputs("llama", batch=3), 0, 2)
+    how = {**how, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    setup = Parallel("a", "c")
+    model.set_active_adapters(setup)
+    found = model.generate(**inputs, **how).chunk(2)
+    for part, name in zip(found, setup, strict=True):
+        model.set_active_adapters(name)
+        assert torch.equal(part, model.generate(**inputs, **how))
+
+
+def test_setups_take_every_composition():
+    model = with_adapters("bert")
+    inputs = tiny_inputs("bert", batch=4)
+    for setup in (
+        BatchSplit("a", "c", batch_sizes=[1, 3]),
+        Parallel("a", "c"),
+        Split("a", "c", splits=[3, 4]),
+        Average("a", "c"),
+        Stack("b", Split("a", "c", splits=[3, 4])),
+    ):
+        model.set_active_adapters(setup)
+        expected = model(**inputs).last_hidden_state
+        model.set_active_adapters(None)
+        with AdapterSetup(setup):
+            assert torch.equal(model(**inputs).last_hidden_state, expected)
+        assert model.active_adapters is None
+
+
+def test_what_is_deleted_leaves_the_composition():
+    model = with_adapters("bert")
+    inputs = tiny_inputs("bert", batch=4)
+    model.set_active_adapters(BatchSplit("a", Stack("b", "c"), batch_sizes=[1, 3]))
+    model.delete_adapter("b")
+    assert model.active_adapters == BatchSplit("a", Stack("c"), batch_sizes=[1, 3])
+    model.delete_adapter("a")
+    assert model.active_adapters == BatchSplit(None, Stack("c"), batch_sizes=[1, 3])
+    found = model(**inputs).last_hidden_state
+    torch.testing.assert_close(found[:1], alone(model, None, row(inputs, 0)), rtol=0, atol=1e-12)
+    model.delete_adapter("c")
+    assert model.active_adapters is None
+    model.set_active_adapters(Average("d", "e", "f", weights=[1, 1, 2]))
+    model.delete_adapter("f")
+    assert model.active_adapters == Average("d", "e", weights=[0.5, 0.5])
+
+
+def test_a_merged_adapter_cannot_act_on_a_part():
+    model = with_adapters("bert", {"a": "lora", "b": "seq_bn"}, dtype=torch.float32)
+    setup = BatchSplit("a", "b", batch_sizes=[1, 1])
+    model.set_active_adapters(setup)
+    with refused(model, StateError, "'a' in the base weights", "Write reset_adapter()"):
+        model.merge_adapter("a")
+    model.set_active_adapters(None)
+    model.merge_adapter("a")
+    with refused(model, StateError, "'a' in the base weights", "Stack('a', 'b')"):
+        model.set_active_adapters(setup)
+
+
+def test_compositions_are_saved_with_the_model(tmp_path):
+    model = with_heads(a=2, b=3)
+    for setup in (
+        Parallel("a", "b"),
+        BatchSplit("a", None, batch_sizes=[1, 2]),
+        Stack("a", Average("b", "a", weights=[1, 3])),
+    ):
+        model.set_active_adapters(setup)
+        model.save_pretrained(tmp_path)
+        loaded = AutoAdapterModel.from_pretrained(tmp_path)
+        assert loaded.active_adapters == setup
+        assert loaded.active_head == model.active_head
