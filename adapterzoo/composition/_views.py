@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.contracts import Base
+from adapterzoo.contracts import Base, SharingAdapter
 
 
 class Around(Base):
@@ -45,6 +46,10 @@ class Around(Base):
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer."""
         return self._inner.residual
+
+    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+        """What the adapter needs of x."""
+        return self._inner.from_input(adapter, x)
 
 
 class Nested(Around):

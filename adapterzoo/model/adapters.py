@@ -24,13 +24,13 @@ from adapterzoo.composition import (
     without,
 )
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter
+from adapterzoo.contracts import Adapter, SharingAdapter
 from adapterzoo.errors import DuplicateNameError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
 
 from .building import at_hand, build, check_layers, inject_path
-from .installed import AdaptersConfig, Installed, State
+from .installed import AdaptersConfig, Installed, State, families_of
 from .refusals import RefusalsMixin
 from .setup import announce
 from .sharding import refuse_if_sharded
@@ -180,13 +180,11 @@ class AdaptersMixin(RefusalsMixin):
         by_path: dict[str, list[Placement]] = {}
         for placement in config.placements(self.anatomy):
             by_path.setdefault(inject_path(placement.site), []).append(placement)
-        for path in by_path:
-            inject.check_put(self._backbone.get_submodule(path), path)
-        dtype = cast("Any", self).dtype
-        return {
-            path: (build(self._backbone.get_submodule(path), path, ps, dtype), ps)
-            for path, ps in by_path.items()
-        }
+        backbone, dtype = self._backbone, cast("Any", self).dtype
+        layers = {path: backbone.get_submodule(path) for path in by_path}
+        for path, layer in layers.items():
+            inject.check_put(layer, path)
+        return {path: (build(layers[path], path, ps, dtype), ps) for path, ps in by_path.items()}
 
     def _install(
         self,
@@ -194,13 +192,16 @@ class AdaptersMixin(RefusalsMixin):
         config: AdapterConfig,
         made: Mapping[str, tuple[Adapter, list[Placement]]],
     ) -> None:
-        installed = Installed(config, {path: tuple(ps) for path, (_, ps) in made.items()})
+        places = {path: tuple(ps) for path, (_, ps) in made.items()}
+        installed = Installed(config, places, families_of(places))
         for path, (adapter, _) in made.items():
             layer = self._backbone.get_submodule(path)
             inject.put(layer, name, adapter, self._selection, path)
         for source, reader in installed.sources():
             module = self._backbone.get_submodule(source)
             inject.tap(module, reader, name, self._selection, source)
+        for around in installed.families:
+            inject.tap(self._backbone.get_submodule(around), around, name, self._selection, around)
         self._zoo.installed[name] = installed
 
     def _remove(self, name: str) -> None:
@@ -208,6 +209,8 @@ class AdaptersMixin(RefusalsMixin):
         self._zoo.plans.clear()
         for source, reader in installed.sources():
             inject.untap(self._backbone.get_submodule(source), reader, name)
+        for around in installed.families:
+            inject.untap(self._backbone.get_submodule(around), around, name)
         for path in installed.places:
             inject.take(self._backbone.get_submodule(path), name)
 
@@ -294,7 +297,37 @@ class AdaptersMixin(RefusalsMixin):
             for source, reader in self._zoo.installed[name].sources():
                 if reader in steps and reader not in taps.get(source, ()):
                     taps[source] = (*taps.get(source, ()), reader)
-        return Plan(setup, heads, steps, taps, skip_layers, rows)
+        return Plan(
+            setup, heads, steps, taps, self._families(acting, steps, present), skip_layers, rows
+        )
+
+    def _families(
+        self,
+        acting: list[str],
+        steps: Mapping[str, Step],
+        present: Mapping[str, Mapping[str, Adapter]],
+    ) -> dict[str, tuple[tuple[str, tuple[str, ...]], ...]]:
+        """The `families` of a plan.
+
+        Args:
+            acting: names.
+            steps: path to what its adapters do; only those of a chain read the layer's own input.
+            present: path to the adapters that act there.
+        """
+        found: dict[str, dict[str, list[str]]] = {}
+        for name in acting:
+            for around, paths in self._zoo.installed[name].families.items():
+                for path in paths:
+                    chain = steps.get(path)
+                    acts = isinstance(chain, tuple) and name in chain
+                    if acts and isinstance(present[path][name], SharingAdapter):
+                        layer = path.rpartition(".")[2]
+                        found.setdefault(around, {}).setdefault(layer, []).append(name)
+        return {
+            around: tuple((layer, tuple(names)) for layer, names in layers.items())
+            for around, layers in found.items()
+            if len(layers) > 1
+        }
 
     def _heads_for(
         self, setup: Composition | None, head_setup: str | list[str] | None

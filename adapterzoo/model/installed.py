@@ -17,10 +17,17 @@ from adapterzoo.selection import Plan
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """One named adapter: its config, and its modules' places by path."""
+    """One named adapter.
+
+    Attributes:
+        config: its config.
+        places: of its modules, by path.
+        families: path of a module to those of its adapted layers that read one input.
+    """
 
     config: AdapterConfig
     places: dict[str, tuple[Placement, ...]]
+    families: dict[str, list[str]]
 
     def sources(self) -> Iterator[tuple[str, str]]:
         """(path of a tapped module, path of the site that reads it), each pair once."""
@@ -28,6 +35,21 @@ class Installed:
             for source in dict.fromkeys(p.site.source for p in placements):
                 if source is not None:
                     yield source, path
+
+
+def families_of(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list[str]]:
+    """Path of a module to those of its layers that read one input, two at least.
+
+    Args:
+        places: path to what sits there.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for path, placements in places.items():
+        if (shared := placements[0].site.shared_input) is not None:
+            found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
+    # a block without modules of its own for its sub-layers has two families: the larger wins
+    largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}
+    return {module: paths for module, paths in largest.items() if len(paths) > 1}
 
 
 @dataclass(frozen=True, slots=True)

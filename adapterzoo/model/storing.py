@@ -20,6 +20,7 @@ from adapterzoo.errors import (
     StateError,
     unknown_name,
 )
+from adapterzoo.methods import undrawn
 from adapterzoo.names import check_name
 
 from . import sharding
@@ -380,8 +381,8 @@ class StoringMixin(AdaptersMixin):
             kept = {inject_path(p.site) for p in config.placements(self.anatomy)}
             gone = everywhere - kept
             tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
-        # initial values are overwritten: do not disturb the caller's random numbers
-        with torch.random.fork_rng(devices=()):
+        # a method that draws its values in a way of its own shall not disturb the caller's numbers
+        with undrawn(), torch.random.fork_rng(devices=()):
             made = self._make(config)
         skeleton = {
             f"{path}/{key}": tensor
@@ -394,5 +395,5 @@ class StoringMixin(AdaptersMixin):
             path, _, parameter = key.partition("/")
             by_path.setdefault(path, {})[parameter] = tensor
         for path, (module, _) in made.items():
-            native.fill(module.to(dtype), by_path.get(path, {}))
+            native.fill(module if dtype is None else module.to(dtype), by_path.get(path, {}))
         return config, made
