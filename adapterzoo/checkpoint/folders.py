@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import stat
 import sys
@@ -29,7 +28,6 @@ if sys.platform != "win32":
 
 _READY = ".adapterzoo-ready"
 _PART = ".adapterzoo-part-"
-_PLAIN = re.compile(r"[A-Za-z0-9_]\w*\.[a-z]+", re.ASCII)
 # a save of gigabytes to a slow disk may take minutes
 _PATIENCE = 600.0
 _PAUSE = 0.01
@@ -71,7 +69,7 @@ def reading(call: str, folder: Path) -> Iterator[None]:
     """
     while True:
         with _locked(call, folder, alone=False):
-            if not (folder / _READY).is_dir():
+            if not _is_ready(folder):
                 yield
                 return
         with _locked(call, folder, alone=True):
@@ -92,11 +90,14 @@ def replace_files(
     Raises:
         CheckpointError: a file cannot be written; the old ones are whole.
     """
+    for name in contents:
+        if (folder / name).is_dir():
+            raise CheckpointError(
+                f"{call}: there is a folder in the place of the file {str(folder / name)!r}. What "
+                f"was there before is still whole. Write to a folder that has none."
+            )
     part = None
     try:
-        for name in contents:
-            if (folder / name).is_dir():
-                raise IsADirectoryError(0, "a folder is in the place of the file", str(folder / name))
         part = Path(tempfile.mkdtemp(prefix=_PART, dir=folder))
         for name, content in contents.items():
             _write(part / name, content)
@@ -118,13 +119,12 @@ def replace_files(
 
 def _finish(folder: Path) -> None:
     """Move up what a save has made ready; what was moved before is left alone."""
-    ready = folder / _READY
-    try:
-        names = sorted(os.listdir(ready))
-    except FileNotFoundError:
+    if not _is_ready(folder):
         return
-    # a folder may come from a stranger: nothing but files is moved, and only one level up
-    names = [name for name in names if _PLAIN.fullmatch(name) and _is_plain(ready / name)]
+    ready = folder / _READY
+    # a folder may come from a stranger: no link is followed, and nothing hidden is put there
+    names = sorted(file.name for file in ready.iterdir() if stat.S_ISREG(file.lstat().st_mode))
+    names = [name for name in names if not name.startswith(".")]
     documents = [name for name in names if name.endswith(".json")]
     for name in documents:
         (folder / name).unlink(missing_ok=True)
@@ -149,8 +149,9 @@ def _finish_or_raise(call: str, folder: Path) -> None:
         ) from error
 
 
-def _is_plain(file: Path) -> bool:
-    return stat.S_ISREG(file.lstat().st_mode)
+def _is_ready(folder: Path) -> bool:
+    ready = folder / _READY
+    return ready.is_dir() and not ready.is_symlink()
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, ConfigError
 
+from .files import check_regular
+
 # configs have some thousand bytes; lists of labels some hundred thousand
 _MAX_JSON = 16 * 2**20
 _AGAIN = "Copy the checkpoint again from where it was saved"
@@ -35,6 +37,7 @@ def read_json(call: str, file: Path) -> dict[str, Any]:
         CheckpointError: it is missing, too large, no JSON or no object.
     """
     try:
+        _check_regular(call, file)
         size = file.stat().st_size
         text = file.read_bytes() if size <= _MAX_JSON else b""
     except OSError as error:
@@ -75,6 +78,7 @@ def read_tensors(call: str, file: Path) -> dict[str, Tensor]:
         CheckpointError: it is damaged, holds code, or something else than tensors.
     """
     try:
+        _check_regular(call, file)
         if file.suffix == ".safetensors":
             return safetensors.torch.load_file(file)
         _refuse_compressed(call, file)
@@ -99,6 +103,13 @@ def read_tensors(call: str, file: Path) -> dict[str, Tensor]:
             f"{call}: {file.name} is no object of names and plain tensors. {_AGAIN}."
         )
     return {key: tensor.detach() for key, tensor in loaded.items()}
+
+
+def _check_regular(call: str, file: Path) -> None:
+    try:
+        check_regular(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{call}: {error}.") from error
 
 
 def _is_plain(value: object) -> bool:

@@ -19,7 +19,7 @@ from adapterzoo.anatomy import Anatomy
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.registry import Registry
 
-from . import files
+from . import folders
 from .stored import Stored
 
 Stem = Literal["adapter", "head"]
@@ -137,14 +137,15 @@ def read(folder: Path, stem: Stem, facts: Facts) -> Stored:
         raise CheckpointError(
             f"{facts.call}: there is no such folder. Write the folder that save_{stem} was given."
         )
-    name = of(folder, stem)
-    if name is None:
-        there = listing(sorted(path.name for path in folder.iterdir()))
-        raise CheckpointError(
-            f"{facts.call}: the folder holds no {stem} in a format that is known ({known()}); its "
-            f"files: {there}. Write the folder that save_{stem} was given."
-        )
-    return formats[name].read(folder, stem, facts)
+    with folders.reading(facts.call, folder):
+        name = of(folder, stem)
+        if name is None:
+            there = listing(sorted(path.name for path in folder.iterdir()))
+            raise CheckpointError(
+                f"{facts.call}: the folder holds no {stem} in a format that is known ({known()}); "
+                f"its files: {there}. Write the folder that save_{stem} was given."
+            )
+        return formats[name].read(folder, stem, facts)
 
 
 def write(folder: Path, stored: Stored, stem: Stem, name: str, facts: Facts) -> None:
@@ -164,11 +165,11 @@ def write(folder: Path, stored: Stored, stem: Stem, name: str, facts: Facts) -> 
     """
     chosen = formats.find(name, facts.call)
     contents = chosen.encode(stored, stem, facts)
-    there = of(folder, stem) if folder.is_dir() else None
-    if there not in (None, name):
-        raise CheckpointError(
-            f"{facts.call}: the folder {str(folder)!r} holds an {stem} in the format {there!r}; "
-            f"files of both would be mixed. Write another folder, or empty this one."
-        )
-    stale = [owned for owned in chosen.owned(stem) if owned not in contents]
-    files.write_all(folder, contents, stale)
+    with folders.saving(facts.call, folder):
+        there = of(folder, stem)
+        if there not in (None, name):
+            raise CheckpointError(
+                f"{facts.call}: the folder {str(folder)!r} holds an {stem} in the format "
+                f"{there!r}; files of both would be mixed. Write another folder, or empty this one."
+            )
+        folders.replace_files(facts.call, folder, contents, chosen.owned(stem))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from adapterzoo.errors import CheckpointError, listing
 
+from . import folders
 from .digest import digests
 from .files import holds_document, json_bytes, read_tensors, tensor_bytes, write_all
 from .formats import Facts, Stem, formats
@@ -86,7 +87,8 @@ def load(folder: Path, stem: str) -> Stored:
             f"load from {str(folder)!r}: there is no such folder. Write the folder that "
             f"save_{stem} was given."
         )
-    document, tensors = read_tensors(folder / f"{stem}.safetensors")
+    with folders.reading(f"load from {str(folder)!r}", folder):
+        document, tensors = read_tensors(folder / f"{stem}.safetensors")
     version = document.get("version")
     if document.get("format") != FORMAT or not isinstance(version, int):
         raise CheckpointError(

@@ -80,6 +80,19 @@ def test_what_is_nowhere_leads_nowhere():
         assert find_layer(block, rest) is None, rest
 
 
+def test_stacks_that_were_renamed_are_told_apart():
+    with torch.device("meta"):
+        config = AutoConfig.for_model("t5", **FAMILIES["t5"]["config"])
+        facts = facts_of(AutoAdapterModel.from_config(config), "x")
+    for path, layer in (("encoder.layers.1.x", 1), ("transformer.decoder.h.0.x", 2)):
+        located = find_block(facts, path)
+        assert located is not None, path
+        assert (located[0].layer, located[1]) == (layer, "x")
+    # neither, and both
+    assert find_block(facts, "layers.1.x") is None
+    assert find_block(facts, "encoder.decoder.1.x") is None
+
+
 def test_a_place_without_a_name_is_an_error():
     with torch.device("meta"):
         config = AutoConfig.for_model("bert", **FAMILIES["bert"]["config"])
