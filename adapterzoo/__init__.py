@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         QuestionAnsweringHead,
         TaggingHead,
     )
+    from .hub import AdapterInfo, adapter_info, list_adapters
     from .methods.boft import BOFTConfig
     from .methods.bottleneck import (
         AdapterPlusConfig,
@@ -48,6 +49,7 @@ __version__ = "0.1.0.dev0"
 # alone costs neither torch nor transformers
 _HOMES = {
     "AdapterConfig": "configs",
+    "AdapterInfo": "hub",
     "AdapterModelMixin": "model",
     "AdapterPlusConfig": "methods.bottleneck",
     "AdapterSetup": "model",
@@ -71,12 +73,15 @@ _HOMES = {
     "SeqBnConfig": "methods.bottleneck",
     "Stack": "composition",
     "TaggingHead": "heads",
+    "adapter_info": "hub",
     "init": "model",
+    "list_adapters": "hub",
     "load_model": "auto",
 }
 
 __all__ = [
     "AdapterConfig",
+    "AdapterInfo",
     "AdapterModelMixin",
     "AdapterPlusConfig",
     "AdapterSetup",
@@ -100,7 +105,9 @@ __all__ = [
     "SeqBnConfig",
     "Stack",
     "TaggingHead",
+    "adapter_info",
     "init",
+    "list_adapters",
     "load_model",
 ]
 

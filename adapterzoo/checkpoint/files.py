@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,43 @@ def write_tensors(file: Path, document: Mapping[str, Any], tensors: Mapping[str,
     Raises:
         CheckpointError: the file cannot be written; an old one is still whole.
     """
+    write_bytes(file, tensor_bytes(tensors, document))
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor], document: Mapping[str, Any] | None = None) -> bytes:
+    """A safetensors file; equal content gives equal bytes.
+
+    Args:
+        tensors: of any device; shared memory is written apart.
+        document: JSON types, for the files of this library.
+    """
     # one metadata key only: safetensors does not fix the order of several
-    metadata = {_DOCUMENT: json.dumps(document, sort_keys=True, allow_nan=False)}
+    text = json.dumps(document, sort_keys=True, allow_nan=False)
+    metadata = {"format": "pt"} if document is None else {_DOCUMENT: text}
     owned = {key: t.detach().cpu().clone().contiguous() for key, t in sorted(tensors.items())}
-    write_bytes(file, save(owned, metadata=metadata))
+    return save(owned, metadata=metadata)
 
 
-def write_json(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a document for people to read.
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """A document as people can read it."""
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
+    """Write the files of a checkpoint, and delete those that an older one left behind.
+
+    Args:
+        folder: made when missing.
+        contents: names to contents, in the order of writing.
+        stale: names of files that shall not be there, and may not be.
 
     Raises:
-        CheckpointError: the file cannot be written; an old one is still whole.
+        CheckpointError: a file cannot be written; each is the old or the new one.
     """
-    write_bytes(file, (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+    for name, content in contents.items():
+        write_bytes(folder / name, content)
+    for name in stale:
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_bytes(file: Path, content: bytes) -> None:
@@ -76,6 +100,15 @@ def write_bytes(file: Path, content: bytes) -> None:
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
+
+
+def holds_document(file: Path) -> bool:
+    """Whether a safetensors file is one of this library's; a damaged one counts as such."""
+    try:
+        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+            return _DOCUMENT in (opened.metadata() or {})
+    except (safetensors.SafetensorError, OSError, ValueError):
+        return True
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -17,9 +17,9 @@ from adapterzoo.inject import Adapted
 from adapterzoo.selection import Selection
 
 from .merging import MergingMixin
+from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
-from .storing import StoringMixin
 from .summary import SummaryMixin
 from .training import TrainingMixin
 
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class AdapterModelMixin(
-    StoringMixin, MergingMixin, TrainingMixin, QuantisedMixin, ReplicasMixin, SummaryMixin
+    PublishingMixin, MergingMixin, TrainingMixin, QuantisedMixin, ReplicasMixin, SummaryMixin
 ):
     """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class."""
 
