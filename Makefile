@@ -1,6 +1,7 @@
 # make quickstart   trains an adapter on a real model and real data
 # make test         lint, types, import floors, tests
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
+# make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
 #
 # Both make the virtual environment when it is missing and need only Python and make.
 # To use another torch than the one CI tests:   make TORCH=torch quickstart
@@ -25,7 +26,7 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart bench test lint types floors tests coverage devices format clean
+.PHONY: help quickstart bench bench-gpu test lint types floors tests coverage devices format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -39,6 +40,10 @@ bench: export OMP_NUM_THREADS = 1
 bench: export HF_HUB_OFFLINE = 1
 bench: $(VENV)/.bench-$(KEY)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+bench-gpu: export HF_HUB_OFFLINE = 1
+bench-gpu: $(VENV)/.bench-$(KEY)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 test: lint types floors tests
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from .contracts import Adapter, Base
+from .contracts import Adapter, Base, SharingAdapter
 from .errors import CompositionError
 
 Step: TypeAlias = tuple[str, ...]
@@ -163,3 +163,7 @@ class Nested(Base):
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer."""
         return self._inner.residual
+
+    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+        """What the adapter needs of x."""
+        return self._inner.from_input(adapter, x)

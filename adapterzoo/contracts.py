@@ -7,7 +7,8 @@ modules that know nothing of models, names, files, devices or of each other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,15 @@ class Base(ABC):
 
         Shape `[*batch, d_model]`.
         """
+
+    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+        """What the adapter's class makes of x for it, perhaps together with that of others.
+
+        Args:
+            adapter: the one that asks.
+            x: its input, `[*batch, d_in]`.
+        """
+        return type(adapter).from_input((adapter,), x)[0]
 
 
 class Adapter(nn.Module, ABC):
@@ -115,6 +125,32 @@ class WeightAdapter(Adapter):
             base: the layer.
         """
         return b
+
+
+class SharingAdapter(Adapter):
+    """An adapter that computes something of its input alone, which others that read it can share.
+
+    Query, key and value projections read one input, and one product for the three is cheaper than
+    three. The adapter asks for its part by `base.from_input(self, x)`.
+    """
+
+    @property
+    @abstractmethod
+    def sharing_key(self) -> tuple[object, ...]:
+        """What two adapters of one class must have in common to share, their devices included."""
+
+    @classmethod
+    @abstractmethod
+    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Any]:
+        """What each of some adapters needs of the input that all of them read.
+
+        Args:
+            adapters: at least one, of this class, with equal `sharing_key`.
+            x: `[*batch, d_in]`.
+
+        Returns:
+            One entry for each adapter.
+        """
 
 
 class Head(nn.Module, ABC):

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from .composition import Composition, Step
+from .families import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Plan:
         heads: the heads that answer; empty where the plan says nothing of heads.
         steps: site path to what the site evaluates; sites with nothing to do are absent.
         taps: path of a module to the sites that want its input.
+        families: path of a module to those of its layers that read one input: each one's name in
+            the module, and its adapters that can make use of it.
         skip_layers: numbers of the blocks that were left out.
     """
 
@@ -35,6 +38,7 @@ class Plan:
     heads: tuple[str, ...] = ()
     steps: Mapping[str, Step] = field(default_factory=dict)
     taps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    families: Mapping[str, tuple[tuple[str, Step], ...]] = field(default_factory=dict)
     skip_layers: tuple[int, ...] = ()
 
 
@@ -61,6 +65,8 @@ class Selection(threading.local):
         self._outer: list[Plan | None] = []
         # residual inputs on their way from a tapped module to the site that takes them
         self.taps: dict[str, Tensor] = {}
+        # of the module now running whose layers read one input: theirs
+        self.family: Family | None = None
         # calls now running of modules that read changed parameters, innermost last, and what
         # each has read; it is dropped with the call
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []

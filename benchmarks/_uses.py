@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import torch
 
 import adapterzoo
-from _measure import Ratio, ratio
+from _measure import Ratio, ratio, ratios
 from _methods import Method
 from _models import Shape, twin
 from _report import Figure
@@ -101,20 +102,46 @@ def _growth(times: list[float]) -> float:
     return statistics.median(times[COUNT - 10 : COUNT]) / statistics.median(times[:10])
 
 
+@torch.no_grad()
+def mixing(shape: Shape, rounds: int) -> list[Figure]:
+    """A batch in which each row has a LoRA adapter of its own, over the batch with one for all."""
+    base = shape.model().eval()
+    names = [f"a{i}" for i in range(shape.rows)]
+    mine: Any = adapterzoo.init(twin(base))
+    peer_config = peft.LoraConfig(r=8, target_modules=shape.targets, init_lora_weights=False)
+    other: Any = peft.get_peft_model(twin(base), peer_config, adapter_name="a0").eval()
+    for name in names:
+        mine.add_adapter(
+            name, adapterzoo.LoRAConfig(r=8, target_modules=shape.targets, init_weights="bert")
+        )
+        if name != "a0":
+            other.add_adapter(name, peer_config)
+    mine.set_active_adapters("a0")
+    ids = torch.arange(shape.rows * shape.tokens).view(shape.rows, -1) % base.config.vocab_size
+
+    def mixed(model: Any) -> Ratio:
+        runs = {"mixed": lambda: model(input_ids=ids, adapter_names=names)}
+        return ratios(lambda: model(input_ids=ids), runs, rounds)["mixed"]
+
+    goal = 1.10 if shape.tokens > 1 else 1.4
+    title = f"mixed batch of {shape.rows} adapters / one, {shape.rows} × {shape.tokens}"
+    return [Figure(title, mixed(mine), mixed(other), goal)]
+
+
 def importing() -> list[Figure]:
-    """CPU time of an import on top of torch and transformers."""
+    """CPU time of an import on top of torch and the models of transformers."""
     code = (
-        "import time, torch, transformers; t = time.process_time(); {}; "
-        "print(time.process_time() - t)"
+        "import time, torch; from transformers import AutoModel, PreTrainedModel; "
+        "t = time.process_time(); {}; print(time.process_time() - t)"
     )
 
     def seconds(what: str) -> float:
         run = [sys.executable, "-c", code.format(what)]
         return float(subprocess.run(run, capture_output=True, check=True, text=True).stdout)
 
-    ours = ratio([seconds("import adapterzoo; adapterzoo.AutoAdapterModel") for _ in range(5)])
-    theirs = ratio([seconds("import peft") for _ in range(5)])
-    return [Figure("import after torch and transformers", ours, theirs, 0.3, "s")]
+    ours = ratio([seconds("import adapterzoo; adapterzoo.AutoAdapterModel") for _ in range(3)])
+    theirs = ratio([seconds("import peft") for _ in range(3)])
+    return [Figure("import after torch and transformers' models", ours, theirs, 0.3, "s")]
 
 
 def _seconds(run: Callable[[], object], rounds: int) -> Ratio:

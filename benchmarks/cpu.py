@@ -24,10 +24,11 @@ import transformers
 
 import adapterzoo
 from _measure import Ratio, operators, ratios, saved_bytes
-from _methods import METHODS, Method, stand_in
+from _methods import METHODS, Method
 from _models import BERT, LLAMA, TINY, Shape, twin
 from _report import Figure, write
-from _uses import importing, injecting, loading, merging
+from _stand_in import stand_in
+from _uses import importing, injecting, loading, merging, mixing
 
 # the largest relative difference of a loss or gradient between the libraries, in float32
 GATE = 1e-4
@@ -47,8 +48,10 @@ def main() -> None:
         *steps(LLAMA, METHODS, options.rounds),
         *steps(BERT, METHODS[:4], options.rounds),
         *half_precision(),
-        *small(TINY, "1 × 16 tokens", options.rounds),
-        *small(Shape(LLAMA.title, LLAMA.targets, 1, 1), "1 × 1 token", options.rounds),
+        *small(TINY, "1 × 16 tokens", 3 * options.rounds),
+        *small(Shape(LLAMA.title, LLAMA.targets, 1, 1), "1 × 1 token", 3 * options.rounds),
+        *mixing(LLAMA, options.rounds),
+        *mixing(replace(LLAMA, tokens=1), 3 * options.rounds),
         *injecting(LLAMA, METHODS, options.rounds),
         *merging(LLAMA, METHODS, options.rounds),
         *loading(LLAMA, options.rounds),

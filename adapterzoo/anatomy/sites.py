@@ -92,6 +92,20 @@ class Site:
     source: str | None = None
     experts: int = 0
 
+    @property
+    def shared_input(self) -> str | None:
+        """Of the inputs of the module around it the one that it reads with others, None if alone.
+
+        Query, key and value of self-attention read one, key and value of cross-attention another;
+        gate and up of a feed-forward part a third.
+        """
+        if self.kind != "linear" or self.parameter is not None or self.rows is not None:
+            return None
+        if self.role in ("mlp_in", "mlp_gate"):
+            return "mlp"
+        asks = self.role == "query" and not self.cross
+        return "attention" if asks or self.role in ("key", "value") else None
+
 
 @dataclass(frozen=True, slots=True)
 class SubLayer:

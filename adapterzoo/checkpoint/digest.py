@@ -18,9 +18,19 @@ def digest(tensor: Tensor) -> str:
         32 hexadecimal digits.
     """
     hashed = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    # −0 and NaN have bits too: bytes are compared, not numbers
-    hashed.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    hashed.update(_bytes(tensor).numpy().data)
     return hashed.hexdigest()[:32]
+
+
+def same_bits(tensor: Tensor, other: Tensor) -> bool:
+    """Whether the digests are equal, without making them."""
+    alike = tensor.dtype is other.dtype and tensor.shape == other.shape
+    return alike and torch.equal(_bytes(tensor), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # −0 and NaN have bits too: bytes are compared, not numbers
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adapterzoo.errors import CheckpointError, listing
 
 from . import folders
-from .digest import digests
+from .digest import digests, same_bits
 from .files import holds_document, json_bytes, read_tensors, tensor_bytes, write_all
 from .formats import Facts, Stem, formats
 from .stored import Stored
@@ -164,10 +164,14 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     own = module.state_dict(keep_vars=True)
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
-    empty = any(own[key].is_meta for key in values)
-    module.load_state_dict(values, strict=False, assign=empty)
-    filled = module.state_dict()
-    _check_bits("load", digests(values), {key: filled[key] for key in values})
+    if any(own[key].is_meta for key in values):
+        module.load_state_dict(values, strict=False, assign=True)
+        return
+    with torch.no_grad():
+        for key, value in values.items():
+            own[key].copy_(value)
+    wrong = [key for key, value in values.items() if not same_bits(own[key], value)]
+    _refuse_bits("load", wrong, own)
 
 
 def _check_bits(call: str, expected: object, tensors: Mapping[str, Tensor]) -> None:
@@ -175,6 +179,10 @@ def _check_bits(call: str, expected: object, tensors: Mapping[str, Tensor]) -> N
         raise CheckpointError(f"{call}: the document has no digests. Save the checkpoint again.")
     found = digests(tensors)
     wrong = [key for key in found if key in expected and found[key] != expected[key]]
+    _refuse_bits(call, wrong, tensors)
+
+
+def _refuse_bits(call: str, wrong: list[str], tensors: Mapping[str, Tensor]) -> None:
     if wrong:
         raise CheckpointError(
             f"{call}: the bits of {len(wrong)} tensors are not those that were written: "

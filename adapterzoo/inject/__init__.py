@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.composition import Step, evaluate
-from adapterzoo.contracts import Adapter, Base
+from adapterzoo.contracts import Adapter, Base, compute_dtype
 from adapterzoo.errors import DuplicateNameError, StateError
+from adapterzoo.families import Family
 from adapterzoo.selection import Selection
 
 from .parts import ParameterParts, Parts, is_additive, mergeable
@@ -61,11 +62,12 @@ class _Link:
 
     selection: Selection
     path: str
-    tapped_by: set[tuple[str, str]] = field(default_factory=set)
+    # sites and names of the adapters that need the module
+    helps: set[tuple[str, str]] = field(default_factory=set)
 
 
 class Adapted(nn.Module):
-    """Mixed into the class of a layer that has adapters, or whose input one of them needs."""
+    """Mixed into the class of a layer that has adapters, or of a module that helps such layers."""
 
     _link: _Link
     # names of the parameters that are read changed, where the layer computes with parameters
@@ -81,11 +83,14 @@ class Adapted(nn.Module):
             return super().forward(*args, **kwargs)
         for reader in plan.taps.get(link.path, ()):
             selection.taps[reader] = args[0] if args else next(iter(kwargs.values()))
+        forward = super().forward
+        if link.path in plan.families:
+            forward = self._gathering
         step = plan.steps.get(link.path)
         if step is None:
-            return super().forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         residual = selection.taps.pop(link.path, None)
-        base = Layer(self, super().forward, args, kwargs, residual)
+        base = Layer(self, forward, args, kwargs, residual, selection.family)
         x = args[0] if args else next(iter(kwargs.values()))
         adapters = cast("Any", self._modules["adapters"])._modules
         if not self._read:
@@ -97,6 +102,20 @@ class Adapted(nn.Module):
         finally:
             selection.reads.pop()
 
+    def _gathering(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain forward of a module with layers that read one input."""
+        selection = self._link.selection
+        members = []
+        # found below the module and not kept: replicas and copies have their own
+        for layer, names in selection.plan.families[self._link.path]:
+            shelf = cast("Any", self._modules[layer])._modules["adapters"]
+            members += [shelf._modules[name] for name in names]
+        outer, selection.family = selection.family, Family(members)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            selection.family = outer
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
@@ -106,7 +125,7 @@ class Adapted(nn.Module):
         # worker threads run the replicas: they must see what the replicating thread sees
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         link = self._link
-        replica._link = _Link(link.selection.pinned(), link.path, link.tapped_by)
+        replica._link = _Link(link.selection.pinned(), link.path, link.helps)
         return replica
 
 
@@ -142,8 +161,15 @@ def check_put(layer: nn.Module, path: str) -> None:
         StateError: the layer has an attribute `adapters` of its own.
     """
     shelf = layer._modules.get("adapters")
-    own = {*dir(plain_class(layer)), *vars(layer), *layer._modules, *layer._parameters}
-    if not isinstance(shelf, Shelf) and "adapters" in own:
+    if isinstance(shelf, Shelf):
+        return
+    places = (
+        *map(vars, plain_class(layer).__mro__),
+        vars(layer),
+        layer._modules,
+        layer._parameters,
+    )
+    if any("adapters" in place for place in places):
         raise StateError(
             f"adapter at {path!r}: {type(layer).__name__} has an attribute 'adapters' of its own, "
             f"where adapters hang. Exclude this layer by exclude_modules=[{path!r}]."
@@ -167,15 +193,19 @@ def take(layer: nn.Module, name: str) -> Adapter:
 
 
 def tap(module: nn.Module, reader: str, name: str, selection: Selection, path: str) -> None:
-    """Let a module pass its first input on to the site `reader`, for the adapter `name`."""
+    """Let a module help the site `reader`, for the adapter `name`, in the way that plans say.
+
+    It passes its first input on to the site, or lets it share what it computes with the layers
+    beside it.
+    """
     _swap(module, selection, path)
-    cast("Adapted", module)._link.tapped_by.add((reader, name))
+    cast("Adapted", module)._link.helps.add((reader, name))
 
 
 def untap(module: nn.Module, reader: str, name: str) -> None:
     """Undo `tap`."""
     if isinstance(module, Adapted):
-        module._link.tapped_by.discard((reader, name))
+        module._link.helps.discard((reader, name))
         _restore(module)
 
 
@@ -232,7 +262,7 @@ def _swap(
 
 
 def _restore(layer: Adapted) -> None:
-    if "adapters" not in layer._modules and not layer._link.tapped_by:
+    if "adapters" not in layer._modules and not layer._link.helps:
         del layer._link
         _become(layer, plain_class(layer))
 
@@ -285,8 +315,10 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
 
 def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
     """A parameter, stored as the layer's own one is, with the change of a step's adapters."""
-    w = matrix(layer, parameter)
-    base = base_of(layer, w)
+    own_weight = matrix(layer, parameter)
+    base = base_of(layer, own_weight)
+    # the sum of all changes is rounded once
+    w = own_weight.to(compute_dtype(own_weight.dtype))
     for name in step:
         adapter = layer.adapters._modules[name]
         if isinstance(adapter, ParameterParts):

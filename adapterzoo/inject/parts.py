@@ -12,6 +12,7 @@ from adapterzoo.anatomy import Rows
 from adapterzoo.composition import Nested
 from adapterzoo.contracts import Adapter, Base, WeightAdapter
 from adapterzoo.errors import StateError
+from adapterzoo.families import Family
 
 from .views import RowsOf, put_rows, take_rows
 
@@ -43,9 +44,10 @@ class Parts(WeightAdapter):
 
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        return self._first(len(self.rows), x, base)
+        family = Family([cast("Adapter", adapter) for adapter in self._modules.values()])
+        return self._first(len(self.rows), x, base, family)
 
-    def _first(self, count: int, x: Tensor, base: Base) -> Tensor:
+    def _first(self, count: int, x: Tensor, base: Base, family: Family) -> Tensor:
         """The output with the first adapters only."""
         y = untouched = base(x)
         labels = list(self.rows)
@@ -53,10 +55,10 @@ class Parts(WeightAdapter):
             rows = self.rows[label]
             # one that changes its input calls its base anew: those before it shall act there too
             met = any(_overlap(rows, self.rows[other]) for other in labels[:i])
-            before = Nested(functools.partial(self._first, i), base) if met else base
+            before = Nested(functools.partial(self._first, i, family=family), base) if met else base
             adapter = cast("Adapter", self._modules[label])
             so_far = y if met else untouched
-            part = adapter(x, RowsOf(before, rows or _all_rows(y), x, so_far))
+            part = adapter(x, RowsOf(before, rows or _all_rows(y), x, so_far, family))
             y = part if rows is None else put_rows(y, part, rows, -1)
         return y
 

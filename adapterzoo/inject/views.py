@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Rows
-from adapterzoo.contracts import Base
+from adapterzoo.contracts import Base, SharingAdapter
 from adapterzoo.errors import StateError
+from adapterzoo.families import Family
 
 from .quantised import packing_of
 
@@ -24,6 +25,7 @@ class Layer(Base):
 
     __slots__ = (
         "_args",
+        "_family",
         "_forward",
         "_kwargs",
         "_last",
@@ -41,12 +43,14 @@ class Layer(Base):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         residual: Tensor | None = None,
+        family: Family | None = None,
     ) -> None:
         self._module = module
         self._forward = forward
         self._args = args
         self._kwargs = kwargs or {}
         self._residual = residual
+        self._family = family
         self._rest: tuple[Any, ...] | None = None
         # the last input and its output: an adapter may ask for what one before it has asked for
         self._last: tuple[Tensor, Tensor] | None = None
@@ -104,14 +108,23 @@ class Layer(Base):
             )
         return self._residual
 
+    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+        """What the adapter needs of x, made with that of the layers that read the same input."""
+        if self._family is None:
+            return super().from_input(adapter, x)
+        return self._family.from_input(adapter, x)
+
 
 class RowsOf(Base):
     """Some output features of a fused layer, as a layer of their own."""
 
-    __slots__ = ("_base", "_rows", "_taken", "_x", "_y")
+    __slots__ = ("_base", "_family", "_rows", "_taken", "_x", "_y")
 
-    def __init__(self, base: Base, rows: Rows, x: Tensor, y: Tensor) -> None:
+    def __init__(
+        self, base: Base, rows: Rows, x: Tensor, y: Tensor, family: Family | None = None
+    ) -> None:
         self._base = base
+        self._family = family
         self._rows = rows
         self._x = x
         self._y = y
@@ -152,6 +165,11 @@ class RowsOf(Base):
         """The residual stream before the sub-layer."""
         return self._base.residual
 
+    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+        """What the adapter needs of x, made with that of the other parts of the layer."""
+        asked = self._base if self._family is None else self._family
+        return asked.from_input(adapter, x)
+
 
 def own(layer: nn.Module, parameter: str) -> Tensor | None:
     """A layer's own parameter, None where it has none of this name.
@@ -165,6 +183,8 @@ def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
     """Whether a weight is stored `[d_in, d_out]`: embeddings, GPT-2's Conv1D, some experts."""
     if parameter != "weight":
         return bool(getattr(layer, "is_transposed", False))
+    if isinstance(layer, nn.Linear):
+        return False
     names = {cls.__name__ for cls in type(layer).__mro__}
     return isinstance(layer, nn.Embedding) or "Conv1D" in names
 

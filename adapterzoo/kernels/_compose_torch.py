@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, addcmul
+from torch.nn.functional import linear
+
+from ._low_rank_torch import is_small, rows_of
 
 
 def compose(
@@ -19,11 +23,14 @@ def compose(
     → shape and dtype of `y`.
     """
     wide = y.to(gain.dtype)
+    if t is not None and b is not None and is_small(y):
+        wide = torch.add(wide, linear(t.to(gain.dtype), b.to(gain.dtype)), alpha=scaling)
+        t = None
     out = wide * gain if bias is None else addcmul((1 - gain) * bias, wide, gain)
     if t is not None and b is not None:
         # the gain of an output feature is that of its row of b
         b = gain.unsqueeze(-1) * b.to(gain.dtype)
-        out = out.view(-1, out.shape[-1]).addmm_(_flat(t).to(gain.dtype), b.T, alpha=scaling)
+        out = out.view(-1, out.shape[-1]).addmm_(rows_of(t).to(gain.dtype), b.T, alpha=scaling)
     return out.view(y.shape).to(y.dtype)
 
 
@@ -47,12 +54,12 @@ def compose_backward(
     Differentiable in its turn. `kept` is y, or with `tells` the output, from which a gain without
     zeros lets find what was before it. Without `needs_gain` it may be empty.
     """
-    wide = _flat(dy).to(gain.dtype)  # [rows, d_out]
+    wide = rows_of(dy).to(gain.dtype)  # [rows, d_out]
     of_y, of_gain, of_bias, of_t, of_b = (gain.new_empty(0) for _ in range(5))
     if needs_y:
         of_y = (wide * gain).view(dy.shape).to(dy.dtype)
     if needs_gain:
-        before = _flat(kept) if bias is None else _flat(kept) - bias
+        before = rows_of(kept) if bias is None else rows_of(kept) - bias
         of_gain = (before * wide).sum(0)
         of_gain = of_gain / gain if tells else of_gain
     if needs_bias and bias is not None:
@@ -65,14 +72,9 @@ def compose_backward(
         # what the update adds to y is not in y: Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b)
         hidden = needs_gain and not tells
         if needs_b or hidden:
-            dyt = (_flat(t).T.to(wide.dtype) @ wide).T  # [d_out, rank]
+            dyt = (rows_of(t).T.to(wide.dtype) @ wide).T  # [d_out, rank]
         if hidden:
             of_gain = of_gain + scaling * (dyt * b).sum(-1)
         if needs_b:
             of_b = (dyt * s).to(b.dtype).contiguous()
     return of_y, of_gain, of_bias, of_t, of_b
-
-
-def _flat(x: Tensor) -> Tensor:
-    """`[*batch, width]` as `[rows, width]`."""
-    return x.reshape(-1, x.shape[-1])

@@ -1,6 +1,13 @@
-"""The low-rank update in torch operations, with the signatures of `low_rank_triton`."""
+"""The low-rank update in torch operations, with the signatures of `low_rank_triton`.
+
+A product with few rows and many columns is about twice as fast on a CPU as its transpose, so that
+t and its gradient are computed, and kept, as `[rank, rows]`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +24,10 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
     `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
     """
-    if noise is None:
-        return linear(x.to(a.dtype), a)
-    kept = _dropout.mask(noise, x.shape).to(a.dtype).mul_(x)  # [*batch, d_in]
-    return linear(kept, a).mul_(_dropout.kept_scale(p))
+    kept = x if noise is None else _dropout.mask(noise, x.shape).to(a.dtype).mul_(x)
+    kept = kept.to(a.dtype)  # [*batch, d_in]
+    t = linear(kept, a) if is_small(x) else _transposed(a @ rows_of(kept).T, x)
+    return t if noise is None else t * _dropout.kept_scale(p)
 
 
 def shrink_backward(
@@ -37,18 +44,20 @@ def shrink_backward(
     Differentiable in its turn. Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
     dx, da = x.new_empty(0), a.new_empty(0)
+    shape = *dt.shape[:-1], a.shape[-1]
+    flat = rows_of(dt)
     kept = x
     if noise is not None:
-        dt = dt * _dropout.kept_scale(p)  # [*batch, rank]
-        kept = _dropout.mask(noise, (*dt.shape[:-1], a.shape[-1])).to(a.dtype)
+        flat = flat * _dropout.kept_scale(p)  # [rows, rank]
+        kept = _dropout.mask(noise, shape).to(a.dtype)
     if needs_x:
-        dx = dt @ a  # [*batch, d_in]
+        dx = (flat @ a).view(shape)
         dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)
     if needs_a:
         if noise is not None:
             # a large temporary less, unless its gradient is asked for
             kept = kept * x if torch.is_grad_enabled() else kept.mul_(x)
-        da = _flat(dt).T @ _flat(kept.to(a.dtype))  # [rank, d_in]
+        da = flat.T @ rows_of(kept.to(a.dtype))  # [rank, d_in]
     return dx, da
 
 
@@ -57,15 +66,14 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 
     `y` `[*batch, d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]` → shape and dtype of `y`.
     """
-    b = b.to(t.dtype)
-    # a compiler makes one operation of the two by itself
-    small = torch.compiler.is_compiling() or y.numel() <= SMALL
-    if small and y.dtype is t.dtype and y.is_contiguous():
+    if is_small(y) and y.dtype is t.dtype is b.dtype:
         return torch.add(y, linear(t, b), alpha=scaling)
-    # bᵀ in rows: the products of a backward by autograd are twice as fast on the CPU
-    rows = b.T.contiguous()  # [rank, d_out]
-    out = torch.addmm(_flat(y).to(t.dtype), _flat(t), rows, alpha=scaling)  # [rows, d_out]
-    return out.view(y.shape).to(y.dtype)
+    # a y that is wider than the products is not rounded to their dtype
+    dtype = y.dtype if y.dtype.itemsize > t.dtype.itemsize else t.dtype
+    # no view at the end: a model may write into its layer's output in place
+    out = y.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    rows_of(out).addmm_(rows_of(t).to(dtype), b.T.to(dtype), alpha=scaling)  # [rows, d_out]
+    return out.to(y.dtype)
 
 
 def expand_backward(
@@ -80,16 +88,90 @@ def expand_backward(
 
     Differentiable in its turn. Without `needs_b`, `t` may be empty: only its dtype is looked at.
     """
-    dy = dy.to(t.dtype)
+    flat = rows_of(dy.to(t.dtype))  # [rows, d_out]
     dt, db = t.new_empty(0), b.new_empty(0)
     if needs_t:
-        # with bᵀ in rows, and tᵀ dy and not dyᵀ t: 2 and 5 times as fast on the CPU
-        dt = linear(dy, b.T.to(t.dtype).contiguous()) * scaling  # [*batch, rank]
+        s_b = scaling * b.to(t.dtype)  # [d_out, rank]
+        dt = _transposed(s_b.T @ flat.T, dy)
     if needs_b:
-        db = ((_flat(t) * scaling).T @ _flat(dy)).T.to(b.dtype).contiguous()  # [d_out, rank]
+        db = (rows_of(t).T @ flat * scaling).T.to(b.dtype).contiguous()  # [d_out, rank]
     return dt, db
 
 
-def _flat(x: Tensor) -> Tensor:
+class Shrink(torch.autograd.Function):
+    """`shrink` by several factors at once that keeps x, the factors and what `noise` holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, noise: Tensor | None, *factors: Tensor) -> Any:
+        """`x` `[*batch, d_in]`, factors `[rank, d_in]` → `[*batch, sum of ranks]`, one dtype."""
+        # of an x that only passes the gradient on, the dtype is enough
+        learns = any(ctx.needs_input_grad[3:])
+        ctx.save_for_backward(x if learns else x.new_empty(0), noise, *factors)
+        ctx.p = p
+        return shrink(x, joined(factors), p, noise)
+
+    @staticmethod
+    def backward(ctx: Any, dt: Tensor) -> Any:
+        """`dt` `[*batch, sum of ranks]`."""
+        x, noise, *factors = ctx.saved_tensors
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        dx, da = shrink_backward(dt, x, joined(factors), ctx.p, noise, needs_x, any(needs))
+        parts = da.split([a.shape[0] for a in factors]) if any(needs) else factors
+        grads = (part if need else None for part, need in zip(parts, needs, strict=True))
+        return dx if needs_x else None, None, None, *grads
+
+
+class Expand(torch.autograd.Function):
+    """`expand` that keeps t, for operands of one dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Any:
+        """`y` `[*batch, d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]` → shape of `y`."""
+        ctx.save_for_backward(t if ctx.needs_input_grad[2] else t.new_empty(0), b)
+        ctx.scaling = scaling
+        return expand(y, t, b, scaling)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        """`dy` `[*batch, d_out]`."""
+        t, b = ctx.saved_tensors
+        needs_t, needs_b = ctx.needs_input_grad[1:3]
+        dt, db = expand_backward(dy, t, b, ctx.scaling, needs_t, needs_b)
+        return dy, dt if needs_t else None, db if needs_b else None, None
+
+
+def project(x: Tensor, factors: Sequence[Tensor], p: float, noise: Tensor | None) -> Tensor:
+    """`shrink` by several factors at once, differentiable, for operands of one dtype."""
+    if not torch.is_grad_enabled():
+        return shrink(x, joined(factors), p, noise)
+    t: Tensor = Shrink.apply(x, p, noise, *factors)
+    return t
+
+
+def added(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """`expand`, differentiable, for operands of one dtype."""
+    # autograd over few small operations keeps as little, and costs less
+    if is_small(y) or not torch.is_grad_enabled():
+        return expand(y, t, b, scaling)
+    out: Tensor = Expand.apply(y, t, b, scaling)
+    return out
+
+
+def joined(factors: Sequence[Tensor]) -> Tensor:
+    """Factors `[rank, d_in]`, one below the other: `[sum of ranks, d_in]`."""
+    return factors[0] if len(factors) == 1 else torch.cat(tuple(factors))
+
+
+def is_small(x: Tensor) -> bool:
+    """Whether fewer operations matter more than faster ones; a compiler wants the plain ones."""
+    return x.numel() <= SMALL or torch.compiler.is_compiling()
+
+
+def rows_of(x: Tensor) -> Tensor:
     """`[*batch, width]` as `[rows, width]`."""
     return x.reshape(-1, x.shape[-1])
+
+
+def _transposed(t: Tensor, like: Tensor) -> Tensor:
+    """`t` `[rank, rows]` as `[*batch, rank]`, with the batch of `like`."""
+    return t.T.view(*like.shape[:-1], t.shape[0])

@@ -75,6 +75,8 @@ def turned(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
+    if Q.dim() == 4 and Q.shape[0] == 1 and mode.is_plain(x):
+        return _butterfly_torch.rotate(x, Q[0].mT if transposed else Q[0])
     # autograd over the torch path saves no more than the operator, and runs faster
     if Q.shape[-4] > 1 or mode.is_reference() or not mode.may_take_triton(x):
         return butterfly_reference(x, Q, transposed)

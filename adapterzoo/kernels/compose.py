@@ -79,6 +79,8 @@ def compose(
         out: Tensor = _compose(y, gain, bias, t, b, scaling, not asks_gpu)
         return out
     # the same operations, so that a forward has the same bits with and without gradients
+    if mode.is_plain(y):
+        return _compose_torch.compose(y, gain, bias, t, b, scaling)
     with exactly(y.device):
         return _compose_torch.compose(y, gain, bias, t, b, scaling)
 

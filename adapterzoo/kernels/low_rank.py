@@ -10,6 +10,7 @@ of x in it lives no longer than a call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,7 @@ from torch.nn.functional import dropout as plain_dropout
 from torch.nn.functional import linear
 
 from . import _dropout, _low_rank_torch, mode
-from ._low_rank_torch import SMALL
 from ._ops import below, check, narrowed, register
-from .exact import is_autocast
 
 
 def low_rank_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -63,36 +62,40 @@ def low_rank(
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
-    drops = training and dropout > 0.0
-    # the usual case on a CPU, where each call of Python counts
-    if not drops and y.numel() <= SMALL and y.dtype is x.dtype is a.dtype and _is_plain(x, b):
-        return torch.add(y, linear(linear(x, a), b), alpha=scaling)
-    if mode.is_reference():
-        dropped = plain_dropout(x.to(a.dtype), dropout, training)
-        return low_rank_reference(y, dropped, a, b, scaling)
     return expand(y, shrink(x, a, dropout, training), b, scaling)
 
 
-def shrink(x: Tensor, a: Tensor, dropout: float = 0.0, training: bool = False) -> Tensor:
+def shrink(
+    x: Tensor, a: Tensor | Sequence[Tensor], dropout: float = 0.0, training: bool = False
+) -> Tensor:
     """Project down: t = dropout(x) Aᵀ, accumulated in float32 or float64.
 
     Args:
         x: `[*batch, d_in]`, in any floating dtype.
-        a: `[rank, d_in]`.
+        a: `[rank, d_in]`, or several of one dtype: A is then all of them, one below the other.
         dropout: probability, 0 to below 1, of dropping a feature of x.
         training: whether features are dropped at all.
 
     Returns:
         `[*batch, rank]`, in the dtype of `a`; under autocast in its dtype.
     """
+    factors = (a,) if isinstance(a, Tensor) else a
+    drops = training and dropout > 0.0
+    if x.dtype is factors[0].dtype and mode.is_plain(x):
+        if not drops and _low_rank_torch.is_small(x):
+            # autograd keeps as little, and costs less
+            return linear(x, _low_rank_torch.joined(factors))
+        # a compiler would look into the drawing of bits
+        if not drops or not torch.compiler.is_compiling():
+            noise = _dropout.bits(x, dropout) if drops else None
+            return _low_rank_torch.project(x, factors, dropout, noise)
+    A = _low_rank_torch.joined(factors)
     if mode.is_reference():
-        return linear(plain_dropout(x.to(a.dtype), dropout, training), a)
+        return linear(plain_dropout(x.to(A.dtype), dropout, training), A)
     noise = None
-    if training and dropout:
-        noise = _dropout.seed(x) if mode.takes_triton("shrink", x, a) else _dropout.bits(x, dropout)
-    elif _is_plain(x, a):
-        return _low_rank_torch.shrink(x, a, 0.0, None)
-    t: Tensor = _shrink(x, a, dropout, noise)
+    if drops:
+        noise = _dropout.seed(x) if mode.takes_triton("shrink", x, A) else _dropout.bits(x, dropout)
+    t: Tensor = _shrink(x, A, dropout, noise)
     return t
 
 
@@ -108,15 +111,13 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     Returns:
         Shape and dtype of `y`.
     """
-    if y.dtype is t.dtype and _is_plain(y, b):
-        return _low_rank_torch.expand(y, t, b, scaling)
+    if y.dtype is t.dtype is b.dtype and mode.is_plain(y):
+        return _low_rank_torch.added(y, t, b, scaling)
+    if mode.is_reference():
+        update = linear(t, b.to(t.dtype))  # [*batch, d_out]
+        return torch.add(y, update.to(y.dtype), alpha=scaling)
     out: Tensor = _expand(y, t, b, scaling)
     return out
-
-
-def _is_plain(x: Tensor, factor: Tensor) -> bool:
-    """Whether autograd over the torch path saves no more than the operator, and runs faster."""
-    return not (x.dtype is not factor.dtype or is_autocast(x.device) or mode.may_take_triton(x))
 
 
 def _takes_triton(call: str, noise: Tensor | None, *operands: Tensor) -> bool:
@@ -128,7 +129,7 @@ def _takes_triton(call: str, noise: Tensor | None, *operands: Tensor) -> bool:
 
 def _run_shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
     if not _takes_triton("shrink", noise, x, a):
-        return _low_rank_torch.shrink(x, a, p, noise)
+        return _low_rank_torch.shrink(x, a, p, noise).contiguous()
     from . import low_rank_triton
 
     return low_rank_triton.shrink(x, a, p, noise)
@@ -156,7 +157,8 @@ def _run_expand_backward(
     dy: Tensor, t: Tensor, b: Tensor, scaling: float, *needs: bool
 ) -> tuple[Tensor, Tensor]:
     if not _takes_triton("expand", None, dy, t, b):
-        return _low_rank_torch.expand_backward(dy, t, b, scaling, *needs)
+        dt, db = _low_rank_torch.expand_backward(dy, t, b, scaling, *needs)
+        return dt.contiguous(), db
     from . import low_rank_triton
 
     return low_rank_triton.expand_backward(dy, t, b, scaling, *needs)

@@ -11,6 +11,7 @@ from torch import Tensor
 from adapterzoo.errors import KernelError, listing
 
 from . import _launch
+from .exact import is_autocast
 
 _MODES = ("auto", "reference", "triton")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -80,6 +81,17 @@ def is_reference() -> bool:
     if _mode == "reference":
         return True
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether torch operations compute a kernel of `x`, and no autocast changes a dtype.
+
+    The usual case on a CPU, where each call of Python counts.
+    """
+    if x.is_cpu and _mode == "auto":
+        cast = torch.is_autocast_enabled("cpu")
+        return not (cast or (torch._C._are_functorch_transforms_active() and is_reference()))
+    return not (is_autocast(x.device) or may_take_triton(x) or is_reference())
 
 
 def may_take_triton(x: Tensor) -> bool:

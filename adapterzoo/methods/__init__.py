@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
+from ._init import undrawn
+
+__all__ = ["undrawn"]
+
 for _found in pkgutil.iter_modules(__path__, f"{__name__}."):
     # machinery begins with an underscore and registers nothing
     if not _found.name.rpartition(".")[2].startswith("_"):

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 # what a config may name as the dtype of parameters
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32)}
+
+
+class _Drawing(threading.local):
+    skipped = False
+
+
+_drawing = _Drawing()
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Leave the parameters made by this thread without values: a file has them."""
+    before, _drawing.skipped = _drawing.skipped, True
+    try:
+        yield
+    finally:
+        _drawing.skipped = before
 
 
 def generator(seed: int | None, path: str) -> torch.Generator | None:
@@ -37,10 +56,10 @@ def drawn(
     Args:
         shape: of the parameter.
         fill: an in-place initialiser.
-        device: where it shall live; nothing is drawn for the meta device.
+        device: where it shall live; nothing is drawn for the meta device, nor in `undrawn`.
         dtype: of the parameter.
     """
-    if device.type == "meta":
+    if device.type == "meta" or _drawing.skipped:
         return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     # an explicit device: a caller's `with torch.device(…)` must not move the drawing
     filled = fill(torch.empty(shape, device="cpu", dtype=torch.float32))

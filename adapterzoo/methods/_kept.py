@@ -6,42 +6,42 @@ few tokens, and in evaluation they are the same in each call.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# a tensor, its version, and which part of its memory is looked at
-_Mark = tuple["weakref.ref[Tensor]", tuple[object, ...]]
+# subclasses hide their memory, or compute something else
+_PLAIN = {Tensor, nn.Parameter}
 
 
 class Kept(nn.Module):
     """Computes a tensor, or gives the one computed before when nothing it came from has changed.
 
-    It sees changes as autograd sees them, by the version of a tensor: in-place operations,
-    optimisers, `load_state_dict`, merging; and new tensors in the place of old ones: `.to`,
-    assignments. An in-place change through `.data` is hidden from autograd, and from it.
+    A change is another version, which all in-place operations that autograd knows of give:
+    optimisers, `load_state_dict`, merging, writes through `detach()`; or another tensor, memory
+    or layout in the place of the old one: assignments, also to `.data`, and swapped tensors.
 
-    Optimisers with `fused=True` give no new version. So `train` and `eval` forget what was kept,
-    after a forward with gradients nothing is kept until one of them is called, and never while a
-    source has a gradient that an optimiser may be about to use.
+    Writes that leave no trace on the tensor are not seen: `p.data.mul_(2)`, NumPy arrays and
+    DLPack capsules over its memory, kernels of others. Only reading all weights would show them,
+    which is what is to be saved. After such a write, call `model.eval()` again: `train`, `eval`
+    and every move or cast forget what was kept.
 
-    Nothing is kept in training, with gradients, inside of compiled, exported or captured code,
-    and in a process group, where FSDP refills the same tensors without a new version.
+    Optimisers with `fused=True` write like this too. So after a forward with gradients nothing is
+    kept until the mode is set again, and never while a source has a gradient that an optimiser
+    may be about to use, or is learning in memory shared with other processes.
+
+    Nothing is kept in training, with gradients, inside of compiled, traced, exported, transformed
+    or captured code, and in a process group, where FSDP refills tensors without a new version.
+    Copies, pickles and replicas begin with nothing; state dicts and buffers never have it.
     """
 
     def __init__(self) -> None:
         """Keep nothing yet."""
         super().__init__()
-        # a buffer moves and replicates with the model; not persistent: no checkpoint has it
-        self.register_buffer("value", None, persistent=False)
-        self._seen: list[_Mark] | None = None
-        self._facts: object = None
-        # whether a graph may be waiting for its backward, and a step for its gradients
-        self._learns = False
+        self._memory = _Memory()
 
     def get(self, compute: Callable[[], Tensor], *sources: Tensor, facts: object = None) -> Tensor:
         """The tensor.
@@ -51,76 +51,114 @@ class Kept(nn.Module):
             sources: parameters, or views of parameters.
             facts: numbers and dtypes that it follows from as well.
         """
-        if self._must_not_keep():
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self._learns = True
+        # what is forgotten meanwhile, by another thread, is forgotten: it has a new memory then
+        memory = self._memory
+        if torch.is_grad_enabled():
+            memory.learns = True
             return compute()
-        # before the value: another thread that puts a new one there says so at the end
-        seen, known = self._seen, self._facts
-        value = self._buffers["value"]
-        marks = None if self._learns else _marks(sources)
-        if value is not None and known == facts and _are_the_same(marks, seen):
-            return value
-        # other threads find nothing until both are there
-        self._seen = None
-        # a tensor made in inference mode could not take part in a later backward
-        with torch.inference_mode(False), torch.no_grad():
-            value = compute()
-        if marks is not None:
-            self._buffers["value"], self._facts = value, facts
-            self._seen = marks
+        if self.training or _is_recorded(sources[0]):
+            return compute()
+        marks = None if memory.learns else _marks(sources, facts)
+        entry = memory.entry
+        if entry is not None and entry.marks == marks:
+            return entry.value
+        value = compute()
+        if marks is not None and type(value) is Tensor and not any(map(_is_shared, sources)):
+            memory.entry = _Entry(value, marks, [s.untyped_storage() for s in sources])
         return value
+
+    @property
+    def value(self) -> Tensor | None:
+        """What is kept, whether or not it still holds; None: nothing."""
+        entry = self._memory.entry
+        return None if entry is None else entry.value
+
+    def forget(self) -> None:
+        """Keep nothing of what was computed until now."""
+        self._memory = _Memory()
 
     def train(self, mode: bool = True) -> Self:
         """Change the mode; what was computed before it is forgotten."""
-        self._buffers["value"] = self._seen = None
-        self._learns = False
+        self.forget()
         return super().train(mode)
-
-    def _must_not_keep(self) -> bool:
-        return (
-            self.training
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or (dist.is_available() and dist.is_initialized())
-            or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Every move and cast of the module: what was computed before it is forgotten."""
-        self._buffers["value"] = self._seen = None
+        self.forget()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def _replicate_for_data_parallel(self) -> Self:
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        # it shares all attributes, and has weights of its own
+        replica.forget()
+        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have other weights and begin with nothing."""
         state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
-        return {**state, "_buffers": {"value": None}, "_seen": None, "_facts": None}
+        return {**state, "_memory": _Memory()}
 
 
-def _marks(sources: tuple[Tensor, ...]) -> list[_Mark] | None:
-    """What tells whether the sources are still the same; None: nothing can tell."""
-    found: list[_Mark] = []
+class _Entry(NamedTuple):
+    """A value and what it came from, in one object, so that other threads see both or none.
+
+    Attributes:
+        value: what was computed.
+        marks: what tells whether the sources are still the same.
+        storages: of the sources, kept so that no other memory gets the addresses in the marks.
+    """
+
+    value: Tensor
+    marks: list[object]
+    storages: list[torch.UntypedStorage]
+
+
+class _Memory:
+    """What one period between two changes of mode has left.
+
+    Attributes:
+        entry: None while nothing is kept.
+        learns: whether a graph may be waiting for its backward, and a step for its gradients.
+    """
+
+    def __init__(self) -> None:
+        self.entry: _Entry | None = None
+        self.learns = False
+
+
+def _is_recorded(source: Tensor) -> bool:
+    """Whether the operations go into something that will run again with other weights."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or (dist.is_available() and dist.is_initialized())
+        or (source.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _marks(sources: tuple[Tensor, ...], facts: object) -> list[object] | None:
+    """How the sources look; None where a change of them could not be seen."""
+    marks: list[object] = [facts]
     for source in sources:
         # a view is a new object in each call, what it looks at is not
         whole = source if source._base is None else source._base
-        if whole.is_inference() or (whole.is_leaf and whole.grad is not None):
+        if type(source) not in _PLAIN or type(whole) not in _PLAIN or whole.is_inference():
             return None
-        try:
-            address = source.data_ptr()
-        except RuntimeError:
-            # the tensors of torch.func's transforms and fake ones have none
+        if whole.is_leaf and whole.grad is not None:
             return None
-        state = (whole._version, address, source.storage_offset(), source.shape)
-        found.append((weakref.ref(whole), state))
-    return found
+        # no reference to the tensor itself: it may be swapped with another
+        marks += (id(whole), whole._version, whole.requires_grad, source.data_ptr(), source.dtype)
+        marks += (source.shape, source.stride())
+        if source.is_cuda:
+            # what one stream computes is not there yet for another
+            marks.append(torch.cuda.current_stream(source.device).cuda_stream)
+    return marks
 
 
-def _are_the_same(now: list[_Mark] | None, before: list[_Mark] | None) -> bool:
-    if now is None or before is None:
-        return False
-    # references compare by the numbers in their tensors
-    return all(
-        ref() is old() and state == old_state
-        for (ref, state), (old, old_state) in zip(now, before, strict=True)
-    )
+def _is_shared(source: Tensor) -> bool:
+    """Whether another process may be training the tensor: versions are not shared."""
+    # of memory on a GPU torch does not know; memory that is shared later moves to another place
+    whole = source if source._base is None else source._base
+    return whole.requires_grad and source.is_cpu and source.untyped_storage().is_shared()

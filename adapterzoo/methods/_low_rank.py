@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import MAX_WIDTH, Placement, require_choice, require_range
-from adapterzoo.contracts import WeightAdapter
+from adapterzoo.contracts import SharingAdapter, WeightAdapter
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.low_rank import shrink
 
 from ._init import DTYPES, constant, drawn, generator, kaiming, normal
 from ._targets import TargetedConfig, check_pattern
@@ -132,7 +133,7 @@ class LowRankConfig(TargetedConfig):
         return DTYPES[self.dtype] if self.dtype else dtype
 
 
-class LowRank(WeightAdapter):
+class LowRank(SharingAdapter, WeightAdapter):
     """An adapter with the factors A and B; what it makes of them, subclasses say.
 
     Attributes:
@@ -176,6 +177,22 @@ class LowRank(WeightAdapter):
         dtype = config.dtype_at(dtype)
         self.lora_A = drawn((*lead, rank, site.d_in), fresh[0], device, dtype)
         self.lora_B = drawn((*lead, site.d_out, rank), fresh[1], device, dtype)
+
+    @property
+    def sharing_key(self) -> tuple[object, ...]:
+        """What one product with x asks for: A of one kind and width, and the same dropout."""
+        a = self.lora_A
+        return type(a), a.device, a.dtype, a.shape[1:], self.dropout, self.training
+
+    @classmethod
+    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
+        """The x Aᵀ `[*batch, rank]` of each; they share the dropout mask of x."""
+        factors = [a.lora_A for a in adapters]
+        t = shrink(x, factors, adapters[0].dropout, adapters[0].training)
+        if len(factors) == 1:
+            return (t,)
+        parts: tuple[Tensor, ...] = t.split([a.shape[0] for a in factors], -1)
+        return parts
 
     def delta(self, dtype: torch.dtype) -> Tensor:
         """The update s · B A, `[d_out, d_in]`, computed in the dtype, also under autocast."""

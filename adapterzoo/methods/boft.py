@@ -13,8 +13,10 @@ Cannot do: embeddings, whose input has no features to rotate.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from torch import Tensor
 from adapterzoo import configs
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import require_choice, require_range
-from adapterzoo.contracts import Base, WeightAdapter, compute_dtype
+from adapterzoo.contracts import Base, SharingAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, folded, turned
 from adapterzoo.kernels.cayley import cayley
@@ -117,7 +119,7 @@ class BOFTConfig(TargetedConfig):
         )
 
 
-class BOFT(WeightAdapter):
+class BOFT(SharingAdapter, WeightAdapter):
     """y = s ⊙ (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
 
     Attributes:
@@ -164,10 +166,27 @@ class BOFT(WeightAdapter):
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        wide = compute_dtype(x.dtype)
-        Q = self.kept_rotation.get(lambda: self._rotation(wide), self.boft_R, facts=wide)
+        Q = base.from_input(self, x)
         y = base(turned(x, Q))  # [*batch, d_out]
         return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)
+
+    @property
+    def sharing_key(self) -> tuple[object, ...]:
+        """What one solve asks for: R of one kind and shape, and the same dropout."""
+        R = self.boft_R
+        return type(R), R.device, R.dtype, R.shape, self.dropout, self.training
+
+    @classmethod
+    def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
+        """The folded factors `[1, chunks, width, width]` of each, in training by one solve."""
+        dtype = compute_dtype(x.dtype)
+        if adapters[0].training:
+            R = torch.stack([a.boft_R for a in adapters])  # [adapters, m, d_in / b, b, b]
+            return _rotation(R, adapters[0].dropout, dtype).unbind()
+        return [
+            a.kept_rotation.get(partial(_rotation, a.boft_R, 0.0, dtype), a.boft_R, facts=dtype)
+            for a in adapters
+        ]
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
@@ -184,21 +203,27 @@ class BOFT(WeightAdapter):
         """Q `[*experts, m, d_in / b, b, b]`, in float64 for a float64 layer, else in float32."""
         return cayley(self.boft_R.to(compute_dtype(dtype)))
 
-    def _rotation(self, dtype: torch.dtype) -> Tensor:
-        """The factors of one forward, folded: `[1, chunks, width, width]` where that pays."""
-        Q = self.rotations(dtype)
-        return folded(_dropped(Q, self.dropout) if self.dropout and self.training else Q)
-
     def extra_repr(self) -> str:
         """Widths, factors and block size."""
         m, blocks, b = self.boft_R.shape[-4:-1]
         return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
 
 
+def _rotation(R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+    """The factors of one forward, folded: `[*adapters, 1, chunks, width, width]` where that pays.
+
+    `R` `[*adapters, m, d_in / b, b, b]`.
+    """
+    Q = cayley(R.to(compute_dtype(dtype)))
+    return folded(_dropped(Q, dropout) if dropout else Q)
+
+
 def _dropped(Q: Tensor, p: float) -> Tensor:
-    """`Q` `[m, blocks, b, b]` with int(p · blocks) blocks of one factor replaced by I."""
-    m, blocks, b = Q.shape[:-1]
-    dropped = torch.randperm(blocks, device=Q.device) < int(p * blocks)  # [blocks]
-    factor = torch.arange(m, device=Q.device) == torch.randint(m, (1,), device=Q.device)  # [m]
-    replaced = (factor[:, None] & dropped)[..., None, None]  # [m, blocks, 1, 1]
+    """`Q` `[*adapters, m, blocks, b, b]`: int(p · blocks) blocks of one factor replaced by I."""
+    m, blocks, b = Q.shape[-4:-1]
+    lead = Q.shape[:-4]
+    dropped = torch.rand((*lead, 1, blocks), device=Q.device).argsort(-1) < int(p * blocks)
+    drawn = torch.randint(m, (*lead, 1, 1), device=Q.device)
+    factor = torch.arange(m, device=Q.device).unsqueeze(-1) == drawn  # [*adapters, m, 1]
+    replaced = (factor & dropped)[..., None, None]  # [*adapters, m, blocks, 1, 1]
     return torch.where(replaced, torch.eye(b, device=Q.device, dtype=Q.dtype), Q)

@@ -168,14 +168,13 @@ class StreamBottleneck(BottleneckLayer):
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
         h, inp = base(x), base.residual
-        config = self.config
         s = h + inp
-        if config.residual_before_ln is True:
+        if self.residual_before_ln is True:
             return self.added(s, to=h)
         # under autocast h may be narrower than the stream
-        if config.original_ln_after:
+        if self.original_ln_after:
             return self.added(s, to=s).to(h.dtype)
-        if config.adapter_residual_before_ln:
+        if self.adapter_residual_before_ln:
             return (self.added(s, to=s) - inp).to(h.dtype)
         # (s + f(s)) − inp without its rounding
         return self.added(s, to=h)
@@ -189,12 +188,11 @@ class NormBottleneck(BottleneckLayer):
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The adapted norm. `x` is s `[*batch, d_model]`, the result of the same shape."""
         normed = base.plain(x)
-        config = self.config
-        if config.residual_before_ln is True and not config.adapter_residual_before_ln:
+        if self.residual_before_ln is True and not self.adapter_residual_before_ln:
             return base(self.added(normed, to=x))
         inp = base.residual
-        if config.residual_before_ln is True:
+        if self.residual_before_ln is True:
             to = x - inp
         else:
-            to = x if config.residual_before_ln == "post_add" else normed
+            to = x if self.residual_before_ln == "post_add" else normed
         return base(self.added(normed, to=to) + inp)

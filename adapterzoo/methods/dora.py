@@ -6,9 +6,9 @@ y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖; gradients treat
 
 Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: m is born from a
 float32 norm and stays in float32 over half-precision layers, also when these are cast; dropout
-does not reach W x and so costs no second product with W; a row of zeros keeps its output instead
-of turning into NaN. Differs from adapters: all of it but `convention="adapterhub"`, which is what
-adapters computes.
+does not reach W x and so costs no second product with W; layers that read one input may drop the
+same features of it; a row of zeros keeps its output instead of turning into NaN. Differs from
+adapters: all of it but `convention="adapterhub"`, which is what adapters computes.
 Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
 output, and one over the weight for the norm: in each forward of training, in evaluation once.
 Cannot do: layers without a floating-point weight to take norms of.
@@ -29,7 +29,6 @@ from adapterzoo.configs import architectures, config_strings, require_choice
 from adapterzoo.contracts import Base, compute_dtype
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, row_norm
-from adapterzoo.kernels.low_rank import shrink
 
 from ._init import constant, drawn
 from ._kept import Kept
@@ -130,10 +129,8 @@ class DoRA(LowRank):
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         y, plain = base(x), base.plain(x)  # [*batch, d_out]
-        if self.looks_up:
-            t = embedding(x, self.lora_A.T) * base.scale  # [*batch, rank]
-        else:
-            t = shrink(x, self.lora_A, self.dropout, self.training)  # [*batch, rank]
+        lookup = self.looks_up
+        t = embedding(x, self.lora_A.T) * base.scale if lookup else base.from_input(self, x)
         gain = self.gain(base.weight)
         bias = None if self.adapterhub else base.bias
         if plain is y:

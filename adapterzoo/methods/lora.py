@@ -5,8 +5,9 @@ y = W x + b + s · B A x with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha 
 alpha / √rank with `use_rslora`.
 
 Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: parameters
-live in the dtype of their layer unless `dtype` says otherwise. Differs from adapters: a `Stack`
-adds the updates; the gate of `use_gating` has no bias.
+live in the dtype of their layer unless `dtype` says otherwise; layers that read one input may
+drop the same features of it. Differs from adapters: a `Stack` adds the updates; the gate of
+`use_gating` has no bias.
 Cost per site: rank · (d_in + d_out) parameters, two matrix products of that size in the forward.
 Cannot do: initialisations that change the base weights (PiSSA, OLoRA, LoftQ).
 """
@@ -24,7 +25,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import Base
 from adapterzoo.errors import ConfigError, StateError
-from adapterzoo.kernels.low_rank import low_rank, shrink
+from adapterzoo.kernels.low_rank import expand
 
 from ._init import constant, drawn, generator, normal
 from ._low_rank import LowRank, LowRankConfig
@@ -99,9 +100,9 @@ class LoRA(LowRank):
         if self.looks_up:
             update = embedding(x, a.T) @ b.T  # [*batch, d_out]
             return y + (update * (self.scaling * base.scale)).to(y.dtype)
+        t = base.from_input(self, x)  # [*batch, rank]
         if self.gate is None and self.lora_B_bias is None:
-            return low_rank(y, x, a, b, self.scaling, self.dropout, self.training)
-        t = shrink(x, a, self.dropout, self.training)  # [*batch, rank]
+            return expand(y, t, b, self.scaling)
         update = linear(t, b, self.lora_B_bias) * self.scaling
         if self.gate is not None:
             gate = torch.sigmoid(x.to(a.dtype) @ self.gate.T)  # [*batch, 1]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.anatomy import Anatomy, find
-from adapterzoo.composition import Composition, Stack, compile_site, parse
+from adapterzoo.composition import Composition, Stack, Step, compile_site, parse
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter, WeightAdapter
+from adapterzoo.contracts import Adapter, SharingAdapter, WeightAdapter
 from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
@@ -176,12 +176,12 @@ class AdaptersMixin:
         by_path: dict[str, list[Placement]] = {}
         for placement in config.placements(self.anatomy):
             by_path.setdefault(inject_path(placement.site), []).append(placement)
-        for path in by_path:
-            inject.check_put(self._backbone.get_submodule(path), path)
-        dtype = cast("Any", self).dtype
+        backbone, dtype = self._backbone, cast("Any", self).dtype
+        layers = {path: backbone.get_submodule(path) for path in by_path}
+        for path, layer in layers.items():
+            inject.check_put(layer, path)
         return {
-            path: (build(self._backbone.get_submodule(path), path, ps, dtype, device), ps)
-            for path, ps in by_path.items()
+            path: (build(layers[path], path, ps, dtype, device), ps) for path, ps in by_path.items()
         }
 
     def _install(
@@ -197,12 +197,16 @@ class AdaptersMixin:
         for source, reader in installed.sources():
             module = self._backbone.get_submodule(source)
             inject.tap(module, reader, name, self._selection, source)
+        for around in installed.families():
+            inject.tap(self._backbone.get_submodule(around), around, name, self._selection, around)
         self._zoo.installed[name] = installed
 
     def _remove(self, name: str) -> None:
         installed = self._zoo.installed.pop(name)
         for source, reader in installed.sources():
             inject.untap(self._backbone.get_submodule(source), reader, name)
+        for around in installed.families():
+            inject.untap(self._backbone.get_submodule(around), around, name)
         for path in installed.places:
             inject.take(self._backbone.get_submodule(path), name)
 
@@ -280,7 +284,29 @@ class AdaptersMixin:
             for source, reader in self._zoo.installed[name].sources():
                 if reader in steps and reader not in taps.get(source, ()):
                     taps[source] = (*taps.get(source, ()), reader)
-        return Plan(setup, heads, steps, taps, skip_layers)
+        return Plan(setup, heads, steps, taps, self._families(acting, present), skip_layers)
+
+    def _families(
+        self, acting: list[str], present: Mapping[str, Mapping[str, Adapter]]
+    ) -> dict[str, tuple[tuple[str, Step], ...]]:
+        """The `families` of a plan.
+
+        Args:
+            acting: names.
+            present: path to the adapters that act there.
+        """
+        found: dict[str, dict[str, list[str]]] = {}
+        for name in acting:
+            for around, paths in self._zoo.installed[name].families().items():
+                for path in paths:
+                    if isinstance(present.get(path, {}).get(name), SharingAdapter):
+                        layer = path.rpartition(".")[2]
+                        found.setdefault(around, {}).setdefault(layer, []).append(name)
+        return {
+            around: tuple((layer, tuple(names)) for layer, names in layers.items())
+            for around, layers in found.items()
+            if len(layers) > 1
+        }
 
     def _heads_for(
         self, names: tuple[str, ...], head_setup: str | list[str] | None

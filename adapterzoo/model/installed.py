@@ -26,6 +26,16 @@ class Installed:
                 if source is not None:
                     yield source, path
 
+    def families(self) -> dict[str, list[str]]:
+        """Path of a module to those of its layers that read one input, two at least."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for path, placements in self.places.items():
+            if (shared := placements[0].site.shared_input) is not None:
+                found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
+        # a block without modules of its own for its sub-layers has two families: the larger wins
+        largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}
+        return {module: paths for module, paths in largest.items() if len(paths) > 1}
+
 
 class AdaptersConfig(Mapping[str, AdapterConfig]):
     """The adapters of a model: names to configs, in the order of adding. Read-only."""

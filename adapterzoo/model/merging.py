@@ -181,13 +181,18 @@ def _check_mergeable(adapter: Adapter) -> None:
 
 def _fill(target: Tensor, value: Tensor, what: str) -> None:
     merged = value.to(target.dtype)
-    if not bool(merged.isfinite().all()):
-        why = "overflows" if bool(value.isfinite().all()) else "is not finite"
+    if not _is_finite(merged):
+        why = "overflows" if _is_finite(value) else "is not finite"
         raise StateError(
             f"{what} {why} in {target.dtype}; nothing has changed. Look for NaN in the adapter, or "
             f"merge in a wider dtype: model.float() before it."
         )
     target.copy_(merged)
+
+
+def _is_finite(t: Tensor) -> bool:
+    # one pass without a tensor of truth values; NaN is both the least and the greatest
+    return not t.numel() or bool(torch.stack(t.aminmax()).isfinite().all())
 
 
 def _copies(layer: nn.Module, adapter: Adapter) -> dict[str, Tensor]:

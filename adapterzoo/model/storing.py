@@ -16,6 +16,7 @@ from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError
+from adapterzoo.methods import undrawn
 
 from . import sharding
 from .building import inject_path
@@ -261,13 +262,13 @@ class StoringMixin(StoringHeadsMixin):
             for key, tensor in module.state_dict(keep_vars=True).items()
         }
         native.check_fit(call, type(self).__name__, tensors, skeleton, dtype)
-        # initial values are overwritten: do not disturb the caller's random numbers
-        with torch.random.fork_rng(devices=()):
+        # a method that draws its values in a way of its own shall not disturb the caller's numbers
+        with undrawn(), torch.random.fork_rng(devices=()):
             made = self._make(config)
         by_path: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             path, _, parameter = key.partition("/")
             by_path.setdefault(path, {})[parameter] = tensor
         for path, (module, _) in made.items():
-            native.fill(module.to(dtype), by_path.get(path, {}))
+            native.fill(module if dtype is None else module.to(dtype), by_path.get(path, {}))
         return config, made

@@ -22,7 +22,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from adapterzoo.kernels import butterfly_triton, compose_triton, low_rank_triton, row_norm_triton
+from adapterzoo.kernels import (
+    bottleneck_triton,
+    butterfly_triton,
+    compose_triton,
+    grouped_triton,
+    low_rank_triton,
+    row_norm_triton,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -35,12 +42,13 @@ KINDS = {
     "half, float32 factors": ("*bf16", "*fp32", torch.float32),
     "float32": ("*fp32", "*fp32", torch.float32),
 }
-ACTIVATIONS = {"x", "y", "dx", "dy", "out", "of_y", "bias", "w"}
-FACTORS = {"a", "b", "t", "dt"}
+ACTIVATIONS = {"x", "y", "dx", "dy", "out", "of_y", "bias", "w", "to"}
+FACTORS = {"a", "b", "t", "dt", "down", "down_bias", "up", "up_bias", "h"}
 WIDE = {"da", "db", "gain", "of_t", "of_b", "dots", "sums", "gram", "norm", "blocks", "dblocks"}
-NUMBERS = {"scale": "fp32", "scaling": "fp32", "seed": "*i64"}
+WIDE |= {"du", "dup", "dup_bias", "scales"}
+NUMBERS = {"scale": "fp32", "scaling": "fp32", "seed": "*i64", "plan": "*i32"}
 # numbers that are no multiples of 16
-ODD = {"rows", "threshold", "scale", "scaling"}
+ODD = {"rows", "threshold", "scale", "scaling", "batch", "tokens", "n", "parts"}
 
 
 @dataclass
@@ -54,6 +62,7 @@ class Case:
         label: after the name of the kernel.
         constants: its other constant expressions; True if they are not here.
         missing: operands that are None.
+        turned: operands whose columns, not rows, are contiguous.
     """
 
     kernel: Any
@@ -62,6 +71,7 @@ class Case:
     label: str = ""
     constants: dict[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
 
 
 def low_rank_cases():
@@ -126,6 +136,52 @@ def rotate_cases():
                     yield Case(kernel, kind, made)
 
 
+def bottleneck_cases():
+    """Bottlenecks of every padded width with the longest activation, the others at one of them."""
+    forward = bottleneck_triton.bottleneck_kernel
+    tiles = {
+        forward: bottleneck_triton.bottleneck_tile,
+        bottleneck_triton.bottleneck_backward_kernel: bottleneck_triton.bottleneck_backward_tile,
+    }
+    for kernel, tile in tiles.items():
+        for kind, (_, _, dtype) in KINDS.items():
+            narrow = dtype is torch.float32 or kernel is not forward
+            shapes = [(n, w) for w in (16, 64, 128, 256)[: 2 if narrow else 4] for n in (1, 8192)]
+            for made in dict.fromkeys(tile(rows, width, dtype) for rows, width in shapes):
+                yield Case(kernel, kind, made, ", gelu", {"PHI": "gelu"})
+    made = bottleneck_triton.bottleneck_tile(8192, 64, torch.bfloat16)
+    for name in ("relu", "tanh", "gelu_tanh"):
+        yield Case(forward, "half", made, f", {name}", {"PHI": name})
+    for kind, (_, _, dtype) in KINDS.items():
+        for made in dict.fromkeys(low_rank_triton.expand_tile(8192, w, dtype) for w in (16, 64)):
+            kernel = low_rank_triton.expand_kernel
+            yield Case(kernel, kind, made, ", b in columns", {}, (), ("b",))
+
+
+def grouped_cases():
+    """Mixed batches: each product as a forward and as a backward takes it."""
+    first, second, third = (
+        grouped_triton.grouped_shrink_kernel,
+        grouped_triton.grouped_expand_kernel,
+        grouped_triton.grouped_outer_kernel,
+    )
+    plain, scaled = ("scales", "seed"), ("seed",)
+    for kind, (_, _, dtype) in KINDS.items():
+        shapes = [(rows, rank, dtype) for rows in (16, 64) for rank in (16, 64)]
+        for made in dict.fromkeys(grouped_triton.shrink_tile(*shape) for shape in shapes):
+            none = {"DROPS": False, "SCALES": False}
+            yield Case(first, kind, made, "", none, plain)
+            yield Case(first, kind, made, ", dropout", {"SCALES": False}, ("scales",))
+            yield Case(first, kind, made, ", scaled", {"DROPS": False}, scaled, ("a",))
+        for made in dict.fromkeys(grouped_triton.expand_tile(*shape) for shape in shapes):
+            yield Case(second, kind, made, "", {"DROPS": False}, scaled)
+            dropped = {"ADDS": False}
+            yield Case(second, kind, made, ", dropout", dropped, ("y", "scales"), ("b",))
+        for made in dict.fromkeys(grouped_triton.outer_tile(*shape[1:]) for shape in shapes):
+            yield Case(third, kind, made, ", dropout", {"SCALES": False}, ("scales",))
+            yield Case(third, kind, made, ", scaled", {"DROPS": False}, scaled)
+
+
 def compiled(case, architecture):
     """What ptxas makes of a kernel: one row of the table."""
     kernel, tile, missing = case.kernel, case.tile, case.missing
@@ -139,7 +195,7 @@ def compiled(case, architecture):
         if name.isupper():
             signature[name] = "constexpr"
             constants.setdefault(name, True)
-        elif name.endswith("_col") or name in missing:
+        elif name.endswith("_row" if name[:-4] in case.turned else "_col") or name in missing:
             # Triton makes a constant of a stride of 1, and of None
             signature[name], constants[name] = "constexpr", None if name in missing else 1
         else:
@@ -202,6 +258,8 @@ CASES = {
     "compose": compose_cases,
     "row_norm": row_norm_cases,
     "rotate": rotate_cases,
+    "bottleneck": bottleneck_cases,
+    "grouped": grouped_cases,
 }
 
 

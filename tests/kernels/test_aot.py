@@ -22,6 +22,8 @@ COUNTS = {
     "compose": (66, 24, 18),
     "row_norm": (36, 0, 0),
     "rotate": (84, 39, 0),
+    "bottleneck": (87, 57, 0),
+    "grouped": (144, 84, 0),
 }
 
 

@@ -12,7 +12,14 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("interpreted.py")
 # by the modules of their cases: the least number of them
-CASES = {"low_rank": 25, "compose": 30, "row_norm": 30, "rotate": 28}
+CASES = {
+    "low_rank": 25,
+    "compose": 30,
+    "row_norm": 30,
+    "rotate": 28,
+    "bottleneck": 40,
+    "grouped": 36,
+}
 
 
 @pytest.mark.parametrize("name", CASES)

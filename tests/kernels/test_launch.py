@@ -18,16 +18,26 @@ from adapterzoo import kernels
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import (
     _launch,
+    bottleneck_triton,
     butterfly_triton,
     compose_triton,
+    grouped_triton,
     low_rank_triton,
     mode,
     row_norm_triton,
 )
 from adapterzoo.kernels._launch import launch
+from adapterzoo.kernels.grouped import Groups
 
 PACKAGE = Path(adapterzoo.__file__).parent
-MODULES = (low_rank_triton, compose_triton, row_norm_triton, butterfly_triton)
+MODULES = (
+    low_rank_triton,
+    compose_triton,
+    row_norm_triton,
+    butterfly_triton,
+    bottleneck_triton,
+    grouped_triton,
+)
 
 
 def launches(source: str) -> list[int]:
@@ -68,7 +78,7 @@ def kernels_of(*modules) -> list[tuple[object, str]]:
 def test_every_module_of_kernels_is_recorded():
     files = {path.stem for path in (PACKAGE / "kernels").glob("*_triton.py")} - {"_tiles_triton"}
     assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
-    assert len({name for _, name in kernels_of(*MODULES)}) == 9
+    assert len({name for _, name in kernels_of(*MODULES)}) == 14
 
 
 class Recorder:
@@ -155,6 +165,48 @@ def test_the_kernels_of_boft_run_on_the_device_of_their_operands(recorded, devic
     assert {str(v.device) for v in (y, *grads)} == {device}
     # of no rows too there is a gradient of the blocks, and it is written
     assert recorded == [f"{name}_kernel on {device}" for name in ("rotate", "rotate_backward")]
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("rows", [0, 5, 300])
+@pytest.mark.parametrize("same", [False, True])
+def test_the_kernels_of_bottlenecks_run_on_the_device_of_their_operands(
+    recorded, device: str, rows: int, same: bool
+):
+    x, down = torch.empty(rows, 40, device=device), torch.empty(8, 40, device=device)
+    to, up = torch.empty(rows, 40, device=device), torch.empty(40, 8, device=device)
+    biases = torch.empty(8, device=device), torch.empty(40, device=device)
+    given = (None if same else x, down, biases[0], up, biases[1], 0.5, "relu", True)
+    out, h = bottleneck_triton.bottleneck(to, *given)
+    grads = bottleneck_triton.bottleneck_backward(out, x, h, down, up, 0.5, "relu", same)
+    assert h.shape == (rows, 8)
+    assert [g.shape for g in grads] == [v.shape for v in (x, down, biases[0], up, biases[1])]
+    assert {str(v.device) for v in (out, h, *grads)} == {device}
+    names = ["bottleneck", "bottleneck_backward", *["expand"] * same, "shrink_backward"]
+    assert recorded == ([f"{name}_kernel on {device}" for name in names] if rows else [])
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("rows", [0, 5, 300])
+def test_the_kernels_of_mixed_batches_run_on_the_device_of_their_operands(
+    recorded, device: str, rows: int
+):
+    x, y = torch.empty(rows, 2, 40, device=device), torch.empty(rows, 2, 24, device=device)
+    a, b = torch.empty(3, 8, 40, device=device), torch.empty(3, 24, 8, device=device)
+    seed = torch.empty(1, dtype=torch.int64, device=device)
+    groups = Groups.of([i % 4 - 1 for i in range(rows)])
+    plan = groups.plan(2, 3, x.device)
+    scales = groups.scales((0.5, 1.0, 2.0), x.device, torch.float32)
+    t = grouped_triton.shrink(x, a, 0.1, seed, plan)
+    out = grouped_triton.expand(y, t, b, scales, plan)
+    grads = grouped_triton.expand_backward(out, t, b, scales, plan)
+    grads += grouped_triton.shrink_backward(grads[0], x, a, 0.1, seed, plan)
+    assert [g.shape for g in grads] == [t.shape, b.shape, x.shape, a.shape]
+    assert {str(v.device) for v in (t, out, plan, *grads)} == {device}
+    # of no rows too there are gradients of the factors, and they are written
+    names = ["shrink", "expand", "shrink", "outer", "expand", "outer"]
+    ran = names if rows else ["outer", "outer"]
+    assert recorded == [f"grouped_{name}_kernel on {device}" for name in ran]
 
 
 def test_a_launch_without_the_guard_is_seen(recorded):

@@ -14,6 +14,7 @@ from torch.autograd import gradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModel, LlamaConfig, LlamaModel
 
+from _stand_in import BlockDiagonal
 from adapterzoo import BOFTConfig, ConfigUnion, LoRAConfig, Stack, init
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
@@ -302,7 +303,7 @@ def test_dropout_replaces_that_many_blocks_of_one_factor(
     used: list[Tensor] = []
 
     def record(Q: Tensor) -> Tensor:
-        used.append(Q.detach())
+        used.append(Q[0].detach())
         return folded(Q)
 
     monkeypatch.setattr("adapterzoo.methods.boft.folded", record)
@@ -594,20 +595,6 @@ def test_bytes_saved_for_the_backward_of_a_model(b: int, m: int, bound: float) -
 # --- PEFT itself ---
 
 
-class StandIn:
-    """The operator of PEFT's CUDA extension in torch, so that its own layer runs for any m."""
-
-    @staticmethod
-    def forward(blocks: Tensor) -> list[Tensor]:
-        return [torch.stack([torch.block_diag(*factor) for factor in blocks])]
-
-    @staticmethod
-    def backward(grad: Tensor, blocks: Tensor) -> list[Tensor]:
-        m, n, b, _ = blocks.shape
-        parts = grad.view(m, n, b, n, b).diagonal(dim1=1, dim2=3)  # [m, b, b, n]
-        return [parts.permute(0, 3, 1, 2).contiguous()]
-
-
 TARGETS = {"bert": ["query", "value", "output.dense"], "llama": ["q_proj", "down_proj"],
            "t5": ["q", "v", "wo"]}  # fmt: skip
 
@@ -621,7 +608,7 @@ def test_outputs_and_gradients_are_those_of_peft(
     from peft.tuners.boft import layer as peft_layer
 
     # without this, PEFT compiles its CUDA extension anew at each layer, in vain
-    extension = StandIn if m > 1 else None
+    extension = BlockDiagonal if m > 1 else None
     monkeypatch.setattr(peft_layer, "get_fbd_cuda", lambda: extension)
     torch.manual_seed(0)
     model = AutoModel.from_config(tiny_config(family)).eval()

@@ -1,0 +1,181 @@
+"""The bottleneck in torch operations, with the signatures of `bottleneck_triton`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import linear
+
+from adapterzoo.activations import ACTIVATIONS, Activation
+
+# elements of x: up to here the little that autograd keeps costs less than an operator
+SMALL = 1 << 18
+
+# a plain dict: what compiles a caller looks into it
+FUNCTIONS: dict[str, Activation] = dict(ACTIVATIONS)
+_ATEN = torch.ops.aten
+
+
+def _gelu(du: Tensor, h: Tensor) -> Tensor:
+    return _ATEN.gelu_backward(du, h)  # type: ignore[no-any-return]
+
+
+def _gelu_tanh(du: Tensor, h: Tensor) -> Tensor:
+    return _ATEN.gelu_backward(du, h, approximate="tanh")  # type: ignore[no-any-return]
+
+
+def _leaky_relu(du: Tensor, h: Tensor) -> Tensor:
+    return _ATEN.leaky_relu_backward(du, h, 0.01, False)  # type: ignore[no-any-return]
+
+
+def _silu(du: Tensor, h: Tensor) -> Tensor:
+    # torch's own is not differentiable
+    if torch.is_grad_enabled():
+        return _sigmoid_weighted(du, h, 1.0)
+    return _ATEN.silu_backward(du, h)  # type: ignore[no-any-return]
+
+
+def _gelu_10(du: Tensor, h: Tensor) -> Tensor:
+    return _gelu(du * (F.gelu(h).abs() <= 10), h)
+
+
+def _mish(du: Tensor, h: Tensor) -> Tensor:
+    # neither is this
+    t = torch.tanh(F.softplus(h))
+    return du * (t + h * torch.sigmoid(h) * (1.0 - t * t))
+
+
+def _sigmoid_weighted(du: Tensor, h: Tensor, slope: float) -> Tensor:
+    s = torch.sigmoid(slope * h)
+    return du * s * (1.0 + slope * h * (1.0 - s))
+
+
+def _laplace(du: Tensor, h: Tensor) -> Tensor:
+    width = 0.282095 * math.sqrt(2.0)
+    return du * torch.exp(-torch.square((h - 0.707107) / width)) / (width * math.sqrt(math.pi))
+
+
+def _sqrtsoftplus(du: Tensor, h: Tensor) -> Tensor:
+    # with torch's constants: from 20 on, softplus is straight
+    inner: Tensor = _ATEN.softplus_backward(du, h, 1.0, 20.0)
+    return 0.5 * inner / F.softplus(h).sqrt()
+
+
+# dh from du and h, u = φ(h); each differentiable in its turn
+DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": _gelu,
+    "gelu_10": _gelu_10,
+    "gelu_accurate": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+    "gelu_python": _gelu,
+    "gelu_python_tanh": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "hardswish": lambda du, h: _ATEN.hardswish_backward(du, h),
+    "laplace": _laplace,
+    "leaky_relu": _leaky_relu,
+    "leakyrelu": _leaky_relu,
+    "linear": lambda du, h: du,
+    "mish": _mish,
+    "quick_gelu": lambda du, h: _sigmoid_weighted(du, h, 1.702),
+    "relu": lambda du, h: _ATEN.threshold_backward(du, h, 0),
+    "relu2": lambda du, h: 2.0 * du * F.relu(h),
+    "relu6": lambda du, h: _ATEN.hardtanh_backward(du, h, 0.0, 6.0),
+    "sigmoid": lambda du, h: _ATEN.sigmoid_backward(du, torch.sigmoid(h)),
+    "silu": _silu,
+    "sqrtsoftplus": _sqrtsoftplus,
+    "swish": _silu,
+    "tanh": lambda du, h: _ATEN.tanh_backward(du, torch.tanh(h)),
+}
+
+
+def bottleneck(
+    to: Tensor,
+    x: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor,
+    up: Tensor,
+    up_bias: Tensor,
+    scaling: float,
+    activation: str,
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    """The sum `[*batch, d_model]` of the definition, and h `[*batch, width]`.
+
+    `to` and `x` (None: `to`) `[*batch, d_model]`, `down` `[width, d_model]`, `up`
+    `[d_model, width]`. Without `keeps` h is empty.
+    """
+    dtype = down.dtype
+    h = linear((to if x is None else x).to(dtype), down, down_bias)  # [*batch, width]
+    u = FUNCTIONS[activation](h)
+    out = torch.empty(to.shape, dtype=to.dtype, device=to.device)
+    if to.dtype is dtype and dtype.itemsize >= 4:
+        torch.add(to, up_bias, alpha=scaling, out=out)
+        _flat(out).addmm_(_flat(u), up.T, alpha=scaling)  # [rows, d_model]
+    else:
+        # `to` is neither rounded to the dtype of the products nor twice to its own
+        torch.add(to, linear(u, up, up_bias), alpha=scaling, out=out)
+    return out, h if keeps else h.new_empty(0)
+
+
+def bottleneck_backward(
+    dy: Tensor,
+    x: Tensor,
+    h: Tensor,
+    down: Tensor,
+    up: Tensor,
+    scaling: float,
+    activation: str,
+    adds: bool,
+    needs_x: bool = True,
+    needs_down: bool = True,
+    needs_down_bias: bool = True,
+    needs_up: bool = True,
+    needs_up_bias: bool = True,
+    *,
+    dh: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x (plus `dy` with `adds`), down, its bias, up, its bias; empty: not needed.
+
+    Differentiable in its turn, for which `dh` `[*batch, width]` is what reaches h from outside.
+    Without `needs_down`, `x` may be empty: only its dtype is looked at.
+    """
+    of_down, of_down_bias, of_up, of_up_bias = (h.new_empty(0) for _ in range(4))
+    flat, inner = _flat(dy).to(h.dtype), _flat(h)  # [rows, d_model], [rows, width]
+    dx = x.new_empty(0)
+    if needs_up:
+        u = FUNCTIONS[activation](inner)
+        # with uᵀ dy and not dyᵀ u, and upᵀ in rows: several times as fast on the CPU
+        of_up = _scaled(scaling, down, u.T, flat).T.contiguous()  # [d_model, width]
+    if needs_up_bias:
+        of_up_bias = flat.sum(0)
+        of_up_bias = of_up_bias if scaling == 1.0 else of_up_bias * scaling
+    if needs_x or needs_down or needs_down_bias:
+        du = _scaled(scaling, inner, flat, up.T.contiguous().T)  # [rows, width]
+        inner = DERIVATIVES[activation](du, inner)
+        if dh is not None:
+            inner = inner + _flat(dh)
+    if needs_x and adds and dy.dtype is h.dtype:
+        dx = torch.addmm(flat, inner, down).view(dy.shape)
+    elif needs_x:
+        dx = (inner @ down).view(dy.shape)  # [*batch, d_model]
+        dx = (dx + dy if adds else dx).to(x.dtype)
+    if needs_down:
+        of_down = inner.T @ _flat(x).to(h.dtype)  # [width, d_model]
+    if needs_down_bias:
+        of_down_bias = inner.sum(0)
+    return dx, of_down, of_down_bias, of_up, of_up_bias
+
+
+def _scaled(scaling: float, like: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """The product scaling · left · right, in one operation; of `like` only the shape is used."""
+    return torch.addmm(like.detach(), left, right, beta=0, alpha=scaling)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`[*batch, width]` as `[rows, width]`."""
+    return x.reshape(-1, x.shape[-1])

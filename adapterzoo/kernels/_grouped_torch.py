@@ -1,0 +1,291 @@
+"""The grouped low-rank update in torch operations, with the signatures of `grouped_triton`.
+
+All of it is two products: `project`, each row by its adapter's factor, and `outer`, the sum of
+the rows of each adapter. Rows become blocks of equal size, and a product of all blocks is one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, promote_types
+
+from . import _dropout
+from ._groups import Groups
+from ._low_rank_torch import SMALL
+
+
+class Blocks(NamedTuple):
+    """How rows of the batch become blocks of equal size, each of one adapter.
+
+    Attributes:
+        size: rows of the batch in each.
+        rows: attribute of the groups, the rows in the order of the blocks; None: all, as they are,
+            and what becomes of those without adapter is to be put right.
+        adapters: attribute of the groups, that of each block; None: the stack as it is.
+    """
+
+    size: int
+    rows: str | None
+    adapters: str | None
+
+
+def blocks_of(groups: Groups, n: int, tokens: int, rank: int) -> Blocks | None:
+    """The cheapest blocks; None where a product for each adapter is cheaper.
+
+    Args:
+        groups: of the batch.
+        n: number of adapters.
+        tokens: of each row.
+        rank: the narrow side of the factors.
+    """
+    used, active = len(groups.adapters), len(groups.rows)
+    adapters = None if groups.whole and used == n else "adapters"
+    if groups.even and groups.sorted:
+        return Blocks(groups.lengths[0], None, adapters)
+    # either rows are copied or factors, whichever is less
+    if groups.even and tokens < rank and (adapters is None or active > used):
+        return Blocks(groups.lengths[0], "order", adapters)
+    if tokens >= rank or active <= 4 * used:
+        # rows without adapter cost less than to leave them out, if they are few
+        few = 2 * active >= len(groups.index)
+        return Blocks(1, None, "of_all") if few else Blocks(1, "rows", "of_rows")
+    return None
+
+
+def low_rank(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Sequence[float], groups: Groups
+) -> Tensor:
+    """`expand` of `shrink`, all of one dtype and without dropout; differentiable.
+
+    The usual cases on a CPU, where each call of Python counts, are computed here.
+    """
+    batch, n, rank = len(groups.index), a.shape[0], a.shape[1]
+    usual = x.dim() == 3 and y.dim() == 3 and _is_one(scaling)
+    blocks = groups.kept_blocks(n, x.shape[1], rank, blocks_of) if usual else None
+    if blocks is None or (groups.base and blocks.rows is not None):
+        return expand(y, shrink(x, a, 0.0, None, groups), b, scaling, groups)
+    _, tokens, width = y.shape
+    if blocks.adapters is not None:
+        adapters = groups.numbers(blocks.adapters, x.device)
+        a, b = a.index_select(0, adapters), b.index_select(0, adapters)
+    if blocks.rows is not None:
+        x = x.index_select(0, groups.numbers(blocks.rows, x.device))
+    target = y
+    if blocks.size > 1:
+        count, size = batch // blocks.size, blocks.size * tokens
+        x = x.reshape(count, size, x.shape[2])
+        if blocks.rows is None:
+            target = y.reshape(count, size, width)
+    t = torch.bmm(x, a.mT)  # [blocks, rows, rank]
+    if groups.base:
+        t = _restored(t, None, groups)
+    # as in `low_rank`: the products of a backward by autograd are faster
+    up = b.mT if y.numel() <= SMALL else b.mT.contiguous()  # [blocks, rank, d_out]
+    if blocks.rows is None:
+        out = torch.baddbmm(target, t, up, alpha=scaling[0]).view(y.shape)
+        return _restored(out, y, groups) if groups.base else out
+    own = torch.bmm(t, up).view(y.shape).index_select(0, groups.numbers("inverse", x.device))
+    return torch.add(y, own, alpha=scaling[0])
+
+
+def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups) -> Tensor:
+    """Project down: t = dropout(x) aᵀ; `noise` as `_dropout.bits` drew it.
+
+    `x` `[batch, *tokens, d_in]`, `a` `[n, rank, d_in]` → `[batch, *tokens, rank]` in the dtype
+    of `a`; zero for a row without adapter.
+    """
+    if noise is None:
+        return _project(x.to(a.dtype), a.mT, groups)
+    kept = _dropout.mask(noise, x.shape).to(a.dtype).mul_(x)  # [batch, *tokens, d_in]
+    return _project(kept, a.mT, groups).mul_(_dropout.kept_scale(p))
+
+
+def shrink_backward(
+    dt: Tensor,
+    x: Tensor,
+    a: Tensor,
+    p: float,
+    noise: Tensor | None,
+    groups: Groups,
+    needs_x: bool = True,
+    needs_a: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x, in its dtype, and of a; empty where not needed.
+
+    Differentiable in its turn. Without `needs_a`, `x` may be empty: only its dtype is looked at.
+    """
+    dx, da = x.new_empty(0), a.new_empty(0)
+    kept = x
+    if noise is not None:
+        dt = dt * _dropout.kept_scale(p)  # [batch, *tokens, rank]
+        kept = _dropout.mask(noise, (*dt.shape[:-1], a.shape[-1])).to(a.dtype)
+    if needs_x:
+        dx = _project(dt, a, groups)  # [batch, *tokens, d_in]
+        dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)
+    if needs_a:
+        if noise is not None:
+            # a large temporary less, unless its gradient is asked for
+            kept = kept * x if torch.is_grad_enabled() else kept.mul_(x)
+        da = _outer(dt, kept.to(a.dtype), groups, a.shape[0])  # [n, rank, d_in]
+    return dx, da
+
+
+def expand(y: Tensor, t: Tensor, b: Tensor, scaling: Sequence[float], groups: Groups) -> Tensor:
+    """Add the update: y + scaling · t bᵀ.
+
+    `y` `[batch, *tokens, d_out]`, `t` `[batch, *tokens, rank]`, `b` `[n, d_out, rank]` → shape and
+    dtype of `y`; a row without adapter keeps its bits.
+    """
+    t, s = _scaled(t, scaling, groups)
+    if groups.base:
+        t = t.index_fill(0, groups.numbers("base", t.device), 0.0)
+    # bᵀ in rows, as in `low_rank`
+    rows = b.mT.to(t.dtype).contiguous()  # [n, rank, d_out]
+    return _project(t, rows, groups, y, s)
+
+
+def expand_backward(
+    dy: Tensor,
+    t: Tensor,
+    b: Tensor,
+    scaling: Sequence[float],
+    groups: Groups,
+    needs_t: bool = True,
+    needs_b: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of t and b; empty where not needed.
+
+    Differentiable in its turn. Without `needs_b`, `t` may be empty: only its dtype is looked at.
+    """
+    dy = dy.to(t.dtype)
+    dt, db = t.new_empty(0), b.new_empty(0)
+    if needs_t:
+        # bᵀ in rows, as in `low_rank`
+        rows = b.mT.to(t.dtype).contiguous()  # [n, rank, d_out]
+        dt, s = _scaled(_project(dy, rows.mT, groups), scaling, groups)
+        dt = dt * s  # [batch, *tokens, rank]
+    if needs_b:
+        t, s = _scaled(t, scaling, groups)
+        # tᵀ dy and not dyᵀ t: twice as fast on the CPU
+        db = _outer(t * s, dy, groups, b.shape[0]).mT.to(b.dtype).contiguous()  # [n, d_out, rank]
+    return dt, db
+
+
+def _project(
+    x: Tensor, factors: Tensor, groups: Groups, onto: Tensor | None = None, s: float = 1.0
+) -> Tensor:
+    """Each row by its adapter's factor, `x f`, or `onto + s · x f`; differentiable.
+
+    `x` `[batch, *tokens, wide]`, `factors` `[n, wide, narrow]` → `[batch, *tokens, narrow]`. A row
+    without adapter is that of `onto`, bit by bit, or zero.
+    """
+    n, wide, narrow = factors.shape
+    shape = (*x.shape[:-1], narrow)
+    if not groups.rows:
+        return factors.new_zeros(shape) if onto is None else onto.clone()
+    batch, tokens = shape[0], math.prod(shape[1:-1])
+    target = None if onto is None else onto.reshape(batch, tokens, narrow)
+    blocks = groups.kept_blocks(n, tokens, min(wide, narrow), blocks_of)
+    rows = "order" if blocks is None else blocks.rows
+    moved = x.reshape(batch, tokens, wide)  # [batch, tokens, wide]
+    if rows is not None:
+        moved = moved.index_select(0, groups.numbers(rows, x.device))
+    active = moved.shape[0]
+    if blocks is None:
+        # rows by adapter, each adapter's [length · tokens, wide]
+        parts = moved.flatten(0, 1).split([tokens * length for length in groups.lengths])
+        pairs = zip(parts, groups.adapters, strict=True)
+        own = torch.cat([part @ factors[adapter] for part, adapter in pairs])
+    else:
+        if blocks.adapters is not None:
+            factors = _taken(factors, groups.numbers(blocks.adapters, x.device))
+        moved = moved.reshape(active // blocks.size, blocks.size * tokens, wide)
+        dtype = factors.dtype
+        # one pass, unless the sum would round what it is added to
+        if rows is None and target is not None and promote_types(target.dtype, dtype) is dtype:
+            onto = target.to(dtype).reshape(*moved.shape[:2], narrow)
+            own = torch.baddbmm(onto, moved, factors, alpha=s)
+            return _restored(own.view(target.shape).to(target.dtype), target, groups).view(shape)
+        own = torch.bmm(moved, factors)  # [blocks, rows · tokens, narrow]
+    own = own.view(active, tokens, narrow)
+    if rows == "order" and active == batch:
+        rows, own = None, own.index_select(0, groups.numbers("inverse", x.device))
+    if rows is None:
+        if target is not None:
+            own = torch.add(target, own, alpha=s).to(target.dtype)
+        return _restored(own, target, groups).view(shape)
+    places = groups.numbers(rows, x.device)
+    if target is None:
+        target = own.new_zeros(batch, tokens, narrow)
+    else:
+        own = torch.add(target.index_select(0, places), own, alpha=s).to(target.dtype)
+    return target.index_copy(0, places, own).view(shape)
+
+
+def _restored(out: Tensor, target: Tensor | None, groups: Groups) -> Tensor:
+    """`out` with the rows that have no adapter written over in place: those of `target`, or 0.
+
+    Their update was a product with rows of t that are 0, and all that it can have changed is the
+    sign of a zero: of that autograd need not know, and to tell it costs copies of the gradient.
+    """
+    if groups.base:
+        places = groups.numbers("base", out.device)
+        if target is None:
+            out.index_fill_(0, places, 0.0)
+        else:
+            own = target.detach().index_select(0, places)
+            out.detach().index_copy_(0, places, own)
+    return out
+
+
+def _outer(u: Tensor, v: Tensor, groups: Groups, n: int) -> Tensor:
+    """The sum of uᵀ v over the rows of each adapter, zero for one without rows; differentiable.
+
+    `u` `[batch, *tokens, narrow]`, `v` `[batch, *tokens, wide]` → `[n, narrow, wide]`.
+    """
+    batch, tokens, narrow, wide = u.shape[0], math.prod(u.shape[1:-1]), u.shape[-1], v.shape[-1]
+    if not groups.rows:
+        return u.new_zeros(n, narrow, wide)
+    blocks = groups.kept_blocks(n, tokens, min(narrow, wide), blocks_of)
+    u, v = u.reshape(batch, tokens, narrow), v.reshape(batch, tokens, wide)
+    rows = "order" if blocks is None else blocks.rows
+    if rows is not None:
+        u, v = (w.index_select(0, groups.numbers(rows, w.device)) for w in (u, v))
+    if blocks is None:
+        u, v = u.flatten(0, 1), v.flatten(0, 1)  # [rows · tokens, narrow], [.., wide]
+        sizes = [tokens * length for length in groups.lengths]
+        own = torch.stack([p.T @ q for p, q in zip(u.split(sizes), v.split(sizes), strict=True)])
+        adapters = None if groups.whole and len(sizes) == n else "adapters"
+    else:
+        count, size = u.shape[0] // blocks.size, blocks.size * tokens
+        u, v = u.reshape(count, size, narrow), v.reshape(count, size, wide)
+        own, adapters = torch.bmm(u.mT, v), blocks.adapters  # [blocks, narrow, wide]
+        if adapters == "of_all" and groups.base:
+            own, adapters = own.index_select(0, groups.numbers("rows", u.device)), "of_rows"
+    if adapters is None:
+        return own
+    return own.new_zeros(n, narrow, wide).index_add(0, groups.numbers(adapters, u.device), own)
+
+
+def _taken(factors: Tensor, adapters: Tensor) -> Tensor:
+    """Factors by number, in the layout that they had: a product with another costs twice."""
+    if factors.stride(-1) == 1:
+        return factors.index_select(0, adapters)
+    return factors.mT.index_select(0, adapters).mT
+
+
+def _scaled(t: Tensor, scaling: Sequence[float], groups: Groups) -> tuple[Tensor, float]:
+    """`t` and the one factor that is left; adapters of unequal scaling take theirs here."""
+    if _is_one(scaling):
+        return t, scaling[0] if scaling else 1.0
+    each = groups.row_scales(tuple(scaling), t.device, t.dtype)  # [batch]
+    return t * each.view(-1, *[1] * (t.dim() - 1)), 1.0
+
+
+def _is_one(scaling: Sequence[float]) -> bool:
+    """Whether all adapters have the same."""
+    return not scaling or scaling.count(scaling[0]) == len(scaling)

@@ -1,0 +1,286 @@
+"""Which adapter each row of a batch takes, as facts of Python and as tensors of a device.
+
+Papers: Chen et al. 2023 (Punica), arXiv:2310.18547; Sheng et al. 2023 (S-LoRA), arXiv:2311.03285:
+rows are sorted by adapter once for a batch, and all layers of a forward share the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from adapterzoo.errors import KernelError
+
+from ._ops import register
+
+T = TypeVar("T")
+
+# of the index: no adapter
+BASE = -1
+# numbers of a chunk in the plan: its adapter, its first row and the one after its last
+CHUNK = 3
+
+
+class Groups:
+    """The rows of one batch by adapter; made once, immutable, and shared by all layers.
+
+    Nothing of it depends on a layer. Its tensors are made on first use, one for each device, and
+    belong to the batch: no device is asked for a value, and no layer copies one to a device.
+
+    Attributes:
+        index: the adapter of each row, -1 for none.
+        adapters: those that some row takes, ascending.
+        lengths: rows of each of these.
+        rows: those with an adapter, ascending.
+        order: the same, by adapter.
+        inverse: where each of `rows` stands in `order`.
+        of_rows: the adapter of each of `rows`.
+        of_all: the same of all rows, where those without adapter are given some other's.
+        base: rows without adapter.
+        even: whether all of `adapters` have as many rows.
+        sorted: whether every row has an adapter and the batch is in the order of them.
+        whole: whether `adapters` are 0, 1, … without a gap.
+        host: `index` as a tensor on the CPU, int64 `[batch]`.
+    """
+
+    __slots__ = (
+        "_made",
+        "_ways",
+        "adapters",
+        "base",
+        "even",
+        "host",
+        "index",
+        "inverse",
+        "lengths",
+        "of_all",
+        "of_rows",
+        "order",
+        "rows",
+        "sorted",
+        "whole",
+    )
+
+    def __init__(self, index: tuple[int, ...], host: Tensor) -> None:
+        """See `Groups.of`."""
+        found: dict[int, list[int]] = {}
+        for row, adapter in enumerate(index):
+            found.setdefault(adapter, []).append(row)
+        self.index, self.host = index, host
+        self.base = tuple(found.pop(BASE, ()))
+        self.adapters = tuple(sorted(found))
+        self.lengths = tuple(len(found[adapter]) for adapter in self.adapters)
+        self.order = tuple(chain.from_iterable(found[adapter] for adapter in self.adapters))
+        self.rows = tuple(sorted(self.order))
+        self.of_rows = tuple(index[row] for row in self.rows)
+        spare = self.adapters[0] if self.adapters else BASE
+        self.of_all = tuple(spare if i == BASE else i for i in index)
+        place = {row: i for i, row in enumerate(self.order)}
+        self.inverse = tuple(place[row] for row in self.rows)
+        self.even = len(set(self.lengths)) == 1
+        self.sorted = not self.base and self.order == self.rows
+        self.whole = self.adapters == tuple(range(len(self.adapters)))
+        self._made: dict[tuple[object, ...], Tensor] = {}
+        self._ways: dict[tuple[int, ...], Any] = {}
+
+    @classmethod
+    def of(cls, index: Sequence[int | None] | Tensor) -> Groups:
+        """The plan of a batch.
+
+        Args:
+            index: for each row which adapter it takes, from 0; None or -1 for none. A tensor
+                `[batch]` of integers is read by the host, once.
+
+        Raises:
+            KernelError: an entry is no such number.
+        """
+        if isinstance(index, Tensor):
+            if index.dim() != 1 or index.is_floating_point() or index.dtype is torch.bool:
+                raise KernelError(
+                    f"Groups.of(index): index is {index.dtype} {list(index.shape)}. Legal is a "
+                    f"tensor of integers [batch], -1 for rows without adapter. Write "
+                    f"Groups.of([0, 1, None])."
+                )
+            given: Sequence[int | None] = index.tolist()
+        else:
+            given = index
+        values = tuple(BASE if i is None else i for i in given)
+        for row, value in enumerate(values):
+            if type(value) is not int or value < BASE:
+                raise KernelError(
+                    f"Groups.of(index): index[{row}]={value!r} is no number of an adapter. Legal "
+                    f"are 0, 1, … and None or -1 for rows without adapter. Write "
+                    f"Groups.of([0, 1, None])."
+                )
+        with torch.inference_mode(False):
+            return cls(values, torch.tensor(values, dtype=torch.int64))
+
+    def check(self, call: str, x: Tensor, n: int) -> None:
+        """That the plan fits operands.
+
+        Args:
+            call: for the message.
+            x: `[batch, *tokens, width]`.
+            n: number of adapters.
+
+        Raises:
+            KernelError: it is the plan of another batch, or names an adapter beyond `n`.
+        """
+        batch = self.host.shape[0]
+        if x.dim() < 2 or x.shape[0] != batch:
+            raise KernelError(
+                f"{call}: the groups are of {batch} rows, x is {list(x.shape)}. Legal is "
+                f"x [batch, *tokens, width] of as many rows. Write Groups.of(index) with an entry "
+                f"for each row."
+            )
+        # a compiler would compile anew for other numbers; they are looked at when it runs
+        if not torch.compiler.is_compiling():
+            self.check_adapters(call, n)
+
+    def check_adapters(self, call: str, n: int) -> None:
+        """The part of `check` that is about the adapters."""
+        if self.adapters and self.adapters[-1] >= n:
+            raise KernelError(
+                f"{call}: the groups name adapter {self.adapters[-1]}, and there are {n} adapters. "
+                f"Legal are 0 to {n - 1}. Write Groups.of(index) with these, or None."
+            )
+
+    def numbers(self, name: str, device: torch.device) -> Tensor:
+        """An attribute as a tensor of int64.
+
+        Args:
+            name: of the attribute.
+            device: where.
+        """
+        return self._kept((name, device), device, torch.int64, lambda: getattr(self, name))
+
+    def kept_blocks(self, n: int, tokens: int, rank: int, decide: Callable[..., T]) -> T:
+        """What `decide(groups, n, tokens, rank)` says, asked once for a batch."""
+        key = (n, tokens, rank)
+        if key not in self._ways:
+            self._ways[key] = decide(self, n, tokens, rank)
+        found: T = self._ways[key]
+        return found
+
+    def row_scales(
+        self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """The scaling of each row, `[batch]`; 1 without adapter."""
+        key = ("rows", scaling, device, dtype)
+        return self._kept(
+            key, device, dtype, lambda: [1.0 if i == BASE else scaling[i] for i in self.index]
+        )
+
+    def scales(
+        self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """The scaling of each adapter, `[n]`; layers of equal scaling share the tensor."""
+        if torch.compiler.is_compiling():
+            return torch.tensor(scaling, dtype=dtype, device=device)
+        return self._kept((scaling, device, dtype), device, dtype, lambda: scaling)
+
+    def plan(self, tokens: int, n: int, device: torch.device) -> Tensor:
+        """What the Triton kernels read; see `plan_of`.
+
+        Args:
+            tokens: of each row.
+            n: number of adapters.
+            device: where.
+        """
+        if torch.compiler.is_compiling():
+            made: Tensor = _plan(self.host, tokens, n, device)
+            return made
+        key = (tokens, n, device)
+        return self._kept(key, device, torch.int32, lambda: plan_of(self, tokens, n))
+
+    def _kept(
+        self,
+        key: tuple[object, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+        values: Callable[[], Sequence[float]],
+    ) -> Tensor:
+        """A tensor of the batch, made once; two threads may make the same one twice."""
+        found = self._made.get(key)
+        if found is None:
+            # one of inference mode could not be saved for a backward
+            with torch.inference_mode(False):
+                found = self._made[key] = torch.tensor(values(), dtype=dtype, device=device)
+        return found
+
+
+def chunk_rows(tokens: int) -> int:
+    """How many rows of one adapter a program takes; a decoding step has few of each."""
+    return 64 if tokens >= 64 else 16
+
+
+def plan_of(groups: Groups, tokens: int, n: int) -> list[int]:
+    """Rows by adapter and chunks of them: `[batch + n + 1 + CHUNK · chunks]`.
+
+    First the rows of the batch, those without adapter before the others, which are by adapter;
+    then for each adapter where its rows begin there, and the end; then the chunks, in rows of
+    x flattened in that order.
+
+    Args:
+        groups: of the batch.
+        tokens: of each row of the batch.
+        n: number of adapters.
+    """
+    lengths = dict(zip(groups.adapters, groups.lengths, strict=True))
+    starts = list(accumulate((lengths.get(i, 0) for i in range(n)), initial=len(groups.base)))
+    step, chunks = chunk_rows(tokens), list[int]()
+    for adapter, first, last in zip(range(BASE, n), [0, *starts], starts, strict=False):
+        for start in range(first * tokens, last * tokens, step):
+            chunks += [adapter, start, min(start + step, last * tokens)]
+    return [*groups.base, *groups.order, *starts, *chunks]
+
+
+def groups_of(plan: Tensor, n: int, batch: int) -> Groups:
+    """The groups that a plan was made of; of one on a device the host has to wait for it.
+
+    Args:
+        plan: from `Groups.plan`, or `Groups.host`.
+        n: number of adapters.
+        batch: number of rows.
+    """
+    values = plan.tolist()
+    if plan.dtype is torch.int64:
+        groups = Groups(tuple(values), plan)
+        groups.check_adapters("grouped_low_rank", n)
+        return groups
+    index = [BASE] * batch
+    starts = values[batch : batch + n + 1]
+    for adapter in range(n):
+        for row in values[starts[adapter] : starts[adapter + 1]]:
+            index[row] = adapter
+    return Groups(tuple(index), torch.tensor(index, dtype=torch.int64))
+
+
+def _run_plan(index: Tensor, tokens: int, n: int, device: torch.device) -> Tensor:
+    """The plan with empty chunks at its end, so that its length is known beforehand."""
+    values = plan_of(groups_of(index, n, index.shape[0]), tokens, n)
+    values += [BASE, 0, 0] * ((_plan_size(index, tokens, n) - len(values)) // CHUNK)
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _fake_plan(index: Tensor, tokens: int, n: int, device: torch.device) -> Tensor:
+    return index.new_empty(_plan_size(index, tokens, n), dtype=torch.int32, device=device)
+
+
+def _plan_size(index: Tensor, tokens: int, n: int) -> int:
+    batch = index.shape[0]
+    # whole chunks, and one begun for each adapter and the base
+    chunks = batch * tokens // chunk_rows(tokens) + n + 1
+    return batch + n + 1 + CHUNK * chunks
+
+
+# only under a compiler, which would make constants of the groups and compile each batch anew
+_plan = register(
+    "grouped_plan(Tensor index, SymInt tokens, SymInt n, Device device) -> Tensor",
+    _run_plan,
+    _fake_plan,
+)

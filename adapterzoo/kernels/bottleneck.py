@@ -1,0 +1,241 @@
+"""The bottleneck: to + s · (φ(x W_downᵀ + b_down) W_upᵀ + b_up).
+
+Papers: Houlsby et al. 2019, arXiv:1902.00751, §2.1; He et al. 2021, arXiv:2110.04366, eq. 7.
+
+Saved for the backward are x and h = x W_downᵀ + b_down; φ(h) is computed again. The matrices
+decide in which dtype the products are: h comes in theirs, and a copy of x in it lives no longer
+than a call. Where x is `to` itself, its two gradients are added in the product that makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from . import _bottleneck_torch, mode
+from ._bottleneck_torch import FUNCTIONS, SMALL
+from ._ops import below, check, narrowed, register
+from .exact import is_autocast
+
+_LEGAL = (
+    "to and x are [*batch, d_model], down is [width, d_model], up [d_model, width], their biases "
+    "[width] and [d_model]"
+)
+
+
+def bottleneck_reference(
+    to: Tensor,
+    x: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    up: Tensor,
+    up_bias: Tensor,
+    scaling: float,
+    activation: str,
+) -> Tensor:
+    """The definition, in the dtype of `to`.
+
+    Args:
+        to: `[*batch, d_model]`, what the bottleneck's result is added to.
+        x: `[*batch, d_model]`, what it reads, in the dtype of the matrices.
+        down: `[width, d_model]`.
+        down_bias: `[width]`.
+        up: `[d_model, width]`.
+        up_bias: `[d_model]`.
+        scaling: the factor s.
+        activation: φ, a key of `activations.ACTIVATIONS`.
+    """
+    update = linear(FUNCTIONS[activation](linear(x, down, down_bias)), up, up_bias)
+    return torch.add(to, update.to(to.dtype), alpha=scaling)  # [*batch, d_model]
+
+
+def bottleneck(
+    to: Tensor,
+    x: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    up: Tensor,
+    up_bias: Tensor,
+    scaling: float,
+    activation: str,
+) -> Tensor:
+    """`bottleneck_reference` of any `x`, fast and saving little.
+
+    Args:
+        to: `[*batch, d_model]`, what the bottleneck's result is added to.
+        x: `[*batch, d_model]`, what it reads, in any floating dtype; may be `to` itself.
+        down: `[width, d_model]`.
+        down_bias: `[width]`.
+        up: `[d_model, width]`.
+        up_bias: `[d_model]`.
+        scaling: the factor s.
+        activation: φ, a key of `activations.ACTIVATIONS`.
+
+    Returns:
+        Shape and dtype of `to`.
+
+    Raises:
+        KernelError: the mode is `"triton"`, and Triton cannot take the operands.
+    """
+    plain = to.dtype is x.dtype is down.dtype and _is_plain(x)
+    # the usual case on a CPU, where each call of Python counts
+    if plain and to.numel() <= SMALL:
+        inner = FUNCTIONS[activation](linear(x, down, down_bias))
+        return torch.add(to, linear(inner, up, up_bias), alpha=scaling)
+    if mode.is_reference():
+        x = x.to(down.dtype)
+        return bottleneck_reference(to, x, down, down_bias, up, up_bias, scaling, activation)
+    read = None if x is to else x
+    keeps = torch.is_grad_enabled()
+    run = _bottleneck_torch.bottleneck if plain and not keeps else _bottleneck
+    out: Tensor = run(to, read, down, down_bias, up, up_bias, scaling, activation, keeps)[0]
+    return out
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether nothing but torch operations in the operands' own dtype is to be done."""
+    if mode.may_take_triton(x):
+        return False
+    # each call of Python counts here
+    return not (torch.is_autocast_enabled("cpu") if x.is_cpu else is_autocast(x.device))
+
+
+def _run(
+    to: Tensor,
+    x: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor,
+    up: Tensor,
+    up_bias: Tensor,
+    scaling: float,
+    activation: str,
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    operands = (to, to if x is None else x, down, down_bias, up, up_bias)
+    rest = (down, down_bias, up, up_bias, scaling, activation, keeps)
+    if not mode.takes_triton("bottleneck", *operands):
+        return _bottleneck_torch.bottleneck(to, x, *rest)
+    from . import bottleneck_triton
+
+    return bottleneck_triton.bottleneck(to, x, *rest)
+
+
+def _run_backward(
+    dy: Tensor,
+    x: Tensor,
+    h: Tensor,
+    down: Tensor,
+    up: Tensor,
+    scaling: float,
+    activation: str,
+    adds: bool,
+    *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    run: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+    run = _bottleneck_torch.bottleneck_backward
+    if mode.takes_triton("bottleneck", dy, x, h, down, up):
+        from . import bottleneck_triton
+
+        run = bottleneck_triton.bottleneck_backward
+    return run(dy, x, h, down, up, scaling, activation, adds, *needs)
+
+
+def _fake(
+    to: Tensor,
+    x: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor,
+    up: Tensor,
+    up_bias: Tensor,
+    scaling: float,
+    activation: str,
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    operands = {"to": to, "x": x, "down": down, "down_bias": down_bias, "up": up}
+    operands["up_bias"] = up_bias
+    fits = down.shape == (*down_bias.shape, *up_bias.shape) and up.shape == down.shape[::-1]
+    fits = fits and to.shape[-1:] == up_bias.shape and (x is None or x.shape == to.shape)
+    check("bottleneck", "to", "down", operands, fits, _LEGAL)
+    h = down.new_empty((*to.shape[:-1], down.shape[0]) if keeps else 0)
+    return to.new_empty(to.shape), h
+
+
+def _fake_backward(
+    dy: Tensor,
+    x: Tensor,
+    h: Tensor,
+    down: Tensor,
+    up: Tensor,
+    scaling: float,
+    activation: str,
+    adds: bool,
+    needs_x: bool,
+    *needs: bool,
+) -> tuple[Tensor, ...]:
+    operands = {"dy": dy, "x": x, "h": h, "down": down, "up": up}
+    fits = dy.shape == (*h.shape[:-1], up.shape[0]) and h.shape[-1:] == down.shape[:1]
+    check("bottleneck's backward", "dy", "h", operands, fits, _LEGAL)
+    shapes = (down.shape, down.shape[:1], up.shape, up.shape[:1])
+    grads = (h.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True))
+    return x.new_empty(dy.shape if needs_x else 0), *grads
+
+
+class _Bottleneck(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        to: Tensor,
+        x: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor,
+        up: Tensor,
+        up_bias: Tensor,
+        scaling: float,
+        activation: str,
+        keeps: bool,
+    ) -> Any:
+        out, h = below(_bottleneck, to, x, down, down_bias, up, up_bias, scaling, activation, True)
+        read = to if x is None else x
+        # of an x that only passes the gradient on, the dtype is enough
+        ctx.save_for_backward(read if ctx.needs_input_grad[2] else read.new_empty(0), h, down, up)
+        ctx.scaling, ctx.activation, ctx.adds = scaling, activation, x is None
+        # h is an output so that second derivatives find their way through it; a first has none
+        ctx.set_materialize_grads(False)
+        return out, h
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> Any:
+        x, h, down, up = ctx.saved_tensors
+        of_to, of_x, *needs = ctx.needs_input_grad[:6]
+        scaling, activation, adds = ctx.scaling, ctx.activation, ctx.adds
+        if dy is None:
+            dy = x.new_zeros((*h.shape[:-1], up.shape[0]))  # [*batch, d_model]
+        needs = [of_to if adds else of_x, *needs]
+        run = _bottleneck_backward
+        if dh is not None or torch.is_grad_enabled():
+            run = partial(_bottleneck_torch.bottleneck_backward, dh=dh)
+        found = run(dy, x, h, down, up, scaling, activation, adds, *needs)
+        dx, *grads = (g if need else None for g, need in zip(found, needs, strict=True))
+        return dx if adds else dy, None if adds else dx, *grads, None, None, None
+
+
+_bottleneck = register(
+    "bottleneck(Tensor to, Tensor? x, Tensor down, Tensor down_bias, Tensor up, Tensor up_bias, "
+    "float scaling, str activation, bool keeps) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+    _Bottleneck,
+    lambda dtype, to, x, *rest: (to, x, *(narrowed(v, dtype) for v in rest[:4]), *rest[4:]),
+)
+_bottleneck_backward = register(
+    "bottleneck_backward(Tensor dy, Tensor x, Tensor h, Tensor down, Tensor up, float scaling, "
+    "str activation, bool adds, bool needs_x, bool needs_down, bool needs_down_bias, "
+    "bool needs_up, bool needs_up_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)

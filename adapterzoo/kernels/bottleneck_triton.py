@@ -1,0 +1,321 @@
+"""The bottleneck in Triton: one pass forward with h on chip, one pass over dy in the backward.
+
+The forward's program of a block of rows makes h of all features of x, then its part of the
+features of the result; programs that share a block make the same h. The backward reads dy once
+for φ(h)'s gradient and those of the up projection and its bias; what is left are the two products
+of a low-rank update, by its kernels. There are no atomics: the same operands give the same bits.
+
+Products are in the dtype of the matrices, sums and φ are float32; h and φ(h) are rounded to that
+dtype, as in the definition. Widths above what a program keeps, and activations that are not in
+`FUSED`, take the torch path, whose products of that size cuBLAS does well.
+"""
+
+# functions under triton.jit have no types to declare
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import _bottleneck_torch, low_rank_triton
+from ._launch import launch
+from ._tiles_triton import Tile, added, cut, parted, precision, product
+
+# activations to what `phi` calls them; names of one formula share one
+FUSED = {
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "leaky_relu": "leaky_relu",
+    "leakyrelu": "leaky_relu",
+    "linear": "linear",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "sigmoid": "sigmoid",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+# the widest h that a program keeps
+_WIDEST, _WIDEST_OF_FLOAT32 = 256, 64
+# above, the parts of a matrix's gradient are more bytes than a second look at dy
+_WIDEST_BACKWARD = 64
+# rows of a decoding step
+_FEW = 64
+
+
+# the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
+
+
+def bottleneck_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
+    """The configuration for a number of rows, a width and the dtype of the matrices."""
+    few = rows <= _FEW
+    if dtype is torch.float32:
+        return Tile(16 if few else 64, 32, 32 if width <= 32 else 64, 4 if few else 8, 2)
+    kept = cut(width) if width <= 64 else triton.next_power_of_2(width)
+    return Tile(16 if few else 64, 64, kept, 4 if kept <= 64 else 8, 3 if kept <= 128 else 2)
+
+
+def bottleneck_backward_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
+    """As `bottleneck_tile`, of widths whose gradients are made in parts."""
+    return low_rank_triton.expand_backward_tile(rows, width, dtype)
+
+
+@triton.jit
+def phi(h, PHI: tl.constexpr):
+    """The activation of a float32 tile."""
+    if PHI == "relu":
+        # NaN stays NaN
+        h = tl.where(h < 0.0, 0.0, h)
+    elif PHI == "leaky_relu":
+        h = tl.where(h < 0.0, 0.01 * h, h)
+    elif PHI == "sigmoid":
+        h = tl.sigmoid(h)
+    elif PHI == "silu":
+        h = h * tl.sigmoid(h)
+    elif PHI == "quick_gelu":
+        h = h * tl.sigmoid(1.702 * h)
+    elif PHI == "tanh":
+        square = h * h
+        series = h * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+        small = tl.exp(-2.0 * tl.abs(h))
+        far = (1.0 - small) / (1.0 + small)
+        # far from zero nothing cancels in 1 − e⁻²ʰ, and near it the next term is 6e-9 of the whole
+        h = tl.where(square < 0.0225, series, tl.where(h < 0.0, -far, far))
+    elif PHI == "gelu":
+        h = 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
+    elif PHI == "gelu_tanh":
+        # (1 + tanh z) / 2 = σ(2 z)
+        h = h * tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
+    return h
+
+
+@triton.jit(do_not_specialize=["rows"])
+def bottleneck_kernel(
+    to, x, down, down_bias, up, up_bias, out, h, to_row, to_col, x_row, x_col, down_row, down_col,
+    up_row, up_col, rows, d_model, width, part, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, PHI: tl.constexpr,
+    KEEPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write h and, for features p · part to (p + 1) · part, to + scaling · (φ(h) upᵀ + up_bias)."""
+    p = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r = tl.arange(0, RANK)
+    dtype = down.dtype.element_ty
+    x_rows = x + row.to(tl.int64)[:, None] * x_row
+    down_rows = down + r.to(tl.int64)[None, :] * down_row
+    acc = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(0, d_model, COLUMNS):
+        k = first + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (k < d_model)[None, :]
+        tile = tl.load(x_rows + k.to(tl.int64)[None, :] * x_col, inside, other=0.0).to(dtype)
+        factor = tl.load(
+            down_rows + k.to(tl.int64)[:, None] * down_col,
+            (k < d_model)[:, None] & (r < width)[None, :],
+            other=0.0,
+        )
+        acc = product(tile, factor, acc, PRECISION)
+    bias = tl.load(down_bias + r, r < width, other=0.0).to(tl.float32)[None, :]
+    inner = (acc + bias).to(dtype)
+    if KEEPS:
+        here = h + row.to(tl.int64)[:, None] * width + r[None, :]
+        tl.store(here, inner, (row < rows)[:, None] & (r < width)[None, :] & (p == 0))
+    # what φ makes of the padding meets zeros of up
+    left = phi(inner.to(tl.float32), PHI).to(dtype)
+    to_rows = to + row.to(tl.int64)[:, None] * to_row
+    up_cols = up + r.to(tl.int64)[:, None] * up_col
+    out_rows = out + row.to(tl.int64)[:, None] * d_model
+    for first in range(p * part, min(d_model, (p + 1) * part), COLUMNS):
+        n = first + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (n < d_model)[None, :]
+        factor = tl.load(
+            up_cols + n.to(tl.int64)[None, :] * up_row,
+            (r < width)[:, None] & (n < d_model)[None, :],
+            other=0.0,
+        )
+        update = product(left, factor, tl.zeros((ROWS, COLUMNS), tl.float32), PRECISION)
+        update += tl.load(up_bias + n, n < d_model, other=0.0).to(tl.float32)[None, :]
+        whole = tl.load(to_rows + n.to(tl.int64)[None, :] * to_col, inside, other=0.0)
+        whole = whole.to(tl.float32) + scaling * update
+        tl.store(out_rows + n[None, :], whole.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def bottleneck_backward_kernel(
+    dy, h, up, du, dup, dup_bias, dy_row, dy_col, h_row, h_col, up_row, up_col, rows, d_model,
+    width, part, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, PHI: tl.constexpr,
+    NEEDS_H: tl.constexpr, NEEDS_UP: tl.constexpr, NEEDS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a block of rows and the features of part p, each where it is needed.
+
+    du[p] = scaling · dy up, dup[block] = scaling · dyᵀ φ(h), dup_bias[block] = scaling · Σ dy.
+    """
+    tiles = tl.cdiv(width, RANK)
+    block = tl.program_id(0) // tiles
+    row = block * ROWS + tl.arange(0, ROWS)
+    # the first of the programs that share a block of rows does what has no width
+    first_tile = tl.program_id(0) % tiles == 0
+    r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
+    p = tl.program_id(1)
+    dtype = h.dtype.element_ty
+    within = (row < rows)[:, None] & (r < width)[None, :]
+    dy_rows = dy + row.to(tl.int64)[:, None] * dy_row
+    if NEEDS_UP:
+        at = h + row.to(tl.int64)[:, None] * h_row + r.to(tl.int64)[None, :] * h_col
+        right = phi(tl.load(at, within, other=0.0).to(tl.float32), PHI).to(dtype)
+    acc = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(p * part, min(d_model, (p + 1) * part), COLUMNS):
+        n = first + tl.arange(0, COLUMNS)
+        inside = (row < rows)[:, None] & (n < d_model)[None, :]
+        tile = tl.load(dy_rows + n.to(tl.int64)[None, :] * dy_col, inside, other=0.0)
+        of_block = block.to(tl.int64) * d_model + n
+        of_factor = (n < d_model)[:, None] & (r < width)[None, :]
+        if NEEDS_BIAS:
+            total = scaling * tl.sum(tile.to(tl.float32), 0)
+            tl.store(dup_bias + of_block, total, (n < d_model) & first_tile)
+        tile = tile.to(dtype)
+        if NEEDS_H:
+            factor = tl.load(
+                up + n.to(tl.int64)[:, None] * up_row + r.to(tl.int64)[None, :] * up_col,
+                of_factor,
+                other=0.0,
+            )
+            acc = product(tile, factor, acc, PRECISION)
+        if NEEDS_UP:
+            none = tl.zeros((COLUMNS, RANK), tl.float32)
+            own = product(tl.trans(tile), right, none, PRECISION)
+            tl.store(dup + of_block[:, None] * width + r[None, :], scaling * own, of_factor)
+    if NEEDS_H:
+        here = du + (p.to(tl.int64) * rows + row)[:, None] * width + r[None, :]
+        tl.store(here, (scaling * acc).to(du.dtype.element_ty), within)
+
+
+def bottleneck(
+    to: Tensor,
+    x: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor,
+    up: Tensor,
+    up_bias: Tensor,
+    scaling: float,
+    activation: str,
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    """The sum `[*batch, d_model]` of the definition, and h `[*batch, width]`.
+
+    `to` and `x` (None: `to`) `[*batch, d_model]`, `down` `[width, d_model]`, `up`
+    `[d_model, width]`. Without `keeps` h is empty.
+    """
+    width, d_model = down.shape
+    widest = _WIDEST_OF_FLOAT32 if down.dtype is torch.float32 else _WIDEST
+    if activation not in FUSED or width > widest:
+        return _bottleneck_torch.bottleneck(
+            to, x, down, down_bias, up, up_bias, scaling, activation, keeps
+        )
+    flat = to.reshape(-1, d_model)  # [rows, d_model]
+    read = flat if x is None else x.reshape(-1, d_model)  # [rows, d_model]
+    rows = flat.shape[0]
+    tile = bottleneck_tile(rows, width, down.dtype)
+    blocks = triton.cdiv(rows, tile.rows)
+    parts, part = parted(d_model, tile.columns, blocks)
+    out = torch.empty(to.shape, dtype=to.dtype, device=to.device)
+    h = down.new_empty((*to.shape[:-1], width) if keeps else 0)
+    launch(
+        bottleneck_kernel, (blocks, parts), flat, read, down, down_bias.contiguous(), up,
+        up_bias.contiguous(), out, h if keeps else None, *flat.stride(), *read.stride(),
+        *down.stride(), *up.stride(), rows, d_model, width, part, scaling,
+        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, PHI=FUSED[activation], KEEPS=keeps,
+        PRECISION=precision(down.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out, h
+
+
+def bottleneck_backward(
+    dy: Tensor,
+    x: Tensor,
+    h: Tensor,
+    down: Tensor,
+    up: Tensor,
+    scaling: float,
+    activation: str,
+    adds: bool,
+    needs_x: bool = True,
+    needs_down: bool = True,
+    needs_down_bias: bool = True,
+    needs_up: bool = True,
+    needs_up_bias: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x (plus `dy` with `adds`), down, its bias, up, its bias; empty: not needed.
+
+    Without `needs_down`, `x` may be empty: only its dtype is looked at.
+    """
+    width = down.shape[0]
+    if activation not in FUSED or width > _WIDEST_BACKWARD:
+        return _bottleneck_torch.bottleneck_backward(
+            dy, x, h, down, up, scaling, activation, adds, needs_x, needs_down, needs_down_bias,
+            needs_up, needs_up_bias,
+        )  # fmt: skip
+    needs_h = needs_x or needs_down or needs_down_bias
+    du, of_up, of_up_bias = _one_pass(
+        dy, h, up, scaling, activation, needs_h, needs_up, needs_up_bias
+    )
+    dx, of_down, of_down_bias = x.new_empty(0), h.new_empty(0), h.new_empty(0)
+    if needs_h:
+        dh = _bottleneck_torch.DERIVATIVES[activation](du, h)  # [*batch, width]
+    if needs_down_bias:
+        of_down_bias = dh.reshape(-1, width).sum(0)
+    if needs_x and adds:
+        dx = low_rank_triton.expand(dy, dh, down.T, 1.0)
+    of_x = needs_x and not adds
+    if of_x or needs_down:
+        alone, of_down = low_rank_triton.shrink_backward(dh, x, down, 0.0, None, of_x, needs_down)
+        dx = alone if of_x else dx
+    return dx, of_down, of_down_bias, of_up, of_up_bias
+
+
+def _one_pass(
+    dy: Tensor,
+    h: Tensor,
+    up: Tensor,
+    scaling: float,
+    activation: str,
+    needs_h: bool,
+    needs_up: bool,
+    needs_up_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernel gives, its parts added up: the gradients of φ(h), up and its bias."""
+    d_model, width = up.shape
+    flat, inner = dy.reshape(-1, d_model), h.reshape(-1, width)  # [rows, d_model], [rows, width]
+    rows = flat.shape[0]
+    tile = bottleneck_backward_tile(rows, width, h.dtype)
+    blocks = triton.cdiv(rows, tile.rows)
+    programs = blocks * triton.cdiv(width, tile.rank)
+    parts, part = parted(d_model, tile.columns, programs)
+
+    def room(needed: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape if needed else 0, dtype=dtype, device=dy.device)
+
+    du = room(needs_h, parts, rows, width, dtype=h.dtype if parts == 1 else torch.float32)
+    dup = room(needs_up, blocks, d_model, width)
+    dup_bias = room(needs_up_bias, blocks, d_model)
+    launch(
+        bottleneck_backward_kernel, (programs, parts), flat, inner, up, du, dup, dup_bias,
+        *flat.stride(), *inner.stride(), *up.stride(), rows, d_model, width, part, scaling,
+        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, PHI=FUSED[activation],
+        NEEDS_H=needs_h, NEEDS_UP=needs_up, NEEDS_BIAS=needs_up_bias,
+        PRECISION=precision(h.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return (
+        added(du, h.dtype).view(h.shape) if needs_h else h.new_empty(0),
+        added(dup, h.dtype) if needs_up else h.new_empty(0),
+        added(dup_bias, h.dtype) if needs_up_bias else h.new_empty(0),
+    )

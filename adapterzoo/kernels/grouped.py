@@ -1,0 +1,228 @@
+"""The low-rank update of a mixed batch: each row y + s · (x Aᵀ) Bᵀ with its own adapter.
+
+Papers: Chen et al. 2023 (Punica), arXiv:2310.18547, §4; Sheng et al. 2023 (S-LoRA),
+arXiv:2311.03285, §5.3; the update is that of Hu et al. 2021, arXiv:2106.09685, eq. 3.
+
+Two operators as in `low_rank`: `grouped_shrink` gives t = x Aᵀ of each row, `grouped_expand` gives
+y + s · t Bᵀ; methods that rescale or rotate rows take them apart. `Groups` says which row takes
+which adapter, and factors of any ranks are stacked, padded with zeros. Saved for the backward are
+x, t, the stacks and, with dropout, a bit for each feature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout as plain_dropout
+from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
+
+from . import _dropout, _grouped_ops, _grouped_torch, mode
+from ._groups import BASE, Groups
+from .exact import is_autocast
+from .low_rank import low_rank_reference
+
+__all__ = [
+    "Groups",
+    "Stack",
+    "grouped_expand",
+    "grouped_low_rank",
+    "grouped_low_rank_reference",
+    "grouped_shrink",
+    "stacked",
+]
+
+
+class Stack(NamedTuple):
+    """Factors of n adapters as `grouped_low_rank(y, x, *stack, groups)` takes them.
+
+    Attributes:
+        a: `[n, rank, d_in]`, the rows beyond an adapter's own rank zero.
+        b: `[n, d_out, rank]`, the columns beyond it zero.
+        scaling: the factor s of each.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: tuple[float, ...]
+
+
+def stacked(a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) -> Stack:
+    """Stack factors, padded to the widest rank; differentiable.
+
+    A caller may keep the stack as long as its factors do not change.
+
+    Args:
+        a: n factors `[rank_i, d_in]`.
+        b: n factors `[d_out, rank_i]`.
+        scaling: n factors s.
+    """
+    if len({factor.shape for factor in a}) == 1:
+        return Stack(torch.stack([*a]), torch.stack([*b]), tuple(scaling))
+    down = pad_sequence([*a], batch_first=True)  # [n, rank, d_in]
+    up = pad_sequence([factor.T for factor in b], batch_first=True)  # [n, rank, d_out]
+    return Stack(down, up.mT, tuple(scaling))
+
+
+def grouped_low_rank_reference(
+    y: Tensor,
+    x: Tensor,
+    a: Sequence[Tensor] | Tensor,
+    b: Sequence[Tensor] | Tensor,
+    scaling: Sequence[float],
+    groups: Groups,
+) -> Tensor:
+    """The definition: `low_rank_reference` of each row with its adapter, in the dtype of `y`.
+
+    Args:
+        y: `[batch, *tokens, d_out]`, the output that gets the update.
+        x: `[batch, *tokens, d_in]`, in the dtype of the factors.
+        a: n factors `[rank_i, d_in]`.
+        b: n factors `[d_out, rank_i]`.
+        scaling: n factors s.
+        groups: which adapter each row of the batch takes.
+    """
+    rows = [
+        y[row] if i == BASE else low_rank_reference(y[row], x[row], a[i], b[i], scaling[i])
+        for row, i in enumerate(groups.index)
+    ]
+    return torch.stack(rows) if rows else y.clone()
+
+
+def grouped_low_rank(
+    y: Tensor,
+    x: Tensor,
+    a: Sequence[Tensor] | Tensor,
+    b: Sequence[Tensor] | Tensor,
+    scaling: Sequence[float],
+    groups: Groups,
+    dropout: float = 0.0,
+    training: bool = False,
+) -> Tensor:
+    """`grouped_low_rank_reference` of any `x`, with dropout, in a few calls for the whole batch.
+
+    Args:
+        y: `[batch, *tokens, d_out]`, the output that gets the update.
+        x: `[batch, *tokens, d_in]`, in any floating dtype.
+        a: n factors `[rank_i, d_in]`, or a stack of them.
+        b: n factors `[d_out, rank_i]`, or a stack of them.
+        scaling: n factors s.
+        groups: which adapter each row of the batch takes.
+        dropout: probability, 0 to below 1, of dropping a feature of x on the way to A.
+        training: whether features are dropped at all.
+
+    Returns:
+        Shape and dtype of `y`. A row without adapter has the bits of `y`; an adapter without rows
+        gets a gradient of zeros.
+
+    Raises:
+        KernelError: the groups are of another batch or name an adapter that is not there; or
+            the mode is `"triton"`, and Triton cannot take the operands.
+    """
+    groups.check("grouped_low_rank", x, len(a))
+    if mode.is_reference():
+        dropped = plain_dropout(x.to(a[0].dtype), dropout, training) if len(a) else x
+        return grouped_low_rank_reference(y, dropped, a, b, scaling, groups)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        a, b, scaling = stacked([*a], [*b], scaling)
+    drops = training and dropout > 0.0
+    if not drops and y.dtype is x.dtype is a.dtype and _is_plain(x, b, groups):
+        return _grouped_torch.low_rank(y, x, a, b, scaling, groups)
+    return grouped_expand(y, grouped_shrink(x, a, groups, dropout, training), b, scaling, groups)
+
+
+def grouped_shrink(
+    x: Tensor, a: Tensor, groups: Groups, dropout: float = 0.0, training: bool = False
+) -> Tensor:
+    """Project down: t = dropout(x) Aᵀ with each row's A, accumulated in float32 or float64.
+
+    Args:
+        x: `[batch, *tokens, d_in]`, in any floating dtype.
+        a: `[n, rank, d_in]`, from `stacked`.
+        groups: which adapter each row of the batch takes.
+        dropout: probability, 0 to below 1, of dropping a feature of x.
+        training: whether features are dropped at all.
+
+    Returns:
+        `[batch, *tokens, rank]`, in the dtype of `a`; under autocast in its dtype. Zero beyond an
+        adapter's own rank, and for a row without adapter.
+
+    Raises:
+        KernelError: as `grouped_low_rank`.
+    """
+    groups.check("grouped_shrink", x, a.shape[0])
+    if mode.is_reference():
+        dropped = plain_dropout(x.to(a.dtype), dropout, training)
+        none = a.new_zeros(*x.shape[1:-1], a.shape[1])
+        rows = [none if i == BASE else linear(dropped[r], a[i]) for r, i in enumerate(groups.index)]
+        return torch.stack(rows) if rows else a.new_zeros(*x.shape[:-1], a.shape[1])
+    noise = None
+    if training and dropout:
+        noise = (
+            _dropout.seed(x)
+            if mode.takes_triton("grouped_shrink", x, a)
+            else _dropout.bits(x, dropout)
+        )
+    elif x.dtype is a.dtype and _is_plain(x, a, groups):
+        return _grouped_torch.shrink(x, a, 0.0, None, groups)
+    t: Tensor = _grouped_ops.shrink(x, a, dropout, noise, _plan("grouped_shrink", groups, x, a))
+    return t
+
+
+def grouped_expand(
+    y: Tensor, t: Tensor, b: Tensor, scaling: Sequence[float], groups: Groups
+) -> Tensor:
+    """Add the update: y + s · t Bᵀ with each row's B and s, in one pass over y.
+
+    Args:
+        y: `[batch, *tokens, d_out]`, the output that gets the update.
+        t: `[batch, *tokens, rank]`, from `grouped_shrink`.
+        b: `[n, d_out, rank]`, from `stacked`.
+        scaling: n factors s.
+        groups: which adapter each row of the batch takes.
+
+    Returns:
+        Shape and dtype of `y`; a row without adapter has its bits.
+
+    Raises:
+        KernelError: as `grouped_low_rank`.
+    """
+    groups.check("grouped_expand", y, b.shape[0])
+    if mode.is_reference():
+        rows = [
+            y[r] if i == BASE else torch.add(y[r], linear(t[r], b[i]).to(y.dtype), alpha=scaling[i])
+            for r, i in enumerate(groups.index)
+        ]
+        return torch.stack(rows) if rows else y.clone()
+    if y.dtype is t.dtype and t.dtype is b.dtype and _is_plain(y, b, groups):
+        return _grouped_torch.expand(y, t, b, scaling, groups)
+    plan = _plan("grouped_expand", groups, y, t, b)
+    place = (torch.device("cpu"), torch.float64) if plan is groups.host else (y.device, torch.float)
+    out: Tensor = _grouped_ops.expand(y, t, b, groups.scales(tuple(scaling), *place), plan)
+    return out
+
+
+def _is_plain(x: Tensor, factor: Tensor, groups: Groups) -> bool:
+    """Whether autograd over the torch path saves no more than the operator, and runs faster.
+
+    Not under a compiler: it would take the groups for constants, and compile each batch anew. Nor
+    where no row has an adapter: factors get gradients of zeros from the operator alone.
+    """
+    return not (
+        x.dtype is not factor.dtype
+        or torch.compiler.is_compiling()
+        or not groups.rows
+        or is_autocast(x.device)
+        or mode.may_take_triton(x)
+    )
+
+
+def _plan(call: str, groups: Groups, x: Tensor, *factors: Tensor) -> Tensor:
+    """What an operator is told of the groups: a plan for Triton, or for torch one on the host."""
+    if not mode.takes_triton(call, x, *factors):
+        return groups.host
+    return groups.plan(math.prod(x.shape[1:-1]), factors[-1].shape[0], x.device)

@@ -1,0 +1,196 @@
+"""The gate: every kernel at every configuration against float64, or no figure at all.
+
+Fresh operands each time; what a kernel leaves unwritten is NaN; each kernel runs twice on the
+same operands, because a result that moves is a race; and the gate itself is seen to fail first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from _gpu_kernels import KINDS, Kernel, Shape
+from adapterzoo import kernels
+
+# times the limit of the norm: what one element may be off by, over the largest
+_WORST = 4.0
+
+
+class GateError(Exception):
+    """A kernel computes something else than its definition."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a kernel has passed.
+
+    Attributes:
+        kernel: its name.
+        checks: how many comparisons.
+        tiles: the configurations that they used.
+        worst: the largest part of its limit that an error reached, and where.
+    """
+
+    kernel: str
+    checks: int
+    tiles: tuple[str, ...]
+    worst: tuple[float, str]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the gate draws.
+
+    Attributes:
+        few: rows of a decoding step.
+        many: rows of a batch.
+        d_in: odd, so that no tile fits.
+        d_out: likewise.
+        draws: fresh sets of operands for each case.
+        kinds: keys of `KINDS`.
+        ranks: how many of a kernel's ranks.
+        tallest: rows that no case may have more of.
+    """
+
+    few: int
+    many: int
+    d_in: int
+    d_out: int
+    draws: int
+    kinds: tuple[str, ...] = tuple(KINDS)
+    ranks: int = 99
+    tallest: int = 1 << 20
+
+
+def shapes(kernel: Kernel, sizes: Sizes) -> Iterator[Shape]:
+    """Those at which the kernel takes each of its configurations."""
+    tall = [sizes.few, min(max(sizes.many, kernel.few + 3), sizes.tallest)]
+    for rows, rank in itertools.product(tall, kernel.ranks[: sizes.ranks]):
+        yield Shape(rows, sizes.d_in, sizes.d_out, rank)
+
+
+def tiles(kernel: Kernel, sizes: Sizes) -> set[str]:
+    """The configurations that these shapes take."""
+    return {
+        str(tuple(of(shape.rows, shape.rank, KINDS[kind].factor)))
+        for shape in shapes(kernel, sizes)
+        for kind in sizes.kinds
+        for of in kernel.tiles
+    }
+
+
+def check(
+    found: list[Kernel], sizes: Sizes, device: torch.device, mode: str
+) -> Iterator[Callable[[], Passed]]:
+    """One call for each kernel, which checks it.
+
+    Args:
+        found: the kernels.
+        sizes: of the operands.
+        device: of the operands.
+        mode: of `kernels.use`.
+    """
+    _self_test(device)
+    for kernel in found:
+        yield lambda kernel=kernel: _kernel(kernel, sizes, device, mode)  # type: ignore[misc]
+
+
+def _kernel(kernel: Kernel, sizes: Sizes, device: torch.device, mode: str) -> Passed:
+    worst, checks = (0.0, ""), 0
+    for shape, title, seed in itertools.product(
+        shapes(kernel, sizes), sizes.kinds, range(sizes.draws)
+    ):
+        kind = KINDS[title]
+        where = f"{kernel.name}, {title}, {shape}, draw {seed}"
+        torch.manual_seed(1000 + seed)
+        operands = kernel.draw(shape, kind, device)
+        with kernels.use(mode):
+            once, again = (_poisoned(kernel, operands, seed) for _ in range(2))
+        for name, got in once.items():
+            if not torch.equal(got, again[name]):
+                raise GateError(f"{where}: {name} differs between two runs on the same operands")
+        truth = _truth(kernel, operands, seed)
+        for name, got in once.items():
+            part = _error(got, truth[name], kernel.limit or kernel.roundings * kind.limit)
+            checks += 1
+            # NaN fails too
+            if not part <= 1.0:
+                raise GateError(f"{where}: {name} is off by {part:.3g} times its limit")
+            worst = max(worst, (part, f"{where}: {name}"))
+    return Passed(kernel.name, checks, tuple(sorted(tiles(kernel, sizes))), worst)
+
+
+def _poisoned(kernel: Kernel, operands: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The result and its gradients, in memory that was NaN before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _results(kernel.run, kernel, operands, seed)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _truth(kernel: Kernel, operands: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    wide = {
+        name: tensor.detach().double().requires_grad_(tensor.requires_grad)
+        for name, tensor in operands.items()
+    }
+    return _results(kernel.truth, kernel, wide, seed)
+
+
+def _results(
+    run: Callable[[dict[str, Tensor]], Tensor],
+    kernel: Kernel,
+    operands: dict[str, Tensor],
+    seed: int,
+) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    out = run(operands)
+    found = {"out": out.detach()}
+    if kernel.grads:
+        source = torch.Generator(out.device).manual_seed(seed + 7)
+        dy = torch.randn(out.shape, generator=source, device=out.device, dtype=torch.float32)
+        # numbers that every dtype holds, so that the truth gets the same
+        dy = dy.to(torch.bfloat16).to(out.dtype)
+        inputs = [operands[name] for name in kernel.grads]
+        grads = torch.autograd.grad(out, inputs, dy)
+        found |= {f"d{name}": g for name, g in zip(kernel.grads, grads, strict=True)}
+    return found
+
+
+def _error(got: Tensor, truth: Tensor, limit: float) -> float:
+    """By the norm of the whole and by the worst element, over what each may be."""
+    if got.shape != truth.shape:
+        return float("inf")
+    difference = got.double() - truth
+    whole = (difference.norm() / truth.norm().clamp_min(1e-30)).item()
+    worst = (difference.abs().max() / truth.abs().max().clamp_min(1e-30)).item()
+    # max() would drop a NaN that comes second
+    parts = torch.tensor([whole / limit, worst / (_WORST * limit)], dtype=torch.float64)
+    return parts.max().item()
+
+
+def _self_test(device: torch.device) -> None:
+    """Memory is poisoned, and errors of each kind are seen.
+
+    Raises:
+        GateError: the gate would let something through.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        clean = torch.empty(7, device=device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    good = torch.randn(64, 64, device=device, dtype=torch.float64)
+    unwritten, wrong = good.clone(), good.clone()
+    unwritten[3, 5] = float("nan")
+    wrong[60, 2] += good.abs().max()
+    seen = [_error(bad, good, KINDS["bfloat16"].limit) for bad in (unwritten, wrong, good[:32])]
+    if not clean.isnan().all() or any(part <= 1.0 for part in seen) or _error(good, good, 1e-9):
+        raise GateError("the gate itself does not see what is wrong")

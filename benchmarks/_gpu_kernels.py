@@ -1,0 +1,364 @@
+"""Every kernel of adapterzoo, with random operands and the same function in float64.
+
+One entry of `KERNELS` is all that a new kernel needs: the gate checks it at each of its tile
+configurations, and the section on kernels times it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from adapterzoo.kernels import (
+    _dropout,
+    bottleneck,
+    bottleneck_triton,
+    butterfly,
+    butterfly_triton,
+    compose,
+    compose_triton,
+    dora,
+    grouped,
+    grouped_triton,
+    low_rank,
+    low_rank_triton,
+    row_norm_triton,
+)
+from adapterzoo.kernels._groups import Groups, chunk_rows
+
+S = 0.7
+P = 0.1
+
+Operands = Mapping[str, Tensor]
+# rows, rank and dtype of the products to a configuration
+TileOf = Callable[[int, int, torch.dtype], Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the operands.
+
+    Attributes:
+        rows: of the activations.
+        d_in: features that go in.
+        d_out: features that come out.
+        rank: of the factors; of a rotation the width of its chunks.
+    """
+
+    rows: int
+    d_in: int
+    d_out: int
+    rank: int
+
+    def __str__(self) -> str:
+        """For tables."""
+        return f"{self.rows} × {self.d_in} → {self.d_out}, {self.rank}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Dtypes of the operands, and how far from float64 the result may be.
+
+    Attributes:
+        outer: of activations and weights.
+        factor: of the factors.
+        limit: for ‖out − truth‖ / ‖truth‖.
+    """
+
+    outer: torch.dtype
+    factor: torch.dtype
+    limit: float
+
+
+KINDS = {
+    "bfloat16": Kind(torch.bfloat16, torch.bfloat16, 1e-2),
+    "float16": Kind(torch.float16, torch.float16, 2e-3),
+    "float32": Kind(torch.float32, torch.float32, 1e-5),
+    "bfloat16, float32 factors": Kind(torch.bfloat16, torch.float32, 1e-2),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, or the pair of its forward and its backward.
+
+    Attributes:
+        name: for tables.
+        sizes: names of the operands to their sizes, from a shape.
+        fixed: operands of a dtype that does not follow the kind.
+        factors: operands that are factors.
+        run: the public function, on the operands.
+        truth: the definition, written anew for operands in float64.
+        grads: operands whose gradients are computed, and written by a backward pass.
+        kept: operands that the backward reads.
+        flops: of the forward.
+        tiles: its configurations.
+        ranks: at which it is checked.
+        timed: ranks at which it is timed.
+        few: rows up to which there is another configuration.
+        roundings: how often what is in between is rounded to the kind's dtype: times its limit.
+        limit: instead of the kind's, where sums and results are float32 whatever goes in.
+    """
+
+    name: str
+    sizes: Callable[[Shape], dict[str, tuple[int, ...]]]
+    run: Callable[[Operands], Tensor]
+    truth: Callable[[Operands], Tensor]
+    grads: tuple[str, ...]
+    kept: tuple[str, ...]
+    flops: Callable[[Shape], int]
+    tiles: tuple[TileOf, ...]
+    factors: tuple[str, ...] = ("a", "b", "t")
+    fixed: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = (3, 24, 100)
+    timed: tuple[int, ...] = (16, 64, 384)
+    few: int = 64
+    limit: float | None = None
+    roundings: float = 1.0
+
+    def draw(self, shape: Shape, kind: Kind, device: torch.device) -> dict[str, Tensor]:
+        """Fresh random operands, those of `grads` with gradients."""
+        made = {}
+        for name, size in self.sizes(shape).items():
+            dtype = kind.factor if name in self.factors else kind.outer
+            dtype = torch.float32 if name in self.fixed else dtype
+            made[name] = torch.randn(size, device=device, dtype=torch.float32).to(dtype)
+            made[name].requires_grad_(name in self.grads)
+        return made
+
+    def moved(self, operands: Operands, out: Tensor, backward: bool) -> int:
+        """The fewest bytes that the kernel can move: inputs read once, outputs written once."""
+        if not backward:
+            return sum(t.nbytes for t in operands.values()) + out.nbytes
+        # the gradient of what is only added to is the incoming one itself
+        written = [name for name in self.grads if name in self.kept]
+        return out.nbytes + sum(operands[name].nbytes for name in (*self.kept, *written))
+
+
+def _mask(x: Tensor) -> Tensor:
+    """What dropout multiplies `x` by, from torch's seed of this moment: Philox 4x32-7."""
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    seed = _dropout.seed(x)
+    low = 0xFFFFFFFF
+    keys = [seed & low, seed >> 32]
+    words = [
+        torch.arange(rows, device=x.device)[:, None].expand(-1, -(-width // 8)).clone(),
+        torch.arange(-(-width // 8), device=x.device)[None, :].expand(rows, -1).clone(),
+        *(torch.zeros(rows, -(-width // 8), device=x.device, dtype=torch.int64) for _ in range(2)),
+    ]
+    for _ in range(7):
+        # products of 32 bits wrap into the sign, which the masks take away
+        left, right = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        words = [
+            (right >> 32) & low ^ words[1] ^ keys[0],
+            right & low,
+            (left >> 32) & low ^ words[3] ^ keys[1],
+            left & low,
+        ]
+        keys = [(keys[0] + 0x9E3779B9) & low, (keys[1] + 0xBB67AE85) & low]
+    halves = [words[i] >> shift & 0xFFFF for i in (0, 2, 1, 3) for shift in (0, 16)]
+    drawn = torch.stack(halves, -1).flatten(1)[:, :width]  # [rows, width]
+    return (drawn >= _dropout.threshold(P)).double().view(x.shape) * _dropout.kept_scale(P)
+
+
+def _composed(v: Operands) -> Tensor:
+    return (v["y"] + S * v["t"] @ v["b"].T - v["bias"]) * v["gain"] + v["bias"]
+
+
+def _rotated(v: Operands) -> Tensor:
+    x, blocks = v["x"], v["blocks"]
+    parts = x.view(-1, *blocks.shape[:2])  # [rows, chunks, width]
+    return torch.einsum("rci,cij->rcj", parts, blocks).reshape(x.shape)
+
+
+def _rotate(v: Operands) -> Tensor:
+    return butterfly.turned(v["x"], v["blocks"].unsqueeze(0))
+
+
+def _bottleneck(v: Operands) -> Tensor:
+    x, down, down_bias, up, up_bias = v.values()
+    return bottleneck.bottleneck(x, x, down, down_bias, up, up_bias, S, "swish")
+
+
+def _bottlenecked(v: Operands) -> Tensor:
+    x, down, down_bias, up, up_bias = v.values()
+    return x + S * linear(silu(linear(x, down, down_bias)), up, up_bias)
+
+
+def _grouped_sizes(s: Shape) -> dict[str, tuple[int, ...]]:
+    batch, count = len(_ADAPTERS), max(i or 0 for i in _ADAPTERS) + 1
+    tokens = _tokens(s.rows)
+    return {
+        "y": (batch, tokens, s.d_out),
+        "x": (batch, tokens, s.d_in),
+        "a": (count, s.rank, s.d_in),
+        "b": (count, s.d_out, s.rank),
+    }
+
+
+def _grouped(v: Operands) -> Tensor:
+    a, b = v["a"], v["b"]
+    return grouped.grouped_low_rank(v["y"], v["x"], a, b, (S,) * len(a), _GROUPS)
+
+
+def _grouped_truth(v: Operands) -> Tensor:
+    rows = [
+        y if i is None else y + S * x @ v["a"][i].T @ v["b"][i].T
+        for y, x, i in zip(v["y"], v["x"], _ADAPTERS, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _tokens(rows: int) -> int:
+    return -(-rows // len(_ADAPTERS))
+
+
+def _blocks(s: Shape) -> dict[str, tuple[int, ...]]:
+    chunks = -(-s.d_in // s.rank)
+    return {"x": (s.rows, chunks * s.rank), "blocks": (chunks, s.rank, s.rank)}
+
+
+# of each row of a mixed batch; one is far from its neighbour, one has none, none is sorted
+_ADAPTERS = (2, 0, None, 4, 0, 2, 1, 3)
+_GROUPS = Groups.of(_ADAPTERS)
+
+_SHRINK = (low_rank_triton.shrink_tile, low_rank_triton.shrink_backward_tile)
+_EXPAND = (low_rank_triton.expand_tile, low_rank_triton.expand_backward_tile)
+_COMPOSE = (compose_triton.compose_tile, compose_triton.compose_backward_tile)
+_ROTATE = (butterfly_triton.rotate_tile, butterfly_triton.rotate_backward_tile)
+
+KERNELS = [
+    Kernel(
+        "shrink",
+        lambda s: {"x": (s.rows, s.d_in), "a": (s.rank, s.d_in)},
+        lambda v: low_rank.shrink(v["x"], v["a"]),
+        lambda v: v["x"] @ v["a"].T,
+        ("x", "a"),
+        ("x", "a"),
+        lambda s: 2 * s.rows * s.d_in * s.rank,
+        _SHRINK,
+    ),
+    Kernel(
+        "shrink, dropout",
+        lambda s: {"x": (s.rows, s.d_in), "a": (s.rank, s.d_in)},
+        lambda v: low_rank.shrink(v["x"], v["a"], P, training=True),
+        lambda v: (v["x"] * _mask(v["x"])) @ v["a"].T,
+        ("x", "a"),
+        ("x", "a"),
+        lambda s: 2 * s.rows * s.d_in * s.rank,
+        _SHRINK,
+    ),
+    Kernel(
+        "expand",
+        lambda s: {"y": (s.rows, s.d_out), "t": (s.rows, s.rank), "b": (s.d_out, s.rank)},
+        lambda v: low_rank.expand(v["y"], v["t"], v["b"], S),
+        lambda v: v["y"] + S * v["t"] @ v["b"].T,
+        ("y", "t", "b"),
+        ("t", "b"),
+        lambda s: 2 * s.rows * s.d_out * s.rank,
+        _EXPAND,
+    ),
+    Kernel(
+        "compose",
+        lambda s: {
+            "y": (s.rows, s.d_out),
+            "gain": (s.d_out,),
+            "bias": (s.d_out,),
+            "t": (s.rows, s.rank),
+            "b": (s.d_out, s.rank),
+        },
+        lambda v: compose.compose(v["y"], v["gain"], v["bias"], v["t"], v["b"], S),
+        _composed,
+        ("y", "gain", "t", "b"),
+        ("y", "gain", "t", "b"),
+        lambda s: 2 * s.rows * s.d_out * s.rank,
+        _COMPOSE,
+        fixed=("gain",),
+    ),
+    Kernel(
+        "compose, no update",
+        lambda s: {"y": (s.rows, s.d_out), "gain": (s.d_out,), "bias": (s.d_out,)},
+        lambda v: compose.compose(v["y"], v["gain"], v["bias"]),
+        lambda v: (v["y"] - v["bias"]) * v["gain"] + v["bias"],
+        ("y", "gain", "bias"),
+        ("y", "gain", "bias"),
+        lambda s: 2 * s.rows * s.d_out,
+        (
+            lambda rows, rank, dtype: compose_triton.compose_tile(rows, 0, dtype),
+            lambda rows, rank, dtype: compose_triton.compose_backward_tile(rows, 0, dtype),
+        ),
+        fixed=("gain",),
+        ranks=(1,),
+        timed=(1,),
+    ),
+    Kernel(
+        "row_norm",
+        lambda s: {"w": (s.rows, s.d_in), "a": (s.rank, s.d_in), "b": (s.rows, s.rank)},
+        lambda v: dora.row_norm(v["w"], v["a"], v["b"], S),
+        lambda v: torch.linalg.vector_norm(v["w"] + S * v["b"] @ v["a"], dim=-1),
+        (),
+        (),
+        lambda s: 2 * s.rows * s.d_in * s.rank,
+        (row_norm_triton.row_norm_tile,),
+        few=4096,
+        limit=1e-5,
+    ),
+    Kernel(
+        "rotate",
+        _blocks,
+        _rotate,
+        _rotated,
+        ("x", "blocks"),
+        ("x", "blocks"),
+        lambda s: 2 * s.rows * s.d_in * s.rank,
+        _ROTATE,
+        fixed=("blocks",),
+        ranks=(16, 32, 64, 128),
+        timed=(16, 32, 64),
+    ),
+    Kernel(
+        "bottleneck",
+        lambda s: {
+            "x": (s.rows, s.d_in),
+            "down": (s.rank, s.d_in),
+            "down_bias": (s.rank,),
+            "up": (s.d_in, s.rank),
+            "up_bias": (s.d_in,),
+        },
+        _bottleneck,
+        _bottlenecked,
+        ("x", "down", "down_bias", "up", "up_bias"),
+        ("x", "down", "down_bias", "up", "up_bias"),
+        lambda s: 4 * s.rows * s.d_in * s.rank,
+        (bottleneck_triton.bottleneck_tile, bottleneck_triton.bottleneck_backward_tile),
+        factors=("down", "down_bias", "up", "up_bias"),
+        ranks=(3, 24, 64, 128, 256),
+        timed=(64, 128, 256),
+        roundings=2.0,
+    ),
+    Kernel(
+        "grouped low rank",
+        _grouped_sizes,
+        _grouped,
+        _grouped_truth,
+        ("y", "x", "a", "b"),
+        ("x", "a", "b"),
+        lambda s: 2 * s.rows * (s.d_in + s.d_out) * s.rank,
+        (
+            lambda rows, rank, dtype: grouped_triton.shrink_tile(
+                chunk_rows(_tokens(rows)), rank, dtype
+            ),
+            lambda rows, rank, dtype: grouped_triton.expand_tile(
+                chunk_rows(_tokens(rows)), rank, dtype
+            ),
+            lambda rows, rank, dtype: grouped_triton.outer_tile(rank, dtype),
+        ),
+        timed=(16, 64),
+        roundings=2.0,
+    ),
+]

@@ -1,0 +1,236 @@
+"""Kernels alone, and single layers with an adapter: forward and backward over the layer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import adapterzoo
+from _gpu_bench import Bench, timed_shapes
+from _gpu_clock import SETS, Runs
+from _gpu_kernels import KERNELS, KINDS, Kernel, Shape
+from _gpu_methods import PEERS, Method, boft_methods, layer_methods, parameters_of, stirred, twin
+from _gpu_report import Cell, Goal, Row, at_least, at_most
+from _measure import Ratio
+from adapterzoo import kernels
+
+# of the layer in a model that has nothing else
+_TARGET = r".*up_proj"
+
+
+def ceilings(bench: Bench) -> Iterator[Row]:
+    """What the device can do: a large copy, bytes read and written; a large matrix product."""
+    clock, plan, device = bench.clock, bench.plan, bench.device
+    source = torch.randn(plan.copy_bytes // 2, device=device, dtype=torch.bfloat16)
+    copying: Runs = [partial(torch.empty_like(source).copy_, source)]
+    times = clock.interleaved({"copy": copying}, bench.until)
+    bench.bandwidth = 2 * source.nbytes / times.median("copy")
+    yield Row("copy, read and written", {"GB/s": bench.bandwidth / 1e6})
+    n = plan.gemm
+    left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = clock.interleaved({"product": [partial(torch.mm, left, right)]}, bench.until)
+    bench.rate = 2.0 * n**3 / times.median("product")
+    yield Row(f"bfloat16 product of {n}³", {"TFLOP/s": bench.rate / 1e9})
+
+
+def alone(bench: Bench) -> Iterator[Row]:
+    """Each kernel against what the device can do, and against its definition in torch."""
+    for kernel in KERNELS:
+        for shape in timed_shapes(kernel, bench.plan):
+            if bench.has_time(f"{kernel.name}, {shape}"):
+                yield from _alone(bench, kernel, shape)
+
+
+def _alone(bench: Bench, kernel: Kernel, shape: Shape) -> Iterator[Row]:
+    sets = [kernel.draw(shape, KINDS["bfloat16"], bench.device) for _ in range(SETS)]
+    ways = {"kernel": "auto", "reference": "reference"}
+    with torch.no_grad(), kernels.use("auto"):
+        out = kernel.run(sets[0])
+    forward = {way: [_forward(kernel, v, mode) for v in sets] for way, mode in ways.items()}
+    yield _row(bench, kernel, shape, forward, kernel.moved(sets[0], out, False), 1)
+    if not kernel.grads:
+        return
+    backward = {way: [_backward(kernel, v, mode) for v in sets] for way, mode in ways.items()}
+    yield _row(bench, kernel, shape, backward, kernel.moved(sets[0], out, True), 2)
+
+
+def _row(
+    bench: Bench, kernel: Kernel, shape: Shape, runs: Mapping[str, Runs], moved: int, passes: int
+) -> Row:
+    times = bench.clock.interleaved(runs, bench.until, failing=("reference",))
+    taken = times.median("kernel")
+    flops = passes * kernel.flops(shape)
+    bandwidth = moved / taken / bench.bandwidth
+    rate = flops / taken / bench.rate
+    faster = times.over("reference", "kernel")
+    # what is bound by the matrix unit cannot fill the memory's bandwidth
+    by_memory = moved / bench.bandwidth > flops / bench.rate
+    name = f"{kernel.name}, {'backward' if passes == 2 else 'forward'}, {shape}"
+    return Row(
+        name,
+        {
+            "µs": 1e3 * taken,
+            "of the copy": bandwidth,
+            "of the product": rate,
+            "times faster than the reference": faster,
+        },
+        {"of the copy": at_least(bandwidth, 0.8)} if by_memory else {},
+        {"bytes": moved, "flops": flops, "milliseconds": times.milliseconds},
+    )
+
+
+def _forward(kernel: Kernel, operands: dict[str, Tensor], mode: str) -> Callable[[], object]:
+    def run() -> None:
+        with torch.no_grad(), kernels.use(mode):
+            kernel.run(operands)
+
+    return run
+
+
+def _backward(kernel: Kernel, operands: dict[str, Tensor], mode: str) -> Callable[[], object]:
+    with kernels.use(mode):
+        out = kernel.run(operands)
+    dy = torch.randn_like(out)
+    # those that are only added to get the incoming gradient itself
+    inputs = [operands[name] for name in kernel.grads if name in kernel.kept]
+
+    def run() -> None:
+        with kernels.use(mode):
+            torch.autograd.grad(out, inputs, dy, retain_graph=True)
+
+    return run
+
+
+def layers(bench: Bench) -> Iterator[Row]:
+    """Forward and backward of a linear layer with an adapter, over those of the layer alone."""
+    for rank in bench.plan.ranks:
+        for d_in, d_out in bench.plan.layers:
+            base = _model(bench, d_in, d_out)
+            for rows in bench.plan.layer_rows:
+                methods = layer_methods(rank)
+                if rank == bench.plan.ranks[0]:
+                    methods += boft_methods(35 if d_in > 8192 else 5 if rows > 4096 else 12)
+                for method in methods:
+                    title = f"{method.title}, {rows} × {d_in} → {d_out}"
+                    if bench.has_time(title):
+                        yield _layer(bench, base, method, rows, title)
+
+
+def _layer(bench: Bench, base: Any, method: Method, rows: int, title: str) -> Row:
+    plain = _up(base)
+    inputs = [
+        torch.randn(rows, plain.in_features, device=bench.device).bfloat16().requires_grad_()
+        for _ in range(SETS)
+    ]
+    dy = torch.randn(rows, plain.out_features, device=bench.device).bfloat16()
+    ours = method.put(base, _TARGET)
+    runs = {
+        "floor": _steps(plain, [], inputs, dy),
+        "adapterzoo": _steps(_up(ours), parameters_of(ours), inputs, dy),
+    }
+    for name, cast in PEERS.items():
+        theirs = method.put_peft(base, _TARGET, cast)
+        if theirs is not None:
+            runs[name] = _steps(_up(theirs.get_base_model()), parameters_of(theirs), inputs, dy)
+    # the same again: differences below its spread are noise
+    runs["floor again"] = _steps(plain, [], inputs, dy)
+    with kernels.use("auto"):
+        times = bench.clock.interleaved(runs, bench.until, failing=tuple(PEERS))
+    found = {name: times.over_floor(name) for name in ("adapterzoo", *PEERS, "floor again")}
+    faster = {name: times.over(name, "adapterzoo") for name in method.over_peft}
+    cells: dict[str, Cell] = dict(found)
+    goals: dict[str, Goal] = {}
+    if method.layer is not None:
+        goals["adapterzoo"] = at_most(found["adapterzoo"], method.layer)
+    for name, factor in method.over_peft.items():
+        cells[f"times faster than {name}"] = faster[name]
+        goals[f"times faster than {name}"] = at_least(faster[name], factor)
+    return Row(title, cells, goals, {"milliseconds": times.milliseconds})
+
+
+def bottlenecks(bench: Bench) -> Iterator[Row]:
+    """A bottleneck behind a feed-forward part, against the same operations one by one."""
+    width = bench.plan.layers[0][0]
+    base = _model(bench, width, width)
+    for rows in bench.plan.layer_rows:
+        for d in bench.plan.bottlenecks:
+            title = f"bottleneck d={d}, {rows} × {width}"
+            if bench.has_time(title):
+                yield _bottleneck(bench, base, rows, d, title)
+
+
+def _bottleneck(bench: Bench, base: Any, rows: int, d: int, title: str) -> Row:
+    plain = base.model.layers[0].mlp
+    width = base.config.hidden_size
+    model = adapterzoo.init(twin(base))
+    config = adapterzoo.DoubleSeqBnConfig(
+        reduction_factor=width / d, mh_adapter=False, non_linearity="relu"
+    )
+    model.add_adapter("a", config)
+    model.train_adapter("a")
+    ours = stirred(model.train()).model.layers[0].mlp
+    inputs = [
+        torch.randn(rows, width, device=bench.device).bfloat16().requires_grad_()
+        for _ in range(SETS)
+    ]
+    dy = torch.randn(rows, width, device=bench.device).bfloat16()
+    steps = _steps(ours, parameters_of(model), inputs, dy)
+    runs = {
+        "floor": _steps(plain, [], inputs, dy),
+        "adapterzoo": [_under(step, "auto") for step in steps],
+        "one by one": [_under(step, "reference") for step in steps],
+    }
+    times = bench.clock.interleaved(runs, bench.until)
+    floor, fused, single = (times.median(name) for name in runs)
+    # on a dry run a difference of two times may be anything
+    faster = max(single - floor, 1e-6) / max(fused - floor, 1e-6)
+    cells: dict[str, Cell] = {
+        "adapterzoo": times.over_floor("adapterzoo"),
+        "one by one": times.over_floor("one by one"),
+        "times cheaper than one by one": Ratio(faster, faster, faster),
+    }
+    goals = {"times cheaper than one by one": at_least(faster, 3.0)}
+    return Row(title, cells, goals, {"milliseconds": times.milliseconds})
+
+
+def _under(run: Callable[[], object], mode: str) -> Callable[[], object]:
+    def again() -> None:
+        with kernels.use(mode):
+            run()
+
+    return again
+
+
+def _steps(module: Any, trained: list[Tensor], inputs: list[Tensor], dy: Tensor) -> Runs:
+    """Forward and backward, one for each input."""
+
+    def step(x: Tensor) -> None:
+        torch.autograd.grad(module(x), [x, *trained], dy)
+
+    return [lambda x=x: step(x) for x in inputs]  # type: ignore[misc]
+
+
+def _model(bench: Bench, d_in: int, d_out: int) -> Any:
+    """A model whose `up_proj` is the layer, everything else as small as it can be."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=d_in,
+        intermediate_size=d_out,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=2,
+    )
+    with torch.device(bench.device):
+        made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return made.requires_grad_(False).train()
+
+
+def _up(model: Any) -> Any:
+    return model.model.layers[0].mlp.up_proj

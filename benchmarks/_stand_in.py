@@ -1,0 +1,33 @@
+"""PEFT's BOFT without its CUDA extension.
+
+PEFT builds the extension at the first layer, fails where there is no compiler for it, and then
+silently takes one factor. With this in its place PEFT computes what it says.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class BlockDiagonal:
+    """What the extension computes, in plain torch."""
+
+    @staticmethod
+    def forward(blocks: Tensor) -> list[Tensor]:
+        """`[m, blocks, b, b]` → `[m, blocks · b, blocks · b]`."""
+        return [torch.stack([torch.block_diag(*factor) for factor in blocks])]
+
+    @staticmethod
+    def backward(grad: Tensor, blocks: Tensor) -> list[Tensor]:
+        """The blocks' part of `grad` `[m, blocks · b, blocks · b]`."""
+        m, n, b, _ = blocks.shape
+        parts = grad.view(m, n, b, n, b).diagonal(dim1=1, dim2=3)  # [m, b, b, n]
+        return [parts.permute(0, 3, 1, 2).contiguous()]
+
+
+def stand_in() -> None:
+    """Give PEFT's BOFT, in this process, the plain version of its extension."""
+    from peft.tuners.boft import layer
+
+    layer.get_fbd_cuda = lambda: BlockDiagonal

@@ -1,0 +1,245 @@
+"""The low-rank update of a mixed batch in the interpreter; `interpreted.py` runs it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hostile import LAYOUTS, arranged, drawn, edged, far, near
+from low_rank_cases import kept
+from torch import Tensor
+
+from adapterzoo import kernels
+from adapterzoo.kernels import _dropout, grouped, grouped_triton
+from adapterzoo.kernels.grouped import Groups
+
+SCALING = (0.7, 1.5, -0.25)
+SHAPES = {
+    # the adapter of each row, tokens, d_in, d_out, rank
+    "one of each": ([0], 1, 1, 1, 1),
+    "no rows": ([], 5, 33, 5, 3),
+    "no tokens": ([0, 2], 0, 33, 5, 3),
+    "no adapter": ([None, None], 3, 20, 36, 3),
+    "one beside the chunk": ([1] * 17, 1, 33, 100, 3),
+    "rows of all in turn": ([2, None, 0, 1, 1, None, 0], 3, 100, 33, 24),
+    "an adapter without rows": ([2, 0, 2], 5, 40, 36, 8),
+    "chunks that end inside a row": ([1, 0, 1, None], 70, 33, 20, 16),
+    "several parts": ([1, 0], 2, 300, 270, 8),
+    "rank over its tile": ([2, None, 1], 2, 40, 36, 100),
+}
+# of x and y, of the factors, and how exact the result is
+DTYPES = {
+    "float32": (torch.float32, torch.float32, 1e-6),
+    "float16": (torch.float16, torch.float16, 1.5e-3),
+    "float32 factors": (torch.float16, torch.float32, 1e-3),
+    "float16 factors": (torch.float32, torch.float16, 2e-3),
+    "bfloat16": (torch.bfloat16, torch.bfloat16, 1.6e-2),
+    "bfloat16, float32 factors": (torch.bfloat16, torch.float32, 1.6e-2),
+}
+
+
+def against_float64(
+    groups: Groups,
+    x: Tensor,
+    dy: Tensor,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    tolerance: float,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+) -> None:
+    """All products, each on the operands that it would have in a training step."""
+    n, wide = a.shape[0], a.dtype
+    plan = groups.plan(math.prod(x.shape[1:-1]), n, x.device)
+    scales = groups.scales(SCALING[:n], x.device, torch.float32)
+    scale = _dropout.kept_scale(p)
+    mask = torch.ones(x.shape, dtype=torch.float64) if seed is None else kept(x.shape, p, seed)
+    # each row's own factors, and zeros for a row without adapter
+    none = groups.numbers("index", x.device) < 0  # [batch]
+    each = groups.numbers("index", x.device).clamp(min=0)
+    lead = (-1, *[1] * (x.dim() - 2))
+    of_a, of_b = ((v.double()[each]).masked_fill(none.view(-1, 1, 1), 0.0) for v in (a, b))
+    own_a, own_b = (v.view(*lead, *v.shape[1:]) for v in (of_a, of_b))
+    s = torch.tensor(SCALING, dtype=torch.float64)[each].view(*lead, 1)
+
+    def times(u: Tensor, factor: Tensor) -> Tensor:
+        return (u.double().unsqueeze(-2) @ factor).squeeze(-2)
+
+    def outer(u: Tensor, v: Tensor) -> Tensor:
+        """The sum of uᵀ v over the rows of each adapter."""
+        shape = (len(groups.index), -1 if u.numel() else 0)
+        pairs = u.double().reshape(*shape, u.shape[-1]).mT @ v.double().reshape(*shape, v.shape[-1])
+        hot = torch.zeros(n, len(groups.index), dtype=torch.float64)
+        for row, i in enumerate(groups.index):
+            if i >= 0:
+                hot[i, row] = 1.0
+        return torch.einsum("nb,bij->nij", hot, pairs)
+
+    dropped = x.double() * mask * scale
+    t = grouped_triton.shrink(x, a, p, seed, plan)
+    near("t", t, times(dropped, own_a.mT), tolerance, wide)
+    out = grouped_triton.expand(y, t, b, scales, plan)
+    near("out", out, y.double() + s * times(t, own_b.mT), tolerance, y.dtype)
+    for row in torch.nonzero(none).flatten().tolist():
+        same = out[row].contiguous().view(torch.uint8) == y[row].contiguous().view(torch.uint8)
+        if not bool(same.all()):
+            raise ValueError(f"row {row} without adapter has changed")
+    dt, db = grouped_triton.expand_backward(dy, t, b, scales, plan)
+    near("dt", dt, s * times(dy, own_b), tolerance, wide)
+    near("db", db, outer(dy, s * t.double()), tolerance, b.dtype)
+    dx, da = grouped_triton.shrink_backward(dt, x, a, p, seed, plan)
+    near("dx", dx, times(dt, own_a) * mask * scale, tolerance, x.dtype)
+    near("da", da, outer(dt, dropped), tolerance, wide)
+    # only what is needed
+    assert torch.equal(grouped_triton.expand_backward(dy, t, b, scales, plan, False, True)[1], db)
+    nothing = x.new_empty(0)
+    lone, empty = grouped_triton.shrink_backward(dt, nothing, a, p, seed, plan, True, False)
+    assert torch.equal(lone, dx)
+    assert empty.numel() == 0
+
+
+def cut_out(n: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """`[n, rows, width]`, each matrix with NaN all around."""
+    return edged(n * (rows + 2), width, dtype).unflatten(0, (n, rows + 2))[:, 1:-1]
+
+
+def shaped(shape: str, dtypes: str) -> None:
+    index, tokens, d_in, d_out, rank = SHAPES[shape]
+    outer, factor, tolerance = DTYPES[dtypes]
+    rows = len(index)
+    x, dy, y = (
+        edged(rows * tokens, d, outer).unflatten(0, (rows, tokens)) for d in (d_in, d_out, d_out)
+    )
+    if rows > 1 and tokens:
+        y[1, 0, 0] = -0.0
+    a, b = cut_out(3, rank, d_in, factor), cut_out(3, d_out, rank, factor)
+    against_float64(Groups.of(index), x, dy, y, a, b, tolerance)
+
+
+def layout(name: str) -> None:
+    x, dy, y = arranged(name, 18, 40), arranged(name, 18, 50), arranged(name, 18, 50)
+    a, b = (arranged(name, 9, 40), arranged(name, 50, 9)) if x.dim() == 2 else (x, y)
+    a, b = a.reshape(-1, 40)[:9].unflatten(0, (3, 3)), b.reshape(-1)[:450].view(3, 50, 3)
+    index = [0, None, 2] * 6 if x.dim() == 2 else [2, 0]
+    against_float64(Groups.of(index), x, dy, y, a, b, 1e-6)
+
+
+def far_rows() -> None:
+    rows = far(10, 20)
+    a, b = drawn(2, 3, 20, dtype=torch.float16), drawn(2, 20, 3, dtype=torch.float16)
+    against_float64(Groups.of([1, 0] * 5), rows, rows, rows, a, b, 1.5e-3)
+
+
+def far_factors() -> None:
+    a = far(10, 60).unflatten(-1, (3, 20))
+    b = far(10, 60).unflatten(-1, (20, 3))
+    x = drawn(2, 20, dtype=torch.float16)
+    groups = Groups.of([9, 8])
+    plan, scales = groups.plan(1, 10, x.device), torch.ones(10)
+    t = grouped_triton.shrink(x, a, 0.0, None, plan)
+    out = grouped_triton.expand(x, t, b, scales, plan)
+    for row, i in enumerate((9, 8)):
+        near("t", t[row], x[row].double() @ a[i].double().T, 1.5e-3, t.dtype)
+        truth = x[row].double() + t[row].double() @ b[i].double().T
+        near("out", out[row], truth, 1.5e-3, x.dtype)
+
+
+def dropout() -> None:
+    seed = torch.tensor([(123 << 32) + 77])
+    x, dy, y = (drawn(3, 7, d, dtype=torch.float32) for d in (45, 20, 20))
+    a, b = drawn(3, 3, 45, dtype=torch.float32), drawn(3, 20, 3, dtype=torch.float32)
+    against_float64(Groups.of([2, None, 0]), x, dy, y, a, b, 1e-6, 0.3, seed)
+
+
+def padded_plan() -> None:
+    """The plan of a compiled model, which has chunks of nothing at its end."""
+    index, wide = [1, None, 0, 1], torch.float32
+    groups, x = Groups.of(index), drawn(4, 3, 20, dtype=torch.float32)
+    a, b = drawn(3, 2, 20, dtype=wide), drawn(3, 20, 2, dtype=wide)
+    exact, scales = groups.plan(3, 3, x.device), torch.ones(3)
+    padded = torch.ops.adapterzoo.grouped_plan(groups.host, 3, 3, x.device)
+    assert padded.numel() > exact.numel()
+    assert torch.equal(padded[: exact.numel()], exact)
+    t, u = (grouped_triton.shrink(x, a, 0.0, None, plan) for plan in (exact, padded))
+    assert torch.equal(t, u)
+    both = [grouped_triton.expand(x, t, b, scales, plan) for plan in (exact, padded)]
+    assert torch.equal(*both)
+
+
+def three_ways() -> None:
+    """Triton, torch and the definition in float16: no further from float64 than twice the last."""
+    index, dtype = [2, 0, None, 2, 1], torch.float16
+    y, x = drawn(5, 6, 50, dtype=dtype), drawn(5, 6, 40, dtype=dtype)
+    ranks = (1, 8, 5)
+    a = [drawn(r, 40, dtype=dtype) for r in ranks]
+    b = [drawn(50, r, dtype=dtype) for r in ranks]
+    groups = Groups.of(index)
+    wide = [[v.double() for v in values] for values in (a, b)]
+    args = (y.double(), x.double(), *wide, SCALING, groups)
+    truth = grouped.grouped_low_rank_reference(*args)
+    plain = grouped.grouped_low_rank_reference(y, x, a, b, SCALING, groups)
+    allowed = 2 * (plain.double() - truth).abs().max() + 1e-3
+    for name in ("auto", "triton"):
+        with kernels.use(name):
+            out = grouped.grouped_low_rank(y, x, a, b, SCALING, groups)
+        assert out.dtype is dtype
+        assert (out.double() - truth).abs().max() <= allowed, name
+
+
+def module() -> None:
+    """Through the operators: gradients in float32 equal those of the definition in float64."""
+    index, ranks = [2, 0, None, 2], (1, 4, 3)
+    shapes = [(4, 6, 5), (4, 6, 33), *[(r, 33) for r in ranks], *[(5, r) for r in ranks]]
+    for p in (0.0, 0.25):
+        values = [drawn(*s, dtype=torch.float64) for s in shapes]
+        own = [v.float().requires_grad_() for v in values]
+        groups = Groups.of(index)
+        torch.manual_seed(3)
+        with kernels.use("triton"):
+            y, x, *factors = own
+            args = (y, x, factors[:3], factors[3:], SCALING, groups)
+            out = grouped.grouped_low_rank(*args, p, training=True)
+            out.square().sum().backward()
+        torch.manual_seed(3)
+        seed = torch.randint(2**63 - 1, (1,))
+        y, x, *factors = (v.requires_grad_() for v in values)
+        mask = kept(x.shape, p, seed) * _dropout.kept_scale(p) if p else 1.0
+        args = (y, x * mask, factors[:3], factors[3:], SCALING, groups)
+        truth = grouped.grouped_low_rank_reference(*args)
+        truth.square().sum().backward()
+        near("out", out.detach(), truth.detach(), 1e-6, torch.float32)
+        for i, (got, wide) in enumerate(zip(own, values, strict=True)):
+            # an adapter without rows: zeros here, nothing there
+            expected = torch.zeros_like(wide) if wide.grad is None else wide.grad
+            near(f"gradient {i}", got.grad, expected, 1e-6, torch.float32)
+
+
+def same_bits() -> None:
+    x, dy = drawn(4, 75, 40, dtype=torch.float32), drawn(4, 75, 36, dtype=torch.float32)
+    a, b = drawn(2, 8, 40, dtype=torch.float32), drawn(2, 36, 8, dtype=torch.float32)
+    groups = Groups.of([1, 0, 1, 1])
+    plan, scales = groups.plan(75, 2, x.device), torch.tensor([0.3, 0.7])
+    once, again = (
+        (
+            *grouped_triton.expand_backward(dy, x[..., :8], b, scales, plan),
+            *grouped_triton.shrink_backward(x[..., :8], x, a, 0.0, None, plan),
+        )
+        for _ in range(2)
+    )
+    assert all(torch.equal(p, q) for p, q in zip(once, again, strict=True))
+
+
+def cases():
+    for dtypes in DTYPES:
+        for shape in SHAPES if dtypes in ("float32", "float16") else list(SHAPES)[5:6]:
+            yield f"{shape}, {dtypes}", lambda s=shape, d=dtypes: shaped(s, d)
+    for name in LAYOUTS:
+        yield name, lambda n=name: layout(n)
+    yield "rows far apart", far_rows
+    yield "factors far apart", far_factors
+    yield "dropout", dropout
+    yield "a plan with empty chunks", padded_plan
+    yield "three ways", three_ways
+    yield "through the operators", module
+    yield "the same bits", same_bits

@@ -1,0 +1,435 @@
+"""The bottleneck's kernel against float64: values, gradients, what it saves, who sees through."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adapterzoo import kernels
+from adapterzoo.activations import ACTIVATIONS
+from adapterzoo.errors import KernelError
+from adapterzoo.kernels import _bottleneck_torch
+from adapterzoo.kernels import bottleneck as ops
+from adapterzoo.kernels import bottleneck_triton as shipped
+from adapterzoo.kernels.bottleneck import bottleneck, bottleneck_reference
+
+S = 0.7
+SHAPES = [
+    ((), 5, 1),  # one row without a batch
+    ((0,), 33, 5),  # no rows
+    ((17,), 33, 3),  # primes
+    ((2, 3, 5), 64, 64),  # several dimensions, as wide as the model
+    ((4, 50), 130, 8),  # above the size where the path changes
+]
+TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 2e-6,
+    torch.bfloat16: 2e-2,
+    torch.float16: 3e-3,
+}
+LARGE = ((5, 60), 64, 6)
+
+
+@pytest.fixture(autouse=True)
+def sizes():
+    """What is LARGE takes the operator here."""
+    with mock.patch.object(ops, "SMALL", 1 << 14):
+        yield
+
+
+def drawn(batch, d_model, width, outer=torch.float64, inner=torch.float64) -> list[Tensor]:
+    """`to`, x, down, its bias, up and its bias; h is of the size of 1."""
+    source = torch.Generator().manual_seed(0)
+    shapes = ((*batch, d_model),) * 2 + ((width, d_model), (width,), (d_model, width), (d_model,))
+    values = [torch.randn(s, generator=source, dtype=torch.float64) for s in shapes]
+    values[2] /= d_model**0.5
+    return [v.to(outer if i < 2 else inner) for i, v in enumerate(values)]
+
+
+def loss(out: Tensor) -> Tensor:
+    """The sum of squares, small enough for the gradients to be numbers of float16."""
+    return out.double().square().sum() / 1024
+
+
+def operator(to, x, *params, activation="gelu"):
+    """The operator itself, whatever the size."""
+    return ops._bottleneck(to, None if x is to else x, *params, S, activation, True)[0]
+
+
+@torch.enable_grad()
+def truth(values, activation="gelu", same=False) -> list[Tensor]:
+    """The output and all gradients of its `loss`, in float64; with `same`, x is `to`."""
+    wide = [v.detach().double().requires_grad_() for v in values]
+    to, x, down, down_bias, up, up_bias = [wide[0], *wide[:1], *wide[2:]] if same else wide
+    u = ACTIVATIONS[activation](x @ down.T + down_bias)
+    out = to + S * (u @ up.T + up_bias)
+    grads = torch.autograd.grad(loss(out), [to, *([] if same else [x]), *wide[2:]])
+    return [out.detach(), *grads]
+
+
+def near(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert got.shape == expected.shape
+    if got.numel():
+        size = expected.abs().max().item()
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * max(size, 1e-9))
+
+
+def split(values, same):
+    """The tensors that are differentiated, and those that a call takes."""
+    return (
+        ([values[0], *values[2:]], [values[0], values[0], *values[2:]]) if same else (values,) * 2
+    )
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [(d, d) for d in TOLERANCE]
+    + [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+)
+def test_values_and_gradients_are_those_of_float64(shape, outer, inner, same):
+    values = [v.requires_grad_() for v in drawn(*shape, outer, inner)]
+    leaves, given = split(values, same)
+    tolerance = max(TOLERANCE[outer], TOLERANCE[inner])
+    expected = truth(values, same=same)
+    for run in (lambda *v: bottleneck(*v, S, "gelu"), operator):
+        out = run(*given)
+        got = [out, *torch.autograd.grad(loss(out), leaves)]
+        for value, wanted, like in zip(got, expected, [values[0], *leaves], strict=True):
+            assert value.dtype is like.dtype
+            near(value, wanted, tolerance)
+    with torch.no_grad():
+        near(bottleneck(*given, S, "gelu"), expected[0], tolerance)
+
+
+def test_each_activation_has_its_derivative():
+    assert _bottleneck_torch.DERIVATIVES.keys() == ACTIVATIONS.keys()
+    assert shipped.FUSED.keys() <= ACTIVATIONS.keys()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_has_the_gradients_of_autograd(activation):
+    values = [v.requires_grad_() for v in drawn((9, 7), 32, 11)]
+    with torch.no_grad():
+        # from where φ is nearly straight to where it has ended, on both sides
+        values[2].mul_(torch.logspace(-3, 1.3, 11, dtype=torch.float64)[:, None])
+    out = operator(*values, activation=activation)
+    got = [out, *torch.autograd.grad(loss(out), values)]
+    # the constant of gelu_fast is rounded to ten digits
+    for value, wanted in zip(got, truth(values, activation), strict=True):
+        near(value, wanted, 1e-10)
+    du, h = (torch.randn(6, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    derivative = _bottleneck_torch.DERIVATIVES[activation]
+    assert torch.autograd.gradcheck(derivative, (du, h), fast_mode=True)
+    with torch.no_grad():
+        # what is shorter where nobody differentiates again is the same
+        plain = derivative(du, h)
+    torch.testing.assert_close(plain, derivative(du, h), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("same", [False, True])
+def test_as_near_to_float64_as_the_definition(dtype, same):
+    values = [v.requires_grad_() for v in drawn((4, 100), 96, 24, dtype, dtype)]
+    leaves, given = split(values, same)
+    expected = truth(values, "silu", same)
+    errors = []
+    for run in (bottleneck, bottleneck_reference):
+        out = run(*given, S, "silu")
+        got = [out, *torch.autograd.grad(loss(out), leaves)]
+        errors.append([(g - w).abs().max() for g, w in zip(got, expected, strict=True)])
+    for own, reference, wanted in zip(*errors, expected, strict=True):
+        assert own <= 2 * reference + torch.finfo(dtype).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
+@pytest.mark.parametrize("same", [False, True])
+def test_the_layout_does_not_matter(layout, same):
+    values = drawn((6, 7), 700, 5, torch.float32, torch.float32)
+    values[:2] = [
+        {
+            "transposed": v.transpose(0, 1).contiguous().transpose(0, 1),
+            "strided": torch.stack([v, v], -1)[..., 0],
+            "expanded": v[:1, :1].expand_as(v),
+        }[layout]
+        for v in values[:2]
+    ]
+    values[2] = values[2].T.contiguous().T
+    leaves, given = split([v.requires_grad_() for v in values], same)
+    out = bottleneck(*given, S, "silu")
+    assert out.is_contiguous()
+    # a gradient of one number for all, too
+    grads = torch.autograd.grad(out.sum(), leaves)
+    wide = [v.detach().double().requires_grad_() for v in values]
+    leaves, given = split(wide, same)
+    expected = bottleneck_reference(*given, S, "silu")
+    near(out, expected, 2e-6)
+    for got, wanted in zip(grads, torch.autograd.grad(expected.sum(), leaves), strict=True):
+        near(got, wanted, 5e-6)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu", "tanh"])
+@pytest.mark.parametrize("same", [False, True])
+def test_gradients_and_their_gradients_are_those_of_differences(activation, same):
+    values = [v.requires_grad_() for v in drawn((2, 3), 5, 4)]
+    leaves, _ = split(values, same)
+
+    def run(*given):
+        given = (given[0], *given) if same else given
+        return operator(*given, activation=activation)
+
+    assert torch.autograd.gradcheck(run, leaves)
+    assert torch.autograd.gradgradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("frozen", [2, 4])
+def test_second_derivatives_do_not_need_the_matrices_to_learn(frozen):
+    """What depends on x alone is found through h, although x itself is not kept."""
+    values = [v.requires_grad_(i == 1) for i, v in enumerate(drawn((3,), 6, 4))]
+    values[frozen ^ 6].requires_grad_()
+    found = []
+    for run in (operator, lambda *v: bottleneck_reference(*v, S, "gelu")):
+        (dx,) = torch.autograd.grad(loss(run(*values)), values[1], create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), [values[1], values[frozen ^ 6]]))
+    for got, wanted in zip(*found, strict=True):
+        near(got, wanted, 1e-12)
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("needed", range(64))
+def test_only_what_needs_a_gradient_gets_one(needed, same):
+    values = drawn((2, 3), 5, 4)
+    for i, value in enumerate(values):
+        value.requires_grad_(bool(needed >> i & 1))
+    leaves, given = split(values, same)
+    out = operator(*given)
+    if any(v.requires_grad for v in leaves):
+        loss(out).backward()
+    for value, wanted in zip(leaves, truth(values, same=same)[1:], strict=True):
+        if value.requires_grad:
+            near(value.grad, wanted, 1e-13)
+        else:
+            assert value.grad is None
+
+
+class Saved:
+    """Bytes that autograd keeps besides the parameters, each storage once."""
+
+    def __init__(self, *known: Tensor) -> None:
+        self._known = {f.untyped_storage().data_ptr() for f in known}
+        self._seen: dict[int, int] = {}
+
+    def bytes_of(self, run) -> int:
+        def note(tensor):
+            store = tensor.untyped_storage()
+            if store.data_ptr() not in self._known:
+                self._seen[store.data_ptr()] = store.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            kept = run()
+        assert kept.requires_grad
+        return sum(self._seen.values())
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_new", "silu"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_x_and_h_are_all_that_is_saved(outer, inner, activation, autocast):
+    values = [v.requires_grad_() for v in drawn((4, 16), 512, 64, outer, inner)]
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return bottleneck(*values, S, activation)
+
+    h = 64 * 64 * (2 if autocast else inner.itemsize)
+    # autocast keeps its copies of the matrices
+    copies = 2 * 2 * 64 * 512 if autocast and inner is torch.float32 else 0
+    assert Saved(*values[2:]).bytes_of(run) == values[1].nbytes + h + copies
+
+
+def test_a_frozen_down_projection_keeps_no_activation():
+    values = drawn(*LARGE, torch.float32, torch.float32)
+    values[1].requires_grad_()
+    values[4].requires_grad_()
+    saved = Saved(*values[2:]).bytes_of(lambda: bottleneck(*values, S, "gelu"))
+    assert saved == 300 * 6 * 4
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
+def test_the_operators_pass_opcheck(grad, outer):
+    to, x, *params = (v.requires_grad_(grad) for v in drawn((3, 5), 33, 7, outer, torch.float32))
+    for read in (x, None):
+        torch.library.opcheck(ops._bottleneck, (to, read, *params, S, "silu", True))
+    to, x, down, _, up, _ = (v.detach() for v in (to, x, *params))
+    if not grad:
+        torch.library.opcheck(
+            ops._bottleneck, (to, x, *(p.detach() for p in params), S, "mish", False)
+        )
+    h = torch.randn(3, 5, 7)
+    for adds, only in ((False, None), (True, None), (False, 0), (True, 0), (False, 3)):
+        needs = [only in (None, j) for j in range(5)]
+        checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+        given = (to, x, h, down, up, S, "silu", adds, *needs)
+        torch.library.opcheck(ops._bottleneck_backward, given, test_utils=checks)
+
+
+@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [((3, 5), 33, 7), LARGE], ids=str)
+@pytest.mark.parametrize("same", [False, True])
+def test_compiled_is_eager(outer, shape, same):
+    torch._dynamo.reset()
+    values = [v.requires_grad_() for v in drawn(*shape, outer, torch.float32)]
+    leaves, _ = split(values, same)
+
+    def run(to, x, *params):
+        return bottleneck(to, to if same else x, *params, S, "gelu_new")
+
+    results = []
+    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        out = call(*values)
+        results.append([out, *torch.autograd.grad(loss(out), leaves)])
+    for eager, compiled in zip(*results, strict=True):
+        near(compiled, eager.double(), TOLERANCE[outer])
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [((3, 5), 33, 7), LARGE], ids=str)
+def test_autocast_is_that_of_the_reference(outer, inner, shape):
+    values = [v.requires_grad_() for v in drawn(*shape, outer, inner)]
+    results = []
+    for run in (bottleneck, bottleneck_reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(*values, S, "gelu")
+            # a backward inside the region, which is not recommended, is right too
+            grads = torch.autograd.grad(loss(out), values)
+        results.append([out, *grads])
+    for own, reference in zip(*results, strict=True):
+        assert own.dtype is reference.dtype
+        near(own, reference.double(), TOLERANCE[torch.bfloat16])
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        near(bottleneck(*values, S, "gelu"), results[1][0].double(), 2e-2)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_wide_stream_is_not_rounded_to_the_dtype_of_the_products(autocast):
+    inner = torch.float32 if autocast else torch.bfloat16
+    to, x, *params = drawn(*LARGE, torch.float32, inner)
+    # a thousandth of the stream: what is left is the stream to the last bits but ten
+    params[2:] = [p / 1024 for p in params[2:]]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = bottleneck(to, x, *params, S, "gelu")
+    near(out, truth([to, x, *params])[0], 2e-5)
+
+
+@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [((3, 5), 33, 7), LARGE], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_up_projection_of_zeros_changes_no_bit(outer, shape, grad):
+    values = drawn(*shape, outer, torch.float32)
+    values[4:] = [torch.zeros_like(v).requires_grad_(grad) for v in values[4:]]
+    assert torch.equal(bottleneck(*values, 4.0, "relu"), values[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forward_has_the_same_bits_with_and_without_gradients(dtype):
+    values = drawn(*LARGE, dtype, dtype)
+    with torch.no_grad():
+        without = bottleneck(*values, S, "gelu")
+    assert torch.equal(bottleneck(*(v.requires_grad_() for v in values), S, "gelu"), without)
+
+
+def test_reference_mode_is_the_definition():
+    for shape in (((3, 5), 33, 7), LARGE):
+        to, x, *params = drawn(*shape, torch.bfloat16, torch.float32)
+        with kernels.use("reference"):
+            out = bottleneck(to, x, *params, S, "gelu")
+        assert torch.equal(out, bottleneck_reference(to, x.float(), *params, S, "gelu"))
+
+
+class Counting(TorchDispatchMode):
+    """Names of the operations but for views, which cost no memory and little time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name().partition("::")[2].partition(".")[0]
+        if not func.is_view and "view" not in name and name not in ("t", "empty", "new_empty"):
+            self.called.append(name)
+        return out
+
+
+@pytest.mark.parametrize("shape", [((1, 16), 64, 8), LARGE], ids=str)
+def test_four_operations_without_gradients(shape):
+    values = drawn(*shape, torch.float32, torch.float32)
+    with torch.no_grad(), Counting() as seen:
+        bottleneck(*values, S, "relu")
+    assert sorted(seen.called) == sorted(
+        ["addmm", "relu", "addmm", "add"]
+        if shape is not LARGE
+        else ["addmm", "relu", "add", "addmm_"]
+    )
+
+
+def test_a_model_may_write_into_the_output_in_place():
+    for outer in (torch.float32, torch.bfloat16):
+        values = drawn(*LARGE, outer, torch.float32)
+        params = [v.requires_grad_() for v in values[2:]]
+        plain = bottleneck(*values, S, "relu")
+        wanted = torch.autograd.grad(plain.mul(2).sum(), params)
+        out = bottleneck(*values, S, "relu")
+        found = torch.autograd.grad(out.mul_(2).sum(), params)
+        for got, want in zip(found, wanted, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_the_transforms_of_torch_func():
+    to, x, *params = drawn(*LARGE, torch.bfloat16, torch.float32)
+
+    def total(*params):
+        # a half is exact in bfloat16, to which the definition rounds its gradient
+        return bottleneck(to, x, *params, 0.5, "gelu").float().sum()
+
+    found = torch.func.grad(total, (0, 1, 2, 3))(*params)
+    wanted = torch.autograd.grad(total(*(p.requires_grad_() for p in params)), params)
+    for got, want in zip(found, wanted, strict=True):
+        near(got, want.double(), 1e-5)
+
+
+def test_operands_that_do_not_fit_are_named():
+    with FakeTensorMode():
+        to, x, *params = drawn((2,), 33, 4, torch.bfloat16, torch.float32)
+        with pytest.raises(KernelError, match=r"bottleneck: the shapes .*'up \[33, 4\]'.*d_model"):
+            bottleneck(to, x, params[0][:3], *params[1:], S, "gelu")
+        with pytest.raises(KernelError, match=r"'to on cpu'.*'up on meta'.*\.to\(device\)"):
+            bottleneck(to, x, *params[:2], torch.empty(33, 4, device="meta"), params[3], S, "gelu")
+
+
+def test_the_default_tile_is_a_function_of_the_shape():
+    half = torch.bfloat16
+    assert shipped.bottleneck_tile(8192, 48, half) == (64, 64, 64, 4, 3)
+    assert shipped.bottleneck_tile(1, 200, half) == (16, 64, 256, 8, 2)
+    assert shipped.bottleneck_tile(8192, 17, torch.float32) == (64, 32, 32, 8, 2)
+    for dtype, widest in ((half, shipped._WIDEST), (torch.float32, shipped._WIDEST_OF_FLOAT32)):
+        # a program keeps the whole width
+        tiles = [shipped.bottleneck_tile(rows, w, dtype) for rows in (1, 8192) for w in (1, widest)]
+        assert [t.rank >= w for t, w in zip(tiles, (1, widest) * 2, strict=True)] == [True] * 4

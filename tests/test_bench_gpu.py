@@ -1,0 +1,254 @@
+"""The GPU benchmark, where there is no GPU: all of its lines run, and its gate stops it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+SECTIONS = [
+    *("ceilings", "gate", "kernels", "layers", "bottlenecks", "models", "mixed", "graphs"),
+]
+
+# each plants a bug in a kernel and says whether the gate saw it; the last runs all of it
+PLANTED = """
+import argparse, itertools, json, pathlib, sys
+sys.path[:0] = ["benchmarks", "."]
+import torch
+import _gpu_gate, _gpu_kernels, _gpu_run
+from _gpu_bench import DRY
+from adapterzoo.kernels import compose_triton, low_rank_triton
+
+expand = low_rank_triton.expand
+calls = itertools.count()
+
+def one_element(y, *rest):
+    out = expand(y, *rest)
+    out[-1, -1] += out.abs().max()
+    return out
+
+def unwritten(y, *rest):
+    out = torch.empty_like(y)
+    out[:-1] = expand(y, *rest)[:-1]
+    return out
+
+def racing(*operands):
+    return expand(*operands) * (1 + 1e-2 * (next(calls) % 2))
+
+def transposed_sign(*operands):
+    dt, db = low_rank_triton_backward(*operands)
+    return dt, -db
+
+kernels = [k for k in _gpu_kernels.KERNELS if k.name == "expand"]
+seen = {}
+
+def ask(name):
+    try:
+        for kernel in _gpu_gate.check(kernels, DRY.gate, torch.device("cpu"), "triton"):
+            kernel()
+        seen[name] = ""
+    except _gpu_gate.GateError as error:
+        seen[name] = str(error)
+
+ask("nothing")
+for wrong in (one_element, unwritten, racing):
+    low_rank_triton.expand = wrong
+    ask(wrong.__name__)
+low_rank_triton.expand = expand
+low_rank_triton_backward = low_rank_triton.expand_backward
+low_rank_triton.expand_backward = transposed_sign
+ask("transposed_sign")
+_gpu_run.KERNELS, _gpu_run.ahead = kernels, lambda dry: 0
+options = argparse.Namespace(
+    output=pathlib.Path(sys.argv[1]), seconds=60.0, rounds=9, only=None, dry_run=True
+)
+seen["code"] = _gpu_run.main(options)
+print(json.dumps(seen))
+"""
+
+
+def run(*command: str | Path, interpreted: bool = False) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if interpreted:
+        env["TRITON_INTERPRET"] = "1"
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_dry_run_fills_every_section_and_writes_no_number(tmp_path: Path):
+    results = ROOT / "benchmarks" / "results"
+    before = sorted(results.rglob("*")) if results.exists() else None
+    done = run(SCRIPT, "--dry-run", "--output", tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (sorted(results.rglob("*")) if results.exists() else None) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu-dry-run.json", "gpu-dry-run.md"]
+    found = json.loads((tmp_path / "gpu-dry-run.json").read_text(encoding="utf-8"))
+    assert found["about"]["device"] == "cpu (dry run)"
+    sections = {part["name"]: part for part in found["sections"]}
+    assert list(sections) == SECTIONS
+    assert {name: part["state"] for name, part in sections.items()} == dict.fromkeys(
+        SECTIONS, "done"
+    )
+    rows = [row for part in sections.values() for row in part["rows"]]
+    assert all(part["rows"] for part in sections.values())
+    values = [value for row in rows for value in row["cells"].values()]
+    assert {type(value) for value in values} <= {str, type(None)}
+    assert {g["verdict"] for row in rows for g in row["goals"].values()} == {"not judged"}
+    assert [row["figure"] for row in sections["gate"]["rows"]] == kernel_names()
+    assert all(row["facts"] == {} for row in rows)
+    page = (tmp_path / "gpu-dry-run.md").read_text(encoding="utf-8")
+    assert page.startswith("# Dry run of the GPU benchmark: no figure here was measured\n")
+    # PEFT is installed here, so that its columns are filled
+    for name in ("layers", "models"):
+        for row in sections[name]["rows"]:
+            assert row["cells"]["PEFT bf16"] == row["cells"]["PEFT default"] == "dry run"
+
+
+def test_a_wrong_kernel_stops_the_run(tmp_path: Path):
+    done = run("-c", PLANTED, str(tmp_path), interpreted=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen.pop("nothing") == ""
+    assert seen.pop("code") == 1
+    assert "out is off by" in seen["one_element"]
+    # what was not written is NaN, and so not even equal to itself
+    assert "differs between two runs" in seen["unwritten"]
+    assert "differs between two runs" in seen["racing"]
+    assert "db is off by" in seen["transposed_sign"]
+    found = json.loads((tmp_path / "gpu-dry-run.json").read_text(encoding="utf-8"))
+    states = {part["name"]: part["state"] for part in found["sections"]}
+    assert states == {**dict.fromkeys(SECTIONS, "skipped"), "gate": "red"}
+    assert [row for part in found["sections"] for row in part["rows"]] == []
+    assert "the gate is red" in done.stdout
+    assert "GB/s" not in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it would measure")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path):
+    done = run(SCRIPT, "--output", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        f"bench-gpu measures on a CUDA device, and torch {torch.__version__} sees none here. "
+        f"To try it without one, write: python benchmarks/gpu.py --dry-run"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def kernel_names() -> list[str]:
+    from _gpu_kernels import KERNELS
+
+    return [kernel.name for kernel in KERNELS]
+
+
+def test_the_gate_takes_every_configuration_that_is_measured():
+    from _gpu_bench import REAL
+    from _gpu_gate import tiles
+    from _gpu_kernels import KERNELS, KINDS
+
+    rows = (1, 17, 64, 65, 2048, 4096, 4097, 8192, 14336)
+    for kernel in KERNELS:
+        widest = max(kernel.ranks)
+        narrow = min(kernel.ranks)
+        ranks = [r for r in (1, 8, 16, 17, 32, 64, 65, 128, 256, 384) if narrow <= r]
+        if kernel.name in ("rotate", "bottleneck"):
+            # wider ones are products for cuBLAS
+            ranks = [r for r in ranks if r <= widest]
+        used = {
+            str(tuple(of(m, rank, kind.factor)))
+            for m, rank, kind in itertools.product(rows, ranks, KINDS.values())
+            for of in kernel.tiles
+        }
+        assert used <= tiles(kernel, REAL.gate), kernel.name
+
+
+def test_every_kernel_of_the_package_is_in_the_gate():
+    from _gpu_kernels import KERNELS
+
+    modules = {path.stem for path in (ROOT / "adapterzoo" / "kernels").glob("*_triton.py")}
+    used = {of.__module__.rpartition(".")[2] for kernel in KERNELS for of in kernel.tiles}
+    # those whose tiles are asked for by a rank of their own
+    used |= {"grouped_triton"} if "grouped low rank" in kernel_names() else set()
+    assert modules - {"_tiles_triton"} <= used
+
+
+def test_what_there_is_no_time_for_is_listed():
+    from _gpu_bench import DRY, Bench
+    from _gpu_clock import Clock
+    from _gpu_layers import layers
+    from _gpu_report import Part
+
+    device = torch.device("cpu")
+    part = Part("layers", "")
+    bench = Bench(device, Clock(device, 9), DRY, part, until=0.0)
+    assert list(layers(bench)) == []
+    assert len(part.skipped) == 6
+    assert part.skipped[0] == "LoRA r=16, 20 × 32 → 48: no time left for it"
+
+
+def test_a_report_shows_figures_and_whether_their_goals_are_met(tmp_path: Path):
+    from _gpu_report import Part, Report, Row, at_least, at_most, slug
+    from _measure import Ratio
+
+    low, high = Ratio(1.154, 1.1, 1.2), Ratio(1.156, 1.1, 1.2)
+    part = Part("layers", "Layers", "done", 3.0)
+    part.rows += [
+        Row("a", {"adapterzoo": low, "PEFT": "out of memory"}, {"adapterzoo": at_most(low, 1.15)}),
+        Row("b", {"adapterzoo": high, "PEFT": 2.0}, {"adapterzoo": at_most(high, 1.15)}),
+        Row("c", {"PEFT": None}, {"PEFT": at_least(None, 5.0)}),
+    ]
+    report = Report(tmp_path, "NVIDIA H100 80GB HBM3", False, [part])
+    report.write()
+    report.write()
+    assert slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+    names = ["gpu-h100-80gb-hbm3.json", "gpu-h100-80gb-hbm3.md"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert (tmp_path / names[1]).read_text(encoding="utf-8").splitlines()[-5:] == [
+        "| figure | adapterzoo | PEFT | goal |",
+        "| --- | --- | --- | --- |",
+        "| a | 1.15 (1.10–1.20) | out of memory | adapterzoo ≤ 1.15: met |",
+        "| b | 1.16 (1.10–1.20) | 2 | adapterzoo ≤ 1.15: missed |",
+        "| c | – | – | ≥ 5: not judged |",
+    ]
+    section = json.loads((tmp_path / names[0]).read_text(encoding="utf-8"))["sections"][0]
+    assert section["rows"][1]["cells"] == {
+        "adapterzoo": {"median": 1.156, "low": 1.1, "high": 1.2},
+        "PEFT": 2.0,
+    }
+    part.rows.append(Row("d", {"adapterzoo": float("nan")}))
+    with pytest.raises(ValueError, match="a figure is nan"):
+        report.write()
+
+
+def test_calls_take_turns_and_failures_of_peers_are_cells():
+    from _gpu_clock import Clock
+
+    log: list[str] = []
+
+    def broken() -> None:
+        raise RuntimeError("no")
+
+    def call(name: str) -> None:
+        log.append(name)
+
+    clock = Clock(torch.device("cpu"), 5)
+    runs = {"floor": [lambda: call("A"), lambda: call("a")], "x": [lambda: call("B")]}
+    times = clock.interleaved({**runs, "peer": [broken]}, float("inf"), failing=("peer",))
+    # the set takes turns too, and so does the order
+    assert "".join(log).startswith("AaABB" + "AB" + "Ba" + "AB")
+    assert times.over_floor("peer") == "fails: RuntimeError"
+    assert times.over_floor("none") is None
+    assert len(times.milliseconds["floor"]) == 5
+    late = clock.interleaved(runs, 0.0)
+    assert len(late.milliseconds["x"]) == 3
+    with pytest.raises(RuntimeError, match="no"):
+        clock.interleaved({"floor": [broken]}, float("inf"))

@@ -1,0 +1,232 @@
+"""Layers that read one input share what their adapters compute from it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import first_output, tiny_config, tiny_inputs
+from snapshots import changes, output, snapshot, stir
+from torch import Tensor, nn
+
+from adapterzoo import AutoAdapterModel, BOFTConfig, DoRAConfig, LoRAConfig, Stack
+from adapterzoo.families import Family
+from adapterzoo.methods._low_rank import LowRank
+
+ALL = ["query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out"]
+CONFIGS = {
+    "lora": lambda targets: LoRAConfig(r=4, target_modules=targets),
+    "dora": lambda targets: DoRAConfig(r=4, target_modules=targets),
+    "boft": lambda targets: BOFTConfig(boft_n_butterfly_factor=2, target_modules=targets),
+}
+
+
+@pytest.fixture(autouse=True)
+def share_also_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapterzoo.families.FEW", 0)
+
+
+def built(family: str, *configs: Any, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config(family)).to(dtype)
+    for name, config in zip("abc", configs, strict=False):
+        model.add_adapter(name, config)
+        stir(model, name, seed=ord(name))
+    return model.train()
+
+
+def apart(model: Any) -> Any:
+    """The same model, in which each adapter computes alone."""
+    default = model._selection.default
+    default.plan = replace(default.plan, families={})
+    return model
+
+
+class Calls:
+    """Counts calls of `from_input` of a class, and how many adapters each serves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cls: type = LowRank) -> None:
+        self.sizes: list[int] = []
+        plain = cls.from_input.__func__
+
+        def counted(kind: type, adapters: list[Any], x: Tensor) -> Any:
+            self.sizes.append(len(adapters))
+            return plain(kind, adapters, x)
+
+        monkeypatch.setattr(cls, "from_input", classmethod(counted))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "deberta-v2", "bart"])
+@pytest.mark.parametrize("method", CONFIGS)
+def test_outputs_and_gradients_are_those_of_adapters_that_compute_alone(method, family):
+    results = []
+    for prepare in (lambda model: model, apart):
+        # dropout of the base model draws the same numbers in both
+        model = built(family, CONFIGS[method](None))
+        model.train_adapter("a")
+        prepare(model)
+        torch.manual_seed(1)
+        y = first_output(model(**tiny_inputs(family)))
+        y.square().sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        results.append({"y": y.detach(), **grads})
+    shared, alone = results
+    assert shared.keys() == alone.keys()
+    assert len(shared) > 4
+    for name, value in shared.items():
+        torch.testing.assert_close(value, alone[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        # query, key, value · out · gate, up · down, in each of two blocks
+        ("llama", [3, 1, 2, 1] * 2),
+        ("bert", [3, 1, 1, 1] * 2),
+        # an encoder's block, and a decoder's with the query of cross-attention by itself
+        ("t5", [3, 1, 1, 1] * 2 + [3, 1, 1, 2, 1, 1, 1] * 2),
+    ],
+)
+def test_one_product_serves_the_layers_that_read_one_input(family, sizes, monkeypatch):
+    calls = Calls(monkeypatch)
+    model = built(family, LoRAConfig(target_modules="all-linear", exclude_modules=["lm_head"]))
+    model.set_active_adapters("a")
+    output(model)
+    assert calls.sizes == sizes
+
+
+def test_the_parts_of_a_fused_layer_share(monkeypatch):
+    calls = Calls(monkeypatch)
+    model = built("gpt2", LoRAConfig(attn_matrices=["q", "k", "v"], output_lora=True))
+    model.set_active_adapters("a")
+    output(model)
+    assert calls.sizes == [3, 1] * 2
+
+
+def test_all_adapters_of_a_stack_share(monkeypatch):
+    model = built("llama", *[LoRAConfig(r=r, attn_matrices=["q", "k", "v"]) for r in (2, 3)])
+    model.set_active_adapters(Stack("a", "b"))
+    calls = Calls(monkeypatch)
+    shared = output(model)
+    assert calls.sizes == [6] * 2
+    torch.testing.assert_close(shared, output(apart(model)), rtol=1e-12, atol=1e-13)
+
+
+def test_adapters_that_differ_do_not_share(monkeypatch):
+    options = [{"dropout": 0.1}, {"dropout": 0.2}, {"dtype": "float32"}]
+    model = built("llama", *[LoRAConfig(attn_matrices=["q", "k"], **o) for o in options])
+    model.set_active_adapters(Stack("a", "b", "c"))
+    calls = Calls(monkeypatch)
+    output(model)
+    assert calls.sizes == [2, 2, 2] * 2
+
+
+def test_layers_of_one_input_drop_the_same_features():
+    model = built("llama", LoRAConfig(r=4, dropout=0.5, attn_matrices=["q", "k", "v"]))
+    modules = [module for _, module in model.adapter_modules("a")][:3]
+    with torch.no_grad():
+        for module in modules[1:]:
+            module.lora_A.copy_(modules[0].lora_A)
+    x = torch.randn(5, 32, dtype=torch.float64)
+    first, *others = LowRank.from_input(modules, x)
+    for other in others:
+        assert torch.equal(first, other)
+    assert not torch.allclose(first, LowRank.from_input(modules, x)[0])
+
+
+@pytest.fixture
+def adapters() -> list[Any]:
+    model = built("llama", LoRAConfig(attn_matrices=["q", "k", "v"]))
+    return [module for _, module in model.adapter_modules("a")][:3]
+
+
+def test_each_gets_its_part_once_and_for_the_very_tensor(adapters, monkeypatch):
+    calls = Calls(monkeypatch)
+    one, two, three = adapters
+    family = Family(adapters)
+    x, other = torch.randn(2, 4, 32, dtype=torch.float64)
+
+    def expect(adapter: Any, source: Tensor, sizes: list[int]) -> None:
+        made = family.from_input(adapter, source)
+        torch.testing.assert_close(made, source @ adapter.lora_A.T, rtol=1e-12, atol=1e-13)
+        assert calls.sizes == sizes
+
+    expect(one, x, [3])
+    expect(two, x, [3])
+    # asked again: the parameters may have changed since
+    with torch.no_grad():
+        two.lora_A.add_(1)
+    expect(two, x, [3, 3])
+    # another tensor, of equal numbers or not
+    expect(three, other, [3, 3, 3])
+    expect(three, x.clone(), [3, 3, 3, 3])
+
+
+def test_one_that_is_no_member_computes_alone(adapters, monkeypatch):
+    calls = Calls(monkeypatch)
+    Family(adapters[:2]).from_input(adapters[2], torch.randn(4, 32, dtype=torch.float64))
+    assert calls.sizes == [1]
+
+
+def test_weights_on_another_device_are_left_out(adapters, monkeypatch):
+    calls = Calls(monkeypatch)
+    adapters[1].to("meta")
+    Family(adapters).from_input(adapters[0], torch.randn(4, 32, dtype=torch.float64))
+    assert calls.sizes == [2]
+
+
+def test_a_forward_that_fails_leaves_nothing_behind():
+    model = built("llama", LoRAConfig(attn_matrices=["q", "k", "v"]))
+    model.eval().set_active_adapters("a")
+    before = output(model)
+    layer = model.get_submodule("model.layers.0.self_attn.k_proj")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    hook = layer.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        output(model)
+    hook.remove()
+    assert model._selection.family is None
+    assert torch.equal(output(model), before)
+
+
+def test_copies_compute_with_their_own_weights():
+    model = built("llama", LoRAConfig())
+    model.eval().set_active_adapters("a")
+    copied = copy.deepcopy(model)
+    stir(copied, "a", seed=9)
+    own = output(copied)
+    assert not torch.allclose(own, output(model))
+    torch.testing.assert_close(own, output(apart(copied)), rtol=1e-12, atol=1e-13)
+
+
+def test_taking_the_adapters_gives_every_class_back():
+    model = built("llama")
+    before, classes = snapshot(model), [type(m) for m in model.modules()]
+    model.add_adapter("a", LoRAConfig(target_modules="all-linear"))
+    model.add_adapter("b", BOFTConfig())
+    attention = model.get_submodule("model.layers.0.self_attn")
+    assert isinstance(attention, nn.Module)
+    assert type(attention) not in classes
+    model.delete_adapter("a")
+    assert type(attention) not in classes
+    model.delete_adapter("b")
+    assert [type(m) for m in model.modules()] == classes
+    assert changes(before, snapshot(model)) == []
+
+
+def test_of_few_tokens_each_computes_alone(monkeypatch):
+    monkeypatch.undo()
+    model = built("llama", LoRAConfig(attn_matrices=["q", "k", "v"]))
+    model.set_active_adapters("a")
+    calls = Calls(monkeypatch)
+    output(model)
+    assert calls.sizes == [1, 1, 1] * 2
+    many = {key: value.repeat(100, 1) for key, value in tiny_inputs("llama").items()}
+    output(model, **many)
+    assert calls.sizes[6:] == [3] * 2
