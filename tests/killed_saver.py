@@ -1,12 +1,13 @@
 """Savers that are killed, run by tests/checkpoint/test_crash.py: python killed_saver.py FOLDER.
 
-Forks of one process that has a model save its two adapters in turn to one folder, and are killed.
-After each the folder is looked at twice: as a library that knows nothing of our folders sees it,
-and as ours does. Prints how often the old and the new checkpoint was found.
+Forks of one process save two checkpoints in turn to one folder, and are killed. After each the
+folder is looked at twice: as a library that knows nothing of our hidden folders sees it, and as
+ours does. Prints how often the old and the new checkpoint was found.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -18,26 +19,55 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
-from families import tiny_config
-
-from adapterzoo import AutoAdapterModel, LoRAConfig
-from adapterzoo.checkpoint import files, folders
-from adapterzoo.checkpoint.formats import formats
+import adapterzoo
 from adapterzoo.errors import CheckpointError
+
+# without the package around it, which imports torch: a fork of a small process costs nothing
+spec: Any = importlib.util.spec_from_file_location(
+    "folders", Path(adapterzoo.__file__).parent / "checkpoint" / "folders.py"
+)
+folders: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(folders)
 
 NAMES = ("old", "new")
 KILLS = 201
+# the files of each format in two saves: with a head and without, as a pickle and not
+FILES = {
+    "native": (
+        ["adapter.safetensors", "adapter_config.json"],
+        ["adapter.safetensors", "adapter_config.json"],
+    ),
+    "adapterhub": (
+        ["pytorch_adapter.bin", "adapter_config.json", "pytorch_model_head.bin", "head_config.json"],  # noqa: E501
+        ["pytorch_adapter.bin", "adapter_config.json"],
+    ),
+    "peft": (
+        ["adapter_model.bin", "adapter_config.json"],
+        ["adapter_model.safetensors", "adapter_config.json"],
+    ),
+}  # fmt: skip
 # what changes a folder, as Python reports it; bytes that are written are met by chance
 STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "fcntl.flock"}
 Content = dict[str, bytes]
+
+
+def replace(folder: Path, content: Content, stale: Any = ()) -> None:
+    """What `formats.write` does when everything has been encoded."""
+    with folders.saving("saving", folder):
+        folders.replace_files("saving", folder, content, stale)
 
 
 def seen(folder: Path) -> Content:
     """All files that are not hidden."""
     there = folder.iterdir() if folder.is_dir() else ()
     return {p.name: p.read_bytes() for p in there if p.is_file() and not p.name.startswith(".")}
+
+
+def hidden(folder: Path) -> list[str]:
+    """The names of all files that are."""
+    return [p.name for p in folder.iterdir() if p.name.startswith(".")]
 
 
 def check_others(found: Content, versions: list[Content]) -> None:
@@ -48,9 +78,9 @@ def check_others(found: Content, versions: list[Content]) -> None:
         wholes = [
             version
             for version in versions
-            if configs.items() <= version.items() and tensors.items() <= version.items()
-            and tensors.keys() == {name for name in version if not name.endswith(".json")}
-        ]  # fmt: skip
+            if configs.items() <= version.items()
+            and tensors == {name: d for name, d in version.items() if not name.endswith(".json")}
+        ]
         assert wholes, sorted(found)
 
 
@@ -64,20 +94,24 @@ def check_ours(folder: Path, versions: list[Content]) -> int:
     return versions.index(found)
 
 
-def killed(work: Callable[[], object], after: float | None = None) -> bool:
-    """Whether a fork that works was killed, after some time or by itself."""
+def forked(work: Callable[[], object]) -> int:
+    """The id of a process that works and ends."""
     child = os.fork()
-    if not child:
-        try:
-            work()
-        finally:
-            os._exit(7)
-    if after is not None:
-        time.sleep(after)
-        os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    assert status == signal.SIGKILL or os.waitstatus_to_exitcode(status) == 7
-    return bool(status == signal.SIGKILL)
+    if child:
+        return child
+    code = 1
+    try:
+        work()
+        code = 0
+    except CheckpointError as error:
+        code = 3 if "files of both would be mixed" in str(error) else 4
+    finally:
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """How a process ended: its exit code, or minus the signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def dying_at(step: int, work: Callable[[], object]) -> Callable[[], None]:
@@ -96,95 +130,91 @@ def dying_at(step: int, work: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def at_every_step(folder: Path, versions: list[Content], owned: tuple[str, ...]) -> Counter[str]:
+def at_every_step(folder: Path, kind: str) -> Counter[str]:
     """Kill a save before each of its steps, over nothing and over each version."""
+    versions = [
+        {name: f"{i}{name}".encode() * 9 for name in names} for i, names in enumerate(FILES[kind])
+    ]
+    owned = sorted({*versions[0], *versions[1]})
     found: Counter[str] = Counter()
-    for start, end in ((None, 0), (0, 1), (1, 0)):
+    for old, new in (({}, versions[0]), versions, versions[::-1]):
         for step in itertools.count():
             shutil.rmtree(folder, ignore_errors=True)
-            if start is not None:
-                files.write_all(folder, versions[start])
-            before: Content = {} if start is None else versions[start]
-            work = lambda: files.write_all(folder, versions[end], owned)  # noqa: B023, E731
-            if not killed(dying_at(step, work)):
+            if old:
+                replace(folder, old)
+            code = ended(forked(dying_at(step, lambda: replace(folder, new, owned))))  # noqa: B023
+            if code != -signal.SIGKILL:
+                assert not code
                 break
-            kind = ("old", "new")[check_ours(folder, [before, versions[end]])]
-            found[kind] += 1
+            found[NAMES[check_ours(folder, [old, new])]] += 1
             # what a killed save left is in nobody's way, and does not stay
-            files.write_all(folder, versions[end], owned)
-            assert seen(folder) == versions[end]
-            assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
+            replace(folder, new, owned)
+            assert seen(folder) == new
+            assert not hidden(folder)
     return found
 
 
-def at_any_moment(folder: Path, versions: list[Content], save: Callable[..., None], draw: random.Random) -> Counter[str]:  # noqa: E501
+def at_any_moment(
+    folder: Path, versions: list[Content], save: Callable[..., None], draw: random.Random
+) -> Counter[str]:
     """Kill savers that save in turn, wherever they are."""
     found: Counter[str] = Counter()
-    save(folder, "old")
     start = time.perf_counter()
-    save(folder, "new")
-    longest = 3 * (time.perf_counter() - start)
+    for name in NAMES:
+        save(folder, name)
+    longest = 2 * (time.perf_counter() - start)
+
+    def work() -> None:
+        for name in itertools.cycle(NAMES):
+            save(folder, name)
+
     for _ in range(KILLS // 3):
-
-        def work() -> None:
-            for name in itertools.cycle(NAMES):
-                save(folder, name)
-
-        killed(work, draw.uniform(0, longest))
+        child = forked(work)
+        time.sleep(draw.uniform(0, longest))
+        os.kill(child, signal.SIGKILL)
+        assert ended(child) == -signal.SIGKILL
         found[NAMES[check_ours(folder, versions)]] += 1
     save(folder, "old")
-    assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
+    assert not hidden(folder)
     return found
 
 
 def at_once(folder: Path, versions: list[Content], save: Callable[..., None]) -> int:
-    """Two processes save to one folder while this one reads; how often it read each."""
-    children = []
-    for name in NAMES:
-        child = os.fork()
-        if not child:
-            for _ in range(25):
-                save(folder, name)
-            os._exit(0)
-        children.append(child)
-    found: Counter[int] = Counter()
+    """Two processes save to one folder while this one reads; how many versions it read."""
+
+    def work(name: str) -> Callable[[], None]:
+        return lambda: [save(folder, name) for _ in range(20)] and None
+
+    children = [forked(work(name)) for name in NAMES]
+    found = set()
     while children:
         with folders.reading("reading", folder):
-            found[versions.index(seen(folder))] += 1
-        children = [c for c in children if os.waitpid(c, os.WNOHANG) == (0, 0)]
-    return min(found[0], found[1])
-
-
-def in_two_formats(folder: Path, save: Callable[..., None]) -> list[str]:
-    """Two processes save to one new folder in two formats: the error of the second."""
-    errors = []
-    for child in [_saver(folder, save, kind) for kind in ("peft", "adapterhub")]:
-        errors.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    return sorted(errors)
-
-
-def _saver(folder: Path, save: Callable[..., None], kind: str) -> int:
-    child = os.fork()
-    if child:
-        return child
-    try:
-        save(folder, "old", kind)
-    except CheckpointError as error:
-        os._exit(3 if "files of both would be mixed" in str(error) else 4)
-    os._exit(0)
+            found.add(versions.index(seen(folder)))
+        # read often, but leave the processors to the savers
+        time.sleep(0.002)
+        children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
+    return len(found)
 
 
 def main(base: Path) -> None:
     """Every format, every way of dying."""
+    # a process that dies takes nothing from the system's memory of files: only the power would
+    os.fsync = lambda _: None
+    said: dict[str, Any] = {k: {"steps": at_every_step(base / "steps", k)} for k in FILES}
+    # from here on forks are large
+    import torch
+    from families import tiny_config
+
+    from adapterzoo import AutoAdapterModel, LoRAConfig
+
     torch.manual_seed(0)
     model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
     model.add_adapter("old", LoRAConfig(r=4, alpha=8))
-    model.add_classification_head("old", num_labels=3)
+    model.add_classification_head("old", layers=1, activation_function=None, use_pooler=True)
     # another size, and no head: files of the old one have to go
     model.add_adapter("new", LoRAConfig(r=2, alpha=5))
     draw = random.Random(0)
-    said: dict[str, dict[str, object]] = {}
-    for kind in formats:
+    for kind in FILES:
 
         def save(folder: Path, name: str, kind: str = kind) -> None:
             model.save_adapter(folder, name, format=kind)
@@ -194,14 +224,20 @@ def main(base: Path) -> None:
             save(base / kind / name, name)
             versions.append(seen(base / kind / name))
         assert versions[0] != versions[1]
-        owned = formats[kind].owned("adapter")
-        said[kind] = {
-            "steps": at_every_step(base / kind / "steps", versions, owned),
-            "moments": at_any_moment(base / kind / "moments", versions, save, draw),
-            "at once": at_once(base / kind / "moments", versions, save),
-        }
-        assert model.load_adapter(base / kind / "moments", load_as=f"{kind}_back")
-    said["mixed"] = {"errors": [in_two_formats(base / f"two{i}", save) for i in range(5)]}
+        folder = base / kind / "both"
+        said[kind]["moments"] = at_any_moment(folder, versions, save, draw)
+        said[kind]["read at once"] = at_once(folder, versions, save)
+        # and what is found can be loaded
+        model.load_adapter(folder, load_as=f"{kind}_again")
+        model.delete_adapter(f"{kind}_again")
+    codes = []
+    for i in range(5):
+        works = [
+            lambda kind=kind, i=i: model.save_adapter(base / f"two{i}", "new", format=kind)
+            for kind in ("peft", "adapterhub")
+        ]
+        codes.append(sorted(map(ended, map(forked, works))))
+    said["two formats"] = codes
     print(json.dumps(said))  # noqa: T201
 
 

@@ -163,4 +163,4 @@ def _check_header(file: Path) -> None:
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
     if size > _MAX_HEADER:
-        raise CheckpointError(f"its header has {size:,} bytes; legal are {_MAX_HEADER:,}")
+        raise CheckpointError(f"its header would have more than {_MAX_HEADER:,} bytes")

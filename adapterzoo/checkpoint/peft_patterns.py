@@ -7,24 +7,20 @@ expressions: how long one may search is bounded before it runs.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from adapterzoo.errors import CheckpointError
+from adapterzoo.expressions import steps
 
 _T = TypeVar("_T")
 
 # about a second of searching
-_MAX_STEPS = 3e7
+_MAX_STEPS = 6e7
 _MAX_LENGTH = 10_000
 # no character of these: a text that matches itself, but that a dot is any character
 _PLAIN = re.compile(r"[\w.\-]*")
-_TOKEN = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<repeat>[*+]|\{\d*,?\d*\})|(?P<maybe>\?)|(?P<sign>[()|])|.",
-    re.DOTALL,
-)
 
 
 def values_at(
@@ -41,9 +37,11 @@ def values_at(
     Raises:
         CheckpointError: a key is no regular expression, or one that may search for hours.
     """
-    steps = sum(_steps(pattern, max(map(len, paths), default=0)) for pattern in patterns)
-    if steps * len(paths) > _MAX_STEPS:
-        worst = max(patterns, key=lambda pattern: _steps(pattern, 60))
+    longest = max(map(len, paths), default=0)
+    total = sum(steps(_whole(pattern), longest) for pattern in patterns)
+    # a whole list of layers in one key is long, but not of that length
+    if total * len(paths) > _MAX_STEPS or max(map(len, patterns), default=0) > _MAX_LENGTH:
+        worst = max(patterns, key=lambda pattern: (steps(pattern, longest), len(pattern)))
         raise CheckpointError(
             f"{call}: {field} has regular expressions that could search for hours, such as "
             f"{worst[:80]!r}. Write names of layers as its keys: {{'q_proj': …}}."
@@ -60,48 +58,18 @@ def values_at(
     return found
 
 
+def _whole(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
 def _compiled(call: str, field: str, pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(rf"(.*\.)?({pattern})$")
+        return re.compile(_whole(pattern))
     except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(
             f"{call}: {field} has the key {pattern[:80]!r}, which is no regular expression "
             f"({error}). Write the name of a layer: {{'q_proj': …}}."
         ) from error
-
-
-def _steps(pattern: str, length: int) -> float:
-    """At most how many ways a regular expression can try on a text of this length."""
-    if len(pattern) > _MAX_LENGTH:
-        return math.inf
-    ways, repeats = 1.0, 1
-    bars, last = [0], ""
-    for token in _TOKEN.finditer(pattern):
-        text = token[0]
-        if token["repeat"]:
-            # a repeated group tries its ways again and again
-            if last == ")":
-                return math.inf
-            repeats += 1
-        elif token["maybe"] and last == "(":
-            text = "(?"
-        elif token["maybe"]:
-            # after a repeat it makes that one lazy, which changes the order of trying only
-            ways *= 1 if last == "repeat" else 2
-        elif text == "(":
-            bars.append(0)
-        elif text == "|":
-            bars[-1] += 1
-        elif text == ")" and len(bars) > 1:
-            ways *= bars.pop() + 1
-        elif re.fullmatch(r"\\[1-9]", text) or (last == "(?" and text in "P("):
-            # what refers to a group, or names one: nobody needs it here
-            return math.inf
-        last = "repeat" if token["repeat"] else text
-    for count in bars:
-        ways *= count + 1
-    ways *= float(length + 1) ** repeats / math.factorial(repeats)
-    return max(ways, float(len(pattern)))
 
 
 def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str, ...] | None:

@@ -63,6 +63,14 @@ class ExampleCommand(click.Command):
         super().__init__(*args, **kwargs)
         self.example = example
 
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first sentence of the help, whole.
+
+        Args:
+            limit: would cut it.
+        """
+        return (self.help or "").partition(".")[0].replace("\n", " ") + "."
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the example.
 

@@ -119,6 +119,11 @@ def open_checkpoint(call: str, path: str, revision: str | None = None) -> Checkp
             f"given, or 'user/repository' for an adapter of the Hub."
         )
     files = wanted(file.name for file in folder.iterdir() if file.is_file())
+    if not files:
+        raise CheckpointError(
+            f"{call}: {path!r} has the config of an {stem} in the format {name!r} and no tensors. "
+            f"Copy it again from where it was saved."
+        )
     sizes = {file: (folder / file).stat().st_size for file in files}
     if name == "native":
         stored = native.load(folder, stem)

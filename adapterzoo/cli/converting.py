@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.heads import HeadConfig
@@ -96,8 +96,7 @@ def merge(
             f"folder of an adapter."
         )
     config = config_of(call, base)
-    named = (config.architectures or [None])[0]
-    name = architecture or named
+    name = architecture or next(iter(config.architectures or ()), None)
     cls: Any = AutoModel if name is None else task_class(call, name)
     static = name is not None and is_task(name)
     head: Mapping[str, Any] | None = None
@@ -145,11 +144,12 @@ def _check_new(call: str, out: Path) -> None:
 
 def _with_labels(config: Any, head: HeadConfig) -> Any:
     """A base model's config with the classes of a head."""
-    labels = head.id2label
-    if labels is not None:
-        config.id2label = labels
-        config.label2id = {label: number for number, label in labels.items()}
-    config.problem_type = _PROBLEMS.get(head.head_type)
-    if config.problem_type is not None and len(labels or ()) == 1:
-        config.problem_type = "regression"
+    count = head.get("num_labels")
+    if count is None:
+        return config
+    labels = head.id2label or {number: f"LABEL_{number}" for number in range(count)}
+    config.id2label = labels
+    config.label2id = {label: number for number, label in labels.items()}
+    problem = _PROBLEMS.get(head.head_type)
+    config.problem_type = "regression" if problem and count == 1 else problem
     return config

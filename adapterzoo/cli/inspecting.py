@@ -9,7 +9,7 @@ import click
 
 from adapterzoo.errors import AdapterZooError, CheckpointError, listing
 
-from .app import command, json_option, model_option
+from .app import command, json_option
 from .output import be_quiet, print_facts, print_json
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _revision = click.option("--revision", help="Branch, tag or commit on the Hub.")
 
 @command("info", example="adapterzoo info runs/reviews")
 @click.argument("path")
-@model_option
+@click.option("--model", metavar="MODEL", help="Base model to compare with, folder or Hub name.")
 @_revision
 @json_option
 def info_command(path: str, model: str | None, revision: str | None, as_json: bool) -> None:

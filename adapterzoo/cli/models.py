@@ -148,7 +148,7 @@ def fitted(
     if checkpoint.head_type not in _TIED or not foreign:
         try:
             found = _filled(checkpoint, _structure(checkpoint, base), name)
-            if writes in (None, "native") or not _has_magnitudes(found.stored):
+            if writes != "peft" or not _has_part_magnitudes(found.stored):
                 return found
         except NotImplementedError:
             # what torch says where a weight is looked at that is not there
@@ -184,9 +184,9 @@ def _class_of(checkpoint: Checkpoint) -> Any:
     return AutoAdapterModel if static is None else task_class(checkpoint.call, str(static))
 
 
-def _has_magnitudes(stored: Stored) -> bool:
-    """Whether there are magnitudes of DoRA, which formats may complete from the base weights."""
-    return "m" in {key.rpartition("/")[2].rpartition(".")[2] for key in stored.adapter}
+def _has_part_magnitudes(stored: Stored) -> bool:
+    """Whether DoRA adapts parts of layers: PEFT's has magnitudes for all rows of one."""
+    return any(key.partition("/")[2].endswith(".m") for key in stored.adapter)
 
 
 @contextlib.contextmanager

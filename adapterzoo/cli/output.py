@@ -91,7 +91,7 @@ def be_quiet(shown: bool) -> None:
     Args:
         shown: whether their progress bars stay.
     """
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging
 
     logging.set_verbosity_error()

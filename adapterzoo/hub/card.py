@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from adapterzoo.errors import CheckpointError, ConfigError, listing
 
-from .files import ADAPTER_CONFIG
+from .files import ADAPTER_CONFIG, config_bytes
 from .places import is_public_name
 
 # what a head, or PEFT's task_type, is called among the Hub's tasks
@@ -182,8 +182,8 @@ def load_code(
 
 def _document(file: Path) -> dict[str, Any]:
     try:
-        document = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        document = json.loads(config_bytes(file))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"model card of {str(file.parent)!r}: {file.name} cannot be read ({error}). Write a "
             f"folder that save_adapter made."

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelInfo, constants
 from adapterzoo.errors import ConfigError, HubError, listing
 
 from .asking import Caller
-from .files import ADAPTER_CONFIG
+from .files import ADAPTER_CONFIG, config_bytes
 from .places import Place, check_repo_id
 from .pulling import fetch_file
 
@@ -143,8 +143,8 @@ def adapter_info(
         digest = blobs[ADAPTER_CONFIG]
         file = fetch_file(caller, Place(adapter_id), ADAPTER_CONFIG, model.sha, digest)
         try:
-            document = json.loads(file.read_bytes())
-        except ValueError as error:
+            document = json.loads(config_bytes(file))
+        except (ValueError, RecursionError) as error:
             raise HubError(
                 f"{call}: its {ADAPTER_CONFIG} is no JSON ({error}). Tell its author."
             ) from error

@@ -103,8 +103,7 @@ class LowRankConfig(TargetedConfig):
             )
         # the caller's dict may change later
         object.__setattr__(self, name, dict(patterns))
-        for pattern in patterns:
-            check_pattern(self, name, pattern)
+        check_pattern(self, name, *patterns)
 
     def __hash__(self) -> int:
         """A hash that equal configs share; the patterns, which are dicts, are left to `==`."""

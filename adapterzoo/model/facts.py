@@ -29,7 +29,7 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
         with_head: whether the user wants the head too.
     """
     config = model.config
-    text = config.get_text_config()
+    text = _text_config(config)
     tasks = _Tasks(model, call)
     named: bool = model._has_named_heads
     return Facts(
@@ -59,12 +59,24 @@ def prefix_of(model: Any) -> str:
     return "" if model._backbone is model else str(model.base_model_prefix)
 
 
+def _text_config(config: Any, **kwargs: bool) -> Any:
+    """The config of the text part; itself in configs of other libraries' own classes."""
+    find = getattr(config, "get_text_config", None)
+    return find(**kwargs) if callable(find) else config
+
+
+def _as_dict(config: Any) -> Mapping[str, Any]:
+    find = getattr(config, "to_dict", None)
+    fields: Mapping[str, Any] = find() if callable(find) else vars(config)
+    return fields
+
+
 class _Tasks:
     """Named heads of a model as the heads of transformers' task classes, and back."""
 
     def __init__(self, model: Any, call: str) -> None:
-        text = model.config.get_text_config(decoder=True)
-        self.config: Mapping[str, Any] = {**model.config.to_dict(), **text.to_dict()}
+        text = _text_config(model.config, decoder=True)
+        self.config: Mapping[str, Any] = {**_as_dict(model.config), **_as_dict(text)}
         self._model = model
         self._call = call
 
