@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .contracts import Adapter, SharingAdapter
@@ -39,7 +38,7 @@ class Family:
         kind = type(adapter)
         # of few tokens it costs more calls than it saves, but on a GPU launches count; training and
         # evaluation do the same, so that without dropout they have the same bits
-        if x.numel() <= FEW and mode.is_plain(x) and not torch.compiler.is_compiling():
+        if x.numel() <= FEW and mode.is_plain(x):
             return kind.from_input((adapter,), x)[0]
         for i, (owner, source, part) in enumerate(self._waiting):
             if owner is adapter and source is x:

@@ -19,7 +19,7 @@ from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
 
 from .building import at_hand, build, check_layers, inject_path
-from .installed import AdaptersConfig, Installed, State
+from .installed import AdaptersConfig, Installed, State, families_of
 from .setup import announce
 from .sharding import refuse_if_sharded
 
@@ -190,14 +190,15 @@ class AdaptersMixin:
         config: AdapterConfig,
         made: Mapping[str, tuple[Adapter, list[Placement]]],
     ) -> None:
-        installed = Installed(config, {path: tuple(ps) for path, (_, ps) in made.items()})
+        places = {path: tuple(ps) for path, (_, ps) in made.items()}
+        installed = Installed(config, places, families_of(places))
         for path, (adapter, _) in made.items():
             layer = self._backbone.get_submodule(path)
             inject.put(layer, name, adapter, self._selection, path)
         for source, reader in installed.sources():
             module = self._backbone.get_submodule(source)
             inject.tap(module, reader, name, self._selection, source)
-        for around in installed.families():
+        for around in installed.families:
             inject.tap(self._backbone.get_submodule(around), around, name, self._selection, around)
         self._zoo.installed[name] = installed
 
@@ -205,7 +206,7 @@ class AdaptersMixin:
         installed = self._zoo.installed.pop(name)
         for source, reader in installed.sources():
             inject.untap(self._backbone.get_submodule(source), reader, name)
-        for around in installed.families():
+        for around in installed.families:
             inject.untap(self._backbone.get_submodule(around), around, name)
         for path in installed.places:
             inject.take(self._backbone.get_submodule(path), name)
@@ -297,7 +298,7 @@ class AdaptersMixin:
         """
         found: dict[str, dict[str, list[str]]] = {}
         for name in acting:
-            for around, paths in self._zoo.installed[name].families().items():
+            for around, paths in self._zoo.installed[name].families.items():
                 for path in paths:
                     if isinstance(present.get(path, {}).get(name), SharingAdapter):
                         layer = path.rpartition(".")[2]

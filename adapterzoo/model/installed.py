@@ -14,10 +14,17 @@ from adapterzoo.errors import unknown_name
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """One named adapter: its config, and its modules' places by path."""
+    """One named adapter.
+
+    Attributes:
+        config: its config.
+        places: of its modules, by path.
+        families: path of a module to those of its adapted layers that read one input.
+    """
 
     config: AdapterConfig
     places: dict[str, tuple[Placement, ...]]
+    families: dict[str, list[str]]
 
     def sources(self) -> Iterator[tuple[str, str]]:
         """(path of a tapped module, path of the site that reads it), each pair once."""
@@ -26,15 +33,20 @@ class Installed:
                 if source is not None:
                     yield source, path
 
-    def families(self) -> dict[str, list[str]]:
-        """Path of a module to those of its layers that read one input, two at least."""
-        found: dict[str, dict[str, list[str]]] = {}
-        for path, placements in self.places.items():
-            if (shared := placements[0].site.shared_input) is not None:
-                found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
-        # a block without modules of its own for its sub-layers has two families: the larger wins
-        largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}
-        return {module: paths for module, paths in largest.items() if len(paths) > 1}
+
+def families_of(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list[str]]:
+    """Path of a module to those of its layers that read one input, two at least.
+
+    Args:
+        places: path to what sits there.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for path, placements in places.items():
+        if (shared := placements[0].site.shared_input) is not None:
+            found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
+    # a block without modules of its own for its sub-layers has two families: the larger wins
+    largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}
+    return {module: paths for module, paths in largest.items() if len(paths) > 1}
 
 
 class AdaptersConfig(Mapping[str, AdapterConfig]):
