@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         QuestionAnsweringHead,
         TaggingHead,
     )
+    from .hub import AdapterInfo, adapter_info, list_adapters
     from .methods.boft import BOFTConfig
     from .methods.bottleneck import (
         AdapterPlusConfig,
@@ -54,6 +55,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "AdapterConfig": "configs",
     "AdapterFusionConfig": "methods.fusion",
+    "AdapterInfo": "hub",
     "AdapterModelMixin": "model",
     "AdapterPlusConfig": "methods.bottleneck",
     "AdapterSetup": "model",
@@ -84,13 +86,16 @@ _HOMES = {
     "Stack": "composition",
     "StaticAdapterFusionConfig": "methods.fusion",
     "TaggingHead": "heads",
+    "adapter_info": "hub",
     "init": "model",
+    "list_adapters": "hub",
     "load_model": "auto",
 }
 
 __all__ = [
     "AdapterConfig",
     "AdapterFusionConfig",
+    "AdapterInfo",
     "AdapterModelMixin",
     "AdapterPlusConfig",
     "AdapterSetup",
@@ -121,7 +126,9 @@ __all__ = [
     "Stack",
     "StaticAdapterFusionConfig",
     "TaggingHead",
+    "adapter_info",
     "init",
+    "list_adapters",
     "load_model",
 ]
 

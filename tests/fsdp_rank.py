@@ -203,6 +203,13 @@ def what_is_fixed_is_refused(rank, folder):
         file.touch()
     dist.barrier()
     refused(CheckpointError, lambda: model.save_adapter(file / "a", "a"), "Not a directory")
+    for other in ("adapterhub", "peft"):
+        refused(
+            StateError,
+            lambda other=other: model.save_adapter(folder / other, "a", format=other),
+            "sharded over 2 processes",
+            "Write format='native'",
+        )
     model.save_adapter(folder / f"of_rank_{rank}", "a")
     check((folder / "of_rank_0" / "adapter.safetensors").is_file(), "returned before it was there")
     check(not (folder / "of_rank_1").exists(), "written by more than one process")

@@ -1,15 +1,16 @@
 """Files that are either old or new, never half: safetensors with a JSON document inside.
 
-A checkpoint is one file. The document stands in the file's metadata, so that tensors and what
-they mean are replaced together by one atomic rename; a JSON copy beside it is for people.
+The document stands in the metadata of the file with the tensors, so that they and what they mean
+are one file; a JSON copy beside it is for people. Files that belong together are replaced
+together, see `folders`. What is read may come from a stranger: only regular files are opened, and
+of texts no more is read than a config can have.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError
 
+from . import folders
+
 _DOCUMENT = "adapterzoo"
+# of safetensors: names, shapes and the document, about 300 bytes for each tensor
+_MAX_HEADER = 32 * 2**20
 
 
 def write_tensors(file: Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -33,49 +38,76 @@ def write_tensors(file: Path, document: Mapping[str, Any], tensors: Mapping[str,
     Raises:
         CheckpointError: the file cannot be written; an old one is still whole.
     """
+    write_bytes(file, tensor_bytes(tensors, document))
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor], document: Mapping[str, Any] | None = None) -> bytes:
+    """A safetensors file; equal content gives equal bytes.
+
+    Args:
+        tensors: of any device; shared memory is written apart.
+        document: JSON types, for the files of this library.
+    """
     # one metadata key only: safetensors does not fix the order of several
-    metadata = {_DOCUMENT: json.dumps(document, sort_keys=True, allow_nan=False)}
+    text = json.dumps(document, sort_keys=True, allow_nan=False)
+    metadata = {"format": "pt"} if document is None else {_DOCUMENT: text}
     owned = {key: t.detach().cpu().clone().contiguous() for key, t in sorted(tensors.items())}
-    write_bytes(file, save(owned, metadata=metadata))
+    return save(owned, metadata=metadata)
 
 
-def write_json(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a document for people to read.
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """A document as people can read it."""
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
+    """Write the files of a checkpoint, and delete those that an older one left behind.
+
+    Args:
+        folder: made when missing.
+        contents: plain names to contents.
+        stale: names of files that shall not be there, and may not be.
 
     Raises:
-        CheckpointError: the file cannot be written; an old one is still whole.
+        CheckpointError: a file cannot be written; all the old ones are whole.
     """
-    write_bytes(file, (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+    call = f"save to {str(folder)!r}"
+    with folders.saving(call, folder):
+        folders.replace_files(call, folder, contents, stale)
 
 
 def write_bytes(file: Path, content: bytes) -> None:
-    """Replace a file's content by one rename, after it has reached the disk.
+    """Replace a file's content, after the new one has reached the disk.
 
     Raises:
         CheckpointError: the file cannot be written; an old one is still whole.
     """
-    temporary = None
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        # mkstemp makes private files: give the new one the mode that open() would
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(temporary).chmod(0o666 & ~mask)
-        Path(temporary).replace(file)
-        temporary = None
-    except OSError as error:
+    write_all(file.parent, {file.name: content})
+
+
+def check_regular(file: Path) -> None:
+    """Raise where a file is a pipe or a device, which could be read for ever.
+
+    A link to a regular file is one: the cache of huggingface_hub is made of these.
+
+    Raises:
+        CheckpointError: it is something else than a regular file.
+        OSError: there is none.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):
         raise CheckpointError(
-            f"save to {str(file)!r}: {error.strerror or error}. What was there before is still "
-            f"whole. Write to a folder that can be written and has space."
-        ) from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            f"{file.name} is no regular file. Copy the checkpoint again from where it was saved"
+        )
+
+
+def holds_document(file: Path) -> bool:
+    """Whether a safetensors file is one of this library's; a damaged one counts as such."""
+    try:
+        _check_header(file)
+        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+            return _DOCUMENT in (opened.metadata() or {})
+    except (safetensors.SafetensorError, OSError, ValueError):
+        return True
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -85,6 +117,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         CheckpointError: the file is missing, damaged, or was not written by `write_tensors`.
     """
     try:
+        _check_header(file)
         with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
             metadata = opened.metadata() or {}
             # cloned: a mapped file must not change under a model, nor keep the file open
@@ -106,7 +139,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     try:
         document = json.loads(metadata[_DOCUMENT])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"load from {str(file)!r}: the document in the file is no JSON ({error}). "
             f"Save it again."
@@ -117,3 +150,17 @@ def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"Save it again."
         )
     return document, tensors
+
+
+def _check_header(file: Path) -> None:
+    """Raise where a file's header asks for more memory than any adapter needs.
+
+    Raises:
+        CheckpointError: it does, or the file is no regular one.
+        OSError: there is none.
+    """
+    check_regular(file)
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+    if size > _MAX_HEADER:
+        raise CheckpointError(f"its header would have more than {_MAX_HEADER:,} bytes")

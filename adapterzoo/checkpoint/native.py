@@ -9,17 +9,18 @@ document for people and for the Hub.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from adapterzoo.errors import CheckpointError, listing
 
+from . import folders
 from .digest import digests, same_bits
-from .files import read_tensors, write_json, write_tensors
+from .files import holds_document, json_bytes, read_tensors, tensor_bytes, write_all
+from .formats import Facts, Stem, formats
+from .stored import Stored
 
 FORMAT = "adapterzoo"
 VERSION = 1
@@ -28,19 +29,42 @@ _SHOWN = 10
 _HEAD = "head//"
 
 
-@dataclass(slots=True)
-class Stored:
-    """What a checkpoint holds.
+class NativeFormat:
+    """The format of this library, as `formats` sees it."""
 
-    Attributes:
-        document: JSON types: format, version, name, model_type, `config` of the adapter, `head`.
-        adapter: `<path>/<parameter>` to tensor.
-        head: parameter to tensor.
-    """
+    def recognises(self, folder: Path, stem: Stem) -> bool:
+        """Whether there is the one file, and no other library wrote it."""
+        file = folder / f"{stem}.safetensors"
+        return file.is_file() and holds_document(file)
 
-    document: dict[str, Any]
-    adapter: dict[str, Tensor] = field(default_factory=dict)
-    head: dict[str, Tensor] = field(default_factory=dict)
+    def read(self, folder: Path, stem: Stem, facts: Facts) -> Stored:
+        """What `load` reads."""
+        return load(folder, stem)
+
+    def encode(self, stored: Stored, stem: Stem, facts: Facts) -> dict[str, bytes]:
+        """Tensors and document in one file; the document once more for people."""
+        return encode(stored, stem)
+
+    def owned(self, stem: Stem) -> tuple[str, ...]:
+        """Always both."""
+        return f"{stem}.safetensors", f"{stem}_config.json"
+
+
+formats.register("native")(NativeFormat())
+
+
+def encode(stored: Stored, stem: str) -> dict[str, bytes]:
+    """The contents of `<stem>.safetensors` and `<stem>_config.json`."""
+    tensors = stored.adapter | {_HEAD + key: t for key, t in stored.head.items()}
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "digests": digests(tensors),
+        **stored.document,
+    }
+    whole = tensor_bytes(tensors, document)
+    del document["digests"]
+    return {f"{stem}.safetensors": whole, f"{stem}_config.json": json_bytes(document)}
 
 
 def save(folder: Path, stem: str, stored: Stored) -> None:
@@ -49,16 +73,7 @@ def save(folder: Path, stem: str, stored: Stored) -> None:
     Raises:
         CheckpointError: the folder cannot be written; an old checkpoint is still whole.
     """
-    tensors = stored.adapter | {_HEAD + key: t for key, t in stored.head.items()}
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "digests": digests(tensors),
-        **stored.document,
-    }
-    write_tensors(folder / f"{stem}.safetensors", document, tensors)
-    del document["digests"]
-    write_json(folder / f"{stem}_config.json", document)
+    write_all(folder, encode(stored, stem))
 
 
 def load(folder: Path, stem: str) -> Stored:
@@ -72,7 +87,8 @@ def load(folder: Path, stem: str) -> Stored:
             f"load from {str(folder)!r}: there is no such folder. Write the folder that "
             f"save_{stem} was given."
         )
-    document, tensors = read_tensors(folder / f"{stem}.safetensors")
+    with folders.reading(f"load from {str(folder)!r}", folder):
+        document, tensors = read_tensors(folder / f"{stem}.safetensors")
     version = document.get("version")
     if document.get("format") != FORMAT or not isinstance(version, int):
         raise CheckpointError(

@@ -192,10 +192,11 @@ class HeadConfig(ABC):
             names = {f"LABEL_{i}": i for i in range(count)}
             object.__setattr__(self, "label2id", names)
             return
+        given = self.label2id.items() if isinstance(self.label2id, Mapping) else [("label2id", "")]
         wrong = [
             f"{label!r}: {number!r}"
-            for label, number in self.label2id.items()
-            if not 0 <= number < count
+            for label, number in given
+            if type(number) is not int or not 0 <= number < count
         ]
         if wrong or len(set(self.label2id.values())) != len(self.label2id):
             what = wrong[0] if wrong else "one number stands twice"

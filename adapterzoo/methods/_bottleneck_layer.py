@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -145,8 +145,9 @@ class BottleneckLayer(FusibleAdapter):
             if self.reads_normed:
                 x = inside[0](x.to(weight.dtype))
             return bottleneck(
-                to, x, down.weight, down.bias, weight, up.bias, self.factor, self.non_linearity
-            )
+                to, x, down.weight, down.bias, weight, cast("Tensor", up.bias), self.factor,
+                self.non_linearity,
+            )  # fmt: skip
         # the parameters may have another dtype than the model
         x = x.to(weight.dtype)
         update = linear(self.activation(self.adapter_down(x)), weight, up.bias)

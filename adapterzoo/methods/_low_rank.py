@@ -81,11 +81,12 @@ class LowRankConfig(TargetedConfig):
             SiteError: nothing matches, also no layer a key of `rank_pattern` or `alpha_pattern`.
         """
         placements = super().placements(anatomy)
-        paths = [placement.site.path for placement in placements]
+        # a key may mean a layer of a block that is left out
+        sites = list(anatomy) if self.leave_out else [p.site for p in placements]
         for field_name in ("rank_pattern", "alpha_pattern"):
             for key in getattr(self, field_name):
-                if not any(_fits(key, path) for path in paths):
-                    ends = sorted({path.rpartition(".")[2] for path in paths})
+                if not any(_fits(key, site.path) for site in sites):
+                    ends = sorted({site.path.rpartition(".")[2] for site in sites})
                     raise SiteError(
                         f"{type(self).__name__}({field_name}={{{key!r}: …}}): no adapted layer "
                         f"matches {key!r}. Adapted are layers named {listing(ends)}. Write one of "
@@ -102,8 +103,7 @@ class LowRankConfig(TargetedConfig):
             )
         # the caller's dict may change later
         object.__setattr__(self, name, dict(patterns))
-        for pattern in patterns:
-            check_pattern(self, name, pattern)
+        check_pattern(self, name, *patterns)
 
     def __hash__(self) -> int:
         """A hash that equal configs share; the patterns, which are dicts, are left to `==`."""
@@ -118,11 +118,14 @@ class LowRankConfig(TargetedConfig):
         """The rank of the adapter at a path."""
         return _matching(self.rank_pattern, path, self.r)
 
+    def alpha_at(self, path: str) -> float:
+        """The numerator of the scaling of the adapter at a path."""
+        return _matching(self.alpha_pattern, path, self.alpha)
+
     def scaling_at(self, path: str) -> float:
         """The factor s of the adapter at a path."""
         rank = self.rank_at(path)
-        alpha = _matching(self.alpha_pattern, path, self.alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return self.alpha_at(path) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the parameters at a layer of the given dtype."""

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.configs import AdapterConfig, Placement, require_layers
 from adapterzoo.errors import ConfigError, SiteError, listing
+from adapterzoo.expressions import steps
 
 ALL_LINEAR = "all-linear"
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
+
+
+# about a second for a layer, whose path has so many characters
+_MAX_STEPS = 2e8
+_PATH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,19 +163,28 @@ class TargetedConfig(AdapterConfig):
         return type(self).__name__
 
 
-def check_pattern(config: AdapterConfig, field: str, pattern: str) -> None:
-    """Check that a field holds a regular expression.
+def check_pattern(config: AdapterConfig, field: str, *patterns: str) -> None:
+    """Check that a field holds regular expressions, which come to an end soon.
 
     Raises:
-        ConfigError: it does not compile.
+        ConfigError: one does not compile, or they could search for hours.
     """
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(
-            f"{type(config).__name__}({field}={pattern!r}): not a regular expression ({error}). "
-            f"Write a list of layer names instead: {field}=['query', 'value']."
-        ) from error
+    total = 0.0
+    for pattern in patterns:
+        total += steps(pattern, _PATH)
+        if total > _MAX_STEPS:
+            raise ConfigError(
+                f"{type(config).__name__}({field}={pattern[:80]!r}): the expression could search "
+                f"for hours: it repeats a group, refers to one, or repeats too often. Write a list "
+                f"of layer names instead: {field}=['query', 'value'], or fewer of '*' and '+'."
+            )
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ConfigError(
+                f"{type(config).__name__}({field}={pattern[:80]!r}): not a regular expression "
+                f"({error}). Write a list of layer names instead: {field}=['query', 'value']."
+            ) from error
 
 
 def matches(path: str, wanted: str | Iterable[str]) -> bool:

@@ -175,8 +175,15 @@ class AdaptersMixin(RefusalsMixin):
         self._remove(adapter_name)
         self._replan()
 
-    def _make(self, config: AdapterConfig) -> dict[str, tuple[Adapter, list[Placement]]]:
-        """All modules of a config, before any of them touches the model."""
+    def _make(
+        self, config: AdapterConfig, device: torch.device | None = None
+    ) -> dict[str, tuple[Adapter, list[Placement]]]:
+        """All modules of a config, before any of them touches the model.
+
+        Args:
+            config: of the adapter.
+            device: where they are made; None: each on that of its layer.
+        """
         by_path: dict[str, list[Placement]] = {}
         for placement in config.placements(self.anatomy):
             by_path.setdefault(inject_path(placement.site), []).append(placement)
@@ -184,7 +191,9 @@ class AdaptersMixin(RefusalsMixin):
         layers = {path: backbone.get_submodule(path) for path in by_path}
         for path, layer in layers.items():
             inject.check_put(layer, path)
-        return {path: (build(layers[path], path, ps, dtype), ps) for path, ps in by_path.items()}
+        return {
+            path: (build(layers[path], path, ps, dtype, device), ps) for path, ps in by_path.items()
+        }
 
     def _install(
         self,

@@ -45,7 +45,11 @@ def inject_path(site: Site) -> str:
 
 
 def build(
-    layer: nn.Module, path: str, placements: list[Placement], model_dtype: torch.dtype
+    layer: nn.Module,
+    path: str,
+    placements: list[Placement],
+    model_dtype: torch.dtype,
+    at: torch.device | None = None,
 ) -> Adapter:
     """All adapters of one name at one layer, as one module, on its device and of its dtype.
 
@@ -54,12 +58,13 @@ def build(
         path: of the layer.
         placements: what shall sit there.
         model_dtype: of the parameters where the layer is quantised.
+        at: another device.
 
     Raises:
         ConfigError: a config does not fit its site, or two cannot share the layer.
     """
     device, dtype = _device_and_dtype(layer, model_dtype)
-    built = [p.config.build(p.site, device, dtype) for p in placements]
+    built = [p.config.build(p.site, at or device, dtype) for p in placements]
     sites = [p.site for p in placements]
     if len(built) == 1 and sites[0].rows is None and sites[0].parameter is None:
         return built[0]

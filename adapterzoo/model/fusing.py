@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.checkpoint import native
+from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.composition import Fuse, fusion_key, fusions_of, parse, without
 from adapterzoo.contracts import FusibleAdapter
 from adapterzoo.errors import (
@@ -183,7 +185,8 @@ class FusionMixin(StoringMixin, TrainingMixin):
             "meta": dict(meta_dict or {}),
         }
         tensors = _tensors(dict(self.fusion_modules(name)))
-        sharding.save(self, save_directory, FUSION_STEM, native.Stored(document, tensors))
+        write = functools.partial(native.save, Path(save_directory), FUSION_STEM)
+        sharding.save(self, Stored(document, tensors), write)
 
     def load_adapter_fusion(
         self,

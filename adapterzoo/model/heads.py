@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers.utils.generic import ModelOutput
 from adapterzoo.checkpoint import native
 from adapterzoo.composition import RowMap
 from adapterzoo.errors import CheckpointError, StateError, listing
-from adapterzoo.heads import LMHead, PredictionHead, head_types, labels_from
+from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types, labels_from
 
 from .family import describe
 from .inputs import flatten_choices, head_input, labels_of, last_tokens, shift_labels
@@ -27,6 +28,8 @@ _COMMON = ("logits_to_keep", "num_items_in_batch")
 
 class HeadsMixin(ShelfMixin):
     """Adapters and named heads for a `PreTrainedModel`; stands before it in a class's bases."""
+
+    _has_named_heads: ClassVar[bool] = True
 
     # --- run ---
 
@@ -263,15 +266,26 @@ class HeadsMixin(ShelfMixin):
         if id2label is not None:
             config = config.replace(label2id=labels_from(id2label))
         checked = self._free_head_name(call, name, overwrite_ok)
-        # initial values are overwritten: do not disturb the caller's random numbers
-        with torch.random.fork_rng(devices=()):
-            head = config.build(describe(self))
-        if isinstance(head, LMHead) and self.config.get_text_config().tie_word_embeddings:
-            head.tie(cast("Any", self).get_input_embeddings().weight)
+        # a stranger's config may ask for more memory than there is: compare before any is taken
+        empty = self._built(config, torch.device("meta"))
+        fits = self._own_tensors(empty)
+        native.check_fit(call, type(self).__name__, record.tensors, fits, dtype)
+        head = self._built(config)
         skeleton = self._own_tensors(head)
-        native.check_fit(call, type(self).__name__, record.tensors, skeleton, dtype)
         if dtype is not None:
             for tensor in skeleton.values():
                 tensor.data = tensor.data.to(dtype)
         native.fill(head, record.tensors)
         return lambda: self._shelve(checked, head, set_active)
+
+    def _built(self, config: HeadConfig, device: torch.device | None = None) -> PredictionHead:
+        """A fresh head, tied where the model's are; None: on the model's device."""
+        backbone = describe(self)
+        if device is not None:
+            backbone = dataclasses.replace(backbone, device=device)
+        # initial values are overwritten: do not disturb the caller's random numbers
+        with torch.random.fork_rng(devices=()):
+            head = config.build(backbone)
+        if isinstance(head, LMHead) and self.config.get_text_config().tie_word_embeddings:
+            head.tie(cast("Any", self).get_input_embeddings().weight)
+        return head

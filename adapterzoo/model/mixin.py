@@ -19,6 +19,7 @@ from adapterzoo.selection import Selection
 
 from .fusing import FusionMixin
 from .merging import MergingMixin
+from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
 from .rows import RowNames, RowsMixin, batch_size, repeated
@@ -28,7 +29,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class AdapterModelMixin(
-    FusionMixin, MergingMixin, QuantisedMixin, ReplicasMixin, RowsMixin, SummaryMixin
+    FusionMixin,
+    PublishingMixin,
+    MergingMixin,
+    QuantisedMixin,
+    ReplicasMixin,
+    RowsMixin,
+    SummaryMixin,
 ):
     """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class."""
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.checkpoint import native
+from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.names import check_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Loaded:
     enter_head: Callable[[], None] | None
 
 
-def record_of(call: str, stored: native.Stored) -> HeadRecord:
+def record_of(call: str, stored: Stored) -> HeadRecord:
     """The head in a checkpoint.
 
     Raises:
@@ -46,6 +49,29 @@ def record_of(call: str, stored: native.Stored) -> HeadRecord:
             f"Save it again, or write with_head=False."
         )
     return HeadRecord(dict(document), stored.head)
+
+
+def name_in(call: str, load_as: str | None, stored: Stored, path: str | os.PathLike[str]) -> str:
+    """The name that a checkpoint's adapter or head gets.
+
+    Args:
+        call: the public function.
+        load_as: what the user chose.
+        stored: the checkpoint; not every format knows a name.
+        path: where it came from, whose last part is the name then.
+
+    Raises:
+        ConfigError: it is not legal.
+    """
+    if load_as is not None:
+        return check_name(call, load_as)
+    name = stored.document.get("name")
+    try:
+        return check_name(call, PurePath(path).name if name is None else name)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} The checkpoint brought this one: write load_as='my_task' to give another."
+        ) from error
 
 
 def leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:

@@ -6,16 +6,14 @@ were there when it was called: adapters and heads come before it and stay.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
-from adapterzoo.checkpoint import native
-from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 
 
 def rest(model: Any) -> None:
@@ -88,30 +86,29 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: whole(tensor) for key, tensor in tensors.items()}
 
 
-def save(model: Any, folder: str | os.PathLike[str], stem: str, stored: native.Stored) -> None:
+def save(model: Any, stored: Stored, write: Callable[[Stored], None]) -> None:
     """Gather the tensors of a checkpoint and write it in one process, the first of the mesh.
 
     The others wait for it and share its error. Where the model is not sharded each process writes.
 
     Args:
         model: at rest.
-        folder: made when missing.
-        stem: of the file's name.
         stored: of the model, in the same order in all processes.
+        write: writes what is whole.
 
     Raises:
-        CheckpointError: the folder cannot be written; an old checkpoint is still whole.
+        CheckpointError: what `write` raised; an old checkpoint is still whole.
     """
-    whole = native.Stored(stored.document, gathered(stored.adapter), gathered(stored.head))
+    whole = Stored(stored.document, gathered(stored.adapter), gathered(stored.head))
     mesh = mesh_of(model)
     if mesh is None:
-        native.save(Path(folder), stem, whole)
+        write(whole)
         return
     failure: list[str | None] = [None]
     if not any(mesh.get_coordinate()):
         try:
-            native.save(Path(folder), stem, whole)
-        except CheckpointError as error:
+            write(whole)
+        except AdapterZooError as error:
             failure = [str(error)]
     # along one dimension after the other: then all have heard it
     for dim in range(mesh.ndim):

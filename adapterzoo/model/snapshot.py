@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.checkpoint import files, native
+from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
-
-from .storing import ADAPTER_STEM, HEAD_STEM
 
 UNFROZEN = "unfrozen.safetensors"
 
@@ -120,7 +119,7 @@ def _apart(model: Any) -> list[str]:
 
 def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
     apart = _apart(model)
-    for stem, names in ((ADAPTER_STEM, list(model.adapters_config)), (HEAD_STEM, apart)):
+    for stem, names in (("adapter", list(model.adapters_config)), ("head", apart)):
         there = sorted(path.parent.name for path in folder.glob(f"*/{stem}.safetensors"))
         if there != sorted(names):
             raise CheckpointError(
@@ -130,7 +129,7 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
             )
     heads = model.known_heads()
     for name, config in model.adapters_config.items():
-        stored = native.load(folder / name, ADAPTER_STEM)
+        stored = native.load(folder / name, "adapter")
         if (family := stored.document.get("model_type")) != model.config.model_type:
             raise CheckpointError(
                 f"{call}: it was saved from a model of type {family!r}, this one is of type "
@@ -149,13 +148,13 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
         if not heads or name in heads:
             yield _head_part(model, name if heads else None, stored, call)
     for name in apart:
-        yield _head_part(model, name, native.load(folder / name, HEAD_STEM), call)
+        yield _head_part(model, name, native.load(folder / name, "head"), call)
     file = folder / UNFROZEN
     saved_base = files.read_tensors(file)[1] if file.is_file() else {}
     yield Part("parameters of the base model that are not frozen", saved_base, unfrozen(model))
 
 
-def _head_part(model: Any, name: str | None, stored: native.Stored, call: str) -> Part:
+def _head_part(model: Any, name: str | None, stored: Stored, call: str) -> Part:
     record = model._head_record(name)
     document = stored.document.get("head")
     if name is not None and document is not None:

@@ -334,7 +334,7 @@ def test_what_is_no_checkpoint_is_refused(model, tmp_path):
         model, CheckpointError, str(tmp_path / "none"), "Write the folder that save_adapter"
     ):
         model.load_adapter(tmp_path / "none")
-    with refused(model, CheckpointError, str(tmp_path), "no such file", "Write the folder that"):
+    with refused(model, CheckpointError, str(tmp_path), "no adapter in", "Write the folder that"):
         model.load_adapter(tmp_path)
     with refused(model, CheckpointError, str(tmp_path), "Write the folder that save_all_adapters"):
         model.load_all_adapters(tmp_path)

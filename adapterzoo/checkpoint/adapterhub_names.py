@@ -1,0 +1,181 @@
+"""AdapterHub's names of places in a model: from its keys to places of the anatomy, and back.
+
+Its keys are paths of modules in transformers 4.57, and names of its own for what it hangs into
+blocks. They are read by block number and by what the layer or sub-layer is; a path that the model
+has is trusted as it is. Written are the names of the families that `adapters` knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
+from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
+
+from .formats import Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How `adapters` calls the places of one family.
+
+    Attributes:
+        sublayers: kind to the name below the block; a kind that is not there has no adapters.
+        block: the path of block `{}` in transformers 4.57, where it is another one there.
+        layers: role to the path below the block in 4.57, where it is another one there.
+        swapped: whether `intermediate_lora` stands for the last layer of the feed-forward part,
+            and `output_lora` for the first.
+    """
+
+    sublayers: Mapping[SubLayerKind, str]
+    block: str | None = None
+    layers: Mapping[Role, str] = field(default_factory=dict)
+    swapped: bool = False
+
+
+_HUNG_IN = Layout(
+    {
+        "attention": "attention_adapters",
+        "cross": "cross_attention_adapters",
+        "mlp": "output_adapters",
+    }
+)
+_LLAMA = Layout(_HUNG_IN.sublayers, swapped=True)
+_BERT = Layout({"attention": "attention.output", "mlp": "output"})
+_VIT_LAYERS: Mapping[Role, str] = {
+    "query": "attention.attention.query",
+    "key": "attention.attention.key",
+    "value": "attention.attention.value",
+    "mlp_in": "intermediate.dense",
+    "mlp_out": "output.dense",
+}
+
+# T5 numbers the sub-layers of a block, and their numbers are the names
+_T5 = Layout({"attention": "", "cross": "", "mlp": ""})
+_NUMBERED = re.compile(r"layer\.\d+")
+
+LAYOUTS: Mapping[str, Layout] = {
+    "albert": Layout({"attention": "attention.attention_adapters", "mlp": "output_adapters"}),
+    "bart": _HUNG_IN,
+    "beit": Layout(_HUNG_IN.sublayers, "encoder.layer.{}", _VIT_LAYERS),
+    "bert": _BERT,
+    "bert-generation": _BERT,
+    "clip": _HUNG_IN,
+    "deberta": _BERT,
+    "deberta-v2": _BERT,
+    "distilbert": _HUNG_IN,
+    "electra": _BERT,
+    "gpt2": _HUNG_IN,
+    "gptj": _HUNG_IN,
+    "llama": _LLAMA,
+    "mbart": _HUNG_IN,
+    "mistral": _LLAMA,
+    "mt5": _T5,
+    "plbart": _HUNG_IN,
+    "qwen2": _HUNG_IN,
+    "qwen3": _HUNG_IN,
+    "roberta": _BERT,
+    "t5": _T5,
+    "vit": Layout(
+        {"attention": "attention_adapters", "mlp": "output.output_adapters"},
+        "encoder.layer.{}",
+        _VIT_LAYERS,
+    ),
+    "whisper": _HUNG_IN,
+    "xlm-roberta": _BERT,
+    "xmod": _BERT,
+}
+
+_KINDS: Mapping[str, SubLayerKind] = {
+    "attention_adapters": "attention",
+    "cross_attention_adapters": "cross",
+    "output_adapters": "mlp",
+}
+_NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.|$)")
+_INSIDE_ATTENTION = re.compile(r"(^|\.)\w*att(ention|n)\w*\.", re.IGNORECASE)
+
+
+def find_block(facts: Facts, path: str) -> tuple[Block, str] | None:
+    """The block that a path of AdapterHub leads into, and the rest of the path.
+
+    Args:
+        facts: of the model.
+        path: with or without the prefix of the base model.
+    """
+    inside = path.removeprefix(f"{facts.prefix}.") if facts.prefix else path
+    for candidate in dict.fromkeys((inside, path)):
+        for block in facts.anatomy.blocks:
+            if candidate == block.path or candidate.startswith(f"{block.path}."):
+                return block, candidate[len(block.path) + 1 :]
+    match = _NUMBER.search(inside)
+    if match is None:
+        return None
+    stack = _find_stack(facts.anatomy, inside[: match.start()])
+    blocks = [block for block in facts.anatomy.blocks if block.stack == stack]
+    number = int(match[1])
+    return (blocks[number], inside[match.end() + 1 :]) if number < len(blocks) else None
+
+
+def find_sublayer(block: Block, rest: str) -> SubLayer | None:
+    """The sub-layer of a block whose bottleneck has this path below the block."""
+    kind = _KINDS.get(rest.rpartition(".")[2])
+    if kind is None:
+        # the module that makes h lies in the one that AdapterHub names
+        root = f"{block.path}.{rest}"
+        found = [s for s in block.sublayers if s.out == root or s.out.startswith(f"{root}.")]
+        return found[0] if len(found) == 1 else None
+    return next((sub for sub in block.sublayers if sub.kind == kind), None)
+
+
+def find_layer(block: Block, rest: str) -> Site | None:
+    """The layer of a block that has, or had, this path below the block."""
+    for site in block.sites:
+        if site.path == f"{block.path}.{rest}" and site.parameter is None:
+            return site
+    role = next((role for role, pattern in ATTENTION_IN if pattern.search(rest)), None)
+    if role is None and not _INSIDE_ATTENTION.search(rest):
+        role = next((role for role, pattern in MLP if pattern.search(rest)), None)
+    if role is None:
+        return None
+    cross = CROSS.search(rest) is not None if "attention" in _kinds_of(role) else None
+    found = [site for site in block.sites if site.role == role and cross in (None, site.cross)]
+    return found[0] if len(found) == 1 else None
+
+
+def name_of_sublayer(block: Block, sub: SubLayer, layout: Layout) -> str | None:
+    """AdapterHub's path, without the prefix, of the bottleneck of a sub-layer."""
+    name = layout.sublayers.get(sub.kind)
+    if name == "":
+        match = _NUMBERED.match(sub.out.removeprefix(f"{block.path}."))
+        name = match[0] if match else None
+    return None if name is None else f"{_block_path(block, layout)}.{name}"
+
+
+def name_of_layer(block: Block, site: Site, layout: Layout) -> str:
+    """AdapterHub's path, without the prefix, of a linear layer."""
+    own = site.path.removeprefix(f"{block.path}.")
+    return f"{_block_path(block, layout)}.{layout.layers.get(site.role, own)}"
+
+
+def _kinds_of(role: Role) -> tuple[SubLayerKind, ...]:
+    return ("mlp",) if role in ("mlp_in", "mlp_gate", "mlp_out") else ("attention", "cross")
+
+
+def _block_path(block: Block, layout: Layout) -> str:
+    if layout.block is None:
+        return block.path
+    # the families with another path have one stack
+    return layout.block.format(block.layer)
+
+
+def _find_stack(anatomy: Anatomy, before: str) -> str | None:
+    """The stack that a path leads to: the only one, or the one whose own words stand in it."""
+    stacks = anatomy.stacks
+    if len(stacks) == 1:
+        return stacks[0]
+    words = {stack: set(stack.split(".")) for stack in stacks}
+    shared = set.intersection(*words.values()) if words else set()
+    found = [s for s, own in words.items() if own - shared and own - shared <= {*before.split(".")}]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,131 @@
+"""Files that other libraries wrote, read without trust: JSON, safetensors, and pickled tensors.
+
+A pickle is a program. It is read by `torch.load(weights_only=True)` alone, which runs nothing but
+the rebuilding of tensors; what asks for more is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from adapterzoo.errors import CheckpointError, ConfigError
+
+from .files import check_regular
+
+# configs have some thousand bytes; lists of labels some hundred thousand
+_MAX_JSON = 16 * 2**20
+_AGAIN = "Copy the checkpoint again from where it was saved"
+
+
+def read_json(call: str, file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        call: what the user wrote, for messages.
+        file: is not read where it is too large for a config.
+
+    Raises:
+        CheckpointError: it is missing, too large, no JSON or no object.
+    """
+    try:
+        _check_regular(call, file)
+        size = file.stat().st_size
+        text = file.read_bytes() if size <= _MAX_JSON else b""
+    except OSError as error:
+        raise CheckpointError(
+            f"{call}: {file.name} cannot be read ({error.strerror or error}). {_AGAIN}."
+        ) from error
+    if not text and size:
+        raise CheckpointError(
+            f"{call}: {file.name} has {size:,} bytes; a config has {_MAX_JSON:,} at most. {_AGAIN}."
+        )
+    try:
+        document = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{call}: {file.name} is no JSON ({error}). {_AGAIN}.") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(
+            f"{call}: {file.name} holds a {type(document).__name__}, not an object. {_AGAIN}."
+        )
+    return document
+
+
+def fields_of(file: Path) -> frozenset[str]:
+    """The names of the fields in a JSON file; none where it cannot be read as a config."""
+    try:
+        return frozenset(read_json("", file))
+    except CheckpointError:
+        return frozenset()
+
+
+def read_tensors(call: str, file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, on the CPU; they may share memory.
+
+    Args:
+        call: what the user wrote, for messages.
+        file: `.safetensors`, or else a pickle that torch wrote.
+
+    Raises:
+        CheckpointError: it is damaged, holds code, or something else than tensors.
+    """
+    try:
+        _check_regular(call, file)
+        if file.suffix == ".safetensors":
+            return safetensors.torch.load_file(file)
+        _refuse_compressed(call, file)
+        loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
+    # a damaged pickle raises whatever its bytes say
+    except (
+        safetensors.SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError,
+        ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, RuntimeError,
+        TypeError, ValueError,
+    ) as error:  # fmt: skip
+        if isinstance(error, CheckpointError):
+            raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{call}: {file.name} is damaged, or holds more than tensors ({reason}). {_AGAIN}; a "
+            f"file that holds code is not opened."
+        ) from error
+    if not isinstance(loaded, dict) or not all(
+        isinstance(key, str) and _is_plain(value) for key, value in loaded.items()
+    ):
+        raise CheckpointError(
+            f"{call}: {file.name} is no object of names and plain tensors. {_AGAIN}."
+        )
+    return {key: tensor.detach() for key, tensor in loaded.items()}
+
+
+def _check_regular(call: str, file: Path) -> None:
+    try:
+        check_regular(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{call}: {error}.") from error
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+
+
+def _refuse_compressed(call: str, file: Path) -> None:
+    # torch.save compresses nothing: what is compressed can be a thousand times its size in memory
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as opened:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in opened.infolist()):
+            raise CheckpointError(
+                f"{call}: {file.name} is compressed, which torch.save never does. {_AGAIN}."
+            )
+
+
+def _no_number(text: str) -> float:
+    raise ConfigError(f"{text} is no number of JSON")

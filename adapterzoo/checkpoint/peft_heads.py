@@ -1,0 +1,179 @@
+"""Heads in PEFT's files: the modules that are saved whole, `modules_to_save`.
+
+A PEFT adapter belongs to a task class of transformers, and its keys are those of that class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+
+from adapterzoo.errors import CheckpointError, listing
+
+from .formats import Facts
+from .peft_config import CONFIG, PeftConfig
+from .stored import Stored
+
+# PEFT's words for tasks, and the classes of transformers for them by type of model
+_TASKS: Mapping[str, Mapping[str, Any]] = {
+    "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "CAUSAL_LM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
+}
+# PEFT has no word for images: the config names the class
+_IMAGES: Mapping[str, Any] = modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+_HEAD_TASKS: Mapping[str, str] = {
+    "classification": "SEQ_CLS",
+    "multilabel_classification": "SEQ_CLS",
+    "tagging": "TOKEN_CLS",
+    "question_answering": "QUESTION_ANS",
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq_lm": "SEQ_2_SEQ_LM",
+}
+_IMAGE_HEAD = "image_classification"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The task class that an exported adapter belongs to.
+
+    Attributes:
+        model_class: its name.
+        task_type: PEFT's word, None where it has none.
+    """
+
+    model_class: str
+    task_type: str | None
+
+
+def head_from(
+    theirs: PeftConfig, rest: Mapping[str, Tensor], facts: Facts
+) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """Document and tensors of the head in a file; None where there is none.
+
+    Args:
+        theirs: the config.
+        rest: tensors that are no adapter's, by key in the task class.
+        facts: of the model that is filled.
+
+    Raises:
+        CheckpointError: a weight of the base model was trained too, or the head has no equivalent.
+    """
+    head: dict[str, Tensor] = {}
+    trained = []
+    for key, tensor in rest.items():
+        if ".original_module." in key:
+            continue
+        name = key.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
+        name = name.replace(".base_layer.", ".")
+        own = _base_tensor(name, facts)
+        if own is None:
+            head[name] = tensor
+        # PEFT saves embeddings beside adapters that sit there: the same as here cost nothing
+        elif own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype)):
+            trained.append(key)
+    if trained:
+        raise CheckpointError(
+            f"{facts.call}: the file holds weights of the base model that differ from those here: "
+            f"{listing(sorted(trained))}; of what PEFT saves whole, only heads can be loaded "
+            f"beside an adapter. Merge the adapter by PEFT, and load the merged model: "
+            f"peft_model.merge_and_unload().save_pretrained(…)."
+        )
+    if not head or not facts.with_head:
+        return None, {}
+    if not facts.named_heads:
+        # what the file leaves out stays what it is
+        kept = {key: facts.tensor(key) for key in facts.static_head if key not in head}
+        head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
+        return {"static": facts.model_class}, head
+    # PEFT keeps no labels: they are those of the model
+    return facts.from_static(_class_in(theirs, facts), head, facts.config.get("label2id"))
+
+
+def _base_tensor(key: str, facts: Facts) -> Tensor | None:
+    """The tensor of the base model that a key of some task class names."""
+    if key in facts.static_head:
+        return None
+    for name in (key, facts.renamed(key)):
+        for place in (name, f"{facts.prefix}.{name}", _below(name, facts)):
+            found = facts.tensor(place)
+            if found is not None:
+                return found
+    return None
+
+
+def _below(key: str, facts: Facts) -> str:
+    first, _, below = key.partition(".")
+    return f"{facts.prefix}.{below}" if facts.prefix and first != facts.prefix else below
+
+
+def _class_in(theirs: PeftConfig, facts: Facts) -> str:
+    if theirs.base_class is not None:
+        return theirs.base_class
+    task = theirs.task_type
+    if task is None or task not in _TASKS:
+        raise CheckpointError(
+            f"{facts.call}: the file has a head, and {CONFIG} says task_type={task!r}, so that it "
+            f"is not known what the head does; legal are {listing(_TASKS)}. Write with_head=False, "
+            f"or load it into the class that it was trained on after adapterzoo.init(model)."
+        )
+    return next(_classes(_TASKS[task], facts), f"{task}")
+
+
+def _classes(mapping: Mapping[str, Any], facts: Facts) -> Iterator[str]:
+    found = mapping.get(facts.model_type)
+    yield from (found,) if isinstance(found, str) else found or ()
+
+
+def head_for(stored: Stored, facts: Facts) -> tuple[Task, dict[str, Tensor]]:
+    """The task class that an adapter is written for, and its head's tensors by key there.
+
+    Raises:
+        CheckpointError: PEFT has no such head.
+    """
+    document = stored.document.get("head")
+    if not facts.named_heads:
+        return Task(facts.model_class, _task_of(facts.model_class)), dict(stored.head)
+    if document is None:
+        return _without_head(facts), {}
+    head_type = dict(document.get("config") or {}).get("head_type")
+    task_type = _HEAD_TASKS.get(str(head_type))
+    mapping = _IMAGES if head_type == _IMAGE_HEAD else _TASKS.get(str(task_type), {})
+    model_class = next(iter(_classes(mapping, facts)), None)
+    if model_class is None:
+        raise CheckpointError(
+            f"{facts.call}: transformers has no class with a {head_type!r} head for "
+            f"{facts.model_type!r} that PEFT could load this one into. Write with_head=False."
+        )
+    return Task(model_class, task_type), facts.to_static(model_class, document, stored.head)
+
+
+def _task_of(model_class: str) -> str | None:
+    for task, mapping in _TASKS.items():
+        classes = (c for v in mapping.values() for c in ((v,) if isinstance(v, str) else v))
+        if model_class in set(classes):
+            return task
+    return None
+
+
+def _without_head(facts: Facts) -> Task:
+    """The class that adapters without a head are used with: what generates, or the base model."""
+    encodes = facts.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
+        ("SEQ_2_SEQ_LM", _TASKS["SEQ_2_SEQ_LM"]),
+        # PEFT's word for these tasks would ask for `input_ids`
+        (None, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+        ("CAUSAL_LM", {} if encodes else _TASKS["CAUSAL_LM"]),
+        (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        ("FEATURE_EXTRACTION", _TASKS["FEATURE_EXTRACTION"]),
+    )
+    found = [Task(c, task) for task, mapping in generating for c in _classes(mapping, facts)]
+    return found[0] if found else Task(facts.model_class, None)

@@ -1,0 +1,158 @@
+r"""Names of layers in PEFT's configs: from patterns to layers, and back to short names.
+
+PEFT matches the keys of `rank_pattern` and `alpha_pattern` by `(.*\.)?(key)$`, and the entries of
+a list `target_modules` as ends of paths. Keys that come in a file are a stranger's regular
+expressions: how long one may search is bounded before it runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
+
+from adapterzoo.errors import CheckpointError
+from adapterzoo.expressions import steps
+
+_T = TypeVar("_T")
+
+# about a second of searching
+_MAX_STEPS = 6e7
+_MAX_LENGTH = 10_000
+# no character of these: a text that matches itself, but that a dot is any character
+_PLAIN = re.compile(r"[\w.\-]*")
+
+
+def values_at(
+    call: str, field: str, patterns: Mapping[str, _T], paths: Collection[str]
+) -> dict[str, _T]:
+    """The value of the first pattern that matches each path; paths without one are left out.
+
+    Args:
+        call: what the user wrote, for messages.
+        field: of the config, for messages.
+        patterns: keys as PEFT has them.
+        paths: of layers.
+
+    Raises:
+        CheckpointError: a key is no regular expression, or one that may search for hours.
+    """
+    longest = max(map(len, paths), default=0)
+    total = sum(steps(_whole(pattern), longest) for pattern in patterns)
+    # a whole list of layers in one key is long, but not of that length
+    if total * len(paths) > _MAX_STEPS or max(map(len, patterns), default=0) > _MAX_LENGTH:
+        worst = max(patterns, key=lambda pattern: (steps(pattern, longest), len(pattern)))
+        raise CheckpointError(
+            f"{call}: {field} has regular expressions that could search for hours, such as "
+            f"{worst[:80]!r}. Write names of layers as its keys: {{'q_proj': …}}."
+        )
+    compiled = {pattern: _compiled(call, field, pattern) for pattern in patterns}
+    # most keys are names: their last part rules most paths out, and costs no search
+    ends = {p: p.rpartition(".")[2] if _PLAIN.fullmatch(p) else "" for p in patterns}
+    found: dict[str, _T] = {}
+    for path in paths:
+        for pattern, value in patterns.items():
+            if path.endswith(ends[pattern]) and compiled[pattern].match(path):
+                found[path] = value
+                break
+    return found
+
+
+def _whole(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+def _compiled(call: str, field: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(_whole(pattern))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"{call}: {field} has the key {pattern[:80]!r}, which is no regular expression "
+            f"({error}). Write the name of a layer: {{'q_proj': …}}."
+        ) from error
+
+
+def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str, ...] | None:
+    """The shortest ends of paths that name the chosen ones and nothing else.
+
+    Args:
+        chosen: some of the paths.
+        everything: all paths that an end could name.
+
+    Returns:
+        Sorted; None where a chosen path is itself the end of another one.
+    """
+    counts: dict[str, int] = {}
+    for path in everything:
+        for end in _ends(path):
+            counts[end] = counts.get(end, 0) + 1
+    mine: dict[str, int] = {}
+    for path in chosen:
+        for end in _ends(path):
+            mine[end] = mine.get(end, 0) + 1
+    names = set()
+    for path in chosen:
+        own = [end for end in _ends(path) if mine[end] == counts.get(end)]
+        if not own:
+            return None
+        names.add(own[0])
+    return tuple(sorted(names))
+
+
+def _ends(path: str) -> Iterable[str]:
+    parts = path.split(".")
+    for start in range(len(parts) - 1, -1, -1):
+        # an end that begins with the number of a block reads badly
+        if not start or not parts[start].isdigit():
+            yield ".".join(parts[start:])
+
+
+def exactly(paths: Iterable[str]) -> str:
+    """One regular expression for these paths and no other."""
+    return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
+
+
+def most_common(values: Mapping[str, _T], favourite: _T) -> _T:
+    """The favourite where any path has it, else the value that most paths have."""
+    if favourite in values.values():
+        return favourite
+    counts: dict[_T, int] = {}
+    for value in values.values():
+        counts[value] = counts.get(value, 0) + 1
+    return max(counts, key=counts.__getitem__)
+
+
+def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
+    """Few keys that give the paths their values, where these are not the default.
+
+    A key is the name of layers that all have one value, or a regular expression for the paths
+    that share it.
+    """
+    names: dict[str, set[_T]] = {}
+    for path, value in values.items():
+        names.setdefault(path.rpartition(".")[2], set()).add(value)
+    keys: dict[str, _T] = {}
+    rest: dict[_T, list[str]] = {}
+    for path, value in values.items():
+        name = path.rpartition(".")[2]
+        if value == default:
+            continue
+        if len(names[name]) == 1:
+            keys[re.escape(name)] = value
+        else:
+            rest.setdefault(value, []).append(path)
+    return keys | {exactly(paths): value for value, paths in rest.items()}
+
+
+def by_path(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
+    """The same in keys that other readers of PEFT's files understand: names or whole paths."""
+    keys: dict[str, _T] = {}
+    for key, value in by_name(values, default).items():
+        if not key.startswith("^"):
+            keys[key] = value
+            continue
+        for path in (p for p, v in values.items() if v == value and re.match(key, p)):
+            # the end of another path would name that one too
+            longer = any(other.endswith(f".{path}") for other in values)
+            keys[f"^{re.escape(path)}" if longer else path] = value
+    return keys

@@ -1,0 +1,52 @@
+"""Under which keys the tensors of each placement of a config lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adapterzoo.anatomy import Anatomy
+from adapterzoo.configs import AdapterConfig, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One adapter in a checkpoint.
+
+    Attributes:
+        placement: its site, and the config that makes it.
+        path: of the module that holds it.
+        part: what its parameters' names begin with, where several share the module: "query.".
+    """
+
+    placement: Placement
+    path: str
+    part: str
+
+    def key(self, parameter: str) -> str:
+        """The key of one of its parameters in `Stored.adapter`."""
+        return f"{self.path}/{self.part}{parameter}"
+
+
+def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
+    """The places of a config at linear layers and in the residual stream, in model order.
+
+    Args:
+        config: of an adapter.
+        anatomy: of the model.
+
+    Raises:
+        SiteError: the model has no place that the config asks for.
+    """
+    by_path: dict[str, list[Placement]] = {}
+    for placement in config.placements(anatomy):
+        by_path.setdefault(placement.site.path, []).append(placement)
+    found: list[Place] = []
+    for path, placements in by_path.items():
+        if len(placements) == 1 and placements[0].site.rows is None:
+            found.append(Place(placements[0], path, ""))
+            continue
+        roles = [str(p.site.role) for p in placements]
+        for i, (placement, role) in enumerate(zip(placements, roles, strict=True)):
+            label = role if roles.count(role) == 1 else f"{role}_{i}"
+            found.append(Place(placement, path, f"{label}."))
+    return found

@@ -1,0 +1,160 @@
+"""`adapterzoo` itself: its commands, their examples, and how it ends.
+
+It ends with 0 when all went well, with 1 when something was refused or failed, which is said in
+one message on standard error, and with 2 when the command line cannot be understood.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from adapterzoo import __version__
+from adapterzoo.errors import AdapterZooError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# where each command lives, in the order in which a user meets them
+_HOMES = {
+    "train": "learning",
+    "predict": "learning",
+    "info": "inspecting",
+    "verify": "inspecting",
+    "convert": "changing",
+    "merge": "changing",
+    "push": "publishing",
+    "list": "publishing",
+    "doctor": "diagnosing",
+}
+
+
+class RefusedError(click.ClickException):
+    """An error of the library, shown as its one message."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:
+        """Print it.
+
+        Args:
+            file: instead of standard error.
+        """
+        click.echo(f"adapterzoo: {self.message}", file=file, err=True)
+
+
+class ExampleCommand(click.Command):
+    """A command whose help ends with an example.
+
+    Attributes:
+        example: lines as a user types them.
+    """
+
+    def __init__(self, *args: Any, example: str, **kwargs: Any) -> None:
+        """As `click.Command`.
+
+        Args:
+            *args: of `click.Command`.
+            example: lines as a user types them.
+            **kwargs: of `click.Command`.
+        """
+        super().__init__(*args, **kwargs)
+        self.example = example
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first sentence of the help, whole.
+
+        Args:
+            limit: would cut it.
+        """
+        return (self.help or "").partition(".")[0].replace("\n", " ") + "."
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the example.
+
+        Args:
+            ctx: of this call.
+            formatter: takes the lines.
+        """
+        with formatter.section("Example"):
+            for line in self.example.splitlines():
+                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command.
+
+        Args:
+            ctx: of this call.
+
+        Raises:
+            RefusedError: the library refuses.
+        """
+        try:
+            return super().invoke(ctx)
+        except AdapterZooError as error:
+            raise RefusedError(str(error)) from error
+
+
+class App(click.Group):
+    """The commands, each imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names.
+
+        Args:
+            ctx: of this call.
+        """
+        return list(_HOMES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name; None where there is none.
+
+        Args:
+            ctx: of this call.
+            cmd_name: as the user wrote it.
+        """
+        if cmd_name not in _HOMES:
+            return None
+        module = importlib.import_module(f".{_HOMES[cmd_name]}", __package__)
+        found: click.Command = vars(module)[f"{cmd_name}_command"]
+        return found
+
+
+@click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="adapterzoo")
+def main() -> None:
+    """Adapters for transformers: train, use, inspect, convert, merge and publish them."""
+
+
+def command(name: str, example: str) -> Callable[[Callable[..., None]], ExampleCommand]:
+    """A decorator that makes a command of a function; its docstring is the help.
+
+    Args:
+        name: of the command.
+        example: lines as a user types them.
+    """
+    settings = {"help_option_names": ["-h", "--help"], "show_default": True}
+
+    def make(function: Callable[..., None]) -> ExampleCommand:
+        made = click.command(name, cls=ExampleCommand, example=example, context_settings=settings)
+        return made(function)
+
+    return make
+
+
+def json_option(function: F) -> F:
+    """`--json`, for programs."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(
+        function
+    )
+
+
+def model_option(function: F) -> F:
+    """`--model`, where a checkpoint may name its base model itself."""
+    return click.option(
+        "--model",
+        metavar="MODEL",
+        help="Folder or Hub name of the base model.  [default: the one that the adapter names]",
+    )(function)

@@ -1,0 +1,85 @@
+"""`convert` and `merge`: an adapter in another format, and a base model with it inside."""
+
+from __future__ import annotations
+
+import click
+
+from .app import command, model_option
+from .output import be_quiet, note, wants_progress
+
+# what formats.formats holds; named here so that --help needs no torch
+FORMATS = ("native", "adapterhub", "peft")
+
+
+@command("convert", example="adapterzoo convert runs/reviews served/reviews --to peft")
+@click.argument("src")
+@click.argument("dst")
+@click.option("--to", required=True, type=click.Choice(FORMATS), help="Format to write.")
+@model_option
+@click.option("--name", help="Name of the adapter in DST.  [default: its own]")
+@click.option("--head/--no-head", default=True, help="Whether the head goes with it.")
+@click.option("--revision", help="Branch, tag or commit of SRC on the Hub.")
+def convert_command(
+    src: str,
+    dst: str,
+    to: str,
+    model: str | None,
+    name: str | None,
+    head: bool,
+    revision: str | None,
+) -> None:
+    """Write an adapter in another format: that of adapterzoo, AdapterHub or PEFT.
+
+    SRC is a folder or 'user/repository', DST a folder. The base model's config is needed, as it
+    says which layers there are; its weights are read only where a file has to hold some. What the
+    other format cannot say is an error, and nothing is written then.
+    """
+    from .checkpoints import open_checkpoint
+    from .converting import convert
+
+    be_quiet(wants_progress(False))
+    checkpoint = open_checkpoint(f"convert {src} --to {to}", src, revision)
+    convert(checkpoint, dst, to, model, name, head)
+    click.echo(f"{dst}: {checkpoint.stem} in the format {to!r}, from {checkpoint.format!r}")
+
+
+@command("merge", example="adapterzoo merge bert-base-uncased runs/reviews merged/reviews")
+@click.argument("base")
+@click.argument("adapter")
+@click.argument("out")
+@click.option(
+    "--as",
+    "architecture",
+    metavar="CLASS",
+    help="Class of transformers to write, such as BertForSequenceClassification.  "
+    "[default: that of BASE]",
+)
+@click.option("--head/--no-head", default=True, help="Whether the adapter's head goes with it.")
+@click.option("--revision", help="Branch, tag or commit of ADAPTER on the Hub.")
+def merge_command(
+    base: str,
+    adapter: str,
+    out: str,
+    architecture: str | None,
+    head: bool,
+    revision: str | None,
+) -> None:
+    """Write a plain transformers model that does what BASE does with the adapter.
+
+    OUT is a new folder, for `AutoModel.from_pretrained` and its like; adapterzoo is not needed to
+    load it. LoRA, DoRA and BOFT can be merged. An adapter's head becomes the head of the class
+    that --as names, where that class has such a head.
+    """
+    from .checkpoints import open_checkpoint
+    from .converting import merge
+
+    be_quiet(wants_progress(False))
+    call = f"merge {base} {adapter}"
+    checkpoint = open_checkpoint(call, adapter, revision)
+    merged = merge(checkpoint, base, out, architecture, head)
+    click.echo(f"{out}: a {merged.model_class}")
+    if merged.lost_head is not None:
+        note(
+            f"The head ({merged.lost_head}) is not in it: a {merged.model_class} has none. To "
+            f"have it, write --as with a class that has such a head."
+        )

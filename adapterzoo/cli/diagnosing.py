@@ -1,0 +1,47 @@
+"""`doctor`: what there is to work with, and what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .app import command, json_option
+from .output import be_quiet, print_facts, print_json
+
+
+@command("doctor", example="adapterzoo doctor --json")
+@json_option
+def doctor_command(as_json: bool) -> None:
+    """Say which versions, devices, dtypes and kernels there are, and where the Hub's cache is.
+
+    Ends with 1 where a library is too old or missing.
+    """
+    from .health import examine
+
+    be_quiet(False)
+    found = examine()
+    if as_json:
+        print_json(found)
+    else:
+        _show(found)
+    if found["problems"]:
+        raise SystemExit(1)
+
+
+def _show(found: dict[str, Any]) -> None:
+    versions = {name: version or "not installed" for name, version in found["versions"].items()}
+    broken = {name: f"cannot be imported ({why})" for name, why in found["peers"].items() if why}
+    print_facts({name: broken.get(name, version) for name, version in versions.items()})
+    click.echo()
+    for device in found["devices"]:
+        click.echo(f"{device['name']}: {device['what']}")
+        click.echo(f"  dtypes   {', '.join(device['dtypes'])}")
+        click.echo(f"  kernels  {device['kernels']}")
+    click.echo()
+    print_facts(found["hub"])
+    click.echo()
+    for problem in found["problems"]:
+        click.echo(f"problem: {problem}")
+    if not found["problems"]:
+        click.echo("No problem found.")

@@ -1,0 +1,180 @@
+"""`info` and `verify`: what an adapter is, and whether it is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adapterzoo.errors import AdapterZooError, CheckpointError, listing
+
+from .app import command, json_option
+from .output import be_quiet, print_facts, print_json
+
+if TYPE_CHECKING:
+    from .checkpoints import Checkpoint
+
+_revision = click.option("--revision", help="Branch, tag or commit on the Hub.")
+
+
+@command("info", example="adapterzoo info runs/reviews")
+@click.argument("path")
+@click.option("--model", metavar="MODEL", help="Base model to compare with, folder or Hub name.")
+@_revision
+@json_option
+def info_command(path: str, model: str | None, revision: str | None, as_json: bool) -> None:
+    """Say what an adapter is: format, config, base model, head, sizes, fingerprint.
+
+    PATH is a folder, or 'user/repository' on the Hub; AdapterHub's and PEFT's formats are
+    recognised. What these say of an adapter is shown as it stands; with --model it is compared
+    with the model, and the config is the one that it has here.
+    """
+    from .checkpoints import open_checkpoint
+
+    be_quiet(False)
+    facts = _facts(open_checkpoint(f"info {path}", path, revision), model)
+    if as_json:
+        print_json(facts)
+    else:
+        print_facts(_for_people(facts))
+
+
+@command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")
+@click.argument("path")
+@click.option("--model", metavar="MODEL", help="Base model: whether every tensor fits it.")
+@click.option("--fingerprint", help="What `info` said where the adapter came from.")
+@_revision
+@json_option
+def verify_command(
+    path: str,
+    model: str | None,
+    fingerprint: str | None,
+    revision: str | None,
+    as_json: bool,
+) -> None:
+    """Check an adapter: files whole, bits those of their digests, all values finite.
+
+    With --model every tensor is compared with that model; its weights are not read. Ends with 1
+    where anything is wrong.
+    """
+    from .checkpoints import open_checkpoint
+
+    be_quiet(False)
+    call = f"verify {path}"
+    try:
+        checkpoint = open_checkpoint(call, path, revision)
+        _check_finite(checkpoint)
+        facts = _facts(checkpoint, model)
+        _check_fingerprint(call, facts["fingerprint"], fingerprint)
+    except AdapterZooError as error:
+        if as_json:
+            print_json({"ok": False, "path": path, "error": str(error)})
+        raise
+    digests = "digests right" if checkpoint.format == "native" else "no digests in this format"
+    if as_json:
+        shown = ("path", "format", "tensors", "parameters", "fingerprint", "compared_with")
+        print_json({"ok": True} | {key: facts[key] for key in shown})
+        return
+    click.echo(f"{path}: whole, {facts['tensors']:,} tensors, {digests}, all values finite")
+    if facts["compared_with"] is not None:
+        click.echo(f"fits {facts['compared_with']}")
+    if facts["fingerprint"] is not None:
+        click.echo(f"fingerprint {facts['fingerprint']}")
+
+
+def _check_finite(checkpoint: Checkpoint) -> None:
+    wrong = [k for k, t in checkpoint.tensors.items() if not bool(t.isfinite().all())]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.call}: {len(wrong)} tensors hold NaN or infinite values: "
+            f"{listing(wrong)}. Train it again with a smaller learning rate."
+        )
+
+
+def _check_fingerprint(call: str, found: str | None, expected: str | None) -> None:
+    if expected is None or expected == found:
+        return
+    if found is None:
+        raise CheckpointError(
+            f"{call}: --fingerprint {expected!r} cannot be compared: in this format only a model "
+            f"tells it. Write --model too."
+        )
+    raise CheckpointError(
+        f"{call}: the fingerprint is {found!r}, and not {expected!r}. It is another adapter, or "
+        f"another state of it; copy it again from where that one is."
+    )
+
+
+def _facts(checkpoint: Checkpoint, model: str | None) -> dict[str, Any]:
+    """All that is known, as JSON types."""
+    facts: dict[str, Any] = {
+        "path": checkpoint.path,
+        "format": checkpoint.format,
+        "holds": checkpoint.stem,
+        "name": checkpoint.name,
+        "base_model": checkpoint.base,
+        "model_type": checkpoint.document.get("model_type"),
+        "method": checkpoint.method,
+        "head": checkpoint.head_type,
+        "labels": checkpoint.labels,
+        "parameters": sum(t.numel() for t in checkpoint.tensors.values()),
+        "tensors": len(checkpoint.tensors),
+        "dtypes": sorted({_dtype(t) for t in checkpoint.tensors.values()}),
+        "bytes": sum(checkpoint.sizes.values()),
+        "files": dict(checkpoint.sizes),
+        "fingerprint": checkpoint.fingerprint,
+        "config": checkpoint.document.get("config"),
+        "meta": checkpoint.document.get("meta"),
+        "compared_with": None,
+    }
+    if checkpoint.format == "peft":
+        facts["config"] = {k: v for k, v in checkpoint.document.items() if v not in (None, {}, [])}
+    return facts | _compared(checkpoint, model) if model is not None else facts
+
+
+def _compared(checkpoint: Checkpoint, model: str) -> dict[str, Any]:
+    """What only a model tells."""
+    from .models import fitted
+
+    found = fitted(checkpoint, model, name="compared")
+    checkpoint = dataclasses.replace(checkpoint, head=found.stored.document.get("head"))
+    config = found.stored.document.get("config")
+    facts: dict[str, Any] = {
+        "compared_with": model,
+        "model_type": found.model.config.model_type,
+        "head": checkpoint.head_type,
+        "labels": checkpoint.labels,
+    }
+    if checkpoint.stem == "adapter" and config is not None:
+        facts["method"] = config["architecture"]
+        facts["config"] = config
+        facts["fingerprint"] = found.model.adapter_fingerprint(found.name)
+    return facts
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _for_people(facts: dict[str, Any]) -> dict[str, object]:
+    config = facts["config"]
+    labels = facts["labels"]
+    head = facts["head"]
+    if head is not None and labels:
+        head = f"{head}: {', '.join(labels)}"
+    return {
+        facts["holds"]: facts["name"] or facts["path"],
+        "format": facts["format"],
+        "base model": facts["base_model"],
+        "model type": facts["model_type"],
+        "method": facts["method"],
+        "config": config and ", ".join(f"{k}={v!r}" for k, v in config.items()),
+        "head": head,
+        "parameters": f"{facts['parameters']:,} in {facts['tensors']:,} tensors",
+        "dtype": ", ".join(facts["dtypes"]),
+        "size": f"{facts['bytes']:,} bytes: {', '.join(facts['files'])}",
+        "meta": facts["meta"] or None,
+        "fingerprint": facts["fingerprint"],
+        "fits": facts["compared_with"],
+    }

@@ -1,0 +1,171 @@
+"""`train` and `predict`: an adapter that classifies texts, from a file of rows to labels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from adapterzoo.errors import ConfigError
+
+from .app import command, json_option, model_option
+from .output import be_quiet, note, print_facts, print_json, wants_progress
+from .rows import read_rows
+
+_text_column = click.option("--text-column", default="text", help="Name of the column of texts.")
+_batch_size = click.option(
+    "--batch-size", default=16, type=click.IntRange(min=1), help="Texts at a time."
+)
+_device = click.option("--device", help="cpu or cuda.  [default: cuda if there is one]")
+
+
+@command(
+    "train",
+    example="adapterzoo train --model bert-base-uncased --train train.csv --eval test.csv "
+    '--method "lora[r=8,alpha=16]" --output runs/reviews',
+)
+@click.option("--model", required=True, help="Folder or Hub name of the base model.")
+@click.option("--train", "train_file", required=True, metavar="FILE", help="Rows to learn from.")
+@click.option("--eval", "eval_file", metavar="FILE", help="Rows to test on.")
+@click.option("--output", required=True, metavar="FOLDER", help="Where the adapter is saved.")
+@click.option("--method", default="seq_bn", help="Config string of the adapter.")
+@click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
+@click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
+@click.option("--lr", default=1e-3, type=click.FloatRange(min=0, min_open=True),
+              help="Learning rate at the start; falls to 0.")  # fmt: skip
+@_batch_size
+@click.option("--max-length", default=128, type=click.IntRange(min=1), help="Tokens of a text.")
+@click.option("--pooling", default="auto",
+              help="What answers for a text: auto, cls, mean, last, eos or pooler.")  # fmt: skip
+@click.option("--layers", default=1, type=click.IntRange(min=1), help="Layers of the head.")
+@click.option("--seed", default=0, type=click.IntRange(min=0), help="Of weights and row order.")
+@_device
+@_text_column
+@click.option("--label-column", default="label", help="Name of the column of labels.")
+@json_option
+def train_command(
+    model: str,
+    train_file: str,
+    eval_file: str | None,
+    output: str,
+    method: str,
+    name: str | None,
+    epochs: float,
+    lr: float,
+    batch_size: int,
+    max_length: int,
+    pooling: str,
+    layers: int,
+    seed: int,
+    device: str | None,
+    text_column: str,
+    label_column: str,
+    as_json: bool,
+) -> None:
+    """Train an adapter and a head that classify texts; the base model stays as it is.
+
+    Rows come from .csv or .tsv files with a line of column names, or .jsonl files with an object
+    in each line: a text and a label in each row. The classes are the labels of the rows to learn
+    from. With --eval the accuracy on those rows is printed.
+    """
+    from .training import Plan, train
+
+    shown = wants_progress(as_json)
+    be_quiet(shown)
+    plan = Plan(
+        call=f"train {train_file}",
+        model=model,
+        train_file=Path(train_file),
+        eval_file=None if eval_file is None else Path(eval_file),
+        output=Path(output),
+        method=method,
+        name=name or Path(output).name,
+        epochs=epochs,
+        lr=lr,
+        batch_size=batch_size,
+        max_length=max_length,
+        pooling=pooling,
+        layers=layers,
+        seed=seed,
+        device=device,
+        text_column=text_column,
+        label_column=label_column,
+        progress=shown,
+    )
+    metrics = train(plan)
+    if as_json:
+        print_json(metrics)
+        return
+    print_facts({key.replace("_", " "): _shown(value) for key, value in metrics.items()})
+
+
+@command(
+    "predict", example='adapterzoo predict runs/reviews --text "A film to remember." --format jsonl'
+)
+@click.argument("path")
+@click.option("--text", "texts", multiple=True, help="A text; several times for several.")
+@click.option("--file", metavar="FILE", help="Rows with texts: .csv, .tsv or .jsonl.")
+@click.option("--output", metavar="FILE", help="Where to write.  [default: standard output]")
+@click.option("--format", "written", default="csv", type=click.Choice(("csv", "jsonl")))
+@click.option("--json", "as_json", is_flag=True, help="The same as --format jsonl.")
+@model_option
+@_batch_size
+@click.option("--max-length", type=click.IntRange(min=1),
+              help="Tokens of a text.  [default: as in training, else 128]")  # fmt: skip
+@_device
+@_text_column
+@click.option("--revision", help="Branch, tag or commit of PATH on the Hub.")
+def predict_command(
+    path: str,
+    texts: tuple[str, ...],
+    file: str | None,
+    output: str | None,
+    written: str,
+    as_json: bool,
+    model: str | None,
+    batch_size: int,
+    max_length: int | None,
+    device: str | None,
+    text_column: str,
+    revision: str | None,
+) -> None:
+    """Give the label of each text by an adapter with its head, and all probabilities.
+
+    PATH is a folder or 'user/repository'. CSV has the columns text, label and one for each
+    class; JSON lines have text, label and probabilities. A head of one number gives its value.
+    """
+    call = f"predict {path}"
+    if (file is None) == (not texts):
+        raise click.UsageError("Write --text or --file, one of the two.")
+    rows = list(texts) if file is None else read_rows(call, Path(file), text_column, None).texts
+
+    from .checkpoints import open_checkpoint
+    from .predicting import predict, write
+
+    shown = wants_progress(as_json)
+    be_quiet(shown)
+    checkpoint = open_checkpoint(call, path, revision)
+    answers = predict(
+        checkpoint, rows, model=model, batch_size=batch_size, max_length=max_length,
+        device=device, progress=shown,
+    )  # fmt: skip
+    kind = "jsonl" if as_json else written
+    if output is None:
+        write(sys.stdout, answers, kind)
+        return
+    try:
+        with Path(output).open("w", encoding="utf-8", newline="") as stream:
+            write(stream, answers, kind)
+    except OSError as error:
+        raise ConfigError(
+            f"{call}: --output {output!r} cannot be written ({error.strerror or error}). Write a "
+            f"path in a folder that is there."
+        ) from error
+    note(f"{output}: {len(rows):,} rows")
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else value

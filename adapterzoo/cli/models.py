@@ -1,0 +1,206 @@
+"""Base models for the commands: with weights, or with their structure alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from adapterzoo.auto import AutoAdapterModel
+from adapterzoo.checkpoint import formats
+from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
+from adapterzoo.model import init
+from adapterzoo.model.facts import facts_of
+
+from .checkpoints import Checkpoint
+
+# their output layer is an embedding of the base model, and files hold a copy of it
+_TIED = frozenset({"causal_lm", "masked_lm", "seq2seq_lm"})
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A model that holds what a checkpoint holds.
+
+    Attributes:
+        model: with the adapter or the head.
+        name: of the adapter or the head.
+        stored: the checkpoint in this library's words.
+    """
+
+    model: Any
+    name: str
+    stored: Stored
+
+
+def base_of(checkpoint: Checkpoint, model: str | None) -> str:
+    """The base model to take: the user's choice, or the one that the checkpoint names.
+
+    Args:
+        checkpoint: of an adapter.
+        model: what the user chose.
+
+    Raises:
+        ConfigError: neither says one.
+    """
+    base = model or checkpoint.base
+    if base is None:
+        raise ConfigError(
+            f"{checkpoint.call}: {checkpoint.path!r} does not say for which base model it is. "
+            f"Write --model with that model's folder or its name on the Hub."
+        )
+    return base
+
+
+def config_of(call: str, base: str) -> PreTrainedConfig:
+    """The config of a base model.
+
+    Args:
+        call: what the user wrote, for messages.
+        base: folder or name on the Hub.
+
+    Raises:
+        CheckpointError: it cannot be had.
+    """
+    with _told(call, base):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(base)
+    return config
+
+
+def with_weights(call: str, base: str, cls: Any = AutoAdapterModel, **kwargs: Any) -> Any:
+    """A base model in eval, its static head too.
+
+    Args:
+        call: what the user wrote, for messages.
+        base: folder or name on the Hub.
+        cls: `AutoAdapterModel`, or a class of transformers that then gets adapters.
+        **kwargs: of `from_pretrained`.
+
+    Raises:
+        CheckpointError: it cannot be had.
+    """
+    with _told(call, base):
+        model = cls.from_pretrained(base, **kwargs)
+    return init(model).eval()
+
+
+def task_class(call: str, name: str) -> type[PreTrainedModel]:
+    """A class of transformers by its name.
+
+    Args:
+        call: what the user wrote, for messages.
+        name: such as `BertForSequenceClassification`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    cls: Any = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise ConfigError(
+            f"{call}: transformers has no model {name!r}. Write the name of a class, such as "
+            f"'BertForSequenceClassification'."
+        )
+    return cls
+
+
+def tokenizer_of(call: str, base: str) -> Any:
+    """The tokenizer of a base model, which can pad.
+
+    Args:
+        call: what the user wrote, for messages.
+        base: folder or name on the Hub.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    with _told(call, base, "tokenizer"):
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def fitted(
+    checkpoint: Checkpoint, base: str, *, name: str | None = None, writes: str | None = None
+) -> Fitted:
+    """A checkpoint in a model of the base model's structure; without its weights where possible.
+
+    Weights are read where a head's output layer is an embedding of the base model, and where the
+    checkpoint holds copies of weights that have to be compared.
+
+    Args:
+        checkpoint: of an adapter or a head.
+        base: folder or name on the Hub.
+        name: to give it; None: its own.
+        writes: the format in which the model shall be able to save it; None: it is not saved.
+
+    Raises:
+        CheckpointError: it does not fit the model, with every difference, or the base model
+            cannot be had.
+    """
+    foreign = {checkpoint.format, writes} - {None, "native"}
+    if checkpoint.head_type not in _TIED or not foreign:
+        try:
+            found = _filled(checkpoint, _structure(checkpoint, base), name)
+            if writes != "peft" or not _has_part_magnitudes(found.stored):
+                return found
+        except NotImplementedError:
+            # what torch says where a weight is looked at that is not there
+            pass
+    cls = _class_of(checkpoint)
+    whole = with_weights(checkpoint.call, base, cls, dtype=checkpoint.dtype)
+    return _filled(checkpoint, whole, name)
+
+
+def _structure(checkpoint: Checkpoint, base: str) -> Any:
+    config = config_of(checkpoint.call, base)
+    cls = _class_of(checkpoint)
+    make = cls.from_config if cls is AutoAdapterModel else cls._from_config
+    # what other kinds of attention need is not there on the meta device
+    with torch.device("meta"):
+        model = make(config, dtype=checkpoint.dtype, attn_implementation="eager")
+    return init(model).eval()
+
+
+def _filled(checkpoint: Checkpoint, model: Any, name: str | None) -> Fitted:
+    facts = facts_of(model, checkpoint.call)
+    stored = formats.read(checkpoint.folder, checkpoint.stem, facts)
+    if checkpoint.stem == "head":
+        return Fitted(model, model.load_head(checkpoint.folder, load_as=name), stored)
+    return Fitted(model, model.load_adapter(checkpoint.folder, load_as=name), stored)
+
+
+def _class_of(checkpoint: Checkpoint) -> Any:
+    """`AutoAdapterModel`, but the own class of a checkpoint with a static head."""
+    static = None
+    if checkpoint.format == "native" and checkpoint.head is not None:
+        static = checkpoint.head.get("static")
+    return AutoAdapterModel if static is None else task_class(checkpoint.call, str(static))
+
+
+def _has_part_magnitudes(stored: Stored) -> bool:
+    """Whether DoRA adapts parts of layers: PEFT's has magnitudes for all rows of one."""
+    return any(key.partition("/")[2].endswith(".m") for key in stored.adapter)
+
+
+@contextlib.contextmanager
+def _told(call: str, base: str, what: str = "base model") -> Iterator[None]:
+    """Tell what transformers says of a model that cannot be had as one error of this library."""
+    try:
+        yield
+    except AdapterZooError:
+        raise
+    # a name that nobody has, a folder without config, a type that this release does not know
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason if len(reason) <= 200 else f"{reason[:199]}…"
+        raise CheckpointError(
+            f"{call}: the {what} {base!r} cannot be loaded ({reason}). Write --model with the "
+            f"folder of a transformers model, or its name on the Hub."
+        ) from error

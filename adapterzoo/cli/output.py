@@ -1,0 +1,106 @@
+"""What commands print: results on standard output, progress and notes on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+
+T = TypeVar("T")
+
+
+def print_json(value: Any) -> None:
+    """One JSON value; what JSON has no word for is written as text.
+
+    Args:
+        value: JSON types.
+    """
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_facts(facts: Mapping[str, object]) -> None:
+    """Names and values in two columns; what is None is left out.
+
+    Args:
+        facts: in the order to show them.
+    """
+    shown = {name: value for name, value in facts.items() if value is not None}
+    width = max(map(len, shown), default=0)
+    for name, value in shown.items():
+        click.echo(f"{name:<{width}}  {value}")
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Rows under their titles; columns of numbers are set right.
+
+    Args:
+        titles: of the columns.
+        rows: as many values each; None is shown as "-".
+    """
+    rows = list(rows)
+    columns = list(zip(*rows, strict=True)) or [()] * len(titles)
+    right = [any(isinstance(v, int) for v in column) for column in columns]
+    table = [list(titles), *([_shown(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = [
+            f"{cell:>{width}}" if is_number else f"{cell:<{width}}"
+            for cell, width, is_number in zip(row, widths, right, strict=True)
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def note(text: str) -> None:
+    """Something to know beside the result.
+
+    Args:
+        text: one line.
+    """
+    click.echo(text, err=True)
+
+
+def wants_progress(as_json: bool) -> bool:
+    """Whether progress is shown: to a person at a terminal.
+
+    Args:
+        as_json: whether a program reads the result.
+    """
+    return not as_json and sys.stderr.isatty()
+
+
+def progress(items: Sequence[T], title: str, shown: bool) -> Iterable[T]:
+    """The items, with a bar on standard error while they are worked on.
+
+    Args:
+        items: whose number is known.
+        title: before the bar.
+        shown: whether there is a bar.
+    """
+    from tqdm import tqdm
+
+    bar: Iterable[T] = tqdm(items, title, disable=not shown, leave=False, file=sys.stderr)
+    return bar
+
+
+def be_quiet(shown: bool) -> None:
+    """Keep what other libraries print out of the results.
+
+    Args:
+        shown: whether their progress bars stay.
+    """
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not shown:
+        logging.disable_progress_bar()
+        disable_progress_bars()
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,122 @@
+"""`push` and `list`: adapters on the Hub."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from adapterzoo.errors import ConfigError
+
+from .app import command, json_option
+from .output import be_quiet, print_json, print_table, wants_progress
+
+
+@command("push", example="adapterzoo push runs/reviews user/reviews --metric accuracy=0.91")
+@click.argument("path")
+@click.argument("repo")
+@click.option("--private", is_flag=True, help="Make a new repository private.")
+@click.option("--revision", help="Branch to push to; made when missing.")
+@click.option("--message", help="First line of the commit.")
+@click.option("--create-pr", is_flag=True, help="Propose it as a pull request.")
+@click.option("--base-model", help="Name on the Hub, where the adapter names a folder.")
+@click.option("--dataset", "datasets", multiple=True, help="Name on the Hub; may come twice.")
+@click.option("--metric", "metrics", multiple=True, metavar="NAME=VALUE", help="For the card.")
+@click.option("--license", "license_name", help="Such as apache-2.0.")
+@click.option("--language", help="Such as en.")
+@click.option("--overwrite-card", is_flag=True, help="Replace a model card that is there.")
+@json_option
+def push_command(
+    path: str,
+    repo: str,
+    private: bool,
+    revision: str | None,
+    message: str | None,
+    create_pr: bool,
+    base_model: str | None,
+    datasets: tuple[str, ...],
+    metrics: tuple[str, ...],
+    license_name: str | None,
+    language: str | None,
+    overwrite_card: bool,
+    as_json: bool,
+) -> None:
+    """Publish the adapter in a folder as REPO ('user/repository') on the Hub, with a card.
+
+    One commit brings all of it. The token is the one of `hf auth login` or of HF_TOKEN; it is no
+    option, as others could read it in the list of processes.
+    """
+    from adapterzoo import hub
+
+    be_quiet(wants_progress(as_json))
+    call = f"push {path} {repo}"
+    results = dict(_metric(call, metric) for metric in metrics)
+    text = hub.CardText(
+        base_model=base_model,
+        datasets=datasets,
+        results=results,
+        license=license_name,
+        language=language,
+    )
+    url = hub.push(
+        path,
+        repo,
+        text=text,
+        private=private or None,
+        revision=revision,
+        create_pr=create_pr,
+        commit_message=message,
+        overwrite_adapter_card=overwrite_card,
+        call=call,
+    )
+    if as_json:
+        print_json({"url": url, "repo": repo})
+    else:
+        click.echo(url)
+
+
+@command("list", example="adapterzoo list --model google-bert/bert-base-uncased --limit 20")
+@click.option("--model", help="Only adapters for this base model, by its name on the Hub.")
+@click.option("--task", help="Only those for this task, such as text-classification.")
+@click.option("--library", help="Only those that adapterzoo, adapters or peft wrote.")
+@click.option("--search", help="Words in the name.")
+@click.option("--author", help="User or organisation.")
+@click.option("--limit", default=20, type=click.IntRange(min=1), help="How many at most.")
+@json_option
+def list_command(
+    model: str | None,
+    task: str | None,
+    library: str | None,
+    search: str | None,
+    author: str | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """List adapters of the Hub that can be loaded here, the most downloaded first."""
+    from adapterzoo import hub
+
+    found = hub.list_adapters(
+        model, task, library=library, search=search, author=author, limit=limit
+    )
+    if as_json:
+        print_json([dataclasses.asdict(info) for info in found])
+        return
+    if not found:
+        click.echo("No adapter found.")
+        return
+    titles = ("adapter", "library", "task", "base model", "downloads")
+    print_table(
+        titles,
+        [(i.adapter_id, i.library, i.task, i.model_name, i.downloads) for i in found],
+    )
+
+
+def _metric(call: str, text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"{call}: --metric {text!r} is no name with a number. Write --metric accuracy=0.91."
+        ) from error
+    return name, number

@@ -1,0 +1,232 @@
+"""The work of `train`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import (
+    DataCollatorWithPadding,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from adapterzoo.checkpoint import formats
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError, ConfigError, StateError
+from adapterzoo.names import check_name
+from adapterzoo.trainer import AdapterTrainer
+
+from .models import tokenizer_of, with_weights
+from .predicting import device_named, logits_of
+from .rows import class_names, class_numbers, read_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the command line said.
+
+    Attributes:
+        call: what the user wrote, for messages.
+        model: folder or Hub name of the base model.
+        train_file: rows to learn from.
+        eval_file: rows to test on, or None.
+        output: folder for the adapter.
+        method: config string.
+        name: of adapter and head.
+        epochs: times that each row is seen.
+        lr: learning rate at the start.
+        batch_size: rows of a step.
+        max_length: tokens of a text.
+        pooling: of the head.
+        layers: of the head.
+        seed: of weights, dropout and order.
+        device: or None for the best one.
+        text_column: name of the column of texts.
+        label_column: name of the column of labels.
+        progress: whether a bar is shown.
+    """
+
+    call: str
+    model: str
+    train_file: Path
+    eval_file: Path | None
+    output: Path
+    method: str
+    name: str
+    epochs: float
+    lr: float
+    batch_size: int
+    max_length: int
+    pooling: Any
+    layers: int
+    seed: int
+    device: str | None
+    text_column: str
+    label_column: str
+    progress: bool
+
+
+class _Bar(TrainerCallback):
+    """A bar of steps on standard error; results alone go to standard output."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._bar: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._bar = tqdm(
+            total=state.max_steps, desc="training", disable=not self._shown, leave=False,
+            unit="step", file=sys.stderr,
+        )  # fmt: skip
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._bar.update(1)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._bar.close()
+
+
+def train(plan: Plan) -> dict[str, Any]:
+    """Train, test and save an adapter; all that can be wrong with the files is found before.
+
+    Args:
+        plan: what to do.
+
+    Returns:
+        Rows, steps, losses, accuracy and where the adapter is, as JSON types.
+
+    Raises:
+        CheckpointError: the base model cannot be had, or the folder cannot be written.
+        ConfigError: rows, method or another value are not legal.
+        StateError: accelerate is missing.
+        UnknownNameError: there is no such method.
+    """
+    _check(plan)
+    rows = read_rows(plan.call, plan.train_file, plan.text_column, plan.label_column)
+    names = class_names(plan.call, plan.train_file, rows.labels)
+    labels = class_numbers(plan.call, plan.train_file, rows.labels, names)
+    judged = None
+    if plan.eval_file is not None:
+        judged = read_rows(plan.call, plan.eval_file, plan.text_column, plan.label_column)
+        expected = class_numbers(plan.call, plan.eval_file, judged.labels, names)
+    tokenizer = tokenizer_of(plan.call, plan.model)
+    set_seed(plan.seed)
+    model = _prepared(plan, names, tokenizer)
+    tokens = tokenizer(rows.texts, truncation=True, max_length=plan.max_length)
+    data = [
+        {key: tokens[key][i] for key in tokens} | {"labels": label}
+        for i, label in enumerate(labels)
+    ]
+    start = time.perf_counter()
+    loss, steps = _run(plan, model, tokenizer, data)
+    metrics: dict[str, Any] = {
+        "name": plan.name,
+        "method": plan.method,
+        "labels": names,
+        "train_rows": len(rows.texts),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "steps": steps,
+        "seconds": time.perf_counter() - start,
+        "train_loss": loss,
+    }
+    if judged is not None:
+        logits = logits_of(
+            model, tokenizer, judged.texts, plan.max_length, plan.batch_size, plan.progress
+        )
+        right = logits.argmax(-1) == torch.tensor(expected)
+        metrics |= {"eval_rows": len(expected), "accuracy": right.double().mean().item()}
+    kept = {key: metrics[key] for key in ("train_rows", "accuracy", "eval_rows") if key in metrics}
+    settings = {
+        "epochs": plan.epochs, "lr": plan.lr, "batch_size": plan.batch_size, "seed": plan.seed,
+        "max_length": plan.max_length,
+    }  # fmt: skip
+    model.save_adapter(plan.output, plan.name, meta_dict={"train": settings | kept})
+    return metrics | {
+        "fingerprint": model.adapter_fingerprint(plan.name),
+        "output": str(plan.output),
+    }
+
+
+def _check(plan: Plan) -> None:
+    """What can be wrong before anything is read."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise StateError(
+            f"{plan.call}: transformers' Trainer needs accelerate, which is not installed. Write "
+            f"pip install accelerate."
+        )
+    check_name(plan.call, plan.name)
+    AdapterConfig.load(plan.method)
+    device_named(plan.call, plan.device)
+    there = next(p for p in (plan.output, *plan.output.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise CheckpointError(
+            f"{plan.call}: --output {str(plan.output)!r}: {str(there)!r} is no folder that can be "
+            f"written. Write another folder."
+        )
+    held = formats.of(plan.output, "adapter") if plan.output.is_dir() else None
+    if held not in (None, "native"):
+        raise ConfigError(
+            f"{plan.call}: --output {str(plan.output)!r} holds an adapter in the format {held!r}. "
+            f"Write another folder."
+        )
+
+
+def _prepared(plan: Plan, names: list[str], tokenizer: Any) -> Any:
+    """The base model with a fresh adapter and a fresh head, these two trainable."""
+    model = with_weights(plan.call, plan.model)
+    if tokenizer.pad_token_id is not None and model.config.get_text_config().pad_token_id is None:
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    for head in model.known_heads():
+        model.delete_head(head)
+    model.add_adapter(plan.name, config=plan.method)
+    model.add_classification_head(
+        plan.name,
+        num_labels=len(names),
+        layers=plan.layers,
+        # one layer has nothing between
+        activation_function="tanh" if plan.layers > 1 else None,
+        pooling=plan.pooling,
+        id2label=dict(enumerate(names)),
+    )
+    model.train_adapter(plan.name)
+    return model.to(device_named(plan.call, plan.device))
+
+
+def _run(plan: Plan, model: Any, tokenizer: Any, data: list[dict[str, Any]]) -> tuple[float, int]:
+    """Train; the mean loss and the number of steps."""
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = AdapterTrainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=scratch,
+                num_train_epochs=plan.epochs,
+                per_device_train_batch_size=plan.batch_size,
+                learning_rate=plan.lr,
+                seed=plan.seed,
+                use_cpu=model.device.type == "cpu",
+                dataloader_pin_memory=model.device.type != "cpu",
+                logging_strategy="no",
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=data,
+            data_collator=DataCollatorWithPadding(tokenizer),
+            callbacks=[_Bar(plan.progress)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        done = trainer.train()
+    loss: Tensor | float = done.training_loss
+    return float(loss), int(done.global_step)

@@ -1,0 +1,246 @@
+"""The model card of an adapter: what it is, how to load it, its config and its results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from adapterzoo.errors import CheckpointError, ConfigError, listing
+
+from .files import ADAPTER_CONFIG, config_bytes
+from .places import is_public_name
+
+# what a head, or PEFT's task_type, is called among the Hub's tasks
+_TASKS = {
+    "causal_lm": "text-generation",
+    "classification": "text-classification",
+    "image_classification": "image-classification",
+    "masked_lm": "fill-mask",
+    "multilabel_classification": "text-classification",
+    "multiple_choice": "multiple-choice",
+    "question_answering": "question-answering",
+    "tagging": "token-classification",
+    "CAUSAL_LM": "text-generation",
+    "FEATURE_EXTRACTION": "feature-extraction",
+    "QUESTION_ANS": "question-answering",
+    "SEQ_CLS": "text-classification",
+    "TOKEN_CLS": "token-classification",
+}
+_BASE_NAMES = ("model_name", "base_model_name_or_path")
+_INSTALL = "pip install adapterzoo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardText:
+    """What only the author of an adapter can say.
+
+    Attributes:
+        base_model: name on the Hub; None: the one in the checkpoint, where it is such a name.
+        datasets: names on the Hub.
+        results: name of a metric to its value.
+        language: codes, as `"en"`.
+        license: the Hub's identifier, as `"apache-2.0"`.
+        tags: more of them.
+        metrics: names of metrics beside those of `results`.
+        architecture_training: text on the training.
+        evaluation: text below the results.
+        citation: text, BibTeX for example.
+    """
+
+    base_model: str | None = None
+    datasets: Sequence[str] = ()
+    results: Mapping[str, float] = field(default_factory=dict)
+    language: str | Sequence[str] | None = None
+    license: str | None = None
+    tags: Sequence[str] = ()
+    metrics: Sequence[str] = ()
+    architecture_training: str | None = None
+    evaluation: str | None = None
+    citation: str | None = None
+
+
+def check_card(call: str, text: CardText) -> None:
+    """Raise before anything is sent where the card could not be written.
+
+    Raises:
+        ConfigError: a result is no number, or the base model is no name of the Hub.
+    """
+    for metric, value in text.results.items():
+        if not isinstance(value, (int, float)):
+            raise ConfigError(
+                f"{call}: metrics[{metric!r}]={value!r} is a {type(value).__name__}. Write a "
+                f"number, as metrics={{'accuracy': 0.91}}."
+            )
+    if text.base_model is not None and not is_public_name(text.base_model):
+        raise ConfigError(
+            f"{call}: base_model={text.base_model!r} is no name of the Hub. Write it as "
+            f"'google-bert/bert-base-uncased', or leave it out."
+        )
+
+
+def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardText) -> ModelCard:
+    """The card for an adapter's folder.
+
+    Args:
+        folder: holds `adapter_config.json` of the native format, AdapterHub's or PEFT's.
+        repo_id: where it will be loaded from.
+        revision: the branch; None: the default one.
+        text: the author's words.
+
+    Raises:
+        CheckpointError: the folder has no readable config.
+    """
+    document = _document(folder / ADAPTER_CONFIG)
+    head = document.get("head")
+    if head is None and (folder / "head_config.json").is_file():
+        head = _document(folder / "head_config.json")
+    head_config = head.get("config") if isinstance(head, Mapping) else None
+    head_type = head_config.get("head_type") if isinstance(head_config, Mapping) else None
+    written = next((document[key] for key in _BASE_NAMES if document.get(key)), None)
+    base = text.base_model or (written if is_public_name(written) else None)
+    model_type = document.get("model_type")
+    more: dict[str, Any] = {"base_model_relation": "adapter"} if base else {}
+    data = ModelCardData(
+        base_model=base,
+        datasets=list(text.datasets) or None,
+        language=_plain(text.language),
+        library_name="adapterzoo",
+        license=text.license,
+        metrics=list(dict.fromkeys([*text.results, *text.metrics])) or None,
+        pipeline_tag=_TASKS.get(str(head_type or document.get("task_type"))),
+        tags=list(
+            dict.fromkeys(["adapterzoo", "adapter", *([model_type] if model_type else []),
+                           *text.tags])
+        ),
+        **more,
+    )  # fmt: skip
+    name = document.get("name") or repo_id.rpartition("/")[2]
+    trained = f", trained on {' and '.join(map(_dataset, text.datasets))}" if text.datasets else ""
+    kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
+    inner = document.get("config")
+    # PEFT's config names the base model too, by a path of here perhaps
+    config = inner if isinstance(inner, Mapping) else _without(document, *_BASE_NAMES)
+    parts = [
+        f"# `{name}`",
+        f"An adapter for {_model(base, document)}{kind}{trained}. Made with adapterzoo.",
+        "## How to load it",
+        f"```\n{_INSTALL}\n```",
+        f"```python\n{load_code(repo_id, base, document, head, revision)}\n```",
+        "## Config",
+        f"```json\n{json.dumps(config, indent=2, sort_keys=True)}\n```",
+    ]
+    if text.architecture_training:
+        parts += ["## Training", text.architecture_training]
+    if text.results or text.evaluation:
+        parts += ["## Results"]
+        if text.results:
+            rows = [f"| {_cell(metric)} | {value:.6g} |" for metric, value in text.results.items()]
+            parts += ["\n".join(["| metric | value |", "| --- | --- |", *rows])]
+        parts += [text.evaluation] if text.evaluation else []
+    if text.citation:
+        parts += ["## Citation", text.citation]
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def load_code(
+    repo_id: str,
+    base: str | None,
+    document: Mapping[str, Any],
+    head: Mapping[str, Any] | None,
+    revision: str | None,
+) -> str:
+    """The lines that load an adapter from the Hub, as they run.
+
+    Args:
+        repo_id: where the adapter is.
+        base: name of the base model; None: the reader has to know it.
+        document: of `adapter_config.json`.
+        head: what is known of the head.
+        revision: the branch; None: the default one.
+    """
+    name = json.dumps(base) if base else "base_model"
+    where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
+    load = f"model.load_adapter({where}, set_active=True)"
+    if isinstance(head, Mapping) and head.get("static"):
+        cls = str(head["static"])
+        lines = [
+            "import adapterzoo, transformers",
+            f"model = adapterzoo.init(transformers.{cls}.from_pretrained({name}))",
+        ]
+    else:
+        lines = [
+            "from adapterzoo import AutoAdapterModel",
+            f"model = AutoAdapterModel.from_pretrained({name})",
+        ]
+    return "\n".join([*lines, load])
+
+
+def _document(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(config_bytes(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"model card of {str(file.parent)!r}: {file.name} cannot be read ({error}). Write a "
+            f"folder that save_adapter made."
+        ) from error
+    if not isinstance(document, dict):
+        raise CheckpointError(
+            f"model card of {str(file.parent)!r}: {file.name} is no JSON object. Write a folder "
+            f"that save_adapter made."
+        )
+    return document
+
+
+def card_text(call: str, words: Mapping[str, Any], **more: Any) -> CardText:
+    """The author's words out of a mapping with the keys that AdapterHub knows.
+
+    Args:
+        call: what the user wrote, for messages.
+        words: tags, language, license, metrics, architecture_training, results, citation.
+        **more: fields of `CardText`.
+
+    Raises:
+        ConfigError: there is another key.
+    """
+    # "results" is a text there
+    names = {
+        "tags": "tags", "language": "language", "license": "license", "metrics": "metrics",
+        "architecture_training": "architecture_training", "results": "evaluation",
+        "citation": "citation",
+    }  # fmt: skip
+    if unknown := sorted(set(words) - set(names)):
+        raise ConfigError(
+            f"{call}: adapter_card_kwargs has no key {listing(unknown)}. Legal are "
+            f"{listing(sorted(names))}."
+        )
+    return CardText(**{names[key]: value for key, value in words.items()}, **more)
+
+
+def _without(document: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key not in keys}
+
+
+def _plain(value: str | Sequence[str] | None) -> str | list[str] | None:
+    return value if value is None or isinstance(value, str) else list(value)
+
+
+def _model(base: str | None, document: Mapping[str, Any]) -> str:
+    if base is not None:
+        return f"[{base}](https://huggingface.co/{base})"
+    kind = document.get("model_type")
+    return f"a model of type `{kind}`" if kind else "a model that its author does not name"
+
+
+def _dataset(name: str) -> str:
+    if is_public_name(name):
+        return f"[{name}](https://huggingface.co/datasets/{name})"
+    return _cell(name)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,107 @@
+"""Which files of a repository are an adapter's, of the native format, AdapterHub's or PEFT's."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from adapterzoo.errors import CheckpointError
+
+ADAPTER_CONFIG = "adapter_config.json"
+CARD = "README.md"
+
+# of two files with the same tensors the first is taken: a safetensors file runs no code
+_WEIGHTS = {
+    ADAPTER_CONFIG: (
+        ("adapter.safetensors", "pytorch_adapter.bin"),
+        ("adapter_model.safetensors", "adapter_model.bin"),
+    ),
+    "head_config.json": (
+        ("head.safetensors",),
+        ("model_head.safetensors", "pytorch_model_head.bin"),
+    ),
+    "adapter_fusion_config.json": (
+        ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
+    ),
+}
+# the adapter's config stands last: where it is, an earlier download came to its end
+_CONFIGS = (
+    "adapter_interface.json",
+    "adapter_fusion_config.json",
+    "head_config.json",
+    ADAPTER_CONFIG,
+)
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_GIT = re.compile(r"[0-9a-f]{40}")
+_BLOCK = 1 << 20
+# lists of labels have some hundred thousand
+_MAX_CONFIG = 16 << 20
+
+
+def wanted(names: Iterable[str]) -> list[str]:
+    """The files to fetch out of those of a folder, in the order in which to fetch them.
+
+    Returns:
+        Weights, then configs, the adapter's config last; empty where the folder has no weights.
+    """
+    there = set(names)
+    pairs = (pair for group in _WEIGHTS.values() for pair in group)
+    weights = [next(name for name in pair if name in there) for pair in pairs if there & {*pair}]
+    return [*weights, *(name for name in _CONFIGS if name in there)] if weights else []
+
+
+def is_complete(names: Iterable[str]) -> bool:
+    """Whether a folder that was filled in the order of `wanted` was filled to the end."""
+    there = set(names)
+    parts = [
+        (config in there, any(there & {*pair} for pair in pairs))
+        for config, pairs in _WEIGHTS.items()
+    ]
+    return any(weights for _, weights in parts) and all(c == w for c, w in parts)
+
+
+def known_files() -> list[str]:
+    """Every name that a file of an adapter may have."""
+    pairs = (pair for group in _WEIGHTS.values() for pair in group)
+    return [*(name for pair in pairs for name in pair), *_CONFIGS]
+
+
+def is_digest(text: str | None) -> bool:
+    """Whether a text can be the Hub's digest of a file's content."""
+    return text is not None and bool(_SHA256.fullmatch(text) or _GIT.fullmatch(text))
+
+
+def has_digest(file: Path, expected: str) -> bool:
+    """Whether a file has the content that the Hub's digest of it says.
+
+    Args:
+        file: is read once.
+        expected: 64 hexadecimal digits: SHA-256 of the content, for large files; 40: the SHA-1
+            that git gives a blob, for small ones.
+    """
+    hashed = hashlib.sha256()
+    if len(expected) == 40:
+        hashed = hashlib.sha1(b"blob %d\0" % file.stat().st_size, usedforsecurity=False)
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            hashed.update(block)
+    return hashed.hexdigest() == expected
+
+
+def config_bytes(file: Path) -> bytes:
+    """The content of a config, which a stranger may have made as large as he likes.
+
+    Raises:
+        CheckpointError: it is larger than any config.
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(_MAX_CONFIG + 1)
+    if len(content) > _MAX_CONFIG:
+        raise CheckpointError(
+            f"it has more than {_MAX_CONFIG:,} bytes, and a config has {_MAX_CONFIG:,} at most"
+        )
+    return content

@@ -1,0 +1,228 @@
+"""What the Hub has: adapters by base model and task, and the facts about one of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub import HfApi, ModelInfo, constants
+
+from adapterzoo.errors import ConfigError, HubError, listing
+
+from .asking import Caller
+from .files import ADAPTER_CONFIG, config_bytes
+from .places import Place, check_repo_id
+from .pulling import fetch_file
+
+# the library that wrote an adapter, and the tag by which the Hub finds it
+LIBRARIES = {"adapterzoo": "adapterzoo", "adapters": "adapter-transformers", "peft": "peft"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """An adapter of the Hub.
+
+    Attributes:
+        adapter_id: `user/repository`, as `load_adapter` takes it.
+        model_name: the base model it was trained for; None: its author does not say.
+        task: the Hub's name of the task, as `"text-classification"`.
+        username: who published it.
+        source: always `"hf"`.
+        library: which library wrote it: `"adapterzoo"`, `"adapters"` or `"peft"`.
+        tags: all of them.
+        datasets: what it was trained on.
+        license: name of the licence.
+        downloads: in the last month.
+        likes: of users.
+        private: whether only its owners see it.
+        gated: whether access has to be asked for.
+        revision: the commit.
+        files: paths in the repository.
+        adapter_config: its `adapter_config.json`; None where it was not asked for, or has none.
+    """
+
+    adapter_id: str
+    model_name: str | None = None
+    task: str | None = None
+    username: str | None = None
+    source: str = "hf"
+    library: str | None = None
+    tags: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    license: str | None = None
+    downloads: int = 0
+    likes: int = 0
+    private: bool = False
+    gated: bool = False
+    revision: str | None = None
+    files: tuple[str, ...] = ()
+    adapter_config: dict[str, Any] | None = None
+
+
+def list_adapters(
+    base_model: str | None = None,
+    task: str | None = None,
+    *,
+    library: str | None = None,
+    search: str | None = None,
+    author: str | None = None,
+    limit: int | None = 100,
+    token: bool | str | None = None,
+) -> list[AdapterInfo]:
+    """Adapters of the Hub that `load_adapter` can read, the most downloaded first.
+
+    Args:
+        base_model: only those for this model, as `"google-bert/bert-base-uncased"`.
+        task: only those for this task of the Hub, as `"text-classification"`.
+        library: only those that this one wrote: `"adapterzoo"`, `"adapters"` or `"peft"`.
+        search: words in the repository's name.
+        author: user or organisation.
+        limit: how many at most; None: all, which may take minutes.
+        token: as `load_adapter` takes it.
+
+    Raises:
+        ConfigError: the library is unknown, or the limit is negative.
+        HubError: the Hub does not answer as it should.
+    """
+    call = "list_adapters()" if base_model is None else f"list_adapters({base_model!r})"
+    if library is not None and library not in LIBRARIES:
+        raise ConfigError(
+            f"{call}: library={library!r} is not known. Legal are {listing(LIBRARIES)} and None "
+            f"for all of them."
+        )
+    if limit is not None and limit < 0:
+        raise ConfigError(f"{call}: limit={limit} is negative. Write limit=100, or None for all.")
+    caller = Caller(call, token=token)
+    found: dict[str, AdapterInfo] = {}
+    for name in LIBRARIES if library is None else [library]:
+        answers = caller.ask(
+            lambda name=name: list(  # type: ignore[misc]
+                itertools.islice(_search(name, base_model, task, search, author, token), limit)
+            )
+        )
+        # a repository of two formats is found twice
+        found = {info.adapter_id: info for info in answers} | found
+    ranked = sorted(found.values(), key=lambda info: (-info.downloads, info.adapter_id))
+    return ranked[:limit]
+
+
+def adapter_info(
+    adapter_id: str, revision: str | None = None, *, token: bool | str | None = None
+) -> AdapterInfo:
+    """The facts about one adapter of the Hub, with its config.
+
+    Args:
+        adapter_id: `user/repository`.
+        revision: branch, tag or commit; None: the default branch.
+        token: as `load_adapter` takes it.
+
+    Raises:
+        HubError: there is no such repository, it may not be read, or the Hub does not answer.
+    """
+    call = f"adapter_info({adapter_id!r})"
+    check_repo_id(call, adapter_id)
+    caller = Caller(call, adapter_id, revision, token)
+    model = caller.ask(
+        lambda: HfApi().model_info(
+            adapter_id,
+            revision=revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+            token=token,
+        )
+    )
+    blobs = {
+        file.rfilename: file.blob_id if file.lfs is None else file.lfs.sha256
+        for file in model.siblings or ()
+    }
+    document: dict[str, Any] | None = None
+    if ADAPTER_CONFIG in blobs and model.sha is not None:
+        digest = blobs[ADAPTER_CONFIG]
+        file = fetch_file(caller, Place(adapter_id), ADAPTER_CONFIG, model.sha, digest)
+        try:
+            document = json.loads(config_bytes(file))
+        except (ValueError, RecursionError) as error:
+            raise HubError(
+                f"{call}: its {ADAPTER_CONFIG} is no JSON ({error}). Tell its author."
+            ) from error
+        if not isinstance(document, dict):
+            raise HubError(f"{call}: its {ADAPTER_CONFIG} is no JSON object. Tell its author.")
+    return _info(model, document)
+
+
+def _search(
+    library: str,
+    base_model: str | None,
+    task: str | None,
+    search: str | None,
+    author: str | None,
+    token: bool | str | None,
+) -> Iterator[AdapterInfo]:
+    tags = [LIBRARIES[library]]
+    # AdapterHub writes the base model into the config only, where the Hub does not search
+    by_config = library == "adapters"
+    if base_model is not None and not by_config:
+        tags.append(f"base_model:{base_model}")
+    models = HfApi().list_models(
+        filter=tags,
+        pipeline_tag=task,
+        search=search,
+        author=author,
+        sort="downloads",
+        full=True,
+        fetch_config=by_config,
+        token=token,
+    )
+    for model in models:
+        info = _info(model, None)
+        if not by_config or base_model in (None, info.model_name):
+            yield info
+
+
+def _info(model: ModelInfo, document: dict[str, Any] | None) -> AdapterInfo:
+    tags = tuple(model.tags or ())
+    card: Any = model.card_data or {}
+    library = next((name for name, tag in LIBRARIES.items() if tag in tags), None)
+    if library is None and model.library_name in LIBRARIES:
+        library = model.library_name
+    return AdapterInfo(
+        adapter_id=model.id,
+        model_name=_base_model(model, card, document or {}),
+        task=model.pipeline_tag,
+        username=model.id.partition("/")[0] if "/" in model.id else None,
+        library=library,
+        tags=tags,
+        datasets=_tagged(tags, "dataset:") or _several(card.get("datasets")),
+        license=next(iter(_tagged(tags, "license:") or _several(card.get("license"))), None),
+        downloads=model.downloads or 0,
+        likes=model.likes or 0,
+        private=bool(model.private),
+        gated=bool(model.gated),
+        revision=model.sha,
+        files=tuple(file.rfilename for file in model.siblings or ()),
+        adapter_config=document,
+    )
+
+
+def _base_model(
+    model: ModelInfo, card: Mapping[str, Any], document: Mapping[str, Any]
+) -> str | None:
+    # "base_model:adapter:x" and "base_model:x" both stand among the tags
+    tagged = [tag for tag in _tagged(model.tags or (), "base_model:") if ":" not in tag]
+    parts = [(model.config or {}).get(key) for key in ("adapters", "adapter_transformers")]
+    configured = [part.get("model_name") for part in parts if isinstance(part, Mapping)]
+    written = [document.get("model_name"), document.get("base_model_name_or_path")]
+    names = [*tagged, *_several(card.get("base_model")), *configured, *written]
+    return next((name for name in names if isinstance(name, str) and name), None)
+
+
+def _tagged(tags: Any, prefix: str) -> tuple[str, ...]:
+    return tuple(tag.removeprefix(prefix) for tag in tags if tag.startswith(prefix))
+
+
+def _several(value: Any) -> tuple[str, ...]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(item for item in values if isinstance(item, str))

@@ -1,0 +1,111 @@
+"""From a folder to the Hub: repository, model card and all files in one commit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+
+from adapterzoo.errors import CheckpointError
+
+from .asking import Caller
+from .card import CardText, adapter_card, check_card
+from .files import CARD, known_files, wanted
+from .places import check_repo_id
+
+# after a commit these say that it was not made; after another error nobody knows
+_NOT_MADE = (429, 503)
+
+
+def push(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    text: CardText | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    overwrite_adapter_card: bool = False,
+    call: str | None = None,
+) -> str:
+    """Publish the adapter in a folder; only the files of an adapter, and a card, are sent.
+
+    The repository is made when it is missing. One commit brings everything, and takes away the
+    files of an adapter that stood there and are not in the folder: a reader sees the old adapter
+    or the new one.
+
+    Args:
+        folder: that `save_adapter` wrote, in any format.
+        repo_id: `user/repository`; without a user: that of the token.
+        text: what the card shall say beside what the folder says.
+        private: whether a new repository is private; None: as the account has it.
+        token: a token with the right to write; True or None: the stored one.
+        revision: the branch, made when missing; None: the default one.
+        create_pr: propose the commit as a pull request.
+        commit_message: its first line.
+        commit_description: its text.
+        overwrite_adapter_card: whether a card that is there is replaced; the folder's own
+            `README.md` goes before a generated one.
+        call: what the user wrote, for messages.
+
+    Returns:
+        The address of the commit, or of the pull request.
+
+    Raises:
+        CheckpointError: the folder holds no adapter.
+        ConfigError: the card cannot be written.
+        HubError: the Hub does not take it; without a commit nothing has changed there.
+    """
+    folder = Path(folder)
+    call = call or f"push({str(folder)!r}, {repo_id!r})"
+    check_repo_id(call, repo_id)
+    text = text or CardText()
+    check_card(call, text)
+    names = wanted(file.name for file in folder.glob("*") if file.is_file())
+    if not names:
+        raise CheckpointError(
+            f"{call}: the folder holds no adapter. Write the folder that save_adapter was given."
+        )
+    caller = Caller(call, repo_id, revision, token, writes=True)
+    card: str | bytes = adapter_card(folder, repo_id, None if create_pr else revision, text).content
+    if (folder / CARD).is_file():
+        card = (folder / CARD).read_bytes()
+    api = HfApi(token=token, library_name="adapterzoo")
+    made = caller.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+    if made != repo_id and not (folder / CARD).is_file():
+        card = adapter_card(folder, made, None if create_pr else revision, text).content
+    if revision is not None and not create_pr:
+        caller.ask(lambda: api.create_branch(made, branch=revision, exist_ok=True))
+    there = {
+        file.rfilename
+        for file in caller.ask(
+            lambda: api.model_info(made, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        ).siblings
+        or ()
+    }
+    stale = sorted(there & {*known_files()} - {*names})
+
+    def commit() -> str:
+        # made anew for each try: huggingface_hub writes into them
+        files: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(name, folder / name) for name in names
+        ]
+        if overwrite_adapter_card or CARD not in there:
+            content = card.encode() if isinstance(card, str) else card
+            files.append(CommitOperationAdd(CARD, content))
+        files += [CommitOperationDelete(name) for name in stale]
+        info = api.create_commit(
+            made,
+            files,
+            commit_message=commit_message or "Upload adapter",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+        return info.pr_url or info.commit_url
+
+    return caller.ask(commit, again=_NOT_MADE)

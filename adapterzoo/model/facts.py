@@ -1,0 +1,151 @@
+"""What the formats of checkpoints must know of a model, gathered in one place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from adapterzoo.checkpoint.formats import Facts
+from adapterzoo.errors import CheckpointError
+from adapterzoo.heads import HeadConfig
+
+from .family import describe
+from .layout import renamer, task_modules, tensor_of
+from .sharding import class_name
+from .static_table import StaticHead, from_static, is_task, to_static
+
+
+def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
+    """The facts of a model.
+
+    Args:
+        model: with adapters.
+        call: what the user wrote, for messages.
+        with_head: whether the user wants the head too.
+    """
+    config = model.config
+    text = _text_config(config)
+    tasks = _Tasks(model, call)
+    named: bool = model._has_named_heads
+    return Facts(
+        call=call,
+        anatomy=model.anatomy,
+        prefix=prefix_of(model),
+        model_type=config.model_type,
+        model_class=class_name(model),
+        model_name=getattr(config, "_name_or_path", "") or None,
+        hidden_size=getattr(text, "hidden_size", None),
+        config=tasks.config,
+        named_heads=named,
+        static_head={} if named else {k: tuple(t.shape) for k, t in model._static_head()},
+        from_static=tasks.read,
+        to_static=tasks.write,
+        tied=tasks.tied,
+        with_head=with_head,
+        dtype=model.dtype,
+        renamed=renamer(model),
+        tensor=functools.partial(tensor_of, model),
+        modules=functools.partial(task_modules, model),
+    )
+
+
+def prefix_of(model: Any) -> str:
+    """The name under which a model holds its base model; empty when it is one itself."""
+    return "" if model._backbone is model else str(model.base_model_prefix)
+
+
+def _text_config(config: Any, **kwargs: bool) -> Any:
+    """The config of the text part; itself in configs of other libraries' own classes."""
+    find = getattr(config, "get_text_config", None)
+    return find(**kwargs) if callable(find) else config
+
+
+def _as_dict(config: Any) -> Mapping[str, Any]:
+    find = getattr(config, "to_dict", None)
+    fields: Mapping[str, Any] = find() if callable(find) else vars(config)
+    return fields
+
+
+class _Tasks:
+    """Named heads of a model as the heads of transformers' task classes, and back."""
+
+    def __init__(self, model: Any, call: str) -> None:
+        text = _text_config(model.config, decoder=True)
+        self.config: Mapping[str, Any] = {**_as_dict(model.config), **_as_dict(text)}
+        self._model = model
+        self._call = call
+
+    def read(
+        self, architecture: str, tensors: Mapping[str, Tensor], label2id: Mapping[str, int] | None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """A static head's tensors as document and tensors of a named head."""
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        found = self._named(architecture, shapes, label2id)
+        if isinstance(found, str):
+            raise CheckpointError(
+                f"{self._call}: the checkpoint's head has no equivalent among named heads: "
+                f"{found}. Write with_head=False, or load it into that class after "
+                f"adapterzoo.init(model)."
+            )
+        named = {mine: tensors[theirs] for theirs, mine in found.keys.items()}
+        return {"config": found.config.to_dict()}, named
+
+    def write(
+        self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """A named head's tensors as those of a task class."""
+        config = HeadConfig.from_dict(document["config"])
+        found: StaticHead | str = f"transformers has no {architecture}"
+        cls: Any = getattr(transformers, architecture, None)
+        if cls is not None and is_task(architecture):
+            found = self._named(architecture, self._shapes(cls, config), config.label2id)
+        keys = found if isinstance(found, str) else to_static(found, config)
+        if isinstance(keys, str):
+            raise CheckpointError(
+                f"{self._call}: the head, a {config.head_type!r}, cannot be that of a "
+                f"{architecture}: {keys}. Write with_head=False."
+            )
+        missing = sorted(set(keys.values()) - set(tensors))
+        return {theirs: tensors[mine] for theirs, mine in keys.items() if mine not in missing}
+
+    def tied(self, document: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a head that are the base model's, by their names in the head."""
+        values = document.get("config")
+        if not isinstance(values, Mapping):
+            return {}
+        config = self._model._config_from(values, self._call)
+        head = self._model._built(config, torch.device("meta"))
+        return {
+            key: tensor.detach()
+            for key, tensor in head.state_dict(keep_vars=True).items()
+            if not tensor.is_meta
+        }
+
+    def _named(
+        self,
+        architecture: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        label2id: Mapping[str, int] | None,
+    ) -> StaticHead | str:
+        pooler = "pooler" in dict(self._model._backbone.named_children())
+        config = {**self.config, "label2id": label2id}
+        return from_static(architecture, shapes, config, describe(self._model), pooler)
+
+    def _shapes(self, cls: Any, config: HeadConfig) -> dict[str, tuple[int, ...]]:
+        labels = config.id2label or {0: ""}
+        theirs = type(self._model.config).from_dict(
+            {**self._model.config.to_dict(), "id2label": labels, "label2id": config.label2id}
+        )
+        with torch.device("meta"):
+            model = cls(theirs)
+        inside = {id(t) for t in model.base_model.state_dict(keep_vars=True).values()}
+        return {
+            key: tuple(tensor.shape)
+            for key, tensor in model.state_dict(keep_vars=True).items()
+            if id(tensor) not in inside
+        }

@@ -1,0 +1,195 @@
+"""Saving and loading of heads alone, and of the static head of a transformers class."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from adapterzoo.checkpoint import formats, native
+from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.errors import CheckpointError, ConfigError, StateError, unknown_name
+
+from . import sharding
+from .adapters import AdaptersMixin
+from .building import own_parameters
+from .facts import facts_of
+from .records import HeadRecord, name_in, record_of
+
+
+class StoringHeadsMixin(AdaptersMixin):
+    """`save_head`, `load_head` and `save_all_heads`."""
+
+    _has_named_heads: ClassVar[bool] = False
+
+    def save_head(
+        self,
+        save_directory: str | os.PathLike[str],
+        head_name: str | None = None,
+        format: str = "native",
+    ) -> None:
+        """Save a head alone; a collective call where `save_adapter` is one.
+
+        Args:
+            save_directory: the folder; made when missing.
+            head_name: which head; None: the active one, or the model's static head.
+            format: "native" or "adapterhub".
+
+        Raises:
+            UnknownNameError: there is no head or format of this name.
+            StateError: it cannot be told which head is meant, or there is none.
+            CheckpointError: the folder cannot be written, or the format cannot say it.
+        """
+        if head_name is not None and head_name not in self.known_heads():
+            raise unknown_name(f"save_head({head_name!r})", "head", head_name, self.known_heads())
+        name = head_name or self._active_head_name("save_head()")
+        sharding.rest(self)
+        record = self._head_record(name)
+        if record is None:
+            raise StateError(
+                f"save_head({head_name!r}): this {type(self).__name__} has no head to save. "
+                f"Write add_classification_head('my_task') first."
+            )
+        own_name = name or sharding.class_name(self)
+        document = {**self._provenance(own_name), "head": record.document}
+        stored = Stored(document, {}, record.tensors)
+        self._write_checkpoint(save_directory, stored, "head", format, f"save_head({head_name!r})")
+
+    def save_all_heads(
+        self, save_directory: str | os.PathLike[str], format: str = "native"
+    ) -> None:
+        """Save each head to the sub-folder of its name.
+
+        Raises:
+            CheckpointError: a folder cannot be written, or the format cannot say a head.
+        """
+        for name in self.known_heads():
+            self.save_head(Path(save_directory) / name, name, format)
+
+    def load_head(
+        self,
+        save_directory: str | os.PathLike[str],
+        load_as: str | None = None,
+        id2label: Mapping[int, str] | None = None,
+        overwrite_ok: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> str:
+        """Load a head that `save_head`, or AdapterHub's, wrote; it becomes the active one.
+
+        Args:
+            save_directory: the folder.
+            load_as: name to give it; None: the one it was saved under.
+            id2label: other labels.
+            overwrite_ok: whether a head of that name may be replaced.
+            dtype: as in `load_adapter`.
+
+        Returns:
+            The head's name.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or does not fit the model.
+            DuplicateNameError: the name is taken.
+            StateError: the model is sharded.
+        """
+        call = f"load_head({str(save_directory)!r})"
+        sharding.refuse_if_sharded(self, call, "Load it before fully_shard(model).")
+        stored = formats.read(Path(save_directory), "head", facts_of(self, call))
+        name = name_in("load_head", load_as, stored, save_directory)
+        record = record_of(call, stored)
+        self._fitting_head(call, record, name, id2label, True, overwrite_ok, dtype)()
+        return name
+
+    def _write_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        stored: Stored,
+        stem: formats.Stem,
+        format: str,
+        call: str,
+    ) -> None:
+        facts = facts_of(self, call)
+        if format != "native":
+            # these look at weights of the base model, in one process
+            cure = "Write format='native', load it into a whole model, and save it from there."
+            sharding.refuse_if_sharded(self, call, cure)
+        sharding.save(self, stored, lambda s: formats.write(Path(folder), s, stem, format, facts))
+
+    def _provenance(self, name: str) -> dict[str, Any]:
+        facts = facts_of(self, "save")
+        return {
+            "name": name,
+            "model_type": facts.model_type,
+            "model_class": facts.model_class,
+            "model_name": facts.model_name,
+            "hidden_size": facts.hidden_size,
+        }
+
+    # --- what a model without named heads does; HeadsMixin has its own ---
+
+    def _head_of(self, adapter_name: str) -> str | None:
+        """The head that goes with an adapter; None stands for the static head."""
+        return None
+
+    def _active_head_name(self, call: str) -> str | None:
+        return None
+
+    def _head_record(self, name: str | None) -> HeadRecord | None:
+        tensors = dict(self._static_head())
+        return HeadRecord({"static": sharding.class_name(self)}, tensors) if tensors else None
+
+    def _fitting_head(
+        self,
+        call: str,
+        record: HeadRecord,
+        name: str,
+        id2label: Mapping[int, str] | None,
+        set_active: bool,
+        overwrite_ok: bool,
+        dtype: torch.dtype | None,
+    ) -> Callable[[], None]:
+        """A head of a checkpoint, checked in every way; what is returned enters it."""
+        if "static" not in record.document:
+            raise CheckpointError(
+                f"{call}: the checkpoint has a named head ({record.document.get('config')}), and "
+                f"a {type(self).__name__} has one static head. Write with_head=False, or load into "
+                f"AutoAdapterModel.from_pretrained(…)."
+            )
+        if id2label is not None:
+            raise ConfigError(
+                f"{call}: id2label names the labels of a named head; this model's static head "
+                f"keeps them in model.config.id2label. Leave id2label out."
+            )
+        mine = dict(self._static_head())
+        native.check_fit(call, type(self).__name__, record.tensors, mine, dtype)
+
+        @torch.no_grad()
+        def enter() -> None:
+            for key, tensor in record.tensors.items():
+                mine[key].copy_(tensor)
+
+        return enter
+
+    def _static_head(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a static head, without those of the language model's output."""
+        model = cast("Any", self)
+        if self._backbone is model:
+            return
+        output = model.get_output_embeddings()
+        # not the state dict of the base model, which has all that its adapters have
+        skip = {id(p) for p in own_parameters(self._backbone)}
+        skip |= {id(p) for p in output.parameters()} if output is not None else set()
+        skipped = model._non_persistent_buffers_set
+        own = model._parameters | model._buffers
+        kept = {k: t for k, t in own.items() if t is not None and k not in skipped}
+        for name, child in model.named_children():
+            if child is not self._backbone:
+                kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
+        # quantised layers make some of their entries anew each time: their names tell
+        inside = f"{model.base_model_prefix}."
+        for key, tensor in kept.items():
+            if id(tensor) not in skip and not key.startswith(inside):
+                yield key, tensor

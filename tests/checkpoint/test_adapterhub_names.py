@@ -1,0 +1,102 @@
+"""AdapterHub's names of places, as `adapters` 1.3.0 itself gives them to 28 families, both ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig
+from adapterzoo.checkpoint.adapterhub_keys import LOCATIONS, take_apart
+from adapterzoo.checkpoint.adapterhub_names import LAYOUTS, find_block, find_layer, find_sublayer
+from adapterzoo.checkpoint.adapterhub_write import _name_of
+from adapterzoo.checkpoint.places import places_of
+from adapterzoo.errors import CheckpointError
+from adapterzoo.model.facts import facts_of
+
+FILE = Path(__file__).resolve().parents[1] / "data" / "adapterhub_names.json"
+FAMILIES = json.loads(FILE.read_text())["families"]
+
+
+def test_every_family_that_is_written_was_seen_at_the_peer():
+    assert set(LAYOUTS) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_names_of_the_peer_lead_to_all_places_and_back(family: str):
+    theirs = FAMILIES[family]
+    config = AutoConfig.for_model(family, **theirs["config"])
+    with torch.device("meta"):
+        model = AutoAdapterModel.from_config(config)
+    facts = facts_of(model, "load_adapter('x')")
+    cross = bool(getattr(config, "is_encoder_decoder", False))
+    lora = LoRAConfig(attn_matrices=("q", "k", "v"), intermediate_lora=True, output_lora=True)
+    for kind, asked in (
+        ("bottlenecks", BnConfig(mh_adapter=True, output_adapter=True, cross_adapter=cross,
+                                 reduction_factor=4, non_linearity="relu")),
+        ("lora", lora),
+    ):  # fmt: skip
+        places = places_of(asked, facts.anatomy)
+        found = set()
+        for name in theirs[kind]:
+            for path in (name, name.removeprefix(f"{facts.prefix}.")):
+                key = take_apart(f"{path}.a.w", "a")
+                assert key.parameter == "w"
+                located = find_block(facts, key.path)
+                assert located is not None, path
+                block, rest = located
+                if kind == "lora":
+                    site = find_layer(block, rest)
+                    assert site is not None, path
+                    found.add((block.layer, site.path))
+                else:
+                    sub = find_sublayer(block, rest)
+                    assert sub is not None, path
+                    found.add((block.layer, LOCATIONS[sub.kind]))
+        assert len(found) == len(theirs[kind])
+        mine = {(p.placement.site.layer, p.placement.location or p.path) for p in places}
+        assert found == mine
+        if family in LAYOUTS:
+            names = {_name_of(facts, place, LAYOUTS[family]) for place in places}
+            # what the peer hangs into a plain base model has no prefix
+            expected = {name.removeprefix(f"{facts.prefix}.") for name in theirs[kind]}
+            assert names == expected
+
+
+def test_what_is_nowhere_leads_nowhere():
+    with torch.device("meta"):
+        config = AutoConfig.for_model("t5", **FAMILIES["t5"]["config"])
+        facts = facts_of(AutoAdapterModel.from_config(config), "x")
+    far = "encoder.block." + "9" * 5000
+    for path in ("", "pooler", "encoder", "encoder.block.9.layer.0", "block.0.layer.0",
+                 "transformer.block.0", "0", "encoder.block.-1", far):  # fmt: skip
+        assert find_block(facts, path) is None, path
+    block = facts.anatomy.blocks[0]
+    for rest in ("", "layer", "layer.9", "layer.0.Other", "cross_attention_adapters"):
+        assert find_sublayer(block, rest) is None, rest
+        assert find_layer(block, rest) is None, rest
+
+
+def test_stacks_that_were_renamed_are_told_apart():
+    with torch.device("meta"):
+        config = AutoConfig.for_model("t5", **FAMILIES["t5"]["config"])
+        facts = facts_of(AutoAdapterModel.from_config(config), "x")
+    for path, layer in (("encoder.layers.1.x", 1), ("transformer.decoder.h.0.x", 2)):
+        located = find_block(facts, path)
+        assert located is not None, path
+        assert (located[0].layer, located[1]) == (layer, "x")
+    # neither, and both
+    assert find_block(facts, "layers.1.x") is None
+    assert find_block(facts, "encoder.decoder.1.x") is None
+
+
+def test_a_place_without_a_name_is_an_error():
+    with torch.device("meta"):
+        config = AutoConfig.for_model("bert", **FAMILIES["bert"]["config"])
+        facts = facts_of(AutoAdapterModel.from_config(config), "save_adapter('a')")
+    place = places_of(LoRAConfig(target_modules=["word_embeddings"]), facts.anatomy)[0]
+    with pytest.raises(CheckpointError, match=r"embeddings\.word_embeddings.*format='native'"):
+        _name_of(facts, place, LAYOUTS["bert"])

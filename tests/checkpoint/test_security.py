@@ -1,0 +1,454 @@
+"""Checkpoints of strangers: nothing in them runs, leads elsewhere, or takes memory and time."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import shutil
+import struct
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_config
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from snapshots import refused, snapshot
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import adapterzoo
+from adapterzoo import AdapterZooError, AutoAdapterModel, LoRAConfig
+from adapterzoo.checkpoint import files
+from adapterzoo.checkpoint.formats import formats
+from adapterzoo.errors import CheckpointError
+
+KINDS = list(formats)
+PACKAGE = Path(adapterzoo.__file__).parent
+MEGABYTES = 64
+# where each format has its tensors, and those of a head alone
+TENSORS = {
+    "native": ("adapter.safetensors", "head.safetensors"),
+    "adapterhub": ("adapter.safetensors", "model_head.safetensors"),
+    "peft": ("adapter_model.safetensors", None),
+}
+PICKLES = {
+    "adapterhub": ("pytorch_adapter.bin", "pytorch_model_head.bin"),
+    "peft": ("adapter_model.bin", None),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model without adapters, and one adapter that fits it in each format."""
+    base = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
+    config = LoRAConfig(r=4, alpha=8, rank_pattern={"layer.0.attention.self.query": 2})
+    for kind in KINDS:
+        # AdapterHub has no patterns
+        model.add_adapter("a", "lora[r=4]" if kind == "adapterhub" else config)
+        model.add_classification_head("a", layers=1, activation_function=None, use_pooler=True)
+        model.save_adapter(base / kind, "a", format=kind)
+        if kind != "peft":
+            model.save_head(base / f"{kind}_head", "a", format=kind)
+        model.delete_adapter("a")
+        model.delete_head("a")
+    return model, base
+
+
+@pytest.fixture
+def copied(world: tuple[Any, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a checkpoint, to be damaged."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(world[1] / name, tmp_path / name))
+
+    return copy
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes that one tensor in memory had."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not made.is_meta:
+            self.number = max(self.number, made.untyped_storage().nbytes())
+        return made
+
+
+# --- any value in any field ---
+
+
+def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values in a document of JSON types."""
+    yield path
+    if isinstance(document, (dict, list)):
+        pairs = document.items() if isinstance(document, dict) else enumerate(document)
+        for key, value in pairs:
+            yield from places(value, (*path, key))
+
+
+def changed(document: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """The document with another value at a path; without one where it is `...`."""
+    if not path:
+        return {} if value is ... else value
+    copy = document.copy()
+    if value is ... and len(path) == 1:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = changed(document[path[0]], path[1:], value)
+    return copy
+
+
+def document_of(folder: Path, kind: str, name: str) -> dict[str, Any]:
+    if kind == "native":
+        document = files.read_tensors(folder / TENSORS[kind][0])[0]
+        # one digest more or less says no more than another
+        document["digests"] = dict(list(document["digests"].items())[:1])
+        return document
+    return dict(json.loads((folder / name).read_text()))
+
+
+def write_document(folder: Path, kind: str, name: str, document: Any) -> None:
+    if kind == "native":
+        tensors = files.read_tensors(folder / TENSORS[kind][0])[1]
+        metadata = {"adapterzoo": json.dumps(document)}
+        save_file(tensors, folder / TENSORS[kind][0], metadata=metadata)
+    else:
+        (folder / name).write_text(json.dumps(document))
+
+
+DOCUMENTS = [
+    ("native", ""),
+    ("adapterhub", "adapter_config.json"),
+    ("adapterhub", "head_config.json"),
+    ("peft", "adapter_config.json"),
+]
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, 1, -1, 4, 65_536, 65_537, 10**9, -(10**9), 2**31, 2**63, -(2**63), 10**40]),
+    st.floats(),
+    st.sampled_from(
+        ["", "a", "4", "lora", "seq_bn", "union", "boft", "../x", "/etc/passwd", "float32",
+         "cuda:9", "(a+)+$", "(", "q" * 500, "\0", "lora[r=1000000000]", "all-linear", "{}", "адаптер"]
+    ),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["", "a", "r", "0", "architecture"]), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize(("kind", "name"), DOCUMENTS)
+@settings(
+    max_examples=int(os.environ.get("SECURITY_EXAMPLES", "40")),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(which=st.integers(0, 10**6), value=VALUES | st.just(...))
+@example(which=0, value=[])
+@example(which=0, value={})
+def test_any_value_in_any_field_is_legal_or_an_error(
+    world: tuple[Any, Path], kind: str, name: str, which: int, value: Any
+):
+    model, base = world
+    folder = base / f"hostile_{kind}"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(base / kind, folder)
+    document = document_of(folder, kind, name)
+    paths = list(places(document))
+    write_document(folder, kind, name, changed(document, paths[which % len(paths)], value))
+    with Largest() as largest, warnings.catch_warnings():
+        # fields that are not known are ignored with a warning in files of PEFT
+        warnings.simplefilter("ignore", UserWarning)
+        found = None
+        with contextlib.suppress(AdapterZooError):
+            found = model.load_adapter(folder, load_as="x")
+    assert largest.number < MEGABYTES << 20
+    if found is not None:
+        # what is legal can be used
+        model.set_active_adapters("x")
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+        model.set_active_adapters(None)
+        model.delete_adapter("x")
+        if "x" in model.heads:
+            model.delete_head("x")
+    assert not model.adapters_config
+    assert not list(model.heads)
+
+
+# --- code ---
+
+
+class Runs:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("kind", PICKLES)
+@pytest.mark.parametrize("new", [True, False])
+def test_code_in_pickles_is_not_run(
+    world: tuple[Any, Path], copied: Callable[[str], Path], tmp_path: Path, kind: str, new: bool
+):
+    model, mark = world[0], tmp_path / "ran"
+    evil = {"w": torch.ones(1), "x": Runs(mark)}
+    folder = copied(kind)
+    for name in {TENSORS[kind][0], PICKLES[kind][0]}:
+        (folder / str(name)).unlink(missing_ok=True)
+    torch.save(evil, folder / str(PICKLES[kind][0]), _use_new_zipfile_serialization=new)
+    with refused(model, CheckpointError, str(PICKLES[kind][0]), "holds code is not opened"):
+        model.load_adapter(folder, load_as="x", with_head=False)
+    if PICKLES[kind][1] is not None:
+        folder = copied(f"{kind}_head")
+        torch.save(evil, folder / str(PICKLES[kind][1]), _use_new_zipfile_serialization=new)
+        with refused(model, CheckpointError, str(PICKLES[kind][1]), "holds code is not opened"):
+            model.load_head(folder, load_as="x")
+    assert not mark.exists()
+    # the file would do it where pickles are trusted
+    torch.load(folder / str(PICKLES[kind][kind != "peft"]), weights_only=False)
+    assert mark.exists()
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                yield f"{file.relative_to(PACKAGE)}:{node.lineno}", node
+
+
+def unsafe(node: ast.Call) -> str | None:
+    """Why a call may run what a stranger wrote."""
+    called = ast.unparse(node.func)
+    given_ = {k.arg: ast.unparse(k.value) for k in node.keywords}
+    if (
+        called in ("torch.load", "load_state_dict_from_url")
+        and given_.get("weights_only") != "True"
+    ):
+        return "torch.load without weights_only=True"
+    if called.startswith(("pickle.load", "pickle.Unpickler", "marshal.", "shelve.", "dill.")):
+        return called
+    if called in ("eval", "exec", "compile", "__import__", "yaml.load", "os.system"):
+        return called
+    if called.startswith("subprocess.") or called.endswith((".extractall", ".extract")):
+        return called
+    return None
+
+
+def test_the_package_has_no_call_that_runs_what_it_reads():
+    assert not [f"{where} {why}" for where, node in calls() if (why := unsafe(node))]
+    seen = [unsafe(node) for _, node in calls() if ast.unparse(node.func) == "torch.load"]
+    assert len(seen) >= 2
+    for text in (
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "pickle.loads(b)",
+        "eval(x)",
+    ):
+        assert unsafe(ast.parse(text, mode="eval").body)  # type: ignore[arg-type]
+
+
+def test_the_package_never_trusts_remote_code():
+    said = [
+        str(file.relative_to(PACKAGE))
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.keyword) and node.arg == "trust_remote_code")
+        or (isinstance(node, ast.Constant) and node.value == "trust_remote_code")
+    ]
+    assert not said
+
+
+# --- safetensors ---
+
+
+def header(text: bytes, size: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+def tensor_header(*entries: str) -> bytes:
+    return header("{{{}}}".format(",".join(entries)).encode()) + bytes(64)
+
+
+HEADERS = {
+    "2^63 bytes": header(b"{}", 2**63),
+    "2^64 - 1 bytes": header(b"{}", 2**64 - 1),
+    "1 GB": header(b"{}", 10**9),
+    "nothing": b"",
+    "half a length": b"\1\0\0",
+    "depth": header(b'{"a":' * 50_000),
+    "lists": header(b"[" * 50_000),
+    "spaces": header(b" " * 100_000),
+    "overlap": tensor_header(
+        '"a":{"dtype":"F32","shape":[8],"data_offsets":[0,32]}',
+        '"b":{"dtype":"F32","shape":[8],"data_offsets":[16,48]}',
+    ),
+    "a hole": tensor_header('"a":{"dtype":"F32","shape":[8],"data_offsets":[32,64]}'),
+    "negative": tensor_header('"a":{"dtype":"F32","shape":[-8],"data_offsets":[0,32]}'),
+    "negative offsets": tensor_header('"a":{"dtype":"F32","shape":[8],"data_offsets":[-32,0]}'),
+    "NaN": tensor_header('"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,64]}'),
+    "overflow": tensor_header(
+        '"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,64]}'
+    ),
+    "10^9 rows": tensor_header('"a":{"dtype":"F32","shape":[1000000000,8],"data_offsets":[0,64]}'),
+    "no dtype": tensor_header('"a":{"shape":[16],"data_offsets":[0,64]}'),
+    "metadata": header(b'{"__metadata__":{"adapterzoo":7}}'),
+    "a pickle": b"\x80\x04\x95" + bytes(40),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damage", HEADERS)
+def test_absurd_headers(
+    world: tuple[Any, Path], copied: Callable[[str], Path], kind: str, damage: str
+):
+    model, folder = world[0], copied(kind)
+    (folder / str(TENSORS[kind][0])).write_bytes(HEADERS[damage])
+    with Largest() as largest, refused(model, CheckpointError, "load", "again"):
+        model.load_adapter(folder, load_as="x")
+    assert largest.number < 1 << 20
+    if TENSORS[kind][1] is not None:
+        folder = copied(f"{kind}_head")
+        (folder / str(TENSORS[kind][1])).write_bytes(HEADERS[damage])
+        with refused(model, CheckpointError, "load", "again"):
+            model.load_head(folder, load_as="x")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "head_config.json"])
+def test_a_gigabyte_of_spaces_is_not_read(
+    world: tuple[Any, Path], copied: Callable[[str], Path], name: str
+):
+    folder = copied("adapterhub")
+    with (folder / name).open("r+b") as file:
+        file.truncate(10**9)
+    with refused(world[0], CheckpointError, "1,000,000,000 bytes", "Copy the checkpoint again"):
+        world[0].load_adapter(folder, load_as="x")
+
+
+# --- paths ---
+
+ELSEWHERE = ["../evil", "/etc/x", "a/b", "..", ".", "~/x", "a\\b", "C:\\x", "a\0b", "x\n", ""]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_names_that_lead_elsewhere(world: tuple[Any, Path], tmp_path: Path, name: str):
+    model, base = world
+    before = snapshot(model)
+    for give in (
+        lambda: model.load_adapter(base / "native", load_as=name),
+        lambda: model.load_head(base / "native_head", load_as=name),
+        lambda: model.add_adapter(name, "lora"),
+        lambda: model.add_classification_head(name),
+    ):
+        with pytest.raises(adapterzoo.errors.ConfigError, match="cannot be used"):
+            give()
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("kind", ["native", "adapterhub"])
+def test_names_in_files_that_lead_elsewhere(
+    world: tuple[Any, Path], copied: Callable[[str], Path], kind: str, name: str
+):
+    folder = copied(kind)
+    document = document_of(folder, kind, "adapter_config.json")
+    write_document(folder, kind, "adapter_config.json", {**document, "name": name})
+    before = snapshot(world[0])
+    with pytest.raises(AdapterZooError, match="load_as="):
+        world[0].load_adapter(folder, with_head=False)
+    assert snapshot(world[0]) == before
+
+
+# --- what is no file ---
+
+
+@contextlib.contextmanager
+def in_time(seconds: float) -> Iterator[None]:
+    """The block ends before: a pipe would be read for ever."""
+    done = threading.Event()
+
+    def end() -> None:
+        if not done.wait(seconds):
+            os._exit(70)
+
+    threading.Thread(target=end, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def link_to_text(file: Path) -> None:
+    file.symlink_to("/etc/passwd")
+
+
+def device(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def loop(file: Path) -> None:
+    file.symlink_to(file.name)
+
+
+def nowhere(file: Path) -> None:
+    file.symlink_to("no such file")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, device, link_to_text, loop, nowhere, Path.mkdir])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_is_not_opened(
+    world: tuple[Any, Path], copied: Callable[[str], Path], kind: str, make: Callable[[Path], None]
+):
+    names = sorted(p.name for p in (world[1] / kind).iterdir())
+    # the native document is in the file with the tensors
+    for name in names if kind != "native" else ["adapter.safetensors"]:
+        folder = copied(kind)
+        (folder / name).unlink()
+        make(folder / name)
+        with in_time(60), refused(world[0], CheckpointError, "load", ". "):
+            world[0].load_adapter(folder, load_as="x")
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_into_a_cache_are_files(
+    world: tuple[Any, Path], copied: Callable[[str], Path], tmp_path: Path, kind: str
+):
+    # as huggingface_hub lays them out: snapshots/<commit>/<name> -> ../../blobs/<digest>
+    folder, blobs = copied(kind), tmp_path / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..") / "blobs" / str(number))
+    assert world[0].load_adapter(folder, load_as="x") == "x"
+    world[0].delete_adapter("x")
+    world[0].delete_head("x")
+
+
+def test_archives_are_not_opened(world: tuple[Any, Path], tmp_path: Path):
+    shutil.make_archive(str(tmp_path / "x"), "zip", world[1] / "native")
+    for path in (tmp_path / "x.zip", str(tmp_path / "x.zip")):
+        with refused(world[0], CheckpointError, "is a file", "Write the folder"):
+            world[0].load_adapter(path)
+        with refused(world[0], CheckpointError, "no such folder", "Write the folder"):
+            world[0].load_head(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.zip"]

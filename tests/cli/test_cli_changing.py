@@ -1,0 +1,323 @@
+"""`convert` and `merge`, on PEFT's and AdapterHub's own checkpoints and on ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from conftest import DATA
+from families import tiny_config, tiny_inputs
+from peft_world import QUIET
+from safetensors.torch import load_file, save_file
+from snapshots import same_bits, stir
+
+import adapterzoo
+from adapterzoo import AutoAdapterModel
+
+pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
+
+PEFT, HUB = DATA / "golden_peft", DATA / "golden_adapterhub"
+CASES = sorted(
+    file.parent.relative_to(DATA).as_posix() for file in DATA.glob("golden_*/*/*/expected.*")
+)
+# what the other format cannot say
+UNSAYABLE = {
+    ("bert/seq_bn", "peft"), ("bert/double_seq_bn", "peft"), ("bert/par_bn", "peft"),
+    ("llama/seq_bn", "peft"), ("bert/boft_m2", "adapterhub"),
+    # its heads of two layers, and a rank pattern
+    ("bert/lora", "peft"), ("bert/dora", "peft"), ("llama/lora_rslora_pattern", "adapterhub"),
+}  # fmt: skip
+
+
+def golden(case: str) -> tuple[Path, dict[str, torch.Tensor], torch.Tensor]:
+    folder = DATA / case
+    inputs = load_file(folder / "expected.safetensors")
+    expected = inputs.pop("logits")
+    known = ("input_ids", "attention_mask", "pixel_values")
+    return folder, {key: inputs[key] for key in known if key in inputs}, expected
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_to_native_keeps_the_golden_outputs(
+    run: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
+    folder, inputs, expected = golden(case)
+    base = folder.parent / "base"
+    said = run("convert", folder, tmp_path / "a", "--to", "native", "--model", base).stdout
+    assert said == f"{tmp_path / 'a'}: adapter in the format 'native', from " + (
+        "'peft'\n" if "peft" in case else "'adapterhub'\n"
+    )
+    model = AutoAdapterModel.from_pretrained(base)
+    model.load_adapter(tmp_path / "a", set_active=True)
+    close(logits(model, inputs), expected)
+
+
+@pytest.mark.parametrize("to", ["peft", "adapterhub"])
+@pytest.mark.parametrize("case", [c for c in CASES if "vit" not in c and "gpt2" not in c])
+def test_between_the_peers(run: Callable[..., Any], tmp_path: Path, case: str, to: str) -> None:
+    """What is said at all gives the same outputs; the rest leaves nothing behind."""
+    folder, inputs, expected = golden(case)
+    base = folder.parent / "base"
+    options = ["--to", to, "--model", base]
+    unsayable = (case.partition("/")[2], to) in UNSAYABLE
+    if unsayable and not case.startswith(f"golden_{to}"):
+        said = run("convert", folder, tmp_path / "a", *options, code=1).stderr
+        assert said.startswith("adapterzoo: ")
+        assert not (tmp_path / "a").exists()
+        return
+    run("convert", folder, tmp_path / "a", *options)
+    model = AutoAdapterModel.from_pretrained(base)
+    model.load_adapter(tmp_path / "a", set_active=True)
+    close(logits(model, inputs), expected)
+
+
+def test_without_its_head_an_adapter_of_adapterhub_goes_to_peft(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder, inputs, _ = golden("golden_adapterhub/bert/lora")
+    base = folder.parent / "base"
+    run("convert", folder, tmp_path / "a", "--to", "peft", "--model", base, "--no-head")
+    model = AutoAdapterModel.from_pretrained(base).eval()
+    model.load_adapter(folder, set_active=True)
+    plain = transformers.BertModel.from_pretrained(base)
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "a").eval()
+    with torch.no_grad():
+        expected = model.base_model(**inputs).last_hidden_state
+        close(theirs(**inputs).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("case", ["bert/lora", "bert/boft_m2"])
+def test_there_and_back_has_the_same_tensors(
+    run: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
+    folder, base = PEFT / case, PEFT / "bert/base"
+    run("convert", folder, tmp_path / "own", "--to", "native", "--model", base)
+    # the base model is the one that the first conversion wrote down
+    run("convert", tmp_path / "own", tmp_path / "back", "--to", "peft")
+    name = "adapter_model.safetensors"
+    theirs, mine = load_file(folder / name), load_file(tmp_path / "back" / name)
+    assert sorted(theirs) == sorted(mine)
+    assert all(same_bits(theirs[key], mine[key]) for key in theirs)
+
+
+def test_no_weight_of_the_base_model_is_read(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    config = (PEFT / "bert/base/config.json").read_bytes()
+    (tmp_path / "base/config.json").write_bytes(config)
+    options = ["--to", "native", "--model", tmp_path / "base"]
+    run("convert", PEFT / "bert/lora", tmp_path / "a", *options)
+    assert (tmp_path / "a/adapter.safetensors").is_file()
+
+
+def test_dora_of_a_fused_layer_takes_its_norms_from_the_base_model(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """PEFT has one magnitude for each row of GPT-2's fused layer; the values are adapted alone."""
+    plain = transformers.GPT2LMHeadModel(tiny_config("gpt2")).eval()
+    plain.save_pretrained(tmp_path / "base")
+    model = adapterzoo.init(type(plain).from_pretrained(tmp_path / "base"))
+    config = 'dora[r=2,alpha=4,attn_matrices=["v"],intermediate_lora=False,output_lora=False]'
+    model.add_adapter("a", config)
+    model.set_active_adapters("a")
+    stir(model, "a")
+    inputs = tiny_inputs("gpt2")
+    expected = logits(model, inputs)
+    model.save_adapter(tmp_path / "a", "a")
+    run("convert", tmp_path / "a", tmp_path / "p", "--to", "peft")
+    close(logits(peft.PeftModel.from_pretrained(plain, tmp_path / "p"), inputs), expected)
+
+
+def test_heads_alone_and_names(run: Callable[..., Any], trained: dict[str, Any], base: Path,
+                               tmp_path: Path) -> None:  # fmt: skip
+    model = AutoAdapterModel.from_pretrained(base)
+    model.load_adapter(trained["folder"])
+    model.save_head(tmp_path / "head", "reviews")
+    said = run("convert", tmp_path / "head", tmp_path / "theirs", "--to", "adapterhub").stdout
+    assert ": head in the format 'adapterhub'" in said
+    other = AutoAdapterModel.from_pretrained(base)
+    assert other.load_head(tmp_path / "theirs") == "reviews"
+    for key, tensor in model.get_head("reviews").state_dict().items():
+        assert same_bits(other.get_head("reviews").state_dict()[key], tensor)
+    options = ["--to", "native", "--name", "films", "--no-head"]
+    run("convert", trained["folder"], tmp_path / "films", *options)
+    document = json.loads((tmp_path / "films/adapter_config.json").read_text())
+    assert (document["name"], document["head"]) == ("films", None)
+    assert document["meta"]["train"]["accuracy"] == trained["accuracy"]
+
+
+REFUSED = {
+    "a folder without an adapter": (["."], "holds no adapter and no head in a format"),
+    "no folder and no name": (["./none"], "there is no such folder"),
+    "a base that is not there": ([PEFT / "bert/lora"], "the base model 'bert/base' cannot be"),
+    "another model": (
+        [PEFT / "bert/lora", "--model", PEFT / "gpt2/base"], "convert "
+    ),
+    "a bottleneck": (
+        [HUB / "bert/seq_bn", "--model", HUB / "bert/base", "--no-head"], "format='native'"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_convert_refuses_before_it_writes(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (source, *options), message = REFUSED[case]
+    result = run("convert", source, "out", "--to", "peft", *options, code=1)
+    assert result.stderr.startswith("adapterzoo: ")
+    assert message in result.stderr
+    assert not Path("out").exists()
+
+
+def test_convert_does_not_mix_formats(
+    run: Callable[..., Any], trained: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = trained["folder"]
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    said = run("convert", folder, folder, "--to", "peft", code=1).stderr
+    assert "holds an adapter in the format 'native'" in said
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_an_unknown_format_is_a_usage_error(run: Callable[..., Any]) -> None:
+    assert "'onnx'" in run("convert", "a", "b", "--to", "onnx", code=2).stderr
+
+
+# --- merge ---
+
+
+@pytest.mark.parametrize("case", ["bert/lora", "bert/boft_m2", "gpt2/dora", "vit/lora"])
+def test_a_merged_golden_is_a_plain_model_with_the_golden_outputs(
+    run: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
+    folder, inputs, expected = golden(f"golden_peft/{case}")
+    base, out = folder.parent / "base", tmp_path / "out"
+    result = run("merge", base, folder, out)
+    assert result.stderr == ""
+    name = json.loads((base / "config.json").read_text())["architectures"][0]
+    assert result.stdout == f"{out}: a {name}\n"
+    cls = getattr(transformers, name)
+    model, info = cls.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(model) is cls
+    assert "adapters" not in json.loads((out / "config.json").read_text())
+    close(logits(model, inputs), expected)
+
+
+def test_merge_tells_of_a_head_that_has_no_place(
+    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    result = run("merge", base, trained["folder"], tmp_path / "m")
+    assert "The head (classification) is not in it: a BertModel has none" in result.stderr
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "m").pad_token == "[PAD]"
+    assert run("merge", base, trained["folder"], tmp_path / "n", "--no-head").stderr == ""
+
+
+def test_merge_refuses(
+    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    folder = trained["folder"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").write_text("mine")
+    assert "is there already" in run("merge", base, folder, tmp_path / "full", code=1).stderr
+    said = run("merge", base, folder, tmp_path / "o", "--as", "BertForEverything", code=1).stderr
+    assert "transformers has no model 'BertForEverything'" in said
+    said = run("merge", base, folder, tmp_path / "o", "--as", "BertForMaskedLM", code=1).stderr
+    assert "BertForMaskedLM" in said
+    bottleneck = [HUB / "bert/base", HUB / "bert/seq_bn", tmp_path / "o"]
+    assert "cannot be merged" in run("merge", *bottleneck, "--no-head", code=1).stderr
+    assert not (tmp_path / "o").exists()
+
+
+# --- what needs weights of the base model ---
+
+EMBEDDING = "bert.embeddings.word_embeddings.weight"
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_copies_of_base_weights_are_compared(
+    run: Callable[..., Any], tmp_path: Path, same: bool
+) -> None:
+    """PEFT puts embeddings into the file now and then; equal ones cost nothing."""
+    base = PEFT / "bert/base"
+    shutil.copytree(PEFT / "bert/lora", tmp_path / "a")
+    file = tmp_path / "a/adapter_model.safetensors"
+    copied = load_file(base / "model.safetensors")[EMBEDDING].clone()
+    copied[3, 5] += 0 if same else 1
+    save_file(load_file(file) | {f"base_model.model.{EMBEDDING}": copied}, file)
+    options = ["convert", tmp_path / "a", tmp_path / "b", "--to", "native", "--model", base]
+    if same:
+        run(*options)
+        plain = load_file(tmp_path / "b/adapter.safetensors")
+        run("convert", PEFT / "bert/lora", tmp_path / "c", "--to", "native", "--model", base)
+        expected = load_file(tmp_path / "c/adapter.safetensors")
+        assert sorted(plain) == sorted(expected)
+        assert all(same_bits(plain[key], expected[key]) for key in plain)
+    else:
+        assert "differ from those here" in run(*options, code=1).stderr
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("to", ["peft", "adapterhub"])
+def test_heads_of_language_models(
+    run: Callable[..., Any], tmp_path: Path, family: str, to: str
+) -> None:
+    """A head tied to the embedding is in AdapterHub's file and in no other."""
+    config = tiny_config(family)
+    config.tie_word_embeddings = True
+    AutoAdapterModel.from_config(config).base_model.save_pretrained(tmp_path / "base")
+    model = AutoAdapterModel.from_pretrained(tmp_path / "base").eval()
+    model.add_adapter("a", 'lora[r=2,attn_matrices=["q","k","v"]]')
+    model.add_causal_lm_head("a")
+    model.set_active_adapters("a")
+    stir(model, "a")
+    inputs = tiny_inputs(family)
+    expected = logits(model, inputs)
+    model.save_adapter(tmp_path / "a", "a")
+    model.save_adapter(tmp_path / "expected", "a", format=to)
+    run("convert", tmp_path / "a", tmp_path / "b", "--to", to)
+    for file in (tmp_path / "expected").iterdir():
+        if file.suffix == ".safetensors":
+            assert (tmp_path / "b" / file.name).read_bytes() == file.read_bytes()
+    run("verify", tmp_path / "b", "--model", tmp_path / "base")
+    run("convert", tmp_path / "b", tmp_path / "c", "--to", "native")
+    other = AutoAdapterModel.from_pretrained(tmp_path / "base")
+    other.load_adapter(tmp_path / "c", set_active=True, load_as="c")
+    if "c" in other.known_heads():
+        close(logits(other, inputs), expected)
+    else:
+        # PEFT's class has the head by itself
+        other.load_head(tmp_path / "a") if (tmp_path / "a/head.safetensors").exists() else None
+        with torch.no_grad():
+            found = other.base_model(**inputs).last_hidden_state
+            model.active_head = None
+            close(found, model.base_model(**inputs).last_hidden_state)
+
+
+def test_halves_stay_halves(run: Callable[..., Any], tmp_path: Path) -> None:
+    base = PEFT / "bert/base"
+    model = AutoAdapterModel.from_pretrained(base, dtype=torch.bfloat16)
+    model.add_adapter("a", "dora[r=2]")
+    model.save_adapter(tmp_path / "a", "a")
+    run("verify", tmp_path / "a", "--model", base)
+    run("convert", tmp_path / "a", tmp_path / "b", "--to", "native", "--model", base)
+    before, after = (load_file(tmp_path / name / "adapter.safetensors") for name in "ab")
+    assert {t.dtype for t in before.values()} == {torch.bfloat16, torch.float32}
+    assert all(same_bits(before[key], after[key]) for key in before | after)

@@ -1,0 +1,105 @@
+"""`push`, `list` and what reads from the Hub, against the Hub of tests/hub on loopback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+CALL = """
+from click.testing import CliRunner
+from adapterzoo.cli import main
+result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+answer = [result.exit_code, result.stdout, result.stderr]
+"""
+
+
+@pytest.fixture
+def over_there(hub_client: tuple[Any, Any], tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
+    """Runs the command line in the process that reaches the Hub, with an empty cache."""
+    hub, client = hub_client
+    hub.repos.clear()
+    hub.faults = []
+    client.run(
+        "from huggingface_hub import constants; constants.HF_HUB_CACHE = cache",
+        cache=str(tmp_path / "cache"),
+    )
+
+    def call(*arguments: object, code: int = 0) -> list[str]:
+        found, out, err = client.run(CALL, arguments=[str(a) for a in arguments])
+        assert found == code, f"{out}\n{err}"
+        return [out, err]
+
+    yield call
+
+
+def test_push_then_info_list_and_predict(
+    over_there: Callable[..., list[str]],
+    run: Callable[..., Result],
+    hub_client: tuple[Any, Any],
+    trained: dict[str, Any],
+    base: Path,
+) -> None:
+    hub, _ = hub_client
+    options = ["--metric", "accuracy=0.91", "--license", "mit", "--language", "en"]
+    options += ["--dataset", "ann/reviews", "--message", "Mine", "--base-model", "ann/tiny"]
+    out, err = over_there("push", trained["folder"], "ann/films", *options)
+    repo = hub.repos["ann/films"]
+    assert out == f"{hub.url}/ann/films/commit/{repo.branches['main']}\n"
+    assert err == ""
+    assert repo.messages[-1] == "Mine"
+    card = repo.files()["README.md"].decode()
+    for said in ("license: mit", "- ann/reviews", "0.91", "base_model: ann/tiny", "language: en"):
+        assert said in card
+    name = "adapter.safetensors"
+    assert repo.files()[name] == (trained["folder"] / name).read_bytes()
+    # and what a reader sees
+    found = json.loads(over_there("info", "ann/films", "--json")[0])
+    assert found["fingerprint"] == trained["fingerprint"]
+    over_there("verify", "ann/films", "--model", base)
+    listed = json.loads(over_there("list", "--model", "ann/tiny", "--json")[0])
+    assert [info["adapter_id"] for info in listed] == ["ann/films"]
+    table = over_there("list", "--task", "text-classification", "--limit", 5)[0].splitlines()
+    assert [line.split()[0] for line in table] == ["adapter", "ann/films"]
+    assert over_there("list", "--author", "nobody")[0] == "No adapter found.\n"
+    local = run("predict", trained["folder"], "--text", "a fine plot").stdout
+    assert over_there("predict", "ann/films", "--text", "a fine plot")[0] == local
+
+
+def test_push_private_and_json(
+    over_there: Callable[..., list[str]], hub_client: tuple[Any, Any], trained: dict[str, Any]
+) -> None:
+    hub, _ = hub_client
+    out, _ = over_there("push", trained["folder"], "ann/mine", "--private", "--json")
+    found = json.loads(out)
+    assert (found["repo"], found["url"].startswith(f"{hub.url}/ann/mine/")) == ("ann/mine", True)
+    assert hub.repos["ann/mine"].private
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "ann/none"], "ann/none"),
+        (["push", "{folder}", "bob/his"], "bob/his"),
+        (["push", ".", "ann/a"], "the folder holds no adapter"),
+        (["push", "{folder}", "a//b"], "is no name of a repository"),
+        (["push", "{folder}", "ann/a", "--metric", "good"], "--metric 'good' is no name with a"),
+        (["list", "--library", "torch"], "library='torch' is not known"),
+    ],
+)
+def test_refusals(
+    over_there: Callable[..., list[str]], hub_client: tuple[Any, Any], trained: dict[str, Any],
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    hub, _ = hub_client
+    given = [a.replace("{folder}", str(trained["folder"])) for a in arguments]
+    out, err = over_there(*given, code=1)
+    assert err.startswith("adapterzoo: ")
+    assert message in err
+    assert out == ""
+    assert "Traceback" not in err
+    assert not hub.repos

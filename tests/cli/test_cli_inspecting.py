@@ -1,0 +1,166 @@
+"""`info` and `verify`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DATA
+from safetensors.torch import load_file, save_file
+
+from adapterzoo import AutoAdapterModel
+
+PEFT, HUB = DATA / "golden_peft", DATA / "golden_adapterhub"
+
+
+def test_info_of_our_own(run: Callable[..., Any], trained: dict[str, Any], base: Path) -> None:
+    folder = trained["folder"]
+    found = json.loads(run("info", folder, "--json").stdout)
+    head = 2 * 32 + 2
+    files = ["adapter.safetensors", "adapter_config.json"]
+    assert found | {"config": None, "meta": None} == {
+        "path": str(folder),
+        "format": "native",
+        "holds": "adapter",
+        "name": "reviews",
+        "base_model": str(base),
+        "model_type": "bert",
+        "method": "lora",
+        "head": "classification",
+        "labels": ["fresh", "rotten"],
+        "parameters": trained["trained_parameters"],
+        "tensors": len(load_file(folder / "adapter.safetensors")),
+        "dtypes": ["float32"],
+        "bytes": sum((folder / file).stat().st_size for file in files),
+        "files": {file: (folder / file).stat().st_size for file in files},
+        "fingerprint": trained["fingerprint"],
+        "config": None,
+        "meta": None,
+        "compared_with": None,
+    }
+    assert found["config"]["r"] == 4
+    assert found["parameters"] > head
+    text = run("info", folder).stdout
+    for shown in ("reviews", "native", "classification: fresh, rotten", trained["fingerprint"]):
+        assert shown in text
+
+
+@pytest.mark.parametrize(
+    ("folder", "method", "head"),
+    [
+        (PEFT / "bert/lora", "LORA", None),
+        (PEFT / "bert/boft_m2", "BOFT", None),
+        (HUB / "bert/lora", "lora", "classification"),
+        (HUB / "bert/seq_bn", "bottleneck", "classification"),
+    ],
+)
+def test_info_of_the_peers(
+    run: Callable[..., Any], folder: Path, method: str, head: str | None
+) -> None:
+    found = json.loads(run("info", folder, "--json").stdout)
+    assert (found["method"] or "bottleneck", found["head"]) == (method, head)
+    assert found["format"] == ("peft" if PEFT in folder.parents else "adapterhub")
+    assert (found["base_model"], found["fingerprint"]) == ("bert/base", None)
+    # with the model it is known what the adapter is here
+    base = folder.parent / "base"
+    compared = json.loads(run("info", folder, "--model", base, "--json").stdout)
+    model = AutoAdapterModel.from_pretrained(base)
+    model.load_adapter(folder, load_as="a")
+    assert compared["fingerprint"] == model.adapter_fingerprint("a")
+    assert compared["config"] == json.loads(json.dumps(model.adapters_config["a"].to_dict()))
+    assert compared["head"] == "classification"
+    assert compared["labels"] == model.get_labels("a")
+    assert compared["parameters"] == found["parameters"]
+
+
+def test_verify_says_what_was_looked_at(
+    run: Callable[..., Any], trained: dict[str, Any], base: Path
+) -> None:
+    folder, mark = trained["folder"], trained["fingerprint"]
+    text = run("verify", folder, "--model", base, "--fingerprint", mark).stdout
+    assert "digests right, all values finite" in text
+    assert f"fits {base}" in text
+    found = json.loads(run("verify", folder, "--json").stdout)
+    assert (found["ok"], found["fingerprint"]) == (True, mark)
+    said = run("verify", PEFT / "bert/lora", "--model", PEFT / "bert/base").stdout
+    assert "no digests in this format" in said
+
+
+def spoiled(folder: Path, to: Path, spoil: str) -> Path:
+    """A copy with something wrong."""
+    shutil.copytree(folder, to)
+    file = next(to.glob("adapter*.safetensors"))
+    content = file.read_bytes()
+    if spoil == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif spoil == "a bit":
+        # the last byte belongs to the last tensor
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif spoil == "gone":
+        file.unlink()
+    else:
+        tensors = load_file(file)
+        key = next(iter(tensors))
+        tensors[key] = tensors[key].clone()
+        tensors[key].view(-1)[0] = torch.inf
+        save_file(tensors, file)
+    return to
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [("cut", "damaged"), ("a bit", "not those that were written"), ("gone", "no tensors")],
+)
+def test_verify_finds_what_is_wrong_with_ours(
+    run: Callable[..., Any], trained: dict[str, Any], tmp_path: Path, spoil: str, message: str
+) -> None:
+    folder = spoiled(trained["folder"], tmp_path / "a", spoil)
+    result = run("verify", folder, code=1)
+    assert message in result.stderr
+    assert result.stdout == ""
+    result = run("verify", folder, "--json", code=1)
+    found = json.loads(result.stdout)
+    assert not found["ok"]
+    assert message in found["error"]
+
+
+@pytest.mark.parametrize(("spoil", "message"), [("cut", "damaged"), ("inf", "NaN or infinite")])
+def test_verify_finds_what_is_wrong_with_the_peers(
+    run: Callable[..., Any], tmp_path: Path, spoil: str, message: str
+) -> None:
+    folder = spoiled(PEFT / "bert/lora", tmp_path / "a", spoil)
+    assert message in run("verify", folder, code=1).stderr
+
+
+def test_verify_compares_every_tensor_with_the_model(
+    run: Callable[..., Any], trained: dict[str, Any], tmp_path: Path
+) -> None:
+    config = json.loads((PEFT / "bert/base/config.json").read_text())
+    wider = config | {"hidden_size": 64, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(wider))
+    said = run("verify", trained["folder"], "--model", tmp_path, code=1).stderr
+    assert "differences from this BertAdapterModel" in said
+
+
+def test_verify_compares_fingerprints(run: Callable[..., Any], trained: dict[str, Any]) -> None:
+    said = run("verify", trained["folder"], "--fingerprint", "0" * 64, code=1).stderr
+    assert f"the fingerprint is '{trained['fingerprint']}', and not" in said
+    said = run("verify", PEFT / "bert/lora", "--fingerprint", "0" * 64, code=1).stderr
+    assert "Write --model too" in said
+
+
+def test_a_head_alone(run: Callable[..., Any], base: Path, tmp_path: Path) -> None:
+    model = AutoAdapterModel.from_pretrained(base)
+    model.add_classification_head("stars", num_labels=5)
+    for form in ("native", "adapterhub"):
+        model.save_head(tmp_path / form, "stars", format=form)
+        found = json.loads(run("info", tmp_path / form, "--json").stdout)
+        assert (found["holds"], found["name"], found["format"]) == ("head", "stars", form)
+        assert (found["head"], len(found["labels"])) == ("classification", 5)
+        assert (found["method"], found["fingerprint"]) == (None, None)
+        assert "fits" in run("verify", tmp_path / form, "--model", base).stdout

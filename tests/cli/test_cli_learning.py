@@ -1,0 +1,262 @@
+"""`train` and `predict`, from rows in a file to labels in a file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from adapterzoo import AutoAdapterModel
+from adapterzoo.cli import learning
+
+
+def test_train_learns_and_says_so(trained: dict[str, Any]) -> None:
+    assert trained["accuracy"] >= 0.95
+    assert trained["labels"] == ["fresh", "rotten"]
+    assert (trained["train_rows"], trained["eval_rows"], trained["steps"]) == (48, 48, 72)
+    assert trained["name"] == "reviews"
+    assert trained["train_loss"] > 0
+
+
+def test_train_saves_the_adapter_with_its_head_and_settings(
+    trained: dict[str, Any], base: Path
+) -> None:
+    model = AutoAdapterModel.from_pretrained(base)
+    assert model.load_adapter(trained["folder"]) == "reviews"
+    assert model.adapter_fingerprint("reviews") == trained["fingerprint"]
+    assert model.get_labels("reviews") == ["fresh", "rotten"]
+    document = json.loads((trained["folder"] / "adapter_config.json").read_text())
+    assert document["meta"]["train"] == {
+        "accuracy": trained["accuracy"], "batch_size": 8, "epochs": 12.0, "eval_rows": 48,
+        "lr": 5e-3, "max_length": 128, "seed": 1, "train_rows": 48,
+    }  # fmt: skip
+
+
+def test_a_seed_gives_the_same_bits(
+    run: Callable[..., Any], base: Path, table: Path, tmp_path: Path
+) -> None:
+    found = [
+        json.loads(
+            run("train", "--model", base, "--train", table, "--output", tmp_path / name,
+                "--epochs", 0.2, "--seed", seed, "--device", "cpu", "--json").stdout
+        )["fingerprint"]
+        for name, seed in [("a", 3), ("b", 3), ("c", 4)]
+    ]  # fmt: skip
+    assert found[0] == found[1] != found[2]
+
+
+def expected(trained: dict[str, Any], base: Path, texts: list[str]) -> torch.Tensor:
+    """Probabilities by the library itself, one text at a time."""
+    model = AutoAdapterModel.from_pretrained(base).eval()
+    model.load_adapter(trained["folder"], set_active=True)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    with torch.no_grad():
+        logits = [model(**tokenizer([text], return_tensors="pt")).logits for text in texts]
+    return torch.cat(logits).softmax(-1)
+
+
+def test_predict_gives_what_the_library_gives(
+    run: Callable[..., Any], trained: dict[str, Any], base: Path, table: Path,
+    rows: list[tuple[str, str]],
+) -> None:  # fmt: skip
+    texts = [text for text, _ in rows]
+    truth = expected(trained, base, texts)
+    result = run("predict", trained["folder"], "--file", table, "--json", "--batch-size", 7)
+    assert result.stderr == ""
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["text"] for row in found] == texts
+    values = torch.tensor([list(row["probabilities"].values()) for row in found])
+    torch.testing.assert_close(values, truth, rtol=0, atol=1e-5)
+    labels = [trained["labels"][n] for n in truth.argmax(-1).tolist()]
+    assert [row["label"] for row in found] == labels
+    assert {tuple(row["probabilities"]) for row in found} == {("fresh", "rotten")}
+
+
+def test_predict_writes_csv_too(
+    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    texts = ['so "lovely", the end', "dull"]
+    options = [part for text in texts for part in ("--text", text)]
+    printed = run("predict", trained["folder"], *options).stdout
+    found = list(csv.DictReader(io.StringIO(printed)))
+    assert [row["text"] for row in found] == texts
+    truth = expected(trained, base, texts)
+    values = torch.tensor([[float(row[name]) for name in ("fresh", "rotten")] for row in found])
+    torch.testing.assert_close(values, truth, rtol=0, atol=1e-5)
+    file = tmp_path / "out.csv"
+    run("predict", trained["folder"], *options, "--output", file)
+    assert file.read_text() == printed
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "tsv"])
+def test_other_files_and_columns_are_read(
+    run: Callable[..., Any], base: Path, rows: list[tuple[str, str]], tmp_path: Path, ending: str
+) -> None:
+    file = tmp_path / f"rows.{ending}"
+    lines = [json.dumps({"review": text, "stars": len(label)}) for text, label in rows]
+    if ending == "tsv":
+        lines = ["review\tstars", *(f"{text}\t{len(label)}" for text, label in rows)]
+    file.write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
+    columns = ("--text-column", "review", "--label-column", "stars")
+    said = run("train", "--model", base, "--train", file, "--output", tmp_path / "a",
+               "--epochs", 0.1, "--device", "cpu", *columns).stdout  # fmt: skip
+    assert "accuracy" not in said
+    lines = run("predict", tmp_path / "a", "--file", file, "--text-column", "review").stdout
+    assert lines.splitlines()[0] == "text,label,5,6"
+    assert len(lines.splitlines()) == 49
+
+
+def test_a_model_with_a_static_head_gets_the_new_one(
+    run: Callable[..., Any], trained: dict[str, Any], base: Path, table: Path, tmp_path: Path
+) -> None:
+    """`predict` and `train` on a base that was fine-tuned for another task."""
+    run("merge", base, trained["folder"], tmp_path / "tuned", "--as",
+        "BertForSequenceClassification")  # fmt: skip
+    run("train", "--model", tmp_path / "tuned", "--train", table, "--output", tmp_path / "b",
+        "--epochs", 0.1, "--device", "cpu")  # fmt: skip
+    assert run("predict", tmp_path / "b", "--text", "dull").stdout.startswith("text,label,")
+
+
+CASES = {
+    "no such file": (None, "'rows.csv' cannot be read (No such file or directory)"),
+    "empty": ("", "'rows.csv' has no rows"),
+    "names alone": ("text,label\n", "'rows.csv' has no rows"),
+    "no labels": ("text\nfine\n", "no column 'label' (line 2); it has 'text'"),
+    "no texts": ("label\nfresh\n", "no column 'text' (line 2); it has 'label'"),
+    "an empty text": ("text,label\nfine,a\n ,b\n", "line 3 of 'rows.csv' has ' '"),
+    "a short row": ("text,label\nfine,a\ndull\n", "line 3 of 'rows.csv' has None"),
+    "one label": ("text,label\nfine,a\ndull,a\n", "have the label 'a'"),
+    "an open quote": ('text,label\nfine,a\n"dull,b\n', "is damaged after line"),
+    "no UTF-8": (b"text,label\nf\xfcn,a\n", "is damaged after line 0"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_rows_are_refused(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, message = CASES[case]
+    if content is not None:
+        Path("rows.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    result = run("train", "--model", "none", "--train", "rows.csv", "--output", "a", code=1)
+    assert result.stderr.startswith("adapterzoo: train rows.csv: ")
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert not Path("a").exists()
+
+
+LINES = {
+    "no JSON": ("{\n", "line 1 of 'rows.jsonl' is no JSON"),
+    "no object": ('{"text": "a", "label": 1}\n[1]\n', "line 2 of 'rows.jsonl' holds a list"),
+    "no text": ('{"text": [1], "label": 1}\n', "line 1 of 'rows.jsonl' has [1]"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_bad_lines_are_refused(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, message = LINES[case]
+    Path("rows.jsonl").write_text(content)
+    result = run("train", "--model", "none", "--train", "rows.jsonl", "--output", "a", code=1)
+    assert message in result.stderr
+
+
+REFUSED = {
+    "an unknown method": (["--method", "lore"], "there is no config string 'lore'"),
+    "an unknown field": (["--method", "lora[rank=2]"], "rank"),
+    "an unknown pooling": (["--pooling", "best"], "pooling='best'"),
+    "an unknown device": (["--device", "abacus"], "--device 'abacus' cannot be used"),
+    "a name of a path": (["--name", "../up"], "'../up'"),
+    "no model": (["--model", "no/such/folder"], "the tokenizer 'no/such/folder' cannot be loaded"),
+    "no folder": (["--output", "rows.csv", "--name", "a"], "is no folder that can be written"),
+    "another format": (["--output", "peft"], "in the format 'peft'"),
+    "a new label": (["--eval", "new.csv"], "has the labels 'c', which no row to train on has"),
+    "another ending": (["--train", "rows.xlsx"], "ends in '.xlsx'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_choices_are_refused_before_training(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, base: Path, tmp_path: Path, case: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text("text,label\nfine,a\ndull,b\n")
+    Path("new.csv").write_text("text,label\nfine,a\ndull,c\n")
+    Path("peft").mkdir()
+    Path("peft/adapter_config.json").write_text('{"peft_type": "LORA"}')
+    options, message = REFUSED[case]
+    usual = ["--model", base, "--train", "rows.csv", "--output", "a"]
+    result = run("train", *usual, *options, code=1)
+    assert result.stderr.startswith("adapterzoo: ")
+    assert message in result.stderr
+    assert not Path("a").exists()
+
+
+def test_predict_asks_for_a_text_or_a_file(run: Callable[..., Any], tmp_path: Path) -> None:
+    assert "--text or --file" in run("predict", tmp_path, code=2).stderr
+    both = run("predict", tmp_path, "--text", "a", "--file", "b.csv", code=2)
+    assert "--text or --file" in both.stderr
+
+
+def test_predict_refuses_an_adapter_without_a_head(
+    run: Callable[..., Any], base: Path, tmp_path: Path
+) -> None:
+    model = AutoAdapterModel.from_pretrained(base)
+    model.add_adapter("bare", "seq_bn")
+    model.save_adapter(tmp_path / "bare", "bare")
+    said = run("predict", tmp_path / "bare", "--text", "fine", code=1).stderr
+    assert "has no head, and `predict` needs one that classifies texts" in said
+
+
+@pytest.mark.parametrize(("multilabel", "count"), [(True, 3), (False, 1)])
+def test_heads_of_several_labels_and_of_numbers(
+    run: Callable[..., Any], base: Path, tmp_path: Path, multilabel: bool, count: int
+) -> None:
+    model = AutoAdapterModel.from_pretrained(base).eval()
+    model.add_adapter("a", "seq_bn")
+    model.add_classification_head("a", num_labels=count, multilabel=multilabel)
+    model.set_active_adapters("a")
+    model.save_adapter(tmp_path / "a", "a")
+    tokens = AutoTokenizer.from_pretrained(base)(["fine plot"], return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**tokens).logits[0]
+    row = json.loads(run("predict", tmp_path / "a", "--text", "fine plot", "--json").stdout)
+    if multilabel:
+        truth = logits.sigmoid()
+        values = torch.tensor(list(row["probabilities"].values()))
+        torch.testing.assert_close(values, truth, rtol=0, atol=1e-5)
+        likely = [name for name, share in zip(row["probabilities"], truth, strict=True)
+                  if share > 0.5]  # fmt: skip
+        assert row["label"] == likely
+    else:
+        assert row == {"text": "fine plot", "value": pytest.approx(logits.item(), abs=1e-5)}
+        assert run("predict", tmp_path / "a", "--text", "fine plot").stdout.startswith(
+            "text,value\n"
+        )
+
+
+def test_bars_are_for_people_and_on_standard_error(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, base: Path, table: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    arguments = ["train", "--model", base, "--train", table, "--eval", table, "--epochs", 0.2]
+    arguments += ["--output", tmp_path / "a", "--device", "cpu"]
+    assert run(*arguments).stderr == ""
+    # what a terminal would make of it
+    monkeypatch.setattr(learning, "wants_progress", lambda as_json: not as_json)
+    result = run(*arguments)
+    assert "training: " in result.stderr
+    assert "predicting: " in result.stderr
+    assert "training: " not in result.stdout
+    assert result.stdout.splitlines()[0].split() == ["name", "a"]
+    assert run(*arguments, "--json").stderr == ""

@@ -1,0 +1,295 @@
+"""`push_adapter_to_hub` through the real client, and the card's own code run against the result."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from driver import Client, ClientError
+from server import OWNER, READER, Fault, Hub
+from test_faults import START, TESTS
+
+from adapterzoo import hub as package
+from adapterzoo.errors import CheckpointError, ConfigError, HubError
+
+BASE = "ann/tiny-bert"
+PUSH = "answer = source.push_adapter_to_hub(repo_id, 'a', **more)"
+
+
+@pytest.fixture
+def model(hub: Hub, client: Client, tmp_path: Path) -> Client:
+    """The client with the model `source`, its adapter `a`, and its base model on the Hub."""
+    client.run(f"if 'source' not in dir():\n    exec({START!r})", tests=TESTS)
+    client.run(
+        "tiny().base_model.save_pretrained(folder); source.config._name_or_path = base",
+        folder=str(tmp_path / "base"),
+        base=BASE,
+    )
+    hub.repo(BASE, {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()})
+    return client
+
+
+def push(model: Client, repo_id: str = "ann/a", **more: object) -> str:
+    return str(model.run(PUSH, repo_id=repo_id, more=more))
+
+
+def card_of(hub: Hub, repo_id: str = "ann/a", revision: str = "main") -> tuple[dict, str]:
+    text = hub.repos[repo_id].files(revision)["README.md"].decode()
+    _, data, body = text.split("---\n", 2)
+    return yaml.safe_load(data), body
+
+
+def code_of(body: str) -> str:
+    return str(re.search(r"```python\n(.*?)```", body, re.DOTALL)[1])
+
+
+def test_the_repository_gets_everything_in_one_commit(hub: Hub, model: Client) -> None:
+    url = push(model, commit_message="My adapter")
+    repo = hub.repos["ann/a"]
+    assert not repo.private
+    assert set(repo.files()) == {
+        ".gitattributes", "README.md", "adapter.safetensors", "adapter_config.json",
+    }  # fmt: skip
+    assert repo.messages == ["", "My adapter"]
+    assert url == f"{hub.url}/ann/a/commit/{repo.branches['main']}"
+    posts = [path for method, path, _ in hub.requests if method == "POST"]
+    assert sum("/commit/" in path for path in posts) == 1
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_the_card_is_true(hub: Hub, model: Client, head: bool) -> None:
+    push(
+        model,
+        datasets_tag="ann/reviews",
+        metrics={"accuracy": 0.912345678, "f1|macro": 1},
+        adapter_card_kwargs={"license": "mit", "language": "en", "tags": ["films"],
+                             "citation": "@us", "architecture_training": "One epoch.",
+                             "results": "On the test set.", "metrics": ["mcc"]},
+        with_head=head,
+    )  # fmt: skip
+    data, body = card_of(hub)
+    assert data == {
+        "base_model": BASE,
+        "base_model_relation": "adapter",
+        "datasets": ["ann/reviews"],
+        "language": "en",
+        "library_name": "adapterzoo",
+        "license": "mit",
+        "metrics": ["accuracy", "f1|macro", "mcc"],
+        "tags": ["adapterzoo", "adapter", "bert", "films"],
+        **({"pipeline_tag": "text-classification"} if head else {}),
+    }
+    for line in ("| accuracy | 0.912346 |", "| f1\\|macro | 1 |", "One epoch.", "@us",
+                 "On the test set."):  # fmt: skip
+        assert line in body.splitlines()
+    assert ("with a prediction head for classification" in body) == head
+    config = json.loads(re.search(r"```json\n(.*?)```", body, re.DOTALL)[1])
+    assert config == json.loads(hub.repos["ann/a"].files()["adapter_config.json"])["config"]
+    # three lines that load it, run as they stand there, by the names that they use
+    code = code_of(body)
+    assert len(code.splitlines()) == 3
+    same = model.run(
+        "space = {}\nexec(lines, space)\nloaded = space['model']\n"
+        "from snapshots import output\n"
+        "source.set_active_adapters('a'); source.active_head = 'a' if head else None\n"
+        "answer = [torch.equal(output(loaded), output(source)),"
+        " adapter_bits(loaded, 'a') == adapter_bits(source, 'a'), list(loaded.heads)]\n"
+        "source.set_active_adapters(None); source.active_head = None",
+        lines=code,
+        head=head,
+    )
+    assert same == [True, True, ["a"] * head]
+
+
+def test_the_card_of_a_static_head_is_true(hub: Hub, model: Client, tmp_path: Path) -> None:
+    model.run(
+        "import adapterzoo, transformers\n"
+        "torch.manual_seed(3)\n"
+        "static = transformers.BertForSequenceClassification(tiny_config('bert')).eval()\n"
+        "static.save_pretrained(folder); static.config._name_or_path = 'ann/static'\n"
+        "adapterzoo.init(static).add_adapter('a', 'lora'); stir(static, 'a')\n",
+        folder=str(tmp_path / "static"),
+    )
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "static").iterdir()}
+    hub.repo("ann/static", saved)
+    model.run("static.push_adapter_to_hub('ann/b', 'a')")
+    assert model.run(
+        "space = {}\nexec(lines, space)\n"
+        "static.set_active_adapters('a')\n"
+        "answer = torch.equal(output(space['model']), output(static))",
+        lines=code_of(card_of(hub, "ann/b")[1]),
+    )
+
+
+@pytest.mark.parametrize("format", ["native", "peft"])
+def test_a_base_model_that_lies_here_only_is_not_named(
+    hub: Hub, model: Client, tmp_path: Path, format: str
+) -> None:
+    model.run("source.config._name_or_path = folder", folder=str(tmp_path / "base"))
+    push(model, format=format, with_head=False)
+    data, body = card_of(hub)
+    assert "base_model" not in data
+    assert str(tmp_path) not in body
+    assert "from_pretrained(base_model)" in body
+    push(model, base_model=BASE, overwrite_adapter_card=True)
+    assert card_of(hub)[0]["base_model"] == BASE
+
+
+def test_a_card_that_is_there_stays(hub: Hub, model: Client) -> None:
+    hub.repo("ann/a", {"README.md": b"by hand"})
+    push(model)
+    assert hub.repos["ann/a"].files()["README.md"] == b"by hand"
+    push(model, overwrite_adapter_card=True)
+    assert card_of(hub)[0]["library_name"] == "adapterzoo"
+
+
+def test_a_card_in_the_folder_is_sent(hub: Hub, model: Client, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("---\nlicense: mit\n---\nmine")
+    (tmp_path / "mine" / "token.txt").write_text(OWNER)
+    push(model, local_path=str(tmp_path / "mine"))
+    assert card_of(hub) == ({"license": "mit"}, "mine")
+    # what is not an adapter's stays here
+    assert "token.txt" not in hub.repos["ann/a"].files()
+    assert (tmp_path / "mine" / "adapter.safetensors").is_file()
+
+
+def test_files_of_an_older_adapter_go(hub: Hub, model: Client) -> None:
+    old = {"pytorch_adapter.bin": b"o", "model_head.safetensors": b"o", "head_config.json": b"{}"}
+    hub.repo("ann/a", {**old, "data.csv": b"1", "adapter_config.json": b"{}"})
+    push(model)
+    assert set(hub.repos["ann/a"].files()) == {
+        "README.md", "adapter.safetensors", "adapter_config.json", "data.csv",
+    }  # fmt: skip
+
+
+def test_private_branch_and_pull_request(hub: Hub, model: Client) -> None:
+    push(model, private=True)
+    repo = hub.repos["ann/a"]
+    assert repo.private
+    push(model, revision="dev", metrics={"f1": 0.5}, overwrite_adapter_card=True)
+    assert 'revision="dev"' in code_of(card_of(hub, revision="dev")[1])
+    assert "0.5" not in card_of(hub)[1]
+    main = repo.branches["main"]
+    model.run("stir(source, 'a', seed=9)")
+    url = push(model, create_pr=True, commit_description="why")
+    model.run("stir(source, 'a')")
+    assert url == f"{hub.url}/ann/a/discussions/1"
+    assert repo.branches["main"] == main
+    proposed = repo.files("refs/pr/1")["adapter.safetensors"]
+    assert proposed != repo.files()["adapter.safetensors"]
+
+
+def test_a_name_without_a_user_is_the_tokens(hub: Hub, model: Client) -> None:
+    push(model, "mine")
+    assert 'load_adapter("ann/mine"' in code_of(card_of(hub, "ann/mine")[1])
+
+
+def test_the_same_again_changes_nothing(hub: Hub, model: Client) -> None:
+    push(model)
+    before = dict(hub.repos["ann/a"].files())
+    push(model)
+    assert hub.repos["ann/a"].files() == before
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "more", "kind", "message"),
+    [
+        ("bob/a", {}, "HubError", "answers 403 for 'bob/a'.*may not write to it.*settings/tokens"),
+        ("ann/a", {"token": READER}, "HubError", "answers 403.*may not write"),
+        ("ann/a", {"token": "hf_wrongWrongWrong"}, "HubError", "answers 401.*missing or not valid"),
+        ("a b", {}, "HubError", "'a b' is no name of a repository"),
+        ("ann/a", {"metrics": {"f1": "good"}}, "ConfigError", r"metrics\['f1'\]='good' is a str"),
+        ("ann/a", {"base_model": "/x/y"}, "ConfigError", "'/x/y' is no name of the Hub"),
+        ("ann/a", {"adapter_card_kwargs": {"licence": 1}}, "ConfigError", "'licence'.*'license'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_pushed_says_so(
+    hub: Hub, model: Client, repo_id: str, more: dict, kind: str, message: str
+) -> None:
+    with pytest.raises(ClientError, match=message) as caught:
+        push(model, repo_id, **more)
+    assert caught.value.kind == kind
+    assert str(caught.value).startswith(f"push_adapter_to_hub({repo_id!r}, 'a'): ")
+    assert list(hub.repos) == [BASE]
+
+
+def test_an_unknown_adapter_is_not_pushed(hub: Hub, model: Client) -> None:
+    with pytest.raises(ClientError, match=r"there is no adapter 'b'\. Known adapters: 'a'"):
+        model.run("source.push_adapter_to_hub('ann/a', 'b')")
+    assert list(hub.repos) == [BASE]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("create", "status", 1, status=500),
+        Fault("info", "status", 1, status=503),
+        Fault("preupload", "status", 1, status=500),
+        Fault("upload", "status", 1, status=500),
+        Fault("commit", "status", 1, status=503),
+        Fault("commit", "status", 1, status=429, headers={"Retry-After": "1"}),
+    ],
+    ids=lambda fault: f"{fault.where}-{fault.status}",
+)
+def test_a_fault_that_passes_is_not_seen(hub: Hub, model: Client, fault: Fault) -> None:
+    with hub.broken(fault):
+        push(model)
+    assert fault.times == 0
+    assert hub.repos["ann/a"].messages == ["", "Upload adapter 'a'"]
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_commit_that_fails_leaves_the_repository(hub: Hub, model: Client, status: int) -> None:
+    push(model)
+    before = hub.repos["ann/a"].branches["main"]
+    model.run("stir(source, 'a', seed=9)")
+    with (
+        hub.broken(Fault("commit", "status", status=status)),
+        pytest.raises(ClientError, match=f"answers {status} for 'ann/a'"),
+    ):
+        push(model)
+    model.run("stir(source, 'a')")
+    assert hub.repos["ann/a"].branches["main"] == before
+
+
+def test_what_is_no_adapters_folder_is_refused_before_anyone_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no adapter"):
+        package.push(tmp_path, "ann/a")
+    (tmp_path / "adapter.safetensors").write_bytes(b"")
+    for content, wrong in [(None, "cannot be read"), (b"[1]", "no JSON object"), (b"{", "cannot")]:
+        if content is not None:
+            (tmp_path / "adapter_config.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=wrong):
+            package.push(tmp_path, "ann/a")
+    with pytest.raises(HubError, match="no name of a repository"):
+        package.push(tmp_path, "ann/a/b")
+    (tmp_path / "adapter_config.json").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="is no name of the Hub"):
+        package.push(tmp_path, "a", text=package.CardText(base_model="../x"))
+
+
+@pytest.mark.parametrize("format", ["native", "adapterhub", "peft"])
+def test_every_format_comes_back(hub: Hub, model: Client, format: str) -> None:
+    push(model, format=format, with_head=False)
+    names = set(hub.repos["ann/a"].files()) - {".gitattributes", "README.md"}
+    assert len(names) == 2
+    code = code_of(card_of(hub)[1])
+    name = model.run(
+        "space = {}\nexec(lines, space)\nloaded = space['model']\n"
+        "from snapshots import output\n"
+        "source.set_active_adapters('a'); source.active_head = None\n"
+        "[answer] = loaded.adapters_config\n"
+        "torch.testing.assert_close(output(loaded), output(source), atol=1e-5, rtol=0)\n"
+        "source.set_active_adapters(None)",
+        lines=code,
+    )
+    assert name == "a"
+    # one format takes the place of another
+    push(model, format="native", with_head=False)
+    assert set(hub.repos["ann/a"].files()) - {".gitattributes", "README.md"} == {
+        "adapter.safetensors", "adapter_config.json",
+    }  # fmt: skip

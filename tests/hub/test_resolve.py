@@ -1,0 +1,335 @@
+"""`hub.resolve` through the real client: what it fetches, keeps, and takes from the cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from driver import Client, ClientError
+from server import OWNER, READER, Fault, Hub, git, sha256
+
+from adapterzoo import hub as package
+from adapterzoo.errors import CheckpointError, HubError
+
+WEIGHTS, CONFIG = b"weights" * 999, json.dumps({"name": "a"}).encode()
+FILES = {"adapter.safetensors": WEIGHTS, "adapter_config.json": CONFIG}
+OTHER = {
+    "README.md": b"# a card\n", "optimizer.pt": b"1", "model.safetensors": b"2",
+    "../outside/adapter.safetensors": b"3", "logs/adapter.safetensors": b"4",
+}  # fmt: skip
+
+RESOLVE = "from adapterzoo import hub; answer = str(hub.resolve({}))"
+
+
+def resolve(client: Client, *args: str, **named: object) -> Path:
+    written = [*map(repr, args), *(f"{key}={value!r}" for key, value in named.items())]
+    return Path(client.run(RESOLVE.format(", ".join(written))))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def asked(hub: Hub) -> list[str]:
+    return [f"{method} {path}" for method, path, _ in hub.requests]
+
+
+def test_only_the_files_of_an_adapter_are_fetched(hub: Hub, client: Client) -> None:
+    hub.repo("ann/a", FILES | OTHER)
+    folder = resolve(client, "ann/a")
+    assert names(folder) == sorted(FILES)
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+
+
+def test_a_second_load_asks_for_the_commit_only(hub: Hub, client: Client) -> None:
+    hub.repo("ann/a", FILES)
+    first = resolve(client, "ann/a")
+    hub.requests.clear()
+    assert resolve(client, "ann/a") == first
+    assert asked(hub) == ["GET /api/models/ann/a"]
+
+
+def test_a_commit_that_is_there_is_not_asked_for(hub: Hub, client: Client) -> None:
+    commit = hub.repo("ann/a", FILES).branches["main"]
+    first = resolve(client, "ann/a", commit)
+    hub.requests.clear()
+    assert resolve(client, "ann/a", revision=commit) == first
+    assert asked(hub) == []
+
+
+def test_a_new_commit_is_fetched(hub: Hub, client: Client) -> None:
+    repo = hub.repo("ann/a", FILES)
+    old = resolve(client, "ann/a")
+    repo.commit(FILES | {"adapter.safetensors": b"new"})
+    new = resolve(client, "ann/a")
+    assert (new / "adapter.safetensors").read_bytes() == b"new"
+    assert (old / "adapter.safetensors").read_bytes() == WEIGHTS
+
+
+def test_revisions_are_told_apart(hub: Hub, client: Client) -> None:
+    repo = hub.repo("ann/a", FILES)
+    first = repo.branches["main"]
+    repo.commit(FILES | {"adapter.safetensors": b"tagged"}, branch="v1")
+    for revision, content in [("v1", b"tagged"), (first, WEIGHTS), ("main", WEIGHTS)]:
+        folder = resolve(client, "ann/a", revision)
+        assert (folder / "adapter.safetensors").read_bytes() == content
+
+
+def test_a_subfolder_of_a_repository(hub: Hub, client: Client) -> None:
+    inside = {f"runs/b/{name}": content for name, content in FILES.items()}
+    hub.repo("ann/a", {"adapter.safetensors": b"root"} | inside)
+    folder = resolve(client, "ann/a/runs/b")
+    assert names(folder) == sorted(FILES)
+    assert (folder / "adapter.safetensors").read_bytes() == WEIGHTS
+    assert resolve(client, "ann/a/runs/b", local_files_only=True) == folder
+
+
+def test_safetensors_go_before_pickles(hub: Hub, client: Client) -> None:
+    pickles = {
+        "pytorch_adapter.bin": b"p",
+        "head_config.json": b"{}",
+        "pytorch_model_head.bin": b"p",
+    }
+    hub.repo("ann/a", FILES | pickles)
+    folder = resolve(client, "ann/a")
+    # the head has no other file
+    assert names(folder) == sorted({*FILES, "head_config.json", "pytorch_model_head.bin"})
+
+
+def test_a_local_folder_is_itself_and_nobody_is_asked(
+    hub: Hub, client: Client, tmp_path: Path
+) -> None:
+    here = client.home / "ann" / "a"
+    here.mkdir(parents=True)
+    try:
+        hub.repo("ann/a", FILES)
+        assert resolve(client, "ann/a") == Path("ann/a")
+        assert resolve(client, str(tmp_path)) == tmp_path
+        assert asked(hub) == []
+        assert names(resolve(client, "ann/a", source="hf")) == sorted(FILES)
+    finally:
+        here.rmdir()
+
+
+def test_offline_takes_the_cache_and_asks_nobody(hub: Hub, client: Client) -> None:
+    hub.repo("ann/a", FILES)
+    online = resolve(client, "ann/a")
+    hub.requests.clear()
+    client.run("constants.HF_HUB_OFFLINE = True")
+    try:
+        assert resolve(client, "ann/a") == online
+        with pytest.raises(ClientError, match=r"'ann/b' at revision 'main' is not.*in the cache"):
+            resolve(client, "ann/b")
+        with pytest.raises(ClientError, match=r"at revision 'v2'.*Load it once without that"):
+            resolve(client, "ann/a", "v2")
+    finally:
+        client.run("constants.HF_HUB_OFFLINE = False")
+    assert asked(hub) == []
+
+
+def test_the_variable_alone_means_offline(hub: Hub, client: Client, tmp_path: Path) -> None:
+    hub.repo("ann/a", FILES)
+    online = resolve(client, "ann/a")
+    (tmp_path / "home").mkdir()
+    alone = Client(
+        tmp_path / "home", hub.url, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path / "cache")
+    )
+    hub.requests.clear()
+    try:
+        assert resolve(alone, "ann/a") == online
+        with pytest.raises(ClientError, match="HF_HUB_OFFLINE=1"):
+            resolve(alone, "ann/b")
+    finally:
+        alone.close()
+    assert asked(hub) == []
+
+
+def test_a_cache_of_ones_own(hub: Hub, client: Client, tmp_path: Path) -> None:
+    hub.repo("ann/a", FILES)
+    folder = resolve(client, "ann/a", cache_dir=str(tmp_path / "mine"))
+    assert folder.is_relative_to(tmp_path / "mine")
+    assert not (tmp_path / "cache").exists()
+    assert resolve(client, "ann/a", cache_dir=str(tmp_path / "mine"), local_files_only=True)
+    with pytest.raises(ClientError, match="local_files_only=True"):
+        resolve(client, "ann/a", local_files_only=True)
+
+
+def test_half_a_cache_is_not_taken_offline_and_is_filled_online(hub: Hub, client: Client) -> None:
+    head = {"head_config.json": b"{}", "model_head.safetensors": b"head"}
+    hub.repo("ann/a", FILES | head)
+    folder = resolve(client, "ann/a")
+    for name in (*FILES, *head):
+        (folder / name).unlink()
+        with pytest.raises(ClientError, match="not wholly, in the cache"):
+            resolve(client, "ann/a", local_files_only=True)
+        assert names(resolve(client, "ann/a")) == sorted([*FILES, *head])
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["adapter.safetensors", "model_head.safetensors", "head_config.json", "adapter_interface.json",
+     "adapter_config.json"],
+)  # fmt: skip
+def test_a_download_that_broke_off_is_not_taken_offline(
+    hub: Hub, client: Client, broken: str
+) -> None:
+    more = {"adapter_interface.json": b"[]"}
+    if broken not in more:
+        more |= {"head_config.json": b"{}", "model_head.safetensors": b"head"}
+    hub.repo("ann/a", FILES | more)
+    with (
+        hub.broken(Fault("head", "status", status=403, path=broken)),
+        pytest.raises(ClientError, match="answers 403"),
+    ):
+        resolve(client, "ann/a")
+    with pytest.raises(ClientError, match="not wholly, in the cache"):
+        resolve(client, "ann/a", revision=hub.repos["ann/a"].branches["main"],
+                local_files_only=True)  # fmt: skip
+    assert names(resolve(client, "ann/a")) == sorted([*FILES, *more])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_cache_is_not_taken_offline_and_is_mended_online(
+    hub: Hub, client: Client, name: str
+) -> None:
+    hub.repo("ann/a", FILES)
+    file = resolve(client, "ann/a") / name
+    file.write_bytes(bytes(len(FILES[name])))
+    with pytest.raises(ClientError, match="not wholly, in the cache"):
+        resolve(client, "ann/a", local_files_only=True)
+    assert (resolve(client, "ann/a") / name).read_bytes() == FILES[name]
+
+
+def test_force_download_fetches_again(hub: Hub, client: Client) -> None:
+    hub.repo("ann/a", FILES)
+    resolve(client, "ann/a")
+    hub.requests.clear()
+    resolve(client, "ann/a", force_download=True)
+    assert f"GET /objects/{sha256(WEIGHTS)}" in asked(hub)
+
+
+def test_the_cache_is_that_of_huggingface_hub(hub: Hub, client: Client, tmp_path: Path) -> None:
+    commit = hub.repo("ann/a", FILES).branches["main"]
+    folder = resolve(client, "ann/a")
+    home = tmp_path / "cache" / "models--ann--a"
+    assert folder == home / "snapshots" / commit
+    assert (home / "refs" / "main").read_text() == commit
+    blobs = {path.name for path in (home / "blobs").iterdir()}
+    assert blobs == {sha256(WEIGHTS), git(CONFIG)}
+    found = client.run(
+        "from huggingface_hub import snapshot_download\n"
+        "answer = snapshot_download('ann/a', local_files_only=True)"
+    )
+    assert Path(found) == folder
+
+
+def test_a_private_repository_needs_its_token(hub: Hub, client: Client) -> None:
+    hub.repo("ann/secret", FILES, private=True)
+    with pytest.raises(ClientError, match=r"answers 404.*private"):
+        resolve(client, "ann/secret", token=READER)
+    with pytest.raises(ClientError, match=r"answers 401.*'hf auth login'"):
+        resolve(client, "ann/secret", token=False)
+    assert names(resolve(client, "ann/secret")) == sorted(FILES)
+    assert names(resolve(client, "ann/secret", token=OWNER)) == sorted(FILES)
+    # the store of large files got none
+    sent = {token for _, path, token in hub.requests if path.startswith("/objects/")}
+    assert sent == {None}
+
+
+def test_a_gated_repository_says_where_to_ask(hub: Hub, client: Client) -> None:
+    hub.repo("ann/gated", FILES, gated=True)
+    with pytest.raises(ClientError, match=rf"is gated.*{hub.url}/ann/gated"):
+        resolve(client, "ann/gated", token=READER)
+    assert names(resolve(client, "ann/gated")) == sorted(FILES)
+
+
+@pytest.mark.parametrize(
+    ("args", "kind", "message"),
+    [
+        (["ann/nobody"], "HubError", "answers 404 for 'ann/nobody'.*no such repository.*Check"),
+        (["ann/a", "v9"], "HubError", "'ann/a' has no revision 'v9'. Write revision='main'"),
+        (["ann/empty"], "HubError", "'ann/empty' has no adapter: none of 'adapter.safetensors'"),
+        (["ann/model"], "HubError", r"AutoAdapterModel.from_pretrained\('ann/model'\)"),
+        (["ann/a/none"], "HubError", "'ann/a/none' has no adapter"),
+        (["ann/a..b"], "HubError", "'ann/a..b' is no name of a repository.*'user/repository'"),
+        (["ann/a/../b"], "HubError", "'../b' is no folder of a repository.*'ann/a/b'"),
+        (["ann/a b"], "HubError", "'ann/a b' is no name of a repository"),
+        (["nowhere"], "CheckpointError", "no such folder.*'user/repository'"),
+        (["./ann/a"], "CheckpointError", "there is no such folder"),
+        (["/no/such/folder"], "CheckpointError", "there is no such folder"),
+        (["~/ann/a"], "CheckpointError", "there is no such folder"),
+        (["C:\\ann\\a"], "CheckpointError", "there is no such folder"),
+        (["log.txt"], "CheckpointError", "is a file"),
+        (["https://x.y/ann/a"], "CheckpointError", "an address is not read"),
+        (["ann/a", None, "ah"], "ConfigError", "source='ah'.*'AdapterHub/<name>'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_says_so(
+    hub: Hub, client: Client, args: list[str], kind: str, message: str
+) -> None:
+    hub.repo("ann/a", FILES)
+    hub.repo("ann/empty", {"README.md": b"hello"})
+    hub.repo("ann/model", {"config.json": b"{}", "model.safetensors": b"w"})
+    with pytest.raises(ClientError, match=message) as caught:
+        resolve(client, *args)
+    assert caught.value.kind == kind
+    assert str(caught.value).startswith(f"load_adapter({args[0]!r}): ")
+
+
+def test_a_path_object_is_never_a_repository() -> None:
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        package.resolve(Path("ann/a"))
+    with pytest.raises(HubError, match="is no name of the Hub"):
+        package.resolve("/ann/a", source="hf")
+
+
+def test_a_disk_that_is_full_or_closed_says_so(hub: Hub, tmp_path: Path) -> None:
+    hub.repo("ann/a", FILES | {"adapter.safetensors": bytes(99_999)})
+    (tmp_path / "home").mkdir()
+    (tmp_path / "file").touch()
+    alone = Client(tmp_path / "home", hub.url)
+    try:
+        # as a full disk does, this lets a write begin and not end
+        alone.run("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))")
+        with pytest.raises(ClientError, match=r"'ann/a' cannot be kept: File too large.*Make room"):
+            resolve(alone, "ann/a")
+        with pytest.raises(
+            ClientError, match=r"cannot be kept: Not a directory.*/file.*cache_dir="
+        ):
+            resolve(alone, "ann/a", cache_dir=str(tmp_path / "file" / "x"))
+    finally:
+        alone.close()
+    large = [path for path in (tmp_path / "home").rglob("*") if path.stat().st_size > 9999]
+    # where the first releases of huggingface_hub 1.x would go on
+    assert {path.suffix for path in large} <= {".incomplete"}
+
+
+def test_a_hub_that_refuses_leaves_what_is_in_the_cache(hub: Hub, client: Client) -> None:
+    hub.repo("ann/a", FILES)
+    folder = resolve(client, "ann/a")
+    for fault in (
+        Fault("info", "status", status=404),
+        Fault("info", "html"),
+        Fault("info", "slow"),
+    ):
+        with hub.broken(fault):
+            assert resolve(client, "ann/a") == folder
+        assert "What is in the cache is used." in client.said().splitlines()[-1]
+
+
+def test_an_update_that_breaks_off_leaves_the_old_adapter_for_offline(
+    hub: Hub, client: Client
+) -> None:
+    repo = hub.repo("ann/a", FILES)
+    old = resolve(client, "ann/a")
+    repo.commit({"adapter.safetensors": b"new", "adapter_config.json": b"{}"})
+    with (
+        hub.broken(Fault("text", "corrupted")),
+        pytest.raises(ClientError, match="came twice with a content"),
+    ):
+        resolve(client, "ann/a")
+    assert resolve(client, "ann/a", local_files_only=True) == old
+    new = resolve(client, "ann/a")
+    assert new != old
+    assert resolve(client, "ann/a", local_files_only=True) == new

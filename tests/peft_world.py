@@ -1,0 +1,118 @@
+"""PEFT beside us: tiny transformers models, and adapters of both libraries on them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from families import tiny_config, tiny_inputs
+from peft.tuners.boft import layer as peft_boft
+from torch import Tensor
+
+import adapterzoo
+
+TENSORS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+CLASSES = {
+    "bart": "BartForSequenceClassification",
+    "bert": "BertForSequenceClassification",
+    "roberta": "RobertaForSequenceClassification",
+    "distilbert": "DistilBertForSequenceClassification",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "t5": "T5ForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+    "whisper": "WhisperForConditionalGeneration",
+}
+# what PEFT does by itself when it loads and saves, and would say again in each test
+QUIET = (
+    "ignore:unclosed file:ResourceWarning",
+    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning",
+    "ignore:.lora_bias=True. was passed but the targeted layer",
+    "ignore:Setting .save_embedding_layers. to .True.",
+    "ignore:Could not find a config file in",
+    "ignore:Adapter 'default'. . LoRA tensor.s. have invalid shape",
+)
+
+
+class BlockDiagonal:
+    """What PEFT's CUDA extension computes in the forward, in plain torch."""
+
+    @staticmethod
+    def forward(blocks: Tensor) -> list[Tensor]:
+        return [torch.stack([torch.block_diag(*factor) for factor in blocks])]
+
+
+def stand_in(monkeypatch: Any) -> None:
+    """Give PEFT's BOFT its extension, so that it does not take one factor for several."""
+    monkeypatch.setattr(peft_boft, "get_fbd_cuda", lambda: BlockDiagonal)
+
+
+_plain: dict[str, Any] = {}
+
+
+def plain(family: str) -> Any:
+    """A transformers model, of the same weights each time."""
+    if family not in _plain:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(3)
+            model = getattr(transformers, CLASSES[family])(tiny_config(family)).eval()
+            for parameter in model.parameters():
+                # what transformers draws is so small that no adapter shows in the logits
+                if parameter.dim() == 2:
+                    torch.nn.init.normal_(parameter, std=0.2)
+            _plain[family] = model
+    return copy.deepcopy(_plain[family])
+
+
+def ours(family: str) -> Any:
+    """The same model with our methods."""
+    model = plain(family)
+    adapterzoo.init(model)
+    return model
+
+
+def named(family: str, folder: Path) -> Any:
+    """The same model with named heads, its static one among them."""
+    plain(family).save_pretrained(folder)
+    return adapterzoo.AutoAdapterModel.from_pretrained(folder).eval()
+
+
+def logits(model: Any, family: str) -> Tensor:
+    inputs = tiny_inputs(family)
+    if family == "t5":
+        inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+def trained(family: str, config: peft.PeftConfig, folder: Path, std: float = 0.1) -> Tensor:
+    """Save an adapter of PEFT with random values, and its head; the logits with it."""
+    model = peft.get_peft_model(plain(family), config)
+    source = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=source) * std)
+                if "lora_embedding_A" in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=source))
+    model.save_pretrained(folder)
+    return logits(model, family)
+
+
+def reloaded(family: str, folder: Path) -> Tensor:
+    """The logits of PEFT with a folder, on the plain model."""
+    return logits(peft.PeftModel.from_pretrained(plain(family), folder), family)
+
+
+def change(folder: Path, **fields: Any) -> None:
+    """Write other values into a config."""
+    file = folder / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))

@@ -1,0 +1,384 @@
+"""Checkpoints of AdapterHub's `adapters` 1.3.0 load by `load_adapter`, and are written back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from snapshots import adapter_bits, output, refused, stir
+from test_golden_adapterhub import BOTTLENECKS, HERE, SHARED, cases, check
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import adapterzoo
+from adapterzoo import AutoAdapterModel, Stack
+from adapterzoo.errors import (
+    CheckpointError,
+    ConfigError,
+    DuplicateNameError,
+    UnknownNameError,
+)
+
+COMPOSITION = SHARED.parent / "composition"
+GOLDEN = cases((*BOTTLENECKS, "lora", "dora"))
+TENSORS = ("pytorch_adapter.bin", "pytorch_model_head.bin")
+CONFIGS = ("adapter_config.json", "head_config.json")
+
+
+def base_of(folder: Path) -> Any:
+    return AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
+
+
+def skip_without(folder: Path) -> None:
+    if not folder.is_dir():
+        # the peer itself fails on DoRA in fused layers
+        pytest.skip(f"no golden checkpoint {folder.parent.name}/{folder.name}")
+
+
+def pickled(file: Path) -> dict[str, Tensor]:
+    return torch.load(file, weights_only=True)
+
+
+def check_same_files(written: Path, golden: Path) -> None:
+    """All tensors, keys and configs are those of the golden folder, and there is nothing else."""
+    names = {path.name for path in golden.iterdir()} - {"expected.safetensors"}
+    assert {path.name for path in written.iterdir()} == names
+    for name in names & set(TENSORS):
+        theirs, ours = pickled(golden / name), pickled(written / name)
+        assert theirs.keys() == ours.keys()
+        for key, tensor in theirs.items():
+            assert ours[key].dtype == tensor.dtype
+            assert torch.equal(ours[key], tensor), key
+    for name in names & set(CONFIGS):
+        theirs, ours = (json.loads((f / name).read_text()) for f in (golden, written))
+        # where the base model lay
+        del theirs["model_name"], ours["model_name"]
+        assert json.dumps(ours, sort_keys=True) == json.dumps(theirs, sort_keys=True)
+
+
+@pytest.mark.parametrize("folder", GOLDEN)
+def test_golden_checkpoints_give_their_outputs_and_are_written_back(folder: Path, tmp_path: Path):
+    skip_without(folder)
+    model = base_of(folder)
+    assert model.load_adapter(folder, set_active=True) == "golden"
+    assert model.active_adapters == Stack("golden")
+    assert model.active_head == "golden"
+    model.save_adapter(tmp_path / "x", "golden", format="adapterhub")
+    check_same_files(tmp_path / "x", folder)
+    check(model, folder)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_composed_checkpoints_load_and_are_written_back(family: str, tmp_path: Path):
+    skip_without(COMPOSITION / family)
+    model = base_of(COMPOSITION / family / "a")
+    for name in ("a", "b", "c", "la", "lb"):
+        golden = COMPOSITION / family / name
+        assert model.load_adapter(golden) == name
+        with_head = (golden / "head_config.json").is_file()
+        model.save_adapter(tmp_path / name, name, with_head, format="adapterhub")
+        check_same_files(tmp_path / name, golden)
+    assert model.known_heads() == ("a", "b")
+    expected = load_file(COMPOSITION / family / "outputs" / "stack_a_b.safetensors")
+    logits = expected.pop("logits")
+    model.set_active_adapters(Stack("a", "b"))
+    with torch.no_grad():
+        torch.testing.assert_close(model(**expected).logits, logits, rtol=0, atol=1e-5)
+
+
+# --- the arguments of load_adapter ---
+
+BERT = HERE / "bert" / "double_seq_bn"
+LORA = HERE / "bert" / "lora"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(BERT, tmp_path / "golden")
+    return tmp_path / "golden"
+
+
+@pytest.fixture
+def model() -> Any:
+    return base_of(BERT)
+
+
+def test_the_arguments_of_load_adapter(model):
+    assert model.load_adapter(BERT, load_as="mine") == "mine"
+    assert model.known_heads() == ("mine",)
+    assert model.active_adapters is None
+    assert model.get_labels("mine") == ["neg", "neu", "pos"]
+    with refused(model, DuplicateNameError, "'mine'", "overwrite_ok=True"):
+        model.load_adapter(BERT, load_as="mine")
+    named = {0: "a", 1: "b", 2: "c"}
+    model.load_adapter(BERT, load_as="mine", id2label=named, overwrite_ok=True, leave_out=[0])
+    assert model.get_labels_dict("mine") == named
+    assert sorted(model.get_adapter("mine")) == [1]
+    model.load_adapter(LORA, with_head=False)
+    assert model.known_heads() == ("mine",)
+    for name in ("a/b", "..", "a.b"):
+        with refused(model, ConfigError, repr(name), "Write "):
+            model.load_adapter(BERT, load_as=name)
+    model.to(torch.bfloat16)
+    with refused(model, CheckpointError, "torch.float32", "pass dtype=torch.bfloat16"):
+        model.load_adapter(BERT, load_as="other")
+    model.load_adapter(BERT, load_as="other", dtype=torch.bfloat16)
+
+
+def test_where_a_checkpoint_comes_from(model, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", None)
+    model.load_adapter(str(BERT), load_as="local", version="main", revision="main")
+    with refused(model, ConfigError, "version='a'", "revision='b'", "Write revision='b' alone"):
+        model.load_adapter(BERT, load_as="other", version="a", revision="b")
+    with refused(model, ConfigError, "source='ah'", "Legal are 'hf' and None"):
+        model.load_adapter(BERT, load_as="other", source="ah")
+    with pytest.raises(TypeError, match="use_safetensor"):
+        model.load_adapter(BERT, load_as="other", use_safetensor=True)
+
+
+def test_a_head_alone(model, tmp_path):
+    assert model.load_head(BERT) == "golden"
+    assert model.active_head == "golden"
+    model.save_head(tmp_path / "h", "golden", format="adapterhub")
+    assert {p.name for p in (tmp_path / "h").iterdir()} == {TENSORS[1], CONFIGS[1]}
+    other = base_of(BERT)
+    assert other.load_head(tmp_path / "h", load_as="mine") == "mine"
+    theirs, ours = other.heads["mine"].state_dict(), model.heads["golden"].state_dict()
+    assert all(torch.equal(tensor, ours[key]) for key, tensor in theirs.items())
+
+
+def test_all_adapters_of_a_folder_in_any_format(model, tmp_path):
+    model.load_adapter(BERT, load_as="a")
+    model.load_adapter(LORA, load_as="b")
+    model.save_adapter(tmp_path / "a", "a", format="adapterhub")
+    model.save_adapter(tmp_path / "b", "b")
+    other = base_of(BERT)
+    assert other.load_all_adapters(tmp_path) == ["a", "b"]
+    model.save_all_adapters(tmp_path / "all", format="adapterhub")
+    assert base_of(BERT).load_all_adapters(tmp_path / "all") == ["a", "b"]
+
+
+def test_the_static_head_of_a_task_class(tmp_path):
+    torch.manual_seed(3)
+    task = AutoModelForSequenceClassification.from_pretrained(BERT.parent / "base", num_labels=3)
+    task = adapterzoo.init(task.eval())
+    task.load_adapter(LORA, with_head=False, set_active=True)
+    task.save_adapter(tmp_path / "x", "golden", format="adapterhub")
+    document = json.loads((tmp_path / "x" / "head_config.json").read_text())
+    assert document["config"] is None
+    assert document["model_class"] == "BertForSequenceClassification"
+    assert document["num_labels"] == 3
+    assert sorted(pickled(tmp_path / "x" / TENSORS[1])) == ["classifier.bias", "classifier.weight"]
+    expected = load_file(LORA / "expected.safetensors")
+    inputs = {key: expected[key] for key in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        logits = task(**inputs).logits
+        # into the same class, and as a named head
+        again = AutoModelForSequenceClassification.from_pretrained(
+            BERT.parent / "base", num_labels=3
+        )
+        # the pooler is the base model's, which the checkpoint does not have
+        again.base_model.pooler.load_state_dict(task.base_model.pooler.state_dict())
+        again = adapterzoo.init(again.eval())
+        again.load_adapter(tmp_path / "x", set_active=True)
+        torch.testing.assert_close(again(**inputs).logits, logits, rtol=0, atol=0)
+        named = base_of(LORA)
+        named.base_model.pooler.load_state_dict(task.base_model.pooler.state_dict())
+        named.load_adapter(tmp_path / "x", set_active=True)
+        assert named.get_labels("golden") == ["LABEL_0", "LABEL_1", "LABEL_2"]
+        torch.testing.assert_close(named(**inputs).logits, logits, rtol=0, atol=1e-6)
+    with refused(task, CheckpointError, "one static head", "with_head=False"):
+        task.load_adapter(LORA, load_as="other")
+
+
+def test_an_output_layer_that_is_the_embedding(tmp_path):
+    golden = HERE / "gpt2" / "lora"
+    shutil.copytree(golden, tmp_path / "x")
+    tensors = pickled(golden / TENSORS[1])
+    tensors["heads.golden.3.weight"] = tensors["heads.golden.3.weight"] + 1
+    torch.save(tensors, tmp_path / "x" / TENSORS[1])
+    model = base_of(golden)
+    with refused(model, CheckpointError, "'3.weight'", "tie_word_embeddings=False"):
+        model.load_adapter(tmp_path / "x")
+    untied = AutoAdapterModel.from_pretrained(golden.parent / "base", tie_word_embeddings=False)
+    untied.load_adapter(tmp_path / "x")
+    weight = untied.get_head("golden").output_embeddings.weight
+    assert torch.equal(weight, tensors["heads.golden.3.weight"])
+
+
+def test_heads_whose_names_begin_alike(folder, model, tmp_path):
+    model.load_head(BERT, load_as="task")
+    model.add_tagging_head("task2")
+    model.save_head(tmp_path / "h", "task", format="adapterhub")
+    assert all(key.startswith("heads.task.") for key in pickled(tmp_path / "h" / TENSORS[1]))
+    # as the peer writes a head "golden" beside a head "golden2"
+    rewrite(folder, lambda t: t.update({"heads.golden2.1.weight": torch.ones(2)}), TENSORS[1])
+    assert model.load_head(folder) == "golden"
+    rewrite(folder, lambda t: t.update({"heads.other.1.weight": torch.ones(2)}), TENSORS[1])
+    with refused(model, CheckpointError, "heads.other.1.weight   in the file only", "nothing has"):
+        model.load_head(folder, load_as="again")
+
+
+def test_a_language_model_is_saved_without_its_output_layer(tmp_path):
+    golden = HERE / "gpt2" / "lora"
+    model = AutoModelForCausalLM.from_pretrained(golden.parent / "base")
+    model = adapterzoo.init(model.eval())
+    model.load_adapter(golden, with_head=False)
+    model.save_adapter(tmp_path / "x", "golden", format="adapterhub")
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {TENSORS[0], CONFIGS[0]}
+    # the peer saves the layer with every adapter: it is compared, and left where it is
+    shutil.copy(golden / CONFIGS[1], tmp_path / "x")
+    document = json.loads((golden / CONFIGS[1]).read_text())
+    document.update(config=None, model_class="GPT2LMHeadModel", name=None)
+    (tmp_path / "x" / CONFIGS[1]).write_text(json.dumps(document))
+    weight = model.lm_head.weight.detach().clone()
+    torch.save({"lm_head.weight": weight}, tmp_path / "x" / TENSORS[1])
+    model.load_adapter(tmp_path / "x", load_as="again")
+    torch.save({"lm_head.weight": weight + 1}, tmp_path / "x" / TENSORS[1])
+    with refused(model, CheckpointError, "'lm_head.weight'", "with_head=False"):
+        model.load_adapter(tmp_path / "x", load_as="other")
+    assert torch.equal(model.lm_head.weight, weight)
+
+
+def test_safetensors_are_read_too(folder, model):
+    for name, safe in zip(TENSORS, ("adapter.safetensors", "model_head.safetensors"), strict=True):
+        save_file(pickled(folder / name), folder / safe)
+        (folder / name).unlink()
+    model.load_adapter(folder, set_active=True)
+    check(model, BERT)
+
+
+# --- checkpoints that do not fit ---
+
+
+def rewrite(folder: Path, change: Any, name: str = TENSORS[0]) -> None:
+    tensors = pickled(folder / name)
+    change(tensors)
+    torch.save(tensors, folder / name)
+
+
+def test_every_difference_in_one_error(folder, model):
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        down, up = (k for k in tensors if "layer.0.output" in k and k.endswith("weight"))
+        del tensors[down]
+        tensors[up] = tensors[up][:-1]
+        tensors["bert.encoder.layer.7.output.adapters.golden.adapter_up.bias"] = torch.ones(32)
+        tensors["bert.encoder.layer.1.output.adapters.other.adapter_up.bias"] = torch.ones(32)
+
+    rewrite(folder, spoil)
+    with refused(
+        model, CheckpointError, "4 differences from this BertAdapterModel", "nothing has been",
+        "encoder.layer.0.output.dense/adapter_down.0.weight   in the model only",
+        "encoder.layer.0.output.dense/adapter_up.weight   file [31, 8]   model [32, 8]",
+        "bert.encoder.layer.7.output.adapters.golden.adapter_up.bias   in the file only",
+        "bert.encoder.layer.1.output.adapters.other.adapter_up.bias   in the file only",
+    ):  # fmt: skip
+        model.load_adapter(folder)
+
+
+def test_a_head_that_does_not_fit_keeps_the_adapter_out(folder, model):
+    rewrite(folder, lambda tensors: tensors.pop("heads.golden.4.bias"), TENSORS[1])
+    with refused(model, CheckpointError, "4.bias   in the model only", "nothing has been loaded"):
+        model.load_adapter(folder)
+    model.load_adapter(folder, with_head=False)
+
+
+def test_another_family(model):
+    with refused(model, CheckpointError, "differences", "in the file only"):
+        model.load_adapter(HERE / "gpt2" / "lora", with_head=False)
+
+
+# --- what cannot be written ---
+
+
+def unsayable(model: Any, *says: str, folder: Path, name: str = "a", **kwargs: Any) -> None:
+    with refused(model, CheckpointError, *says):
+        model.save_adapter(folder, name, format="adapterhub", **kwargs)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("boft", ("is no method of adapters", "format='native'")),
+        ("dora", ("only convention='adapterhub'", "format='native'")),
+        ("lora[lora_bias=True]", ("lora_bias=True", "format='native'")),
+        ("lora[rank_pattern={'query': 4}]", ("rank_pattern={'query': 4}", "format='native'")),
+        ("lora[attn_matrices=['q', 'o']]", ("attn_matrices=['o']", "format='native'")),
+        ("lora[target_modules='all-linear']", ("where", "format='peft'")),
+        ("seq_bn|lora[lora_bias=True]", ("lora_bias=True", "format='native'")),
+    ],
+)
+def test_what_the_format_cannot_say_is_an_error_before_anything_is_written(
+    model, tmp_path, config, says
+):
+    model.add_adapter("a", config)
+    unsayable(model, *says, folder=tmp_path / "x")
+
+
+def test_heads_and_families_that_the_format_does_not_know(model, tiny, tmp_path):
+    model.load_adapter(BERT, load_as="a", with_head=False)
+    model.add_classification_head("a", num_labels=3, pooling="mean")
+    unsayable(model, "pooling='mean'", "with_head=False", folder=tmp_path / "x")
+    model.save_adapter(tmp_path / "x", "a", with_head=False, format="adapterhub")
+    mixtral = tiny("mixtral")
+    mixtral.add_adapter("a", "double_seq_bn")
+    unsayable(mixtral, "'mixtral'", "format='native'", folder=tmp_path / "y")
+    gpt2 = tiny("gpt2")
+    gpt2.add_adapter("a", "dora[convention='adapterhub']")
+    unsayable(gpt2, "DoRA in the fused layer", "format='native'", folder=tmp_path / "y")
+
+
+def test_folders_are_not_mixed(model, tmp_path):
+    model.load_adapter(BERT)
+    model.save_adapter(tmp_path / "x", "golden")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()}
+    with refused(model, CheckpointError, "'native'", "Write another folder"):
+        model.save_adapter(tmp_path / "x", "golden", format="adapterhub")
+    with refused(model, UnknownNameError, "'adapterhubb'", "Did you mean 'adapterhub'?"):
+        model.save_adapter(tmp_path / "x", "golden", format="adapterhubb")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()} == before
+    # without its head the folder has none
+    model.save_adapter(tmp_path / "y", "golden", format="adapterhub")
+    model.save_adapter(tmp_path / "y", "golden", with_head=False, format="adapterhub")
+    assert {p.name for p in (tmp_path / "y").iterdir()} == {TENSORS[0], CONFIGS[0]}
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("lora[use_rslora=True,r=4,alpha=6]", {"alpha": 12.0, "r": 4}),
+        ("lora[layers_to_transform=[1]]", {"leave_out": [0]}),
+        ("lora[target_modules=['query','output.dense'],exclude_modules=['attention.output.dense']]",
+         {"attn_matrices": ["q"], "output_lora": True, "intermediate_lora": False}),
+    ],
+)  # fmt: skip
+def test_what_the_format_says_in_other_words(model, tmp_path, written, said):
+    model.add_adapter("a", written)
+    stir(model, "a")
+    model.save_adapter(tmp_path, "a", format="adapterhub")
+    config = json.loads((tmp_path / CONFIGS[0]).read_text())["config"]
+    assert {key: config[key] for key in said} == said
+    other = base_of(BERT)
+    other.load_adapter(tmp_path, set_active=True)
+    model.set_active_adapters("a")
+    torch.testing.assert_close(output(other), output(model), rtol=0, atol=1e-6)
+
+
+def test_the_feed_forward_layers_have_each_others_names_in_llama(tiny, tmp_path):
+    model = tiny("llama")
+    model.add_adapter("a", "lora[intermediate_lora=True,selfattn_lora=False]")
+    stir(model, "a")
+    model.save_adapter(tmp_path, "a", format="adapterhub")
+    config = json.loads((tmp_path / CONFIGS[0]).read_text())["config"]
+    assert (config["intermediate_lora"], config["output_lora"]) == (False, True)
+    assert all(".mlp.up_proj.loras.a." in key for key in pickled(tmp_path / TENSORS[0]))
+    other = tiny("llama")
+    other.load_adapter(tmp_path)
+    assert adapter_bits(other, "a") == adapter_bits(model, "a")
+    assert other.adapters_config["a"] == model.adapters_config["a"]

@@ -1,0 +1,74 @@
+"""Regular expressions in configs: those that people write run, hostile ones are refused."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import ConfigError
+from adapterzoo.expressions import steps
+
+HOSTILE = [
+    "(a*)*", "(.*a){20}", "(x+x+)+y", r"(a)\1", "(?P<a>b)(?P=a)", "a?" * 40 + "a" * 40,
+    ".*" * 9 + "x", "(a|a)(a|a)" * 20, "((ab)*c)*", r"\w+" * 9, "(a|b|ab)*c",
+]  # fmt: skip
+WRITTEN = [
+    r".*\.layers\.\d+\.self_attn\.(q|k|v|o)_proj", r".*layers\.(0|1|2)\.mlp\..*", ".*query",
+    r".*(encoder|layers|h)\..*\d+\..*(query|dense|_proj|c_\w+)", "^(?:a\\.b|c\\.d)$", r"a\+b",
+    "^(?:" + "|".join(rf"model\.layers\.{i}\.mlp\.up_proj" for i in range(999)) + ")$",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [LoRAConfig, DoRAConfig, BOFTConfig])
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules"])
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_expressions_that_could_search_for_hours_are_refused(make, field, pattern):
+    with pytest.raises(ConfigError) as caught:
+        make(**{field: pattern})
+    message = str(caught.value)
+    assert f"{make.__name__}({field}={pattern[:80]!r}): the expression could search for" in message
+    assert f"Write a list of layer names instead: {field}=" in message
+    # the way of a file is the same
+    document = {**make().to_dict(), field: pattern}
+    with pytest.raises(ConfigError, match="could search for hours"):
+        AdapterConfig.from_dict(document)
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_keys_of_patterns_too(field, pattern):
+    with pytest.raises(ConfigError, match="could search for hours"):
+        LoRAConfig(**{field: {"query": 4, pattern: 2}})
+    # many that are fast take as long as one that is slow
+    many = {".*" * 5 + f"{i}": 2 for i in range(99)}
+    with pytest.raises(ConfigError, match="could search for hours"):
+        LoRAConfig(**{field: many})
+
+
+@pytest.mark.parametrize("pattern", WRITTEN)
+def test_expressions_that_people_write_are_legal(pattern):
+    for make in (LoRAConfig, DoRAConfig, BOFTConfig):
+        assert make(target_modules=pattern).target_modules == pattern
+    assert LoRAConfig(rank_pattern={pattern: 3}).rank_pattern == {pattern: 3}
+
+
+# parts of expressions that, joined, are always legal
+PART = st.sampled_from(
+    ["a", "b", ".", "a*", "b+", ".*", "a?", "(a|b)", "(ab|a)?", "[ab]*?", "a{1,9}"]
+)
+
+
+@given(st.lists(PART, min_size=1, max_size=5).map("".join))
+def test_what_is_bounded_comes_to_an_end(pattern):
+    assert not math.isinf(steps(pattern, 30))
+    start = time.process_time()
+    re.fullmatch(pattern, "ab" * 14 + "x")
+    # a step takes less than a microsecond, on any machine
+    assert time.process_time() - start < 0.05 + steps(pattern, 30) * 1e-6
