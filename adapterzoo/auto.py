@@ -187,7 +187,7 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
         inputs = dict(zip(self.input_names, args, strict=False)) | kwargs
         if not self._rows_start(adapter_names):
             return self._answer(inputs, head, return_dict)
-        plan, times = self._rows_plan(inputs, adapter_names, "forward")
+        plan, times = self._rows_plan(inputs, adapter_names, "forward", head is not None)
         with self._overridden(plan):
             return self._answer(inputs, head, return_dict, times)
 

@@ -171,6 +171,8 @@ class RowMap:
         repeats: how often the batch is to be repeated at the model's input; 1 once it is.
         exact: whether the batch must have just these rows, not several of each.
         together: whether heads that answer alike give one answer for the whole batch.
+        heads: the head of each part; empty where the active heads answer all rows, None where
+            they answer a part each if they are as many.
         copies: how often the batch was repeated.
         tokens: lengths of the model's input sequences, by which a layer is found that gets tokens
             before rows; None: any length tells.
@@ -182,6 +184,7 @@ class RowMap:
     repeats: int = 1
     exact: bool = False
     together: bool = False
+    heads: tuple[str, ...] | None = None
     copies: int = 1
     tokens: frozenset[int] | None = frozenset()
     entered: bool = False
@@ -204,7 +207,10 @@ class RowMap:
         """
         times = count // len(self.index)
         index = tuple(part for part in self.index for _ in range(times))
-        return RowMap(index, 1, self.exact, together, self.repeats, tokens, True)
+        return replace(
+            self, index=index, repeats=1, together=together, copies=self.repeats, tokens=tokens,
+            entered=True, _layouts={},
+        )  # fmt: skip
 
     def renumbered(self, numbers: Sequence[int]) -> RowMap:
         """The same rows where parts have other numbers, several the same perhaps."""

@@ -155,6 +155,10 @@ class PartOf(Around):
         plain = whole.plain
         return self(x) if plain is whole.output else self._take(plain)
 
+    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+        """What the adapter makes of the part; other layers, with parts of their own, share none."""
+        return type(adapter).from_input((adapter,), x)[0]
+
     @property
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer, of the part."""

@@ -24,10 +24,13 @@ Instead: TypeAlias = Callable[[Tensor], Tensor] | None
 class Affine(nn.Module):
     """x Wᵀ + b; no `nn.Linear`, so that nothing that walks a model's layers takes it for one."""
 
+    bias: nn.Parameter
+
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight = weight
-        self.bias = bias
+        # None for none: a fusion has such, a bottleneck has not
+        self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[*batch, d_in]` → `[*batch, d_out]`."""
@@ -122,8 +125,8 @@ class BottleneckLayer(FusibleAdapter):
         update = linear(
             self.activation(self.adapter_down(x.to(up.weight.dtype))), up.weight, up.bias
         )
-        if self.training and self.config.stochastic_depth:
-            update = drop_rows(update, self.config.stochastic_depth)
+        if self.training and self.stochastic_depth:
+            update = drop_rows(update, self.stochastic_depth)
         return update * self.scaling
 
     def added(self, x: Tensor, to: Tensor, instead: Instead = None) -> Tensor:

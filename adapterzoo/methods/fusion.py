@@ -7,8 +7,8 @@ where z_i are the adapters' own f_i(x) and x is what they read.
 Differs from the paper: a dropout on the scores, as in adapters. Differs from adapters: the
 temperature decays in training only; gates and dropouts of the fused adapters are left out of z_i
 here as there.
-Cost per site: 3 · d_model² + 2 · d_model parameters, and n + 2 products of that size.
-Cannot do: `query_before_ln` and `residual_before`, which no published config turns on.
+Cost per site: 3 · d_model² + 2 · d_model parameters. Cannot do: `query_before_ln`,
+`residual_before`, which no published config turns on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from ._init import constant, drawn, normal
 _HOT, _STEPS = 50.0, 1000
 
 fusion_configs: Registry[Callable[[], AdapterFusionConfig]] = Registry("fusion config")
-"""Config strings of fusions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,6 @@ class Fusion(nn.Module):
     """Σ o_i V z_i with o = softmax(Q x · K z_i).
 
     Attributes:
-        config: of the layer.
         query: Q; and `key` K, `value` V; None where the config has none.
         temperature: by which scores are divided, where it decays; else None.
     """
@@ -143,18 +141,17 @@ class Fusion(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Make the parameters.
+        """Make the parameters, on the device and of the dtype.
 
         Args:
             config: of the layer.
             d_model: width of the stream.
             dropout_prob: of the scores.
-            device: of the parameters.
-            dtype: of the parameters.
+            device: where.
+            dtype: which.
         """
         super().__init__()
-        self.config = config
-        self.dropout_prob = dropout_prob
+        self.config, self.dropout_prob = config, dropout_prob
 
         def square(bias: bool) -> Affine:
             weight = drawn((d_model, d_model), normal(0.02, None), device, dtype)

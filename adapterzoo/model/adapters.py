@@ -306,9 +306,8 @@ class AdaptersMixin(RefusalsMixin):
             for source, reader in self._zoo.installed[name].sources():
                 if reader in steps and reader not in taps.get(source, ()):
                     taps[source] = (*taps.get(source, ()), reader)
-        return Plan(
-            setup, heads, steps, taps, self._families(acting, steps, present), skip_layers, rows
-        )
+        families = self._families(acting, steps, present)
+        return Plan(setup, heads, steps, taps, families, skip_layers, rows)
 
     def _families(
         self,
@@ -349,6 +348,10 @@ class AdaptersMixin(RefusalsMixin):
     ) -> tuple[str, ...]:
         """The heads named like the adapters that act last, where there are any."""
         return ()
+
+    def _own_heads(self, parts: tuple[Any, ...]) -> list[str | None]:
+        """For each part of a batch the head of its adapter's name, None where there is none."""
+        return [None for _ in parts]
 
     def _heads_of_parts(
         self, parts: tuple[Any, ...], otherwise: tuple[str, ...]

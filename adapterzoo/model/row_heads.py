@@ -25,6 +25,8 @@ def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...
     """
     if rows is None or rows.parts < 2 or len(names) != rows.parts:
         return None
+    if rows.heads is not None and rows.heads != tuple(names):
+        return None
     if not rows.together:
         return tuple(names), rows
     different = tuple(dict.fromkeys(names))

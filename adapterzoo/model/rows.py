@@ -48,7 +48,11 @@ class RowsMixin(AdaptersMixin):
         return adapter_names is not None or not (rows is None or rows.entered)
 
     def _rows_plan(
-        self, inputs: Mapping[str, Any], adapter_names: RowNames | None, call: str
+        self,
+        inputs: Mapping[str, Any],
+        adapter_names: RowNames | None,
+        call: str,
+        one_head: bool = False,
     ) -> tuple[Plan, int]:
         """The plan for one call, and how often its inputs must be repeated.
 
@@ -56,6 +60,7 @@ class RowsMixin(AdaptersMixin):
             inputs: of the model, as they were given.
             adapter_names: the adapter of each row; None: as the active composition says.
             call: "forward" or "generate", for messages.
+            one_head: whether the caller says which head answers all rows.
 
         Raises:
             CompositionError: the rows do not fit the batch.
@@ -63,7 +68,7 @@ class RowsMixin(AdaptersMixin):
             UnknownNameError: there is no adapter of a name.
         """
         if adapter_names is not None:
-            plan = self._plan_of_names(adapter_names, call)
+            plan = self._plan_of_names(adapter_names, call, one_head)
             what = f"{call}(adapter_names=…) names {len(adapter_names)} rows"
         else:
             plan = self._selection.plan
@@ -94,7 +99,7 @@ class RowsMixin(AdaptersMixin):
     def _overridden(self, plan: Plan) -> AbstractContextManager[None]:
         return self._selection.overridden(plan)
 
-    def _plan_of_names(self, adapter_names: RowNames, call: str) -> Plan:
+    def _plan_of_names(self, adapter_names: RowNames, call: str, one_head: bool) -> Plan:
         if isinstance(adapter_names, str) or not isinstance(adapter_names, Sequence):
             raise CompositionError(
                 f"{call}(adapter_names={adapter_names!r}): it is a list with one name, or None for "
@@ -121,8 +126,16 @@ class RowsMixin(AdaptersMixin):
             while len(self._zoo.plans) >= _KEPT_PLANS:
                 del self._zoo.plans[next(iter(self._zoo.plans))]
             self._zoo.plans[key] = plan
+        own = self._own_heads(parts)
+        if None in own and any(own) and len(default.heads) != 1 and not one_head:
+            raise StateError(
+                f"{call}(adapter_names=…): {parts[own.index(None)]!r} has no head of its name, and "
+                f"the active heads are {listing(default.heads)}, not one that answers such rows. "
+                f"Write model.active_head = {next(filter(None, own))!r}, or head=… for all rows."
+            )
         heads = self._heads_of_parts(parts, default.heads)
-        return dataclasses.replace(plan, heads=heads, rows=RowMap(index, exact=True))
+        by_part = heads if any(own) else ()
+        return dataclasses.replace(plan, heads=heads, rows=RowMap(index, exact=True, heads=by_part))
 
     def _compile_parts(
         self, parts: tuple[Any, ...], skip_layers: tuple[int, ...], call: str

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from adapterzoo.composition import Composition, parse
+from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import StateError, UnknownNameError, unknown_name
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class AdapterSetup:
             UnknownNameError: no model has all the adapters and heads that are named.
         """
         names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
+        # layers of a fusion belong to one model, like the adapters that they fuse
+        fusions = {fuse.name for fuse in fusions_of(self.adapter_setup)}
         heads = [self.head_setup] if isinstance(self.head_setup, str) else self.head_setup or []
         known: set[str] = set()
         with _models_lock:
@@ -81,6 +83,8 @@ class AdapterSetup:
             entered = 0
             for model in models:
                 known |= set(model.adapters_config) | set(model.known_heads())
+                if not fusions <= set(model._zoo.fusions):
+                    continue
                 if set(names) <= set(model.adapters_config) and set(heads) <= set(
                     model.known_heads()
                 ):
@@ -107,6 +111,7 @@ class AdapterSetup:
             if name not in known:
                 return unknown_name(call, "adapter or head", name, known)
         return StateError(
-            f"{call}: no single model has all of these. Call add_adapter or load_adapter first, "
+            f"{call}: no single model has all of these. Call add_adapter or load_adapter first "
+            f"(and add_adapter_fusion where there is a Fuse), "
             f"or write AdapterSetup(…, ignore_empty=True)."
         )

@@ -132,8 +132,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
     def _heads_of_parts(
         self, parts: tuple[Any, ...], otherwise: tuple[str, ...]
     ) -> tuple[str, ...]:
-        lasts = [part.last() if isinstance(part, Composition) else part for part in parts]
-        own = [last if last is not None and last in self.heads else None for last in lasts]
+        own = self._own_heads(parts)
         if all(name is None for name in own):
             return otherwise
         if len(parts) > 1 and None in own:
@@ -142,6 +141,10 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
             own = [otherwise[0] if name is None else name for name in own]
         names = tuple(name for name in own if name is not None)
         return names[:1] if len(set(names)) == 1 else names
+
+    def _own_heads(self, parts: tuple[Any, ...]) -> list[str | None]:
+        lasts = [part.last() if isinstance(part, Composition) else part for part in parts]
+        return [last if last is not None and last in self.heads else None for last in lasts]
 
     def _names(self, setup: str | list[str] | None, call: str) -> tuple[str, ...]:
         names = (setup,) if isinstance(setup, str) else tuple(setup or ())

@@ -130,7 +130,10 @@ def test_fusions_stand_in_stacks_and_setups():
     assert not torch.allclose(stacked, fused)
     model.set_active_adapters(None)
     plain = hidden(model)
+    # a model without the fusion is none that the setup is for
+    stranger = with_fusion(fusion=None)
     with AdapterSetup(AB):
+        assert stranger.active_adapters is None
         assert torch.equal(hidden(model), fused)
     assert torch.equal(hidden(model), plain)
 

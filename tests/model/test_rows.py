@@ -366,6 +366,32 @@ def test_heads_that_answer_differently_give_one_output_each():
     torch.testing.assert_close(found.loss, total, rtol=0, atol=1e-12)
 
 
+def test_several_active_heads_answer_all_rows_without_heads_of_their_own():
+    model = with_heads(a=3, b=3, x=2, y=4)
+    for name in "ab":
+        model.delete_head(name)
+    model.active_head = ["x", "y"]
+    inputs = tiny_inputs("bert", batch=2)
+    for given in ({}, {"head": ["y", "x"]}):
+        found = model(**inputs, adapter_names=["b", "a"], **given)
+        for i, name in enumerate(["b", "a"]):
+            with AdapterSetup(name, head_setup=["x", "y"]):
+                expected = model(**row(inputs, i), **given)
+            for output, one in zip(found, expected, strict=True):
+                torch.testing.assert_close(output.logits[i : i + 1], one.logits)
+
+
+def test_a_row_that_no_head_answers_is_refused():
+    model = with_heads(a=3, b=3)
+    model.delete_head("b")
+    model.active_head = None
+    model.float()
+    inputs = tiny_inputs("bert", batch=2)
+    with refused(model, StateError, "'b' has no head of its name", "model.active_head = 'a'"):
+        model(**inputs, adapter_names=["a", "b"])
+    assert model(**inputs, adapter_names=["a", "b"], head="a").logits.shape == (2, 3)
+
+
 def test_heads_on_tokens_and_choices_take_their_rows():
     torch.manual_seed(0)
     model = AutoAdapterModel.from_config(tiny_config("bert")).double().eval()
