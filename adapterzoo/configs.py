@@ -270,13 +270,15 @@ def require_choice(config: AdapterConfig, field: str, legal: Sequence[object]) -
 
 
 def require_layers(config: AdapterConfig, field: str) -> None:
-    """Check that a field is None or a tuple of layer numbers; lists are stored as tuples.
+    """Check that a field is a tuple of layer numbers; lists become tuples, None the default.
 
     Raises:
         ConfigError: it is something else.
     """
     value = getattr(config, field)
     if value is None:
+        value = {f.name: f.default for f in dataclasses.fields(config)}[field]
+        object.__setattr__(config, field, value)
         return
     if isinstance(value, str) or not isinstance(value, Sequence):
         value = (value,) if isinstance(value, int) else None

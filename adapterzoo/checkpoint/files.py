@@ -138,7 +138,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"Write a folder that save_adapter made."
         )
     try:
-        document = json.loads(metadata[_DOCUMENT])
+        document = json.loads(metadata[_DOCUMENT], parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"load from {str(file)!r}: the document in the file is no JSON ({error}). "
@@ -164,3 +164,7 @@ def _check_header(file: Path) -> None:
         size = int.from_bytes(stream.read(8), "little")
     if size > _MAX_HEADER:
         raise CheckpointError(f"its header would have more than {_MAX_HEADER:,} bytes")
+
+
+def _no_number(text: str) -> float:
+    raise CheckpointError(f"{text} is no number of JSON")

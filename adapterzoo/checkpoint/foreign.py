@@ -102,6 +102,13 @@ def read_tensors(call: str, file: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{call}: {file.name} is no object of names and plain tensors. {_AGAIN}."
         )
+    for key, tensor in loaded.items():
+        # one number can stand for a tensor of any size, until somebody copies it
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{call}: {file.name} has a tensor {key!r} of fewer numbers than its shape: "
+                f"file {list(tensor.shape)}; nothing has been loaded. {_AGAIN}."
+            )
     return {key: tensor.detach() for key, tensor in loaded.items()}
 
 

@@ -57,12 +57,12 @@ class Checkpoint:
         """The method, by the format's own word."""
         config = self.document.get("config")
         own = config.get("architecture") if isinstance(config, Mapping) else None
-        return own or self.document.get("peft_type")
+        return _text(own or self.document.get("peft_type"))
 
     @property
     def name(self) -> str | None:
         """The adapter's name; not every format knows one."""
-        return self.document.get("name")
+        return _text(self.document.get("name"))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,7 +76,8 @@ class Checkpoint:
         if self.format != "native" or self.stem == "head":
             return None
         stored = native.load(self.folder, self.stem)
-        return fingerprint(stored.document["config"], stored.adapter)
+        config = stored.document.get("config")
+        return fingerprint(config, stored.adapter) if isinstance(config, Mapping) else None
 
     @property
     def head_type(self) -> str | None:
@@ -85,14 +86,18 @@ class Checkpoint:
             return None
         config = self.head.get("config")
         own = config.get("head_type") if isinstance(config, Mapping) else None
-        return own or self.head.get("static") or self.head.get("model_class")
+        return _text(own or self.head.get("static") or self.head.get("model_class"))
 
     @property
     def labels(self) -> list[str] | None:
         """The head's classes in order."""
         config = self.head.get("config") if self.head is not None else None
         numbers = config.get("label2id") if isinstance(config, Mapping) else None
-        return sorted(numbers, key=numbers.__getitem__) if isinstance(numbers, Mapping) else None
+        if not isinstance(numbers, Mapping):
+            return None
+        if not all(isinstance(number, int) for number in numbers.values()):
+            return None
+        return sorted(numbers, key=numbers.__getitem__)
 
 
 def open_checkpoint(call: str, path: str, revision: str | None = None) -> Checkpoint:
@@ -145,3 +150,8 @@ def open_checkpoint(call: str, path: str, revision: str | None = None) -> Checkp
         call, path, folder, stem, name, document,
         head if isinstance(head, Mapping) else None, tensors, sizes,
     )  # fmt: skip
+
+
+def _text(value: object) -> str | None:
+    """A text out of a file of others; None for nothing."""
+    return str(value) if value else None

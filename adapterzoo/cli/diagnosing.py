@@ -26,7 +26,7 @@ def doctor_command(as_json: bool) -> None:
     else:
         _show(found)
     if found["problems"]:
-        raise SystemExit(1)
+        click.get_current_context().exit(1)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import shutil
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
 from adapterzoo import __version__
+from adapterzoo.hub.settings import settings
 from adapterzoo.kernels import _launch, mode
 
 _OWN = "adapterzoo"
@@ -31,7 +29,7 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "peers": peers,
         "devices": [_device(device) for device in _devices()],
-        "hub": _hub(),
+        "hub": settings(),
         "problems": _problems(),
     }
 
@@ -126,18 +124,3 @@ def _kernels(device: torch.device) -> str:
         return "torch operations"
     why = _launch.obstacle(x)
     return "Triton" if why is None else f"torch operations ({why})"
-
-
-def _hub() -> dict[str, Any]:
-    cache = Path(constants.HF_HUB_CACHE)
-    there = next(p for p in (cache, *cache.absolute().parents) if p.exists())
-    return {
-        "endpoint": constants.ENDPOINT,
-        "offline": bool(constants.HF_HUB_OFFLINE),
-        # whether there is one, never what it is
-        "token": get_token() is not None,
-        "cache": str(cache),
-        "cache exists": cache.is_dir(),
-        "cache writable": os.access(there, os.W_OK),
-        "free space": f"{shutil.disk_usage(there).free / 2**30:.1f} GiB",
-    }

@@ -158,7 +158,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def _for_people(facts: dict[str, Any]) -> dict[str, object]:
-    config = facts["config"]
+    config = facts["config"] if isinstance(facts["config"], dict) else None
     labels = facts["labels"]
     head = facts["head"]
     if head is not None and labels:
@@ -169,7 +169,7 @@ def _for_people(facts: dict[str, Any]) -> dict[str, object]:
         "base model": facts["base_model"],
         "model type": facts["model_type"],
         "method": facts["method"],
-        "config": config and ", ".join(f"{k}={v!r}" for k, v in config.items()),
+        "config": ", ".join(f"{k}={v!r}" for k, v in config.items()) if config else None,
         "head": head,
         "parameters": f"{facts['parameters']:,} in {facts['tensors']:,} tensors",
         "dtype": ", ".join(facts["dtypes"]),

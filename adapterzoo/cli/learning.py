@@ -35,7 +35,8 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if there i
 @click.option("--lr", default=1e-3, type=click.FloatRange(min=0, min_open=True),
               help="Learning rate at the start; falls to 0.")  # fmt: skip
 @_batch_size
-@click.option("--max-length", default=128, type=click.IntRange(min=1), help="Tokens of a text.")
+@click.option("--max-length", type=click.IntRange(min=1),
+              help="Tokens of a text, at most.  [default: 128]")  # fmt: skip
 @click.option("--pooling", default="auto",
               help="What answers for a text: auto, cls, mean, last, eos or pooler.")  # fmt: skip
 @click.option("--layers", default=1, type=click.IntRange(min=1), help="Layers of the head.")
@@ -54,7 +55,7 @@ def train_command(
     epochs: float,
     lr: float,
     batch_size: int,
-    max_length: int,
+    max_length: int | None,
     pooling: str,
     layers: int,
     seed: int,
@@ -112,7 +113,7 @@ def train_command(
 @model_option
 @_batch_size
 @click.option("--max-length", type=click.IntRange(min=1),
-              help="Tokens of a text.  [default: as in training, else 128]")  # fmt: skip
+              help="Tokens of a text, at most.  [default: as in training]")  # fmt: skip
 @_device
 @_text_column
 @click.option("--revision", help="Branch, tag or commit of PATH on the Hub.")
@@ -166,6 +167,8 @@ def predict_command(
 
 
 def _shown(value: object) -> object:
+    if isinstance(value, list):
+        return ", ".join(value)
     if isinstance(value, float):
         return f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else value

@@ -20,6 +20,8 @@ from adapterzoo.model.facts import facts_of
 
 from .checkpoints import Checkpoint
 
+_MAX_LENGTH = 128
+
 # their output layer is an embedding of the base model, and files hold a copy of it
 _TIED = frozenset({"causal_lm", "masked_lm", "seq2seq_lm"})
 
@@ -117,13 +119,43 @@ def tokenizer_of(call: str, base: str) -> Any:
         base: folder or name on the Hub.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: it has none, or nothing to pad with.
     """
     with _told(call, base, "tokenizer"):
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise CheckpointError(
+            f"{call}: the tokenizer of {base!r} has no token for padding and none for the end of "
+            f"a text. Give it one: tokenizer.pad_token = … and tokenizer.save_pretrained(…)."
+        )
     return tokenizer
+
+
+def tokens_of_text(call: str, model: Any, tokenizer: Any, wanted: int | None) -> int:
+    """To how many tokens texts are cut.
+
+    Args:
+        call: what the user wrote, for messages.
+        model: says how many it takes.
+        tokenizer: the same.
+        wanted: by the user; None: 128 where the model takes so many.
+
+    Raises:
+        ConfigError: the model does not take so many.
+    """
+    known = (
+        tokenizer.model_max_length,
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+    )
+    limit = min((n for n in known if isinstance(n, int) and n > 0), default=_MAX_LENGTH)
+    if wanted is not None and wanted > limit:
+        raise ConfigError(
+            f"{call}: --max-length {wanted} is more than the {limit} tokens that the model takes. "
+            f"Write --max-length {limit} or less."
+        )
+    return min(_MAX_LENGTH, limit) if wanted is None else wanted
 
 
 def fitted(

@@ -30,7 +30,7 @@ def print_facts(facts: Mapping[str, object]) -> None:
     shown = {name: value for name, value in facts.items() if value is not None}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
-        click.echo(f"{name:<{width}}  {value}")
+        click.echo(f"{name:<{width}}  {_printable(str(value))}")
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -91,16 +91,22 @@ def be_quiet(shown: bool) -> None:
     Args:
         shown: whether their progress bars stay.
     """
-    from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging
+
+    from adapterzoo.hub.settings import hide_progress
 
     logging.set_verbosity_error()
     if not shown:
         logging.disable_progress_bar()
-        disable_progress_bars()
+        hide_progress()
 
 
 def _shown(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else _printable(str(value))
+
+
+def _printable(text: str) -> str:
+    """Text of strangers without what a terminal would obey."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

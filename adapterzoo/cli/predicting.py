@@ -14,10 +14,9 @@ from torch import Tensor
 from adapterzoo.errors import CheckpointError, ConfigError
 
 from .checkpoints import Checkpoint
-from .models import base_of, tokenizer_of, with_weights
+from .models import base_of, tokenizer_of, tokens_of_text, with_weights
 from .output import progress as bar
 
-_MAX_LENGTH = 128
 _NAME = "predicting"
 _TYPES = ("classification", "multilabel_classification")
 
@@ -99,10 +98,9 @@ def predict(
             f"{call}: {checkpoint.path!r} has {has}, and `predict` needs one that classifies "
             f"texts. Write the folder of an adapter that `adapterzoo train` made."
         )
-    length = max_length or _trained_length(checkpoint) or _MAX_LENGTH
     tokenizer = tokenizer_of(call, base)
-    if tokenizer.pad_token_id is not None and adapted.config.get_text_config().pad_token_id is None:
-        adapted.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    wanted = max_length or _trained_length(checkpoint)
+    length = tokens_of_text(call, adapted, tokenizer, wanted)
     logits = logits_of(adapted.to(place), tokenizer, texts, length, batch_size, progress)
     count = logits.shape[-1]
     labels = config.id2label or {number: str(number) for number in range(count)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from adapterzoo.errors import ConfigError, listing
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _LINES = (".jsonl", ".ndjson")
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def class_names(call: str, file: Path, labels: list[str]) -> list[str]:
             f"{call}: all rows of {str(file)!r} have the label {min(names)!r}, so there is nothing "
             f"to tell apart. Write a file with two labels or more."
         )
-    numbers = all(name.lstrip("-").isdecimal() for name in names)
+    numbers = all(_NUMBER.fullmatch(name) for name in names)
     return sorted(names, key=(lambda name: (int(name), name)) if numbers else str)
 
 

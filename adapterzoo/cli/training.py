@@ -28,7 +28,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, StateError
 from adapterzoo.names import check_name
 from adapterzoo.trainer import AdapterTrainer
 
-from .models import tokenizer_of, with_weights
+from .models import tokenizer_of, tokens_of_text, with_weights
 from .predicting import device_named, logits_of
 from .rows import class_names, class_numbers, read_rows
 
@@ -48,7 +48,7 @@ class Plan:
         epochs: times that each row is seen.
         lr: learning rate at the start.
         batch_size: rows of a step.
-        max_length: tokens of a text.
+        max_length: tokens of a text, None for the usual number.
         pooling: of the head.
         layers: of the head.
         seed: of weights, dropout and order.
@@ -68,7 +68,7 @@ class Plan:
     epochs: float
     lr: float
     batch_size: int
-    max_length: int
+    max_length: int | None
     pooling: Any
     layers: int
     seed: int
@@ -123,8 +123,9 @@ def train(plan: Plan) -> dict[str, Any]:
         expected = class_numbers(plan.call, plan.eval_file, judged.labels, names)
     tokenizer = tokenizer_of(plan.call, plan.model)
     set_seed(plan.seed)
-    model = _prepared(plan, names, tokenizer)
-    tokens = tokenizer(rows.texts, truncation=True, max_length=plan.max_length)
+    model = _prepared(plan, names)
+    length = tokens_of_text(plan.call, model, tokenizer, plan.max_length)
+    tokens = tokenizer(rows.texts, truncation=True, max_length=length)
     data = [
         {key: tokens[key][i] for key in tokens} | {"labels": label}
         for i, label in enumerate(labels)
@@ -142,15 +143,13 @@ def train(plan: Plan) -> dict[str, Any]:
         "train_loss": loss,
     }
     if judged is not None:
-        logits = logits_of(
-            model, tokenizer, judged.texts, plan.max_length, plan.batch_size, plan.progress
-        )
+        logits = logits_of(model, tokenizer, judged.texts, length, plan.batch_size, plan.progress)
         right = logits.argmax(-1) == torch.tensor(expected)
         metrics |= {"eval_rows": len(expected), "accuracy": right.double().mean().item()}
     kept = {key: metrics[key] for key in ("train_rows", "accuracy", "eval_rows") if key in metrics}
     settings = {
         "epochs": plan.epochs, "lr": plan.lr, "batch_size": plan.batch_size, "seed": plan.seed,
-        "max_length": plan.max_length,
+        "max_length": length,
     }  # fmt: skip
     model.save_adapter(plan.output, plan.name, meta_dict={"train": settings | kept})
     return metrics | {
@@ -183,11 +182,9 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _prepared(plan: Plan, names: list[str], tokenizer: Any) -> Any:
+def _prepared(plan: Plan, names: list[str]) -> Any:
     """The base model with a fresh adapter and a fresh head, these two trainable."""
     model = with_weights(plan.call, plan.model)
-    if tokenizer.pad_token_id is not None and model.config.get_text_config().pad_token_id is None:
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     for head in model.known_heads():
         model.delete_head(head)
     model.add_adapter(plan.name, config=plan.method)

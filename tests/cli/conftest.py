@@ -25,15 +25,14 @@ GOOD, BAD = "fine great lovely", "dull poor awful"
 FILLER = "the film was so a very plot and its end"
 
 
-def add_tokenizer(folder: Path) -> None:
+def add_tokenizer(folder: Path, **tokens: str | None) -> None:
     """A tokenizer of whole words, as many as the tiny models have."""
     words = ["[PAD]", "[UNK]", *f"{GOOD} {BAD} {FILLER}".split()]
     words += [f"w{n}" for n in range(VOCABULARY - len(words))]
     tokenizer = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
-    ).save_pretrained(folder)
+    special = tokens or {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +90,7 @@ def call(*arguments: object, code: int = 0) -> Result:
 
 @pytest.fixture(scope="session")
 def trained(base: Path, table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `train --json` says of an adapter that PEFT and BertForSequenceClassification can say."""
+    """What `train --json` says of an adapter with a head that transformers has too."""
     folder = tmp_path_factory.mktemp("runs") / "reviews"
     result = call(
         "train", "--model", base, "--train", table, "--eval", table, "--output", folder,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ answer = [result.exit_code, result.stdout, result.stderr]
 
 
 @pytest.fixture
-def over_there(hub_client: tuple[Any, Any], tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
+def over_there(hub_client: tuple[Any, Any], tmp_path: Path) -> Callable[..., list[str]]:
     """Runs the command line in the process that reaches the Hub, with an empty cache."""
     hub, client = hub_client
     hub.repos.clear()
@@ -34,7 +34,7 @@ def over_there(hub_client: tuple[Any, Any], tmp_path: Path) -> Iterator[Callable
         assert found == code, f"{out}\n{err}"
         return [out, err]
 
-    yield call
+    return call
 
 
 def test_push_then_info_list_and_predict(

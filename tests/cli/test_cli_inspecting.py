@@ -164,3 +164,51 @@ def test_a_head_alone(run: Callable[..., Any], base: Path, tmp_path: Path) -> No
         assert (found["head"], len(found["labels"])) == ("classification", 5)
         assert (found["method"], found["fingerprint"]) == (None, None)
         assert "fits" in run("verify", tmp_path / form, "--model", base).stdout
+
+
+HOSTILE = {
+    "name": ["a"], "config": [1], "model_name": 7, "model_type": {}, "peft_type": [[]],
+    "base_model_name_or_path": {"a": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", HOSTILE)
+@pytest.mark.parametrize("case", ["golden_peft", "golden_adapterhub"])
+def test_configs_of_wrong_types_give_no_trace(
+    run: Callable[..., Any], tmp_path: Path, case: str, field: str
+) -> None:
+    """`info` shows what stands there, and what needs a meaning is refused."""
+    folder = tmp_path / "a"
+    shutil.copytree(DATA / case / "bert/lora", folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: HOSTILE[field]}))
+    run("info", folder)
+    run("info", folder, "--json")
+    if field in ("config", "peft_type") and (field == "config") == (case == "golden_adapterhub"):
+        base = DATA / case / "bert/base"
+        assert run("verify", folder, "--model", base, code=1).stderr.startswith("adapterzoo: ")
+
+
+@pytest.mark.parametrize("labels", [{"a": 0, "b": "x"}, {"a": None}, [1], "ab"])
+def test_labels_of_wrong_types_give_no_trace(
+    run: Callable[..., Any], tmp_path: Path, labels: object
+) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(HUB / "bert/lora", folder)
+    file = folder / "head_config.json"
+    document = json.loads(file.read_text())
+    document["config"] |= {"label2id": labels, "head_type": ["classification"]}
+    file.write_text(json.dumps(document))
+    assert "golden" in run("info", folder).stdout
+    said = run("verify", folder, "--model", HUB / "bert/base", code=1).stderr
+    assert said.startswith("adapterzoo: ")
+
+
+def test_a_terminal_obeys_no_name(run: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(HUB / "bert/lora", folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"name": "\x1b[2Jgone\r\n"}))
+    said = run("info", folder).stdout
+    assert "\\x1b[2Jgone\\r\\n" in said
+    assert "\x1b" not in said

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import add_tokenizer
+from families import tiny_config
 from transformers import AutoTokenizer
 
 from adapterzoo import AutoAdapterModel
 from adapterzoo.cli import learning
+from adapterzoo.cli.rows import class_names
 
 
 def test_train_learns_and_says_so(trained: dict[str, Any]) -> None:
@@ -35,7 +38,7 @@ def test_train_saves_the_adapter_with_its_head_and_settings(
     document = json.loads((trained["folder"] / "adapter_config.json").read_text())
     assert document["meta"]["train"] == {
         "accuracy": trained["accuracy"], "batch_size": 8, "epochs": 12.0, "eval_rows": 48,
-        "lr": 5e-3, "max_length": 128, "seed": 1, "train_rows": 48,
+        "lr": 5e-3, "max_length": 64, "seed": 1, "train_rows": 48,
     }  # fmt: skip
 
 
@@ -181,6 +184,7 @@ REFUSED = {
     "no folder": (["--output", "rows.csv", "--name", "a"], "is no folder that can be written"),
     "another format": (["--output", "peft"], "in the format 'peft'"),
     "a new label": (["--eval", "new.csv"], "has the labels 'c', which no row to train on has"),
+    "too many tokens": (["--max-length", 4000], "--max-length 4000 is more than the "),
     "another ending": (["--train", "rows.xlsx"], "ends in '.xlsx'"),
 }
 
@@ -260,3 +264,54 @@ def test_bars_are_for_people_and_on_standard_error(
     assert "training: " not in result.stdout
     assert result.stdout.splitlines()[0].split() == ["name", "a"]
     assert run(*arguments, "--json").stderr == ""
+
+
+def test_labels_that_are_numbers_are_sorted_as_numbers() -> None:
+    file = Path("rows.csv")
+    assert class_names("train", file, ["10", "9", "-1", "9"]) == ["-1", "9", "10"]
+    assert class_names("train", file, ["10", "9", "--1"]) == ["--1", "10", "9"]
+
+
+def test_decoders_pad_with_the_end_of_texts(
+    run: Callable[..., Any], table: Path, tmp_path: Path
+) -> None:
+    """A row of a batch says what it says alone."""
+    base = tmp_path / "base"
+    AutoAdapterModel.from_config(tiny_config("gpt2")).base_model.save_pretrained(base)
+    add_tokenizer(base, eos_token="[UNK]")
+    run("train", "--model", base, "--train", table, "--output", tmp_path / "a", "--epochs", 1,
+        "--device", "cpu", "--method", "seq_bn")  # fmt: skip
+    options = ["--text", "fine", "--text", "so dull was the film and its plot", "--json"]
+    batch = run("predict", tmp_path / "a", *options).stdout
+    alone = run("predict", tmp_path / "a", *options, "--batch-size", 1).stdout
+    found, expected = (
+        torch.tensor([list(json.loads(line)["probabilities"].values()) for line in text.split("\n")
+                      if line])
+        for text in (batch, alone)
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused(
+    run: Callable[..., Any], table: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    AutoAdapterModel.from_config(tiny_config("gpt2")).base_model.save_pretrained(base)
+    add_tokenizer(base, pad_token=None)
+    arguments = ["train", "--model", base, "--train", table, "--output", tmp_path / "a"]
+    assert "no token for padding" in run(*arguments, code=1).stderr
+
+
+def test_predict_cuts_texts_where_the_training_did(
+    run: Callable[..., Any], base: Path, table: Path, tmp_path: Path
+) -> None:
+    run("train", "--model", base, "--train", table, "--output", tmp_path / "a", "--epochs", 0.2,
+        "--max-length", 3, "--device", "cpu")  # fmt: skip
+
+    def shares(text: str, *options: object) -> list[float]:
+        said = run("predict", tmp_path / "a", "--text", text, "--json", *options).stdout
+        return list(json.loads(said)["probabilities"].values())
+
+    cut = shares("the film plot was dull")
+    assert cut == pytest.approx(shares("the film plot"), abs=1e-6)
+    assert cut != pytest.approx(shares("the film plot was dull", "--max-length", 64), abs=1e-4)
