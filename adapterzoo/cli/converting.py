@@ -122,10 +122,11 @@ def merge(
             state[key].copy_(tensor)
     # the adapter stays where it is in memory, and out of the file
     plain = {key: tensor for key, tensor in state.items() if key in keys}
+    tokenizer = _tokenizer(base)
     try:
         PreTrainedModel.save_pretrained(model, out, state_dict=plain)
-        if cached_file(base, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False):
-            AutoTokenizer.from_pretrained(base).save_pretrained(out)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(out)
     except OSError as error:
         raise CheckpointError(
             f"{call}: {out!r} cannot be written ({error.strerror or error}). Write a folder that "
@@ -140,6 +141,17 @@ def _check_new(call: str, out: Path) -> None:
         raise ConfigError(
             f"{call}: {str(out)!r} is there already. Write a new folder, or empty this one."
         )
+
+
+def _tokenizer(base: str) -> Any:
+    """The tokenizer of a base model; None where it has none."""
+    found = cached_file(
+        base,
+        "tokenizer_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else AutoTokenizer.from_pretrained(base)
 
 
 def _with_labels(config: Any, head: HeadConfig) -> Any:

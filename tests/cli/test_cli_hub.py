@@ -103,3 +103,15 @@ def test_refusals(
     assert out == ""
     assert "Traceback" not in err
     assert not hub.repos
+
+
+def test_a_branch_is_pushed_to_and_read(
+    over_there: Callable[..., list[str]], hub_client: tuple[Any, Any], trained: dict[str, Any]
+) -> None:
+    hub, _ = hub_client
+    over_there("push", trained["folder"], "ann/two", "--revision", "v2")
+    assert "adapter.safetensors" not in hub.repos["ann/two"].files("main")
+    over_there("info", "ann/two", code=1)
+    for command in (["info"], ["verify"], ["predict", "--text", "fine"]):
+        name, *options = command
+        over_there(name, "ann/two", "--revision", "v2", *options)

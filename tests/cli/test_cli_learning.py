@@ -16,7 +16,7 @@ from families import tiny_config
 from transformers import AutoTokenizer
 
 from adapterzoo import AutoAdapterModel
-from adapterzoo.cli import learning
+from adapterzoo.cli import learning, training
 from adapterzoo.cli.rows import class_names
 
 
@@ -198,6 +198,7 @@ def test_bad_choices_are_refused_before_training(
     Path("new.csv").write_text("text,label\nfine,a\ndull,c\n")
     Path("peft").mkdir()
     Path("peft/adapter_config.json").write_text('{"peft_type": "LORA"}')
+    monkeypatch.setattr(training, "_run", None)
     options, message = REFUSED[case]
     usual = ["--model", base, "--train", "rows.csv", "--output", "a"]
     result = run("train", *usual, *options, code=1)
