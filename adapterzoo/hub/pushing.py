@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
+from adapterzoo.checkpoint import folders
 from adapterzoo.errors import CheckpointError
 
 from .asking import Caller
@@ -65,6 +66,9 @@ def push(
     check_repo_id(call, repo_id)
     text = text or CardText()
     check_card(call, text)
+    # what a killed save has left there is finished first
+    with folders.reading(call, folder):
+        pass
     names = wanted(file.name for file in folder.glob("*") if file.is_file())
     if not names:
         raise CheckpointError(

@@ -38,8 +38,7 @@ class StoringMixin(StoringHeadsMixin):
     ) -> None:
         """Save an adapter, and the head of the same name, to a folder.
 
-        In the native format the file is replaced by one rename: after a crash the folder holds
-        the old or the new adapter. No weight of the base model is saved, except where a head
+        After a crash the folder holds the old or the new adapter, in every format. No weight of the base model is saved, except where a head
         shares its output layer with it and AdapterHub's format keeps that layer with the head.
 
         On a model that `fully_shard` has split this is a collective call: all processes make it,
