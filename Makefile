@@ -3,7 +3,7 @@
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
 # make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
 #
-# Both make the virtual environment when it is missing and need only Python and make.
+# Each makes the virtual environment when it is missing and needs only Python and make.
 # To use another torch than the one CI tests:   make TORCH=torch quickstart
 
 PYTHON ?= python3

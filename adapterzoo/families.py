@@ -48,7 +48,7 @@ class Family:
         alike: list[SharingAdapter] = [adapter]
         if any(member is adapter for member in self._members):
             for member in self._members:
-                if member is not adapter and isinstance(member, kind) and member.sharing_key == key:
+                if member is not adapter and type(member) is kind and member.sharing_key == key:
                     alike.append(member)
         made = kind.from_input(alike, x)
         # what was made of another tensor before, and nobody has asked for, goes

@@ -44,8 +44,9 @@ def ratios(
 ) -> dict[str, Ratio]:
     """CPU time of each of the others over that of the floor.
 
-    Each round measures the floor before and after every one of the others, and takes the mean of
-    the two: what drifts slowly falls out. What takes several floors is measured in three rounds.
+    Each round measures the floor before and after every two of the others, and takes the mean of
+    both: what drifts slowly falls out, since the two change places from round to round. What takes
+    several floors is measured in three rounds.
 
     Args:
         floor: what the others are compared with.
@@ -58,14 +59,14 @@ def ratios(
         run()
     found: dict[str, list[float]] = {name: [] for name in others}
     for number in range(rounds):
-        names = list(others)
+        names = [n for n in others if number < 3 or statistics.median(found[n]) <= _LONG]
+        names = names if number % 2 else names[::-1]
         before = _seconds(floor, repeat)
-        for name in names if number % 2 else reversed(names):
-            if number >= 3 and statistics.median(found[name]) > _LONG:
-                continue
-            taken = _seconds(others[name], repeat)
+        for i in range(0, len(names), 2):
+            taken = {name: _seconds(others[name], repeat) for name in names[i : i + 2]}
             after = _seconds(floor, repeat)
-            found[name].append(2 * taken / (before + after))
+            for name, seconds in taken.items():
+                found[name].append(2 * seconds / (before + after))
             before = after
     return {name: ratio(values) for name, values in found.items()}
 

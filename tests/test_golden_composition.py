@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from snapshots import refused
 from test_golden_adapterhub import bottleneck_place, lora_place
 
 from adapterzoo import AutoAdapterModel, BatchSplit, Fuse, Parallel, Split, Stack
+from adapterzoo.errors import CheckpointError, UnknownNameError
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "composition"
 FAMILIES = ("bert", "gpt2", "llama")
@@ -113,6 +115,53 @@ def test_the_golden_outputs(family: str, name: str):
             outputs = model(**expected)
             for output, one in zip(outputs, by_head, strict=True):
                 close(output.logits, one)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_golden_files_of_a_fusion_are_loaded(family: str):
+    file = GOLDEN / family / "outputs" / "fuse_a_b.safetensors"
+    if not file.exists():
+        pytest.skip("there are no golden files")
+    model = AutoAdapterModel.from_pretrained(GOLDEN / family / "base").eval()
+    fusion = GOLDEN / family / "fusion"
+    with pytest.raises(UnknownNameError, match=r"load_adapter_fusion.*'b'"):
+        model.load_adapter_fusion(fusion)
+    for name in ("a", "b"):
+        model.load_adapter(GOLDEN / family / name, with_head=False)
+    assert model.load_adapter_fusion(fusion, set_active=True) == "a,b"
+    assert model.load_adapter_fusion(fusion, load_as="other") == "other"
+    expected = load_file(file)
+    hidden = expected.pop("hidden")
+    with torch.no_grad():
+        for fuse in (Fuse("a", "b"), Fuse("a", "b", name="other")):
+            model.set_active_adapters(fuse)
+            close(model(**expected).last_hidden_state, hidden)
+
+
+def test_a_fusion_of_adapterhub_that_does_not_fit_is_refused(tmp_path: Path):
+    folder = GOLDEN / "bert" / "fusion"
+    if not folder.exists():
+        pytest.skip("there are no golden files")
+    model = AutoAdapterModel.from_pretrained(GOLDEN / "bert" / "base").eval()
+    for name in ("a", "b"):
+        model.load_adapter(GOLDEN / "bert" / name, with_head=False)
+    config, name = "adapter_fusion_config.json", "pytorch_model_adapter_fusion.bin"
+    document = json.loads((folder / config).read_text())
+    tensors = torch.load(folder / name, weights_only=True)
+    lost = next(iter(tensors))
+    wrong = {
+        "there is no tensor": (document, {k: t for k, t in tensors.items() if k != lost},
+                               "in the model only"),
+        "a block too many": (document, {**tensors, lost.replace("layer.0", "layer.7"):
+                                        tensors[lost]}, "layer.7"),
+        "no adapters": ({**document, "adapter_names": []}, tensors, "a list of names"),
+        "no config": ({**document, "config": None}, tensors, "no 'config' of a fusion"),
+    }  # fmt: skip
+    for texts, values, says in wrong.values():
+        (tmp_path / config).write_text(json.dumps(texts))
+        torch.save(values, tmp_path / name)
+        with refused(model, CheckpointError, "load_adapter_fusion(", says):
+            model.load_adapter_fusion(tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -25,6 +25,8 @@ from . import folders
 _DOCUMENT = "adapterzoo"
 # of safetensors: names, shapes and the document, about 300 bytes for each tensor
 _MAX_HEADER = 32 * 2**20
+# configs have some thousand bytes; lists of labels some hundred thousand
+MAX_JSON = 16 * 2**20
 
 
 def write_tensors(file: Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -47,17 +49,28 @@ def tensor_bytes(tensors: Mapping[str, Tensor], document: Mapping[str, Any] | No
     Args:
         tensors: of any device; shared memory is written apart.
         document: JSON types, for the files of this library.
+
+    Raises:
+        CheckpointError: the document is larger than what reading takes.
     """
     # one metadata key only: safetensors does not fix the order of several
     text = json.dumps(document, sort_keys=True, allow_nan=False)
     metadata = {"format": "pt"} if document is None else {_DOCUMENT: text}
     owned = {key: t.detach().cpu().clone().contiguous() for key, t in sorted(tensors.items())}
-    return save(owned, metadata=metadata)
+    whole = save(owned, metadata=metadata)
+    _check_size("names, shapes and document", int.from_bytes(whole[:8], "little"), _MAX_HEADER)
+    return whole
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """A document as people can read it."""
-    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+    """A document as people can read it.
+
+    Raises:
+        CheckpointError: it is larger than what reading takes.
+    """
+    text = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+    _check_size("the config, with what meta_dict says,", len(text), MAX_JSON)
+    return text
 
 
 def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
@@ -103,7 +116,7 @@ def check_regular(file: Path) -> None:
 def holds_document(file: Path) -> bool:
     """Whether a safetensors file is one of this library's; a damaged one counts as such."""
     try:
-        _check_header(file)
+        check_header(file)
         with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
             return _DOCUMENT in (opened.metadata() or {})
     except (safetensors.SafetensorError, OSError, ValueError):
@@ -117,7 +130,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         CheckpointError: the file is missing, damaged, or was not written by `write_tensors`.
     """
     try:
-        _check_header(file)
+        check_header(file)
         with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
             metadata = opened.metadata() or {}
             # cloned: a mapped file must not change under a model, nor keep the file open
@@ -152,7 +165,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return document, tensors
 
 
-def _check_header(file: Path) -> None:
+def check_header(file: Path) -> None:
     """Raise where a file's header asks for more memory than any adapter needs.
 
     Raises:
@@ -164,6 +177,15 @@ def _check_header(file: Path) -> None:
         size = int.from_bytes(stream.read(8), "little")
     if size > _MAX_HEADER:
         raise CheckpointError(f"its header would have more than {_MAX_HEADER:,} bytes")
+
+
+def _check_size(what: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise CheckpointError(
+            f"save: {what} would have {size:,} bytes, and {limit:,} are the most that is read "
+            f"again; nothing has been written. Write a smaller meta_dict, or tensors for what is "
+            f"large."
+        )
 
 
 def _no_number(text: str) -> float:

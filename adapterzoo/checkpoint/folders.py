@@ -88,7 +88,8 @@ def replace_files(
         stale: names of files that shall not be there afterwards, and may not be now.
 
     Raises:
-        CheckpointError: a file cannot be written; the old ones are whole.
+        CheckpointError: a file cannot be written, and the old ones are whole; or the new ones are,
+            and the next reader or saver has to put them in their places.
     """
     for name in contents:
         if (folder / name).is_dir():
@@ -108,13 +109,13 @@ def replace_files(
         _settle(part)
         part.rename(folder / _READY)
         part = None
-        _settle(folder)
-        _finish(folder)
     except OSError as error:
         raise _unwritable(call, folder, error) from error
     finally:
         if part is not None:
             shutil.rmtree(part, ignore_errors=True)
+    _settle(folder)
+    _finish_or_raise(call, folder)
 
 
 def _finish(folder: Path) -> None:

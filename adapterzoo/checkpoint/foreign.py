@@ -19,10 +19,8 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, ConfigError
 
-from .files import check_regular
+from .files import MAX_JSON, check_header, check_regular
 
-# configs have some thousand bytes; lists of labels some hundred thousand
-_MAX_JSON = 16 * 2**20
 _AGAIN = "Copy the checkpoint again from where it was saved"
 
 
@@ -39,14 +37,14 @@ def read_json(call: str, file: Path) -> dict[str, Any]:
     try:
         _check_regular(call, file)
         size = file.stat().st_size
-        text = file.read_bytes() if size <= _MAX_JSON else b""
+        text = file.read_bytes() if size <= MAX_JSON else b""
     except OSError as error:
         raise CheckpointError(
             f"{call}: {file.name} cannot be read ({error.strerror or error}). {_AGAIN}."
         ) from error
     if not text and size:
         raise CheckpointError(
-            f"{call}: {file.name} has {size:,} bytes; a config has {_MAX_JSON:,} at most. {_AGAIN}."
+            f"{call}: {file.name} has {size:,} bytes; a config has {MAX_JSON:,} at most. {_AGAIN}."
         )
     try:
         document = json.loads(text, parse_constant=_no_number)
@@ -80,6 +78,7 @@ def read_tensors(call: str, file: Path) -> dict[str, Tensor]:
     try:
         _check_regular(call, file)
         if file.suffix == ".safetensors":
+            _check_header(call, file)
             return safetensors.torch.load_file(file)
         _refuse_compressed(call, file)
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
@@ -117,6 +116,13 @@ def _check_regular(call: str, file: Path) -> None:
         check_regular(file)
     except CheckpointError as error:
         raise CheckpointError(f"{call}: {error}.") from error
+
+
+def _check_header(call: str, file: Path) -> None:
+    try:
+        check_header(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{call}: {file.name} is damaged: {error}. {_AGAIN}.") from error
 
 
 def _is_plain(value: object) -> bool:

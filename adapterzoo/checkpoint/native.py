@@ -8,8 +8,9 @@ document for people and for the Hub.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -166,12 +167,32 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
     if any(own[key].is_meta for key in values):
         module.load_state_dict(values, strict=False, assign=True)
+        _share_again(module, own, values)
         return
     with torch.no_grad():
         for key, value in values.items():
             own[key].copy_(value)
     wrong = [key for key, value in values.items() if not same_bits(own[key], value)]
     _refuse_bits("load", wrong, own)
+
+
+def _share_again(module: nn.Module, own: Mapping[str, Tensor], filled: Iterable[str]) -> None:
+    """Let what was one tensor under several names be one again, after some got another."""
+    first = {id(own[key]): key for key in filled}
+    for key, tensor in own.items():
+        if (source := first.get(id(tensor), key)) != key:
+            _holder(module, key)[_last(key)] = _holder(module, source)[_last(source)]
+
+
+def _holder(module: nn.Module, key: str) -> dict[str, Any]:
+    """The parameters, or the buffers, among which a key of a state dict stands."""
+    holder = module.get_submodule(key.rpartition(".")[0])
+    parameters = _last(key) in holder._parameters
+    return cast("dict[str, Any]", holder._parameters if parameters else holder._buffers)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _check_bits(call: str, expected: object, tensors: Mapping[str, Tensor]) -> None:

@@ -207,6 +207,12 @@ def _low_rank(
             f"{'magnitudes' if has_m else 'no magnitudes'}{' and biases' if has_bias else ''}. "
             f"Copy both files again from where they were saved."
         )
+    if has_bias != theirs.lora_bias:
+        raise CheckpointError(
+            f"{facts.call}: {CONFIG} says lora_bias={theirs.lora_bias}, and the file has "
+            f"{'biases' if has_bias else 'no biases'}. Copy both files again from where they were "
+            f"saved."
+        )
     ranks: dict[str, int] = {}
     for path, layer in layers.items():
         a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]

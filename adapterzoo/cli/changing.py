@@ -52,7 +52,7 @@ def convert_command(
     "architecture",
     metavar="CLASS",
     help="Class of transformers to write, such as BertForSequenceClassification.  "
-    "[default: that of BASE]",
+    "[default: that of BASE, or the one that has the adapter's head]",
 )
 @click.option("--head/--no-head", default=True, help="Whether the adapter's head goes with it.")
 @click.option("--revision", help="Branch, tag or commit of ADAPTER on the Hub.")
@@ -67,8 +67,9 @@ def merge_command(
     """Write a plain transformers model that does what BASE does with the adapter.
 
     OUT is a new folder, for `AutoModel.from_pretrained` and its like; adapterzoo is not needed to
-    load it. LoRA, DoRA and BOFT can be merged. An adapter's head becomes the head of the class
-    that --as names, where that class has such a head.
+    load it. LoRA, DoRA and BOFT can be merged. The adapter's head takes the place of that of
+    BASE, and the class is one of transformers that has such a head; where there is none, the class
+    and the head of BASE stay.
     """
     from .checkpoints import open_checkpoint
     from .converting import merge
@@ -79,7 +80,4 @@ def merge_command(
     merged = merge(checkpoint, base, out, architecture, head)
     click.echo(f"{out}: a {merged.model_class}")
     if merged.lost_head is not None:
-        note(
-            f"The head ({merged.lost_head}) is not in it: a {merged.model_class} has none. To "
-            f"have it, write --as with a class that has such a head."
-        )
+        note(f"The adapter's head is not in it: {merged.lost_head}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import foreign, formats, native
+from adapterzoo.checkpoint import folders, foreign, formats, native
 from adapterzoo.checkpoint.digest import fingerprint
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.hub.files import ADAPTER_CONFIG, wanted
@@ -113,6 +113,12 @@ def open_checkpoint(call: str, path: str, revision: str | None = None) -> Checkp
         HubError: it cannot be fetched.
     """
     folder = hub.resolve(path, revision, call=call)
+    # a save that was killed is finished first, and one that goes on is waited for
+    with folders.reading(call, folder):
+        return _opened(call, path, folder)
+
+
+def _opened(call: str, path: str, folder: Path) -> Checkpoint:
     stems: tuple[formats.Stem, ...] = ("adapter", "head")
     found = ((stem, formats.of(folder, stem)) for stem in stems)
     stem, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from adapterzoo.checkpoint.peft_heads import head_for
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.heads import HeadConfig
 from adapterzoo.model.facts import facts_of
 from adapterzoo.model.static_table import is_task
 
 from .checkpoints import Checkpoint
-from .models import base_of, config_of, fitted, task_class, with_weights
+from .models import (
+    Fitted,
+    base_of,
+    config_of,
+    fitted,
+    load_into,
+    plain_tokenizer,
+    task_class,
+    with_weights,
+)
 
 _NAME = "merged"
+_CURE = "To have it, write --as with a class that has such a head."
 _PROBLEMS = {
     "classification": "single_label_classification",
     "multilabel_classification": "multi_label_classification",
@@ -33,11 +44,28 @@ class Merged:
 
     Attributes:
         model_class: of transformers.
-        lost_head: type of the adapter's head where that class has none.
+        lost_head: why the adapter's head is not in it, where it is not.
     """
 
     model_class: str
     lost_head: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What is to be written.
+
+    Attributes:
+        name: of a class of transformers; None: the base model alone.
+        head: document of the adapter's head where it becomes that of the class.
+        tensors: of that head by key in the class; none where the file has them by those keys.
+        lost: why the adapter's head does not.
+    """
+
+    name: str | None
+    head: Mapping[str, Any] | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    lost: str | None = None
 
 
 def convert(
@@ -80,7 +108,8 @@ def merge(
         checkpoint: of an adapter.
         base: folder or name on the Hub.
         out: a new folder.
-        architecture: class of transformers; None: that of the base model.
+        architecture: class of transformers; None: that of the base model, or where its head is
+            another than the adapter's, the one that has the adapter's.
         with_head: whether the adapter's head becomes that of the class.
 
     Raises:
@@ -95,34 +124,32 @@ def merge(
             f"{call}: {checkpoint.path!r} holds a head alone, which changes no weight. Write the "
             f"folder of an adapter."
         )
+    if architecture is not None:
+        task_class(call, architecture)
     config = config_of(call, base)
-    name = architecture or next(iter(config.architectures or ()), None)
-    cls: Any = AutoModel if name is None else task_class(call, name)
-    static = name is not None and is_task(name)
-    head: Mapping[str, Any] | None = None
-    head_tensors: dict[str, Tensor] = {}
+    tokenizer = _tokenizer(call, base)
+    own = next(iter(config.architectures or ()), None)
+    target = _Target(architecture or own)
     if with_head:
         found = fitted(checkpoint, base, name=_NAME)
-        head = found.stored.document.get("head")
-        if head is not None and static and "static" not in head:
-            facts = facts_of(found.model, call)
-            head_tensors = facts.to_static(str(name), head, found.stored.head)
-            config = _with_labels(config, HeadConfig.from_dict(head["config"]))
-    replaced = head is not None and static
+        target = _target(found, call, own, architecture)
+    own_head = target.head is not None and "static" in target.head
+    if target.head is not None and not own_head:
+        config = _with_labels(config, HeadConfig.from_dict(target.head["config"]))
+    cls: Any = AutoModel if target.name is None else task_class(call, target.name)
+    replaced = target.head is not None
     model = with_weights(
         call, base, cls, config=config, dtype="auto", ignore_mismatched_sizes=replaced
     )
     keys = set(model.state_dict())
-    own = replaced and not head_tensors
-    model.load_adapter(checkpoint.folder, load_as=_NAME, with_head=own, dtype=model.dtype)
+    load_into(checkpoint, model, _NAME, with_head=own_head)
     model.merge_adapter(_NAME)
     state = model.state_dict()
     with torch.no_grad():
-        for key, tensor in head_tensors.items():
+        for key, tensor in target.tensors.items():
             state[key].copy_(tensor)
     # the adapter stays where it is in memory, and out of the file
     plain = {key: tensor for key, tensor in state.items() if key in keys}
-    tokenizer = _tokenizer(base)
     try:
         PreTrainedModel.save_pretrained(model, out, state_dict=plain)
         if tokenizer is not None:
@@ -132,8 +159,7 @@ def merge(
             f"{call}: {out!r} cannot be written ({error.strerror or error}). Write a folder that "
             f"can be written and has space."
         ) from error
-    lost = checkpoint.head_type if with_head and head is not None and not static else None
-    return Merged(type(model).__name__, lost)
+    return Merged(type(model).__name__, target.lost)
 
 
 def _check_new(call: str, out: Path) -> None:
@@ -143,7 +169,42 @@ def _check_new(call: str, out: Path) -> None:
         )
 
 
-def _tokenizer(base: str) -> Any:
+def _target(found: Fitted, call: str, own: str | None, architecture: str | None) -> _Target:
+    """The class that is written, and what becomes of the adapter's head.
+
+    Args:
+        found: the adapter in a model of the base model's structure.
+        call: what the user wrote, for messages.
+        own: class of the base model.
+        architecture: what the user chose.
+
+    Raises:
+        CheckpointError: the class that the user chose has another head.
+    """
+    name = architecture or own
+    head = found.stored.document.get("head")
+    if head is None:
+        return _Target(name)
+    if architecture is not None and not is_task(architecture):
+        return _Target(name, lost=f"a {name} has none. {_CURE}")
+    if "static" in head:
+        return _Target(architecture or str(head["static"]), head)
+    facts = facts_of(found.model, call)
+    if name is not None and is_task(name):
+        try:
+            return _Target(name, head, facts.to_static(name, head, found.stored.head))
+        except CheckpointError:
+            if architecture is not None:
+                raise
+    try:
+        task, tensors = head_for(found.stored, facts)
+    except CheckpointError as error:
+        reason = str(error).removeprefix(f"{call}: ")
+        return _Target(name, lost=f"the class is that of the base model, as {reason}")
+    return _Target(task.model_class, head, tensors)
+
+
+def _tokenizer(call: str, base: str) -> Any:
     """The tokenizer of a base model; None where it has none."""
     found = cached_file(
         base,
@@ -151,7 +212,7 @@ def _tokenizer(base: str) -> Any:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else AutoTokenizer.from_pretrained(base)
+    return None if found is None else plain_tokenizer(call, base)
 
 
 def _with_labels(config: Any, head: HeadConfig) -> Any:

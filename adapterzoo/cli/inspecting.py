@@ -55,8 +55,8 @@ def verify_command(
 ) -> None:
     """Check an adapter: files whole, bits those of their digests, all values finite.
 
-    With --model every tensor is compared with that model; its weights are not read. Ends with 1
-    where anything is wrong.
+    With --model every tensor is compared with that model. Its weights are read only where the
+    adapter's files hold copies of some. Ends with 1 where anything is wrong.
     """
     from .checkpoints import open_checkpoint
 

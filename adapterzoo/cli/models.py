@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from adapterzoo.model import init
 from adapterzoo.model.facts import facts_of
 
 from .checkpoints import Checkpoint
+from .output import note
 
 _MAX_LENGTH = 128
 
@@ -71,7 +73,7 @@ def config_of(call: str, base: str) -> PreTrainedConfig:
         CheckpointError: it cannot be had.
     """
     with _told(call, base):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(base)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(base, trust_remote_code=False)
     return config
 
 
@@ -88,7 +90,8 @@ def with_weights(call: str, base: str, cls: Any = AutoAdapterModel, **kwargs: An
         CheckpointError: it cannot be had.
     """
     with _told(call, base):
-        model = cls.from_pretrained(base, **kwargs)
+        # left out, transformers would ask at the terminal whether to run a stranger's code
+        model = cls.from_pretrained(base, trust_remote_code=False, **kwargs)
     return init(model).eval()
 
 
@@ -111,6 +114,20 @@ def task_class(call: str, name: str) -> type[PreTrainedModel]:
     return cls
 
 
+def plain_tokenizer(call: str, base: str) -> Any:
+    """The tokenizer of a base model as it is.
+
+    Args:
+        call: what the user wrote, for messages.
+        base: folder or name on the Hub.
+
+    Raises:
+        CheckpointError: it cannot be had.
+    """
+    with _told(call, base, "tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+
+
 def tokenizer_of(call: str, base: str) -> Any:
     """The tokenizer of a base model, which can pad.
 
@@ -121,8 +138,7 @@ def tokenizer_of(call: str, base: str) -> Any:
     Raises:
         CheckpointError: it has none, or nothing to pad with.
     """
-    with _told(call, base, "tokenizer"):
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer = plain_tokenizer(call, base)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
@@ -190,6 +206,28 @@ def fitted(
     return _filled(checkpoint, whole, name)
 
 
+def load_into(checkpoint: Checkpoint, model: Any, name: str, **kwargs: Any) -> None:
+    """Load an adapter into a model with weights; a note says so where its values are rounded.
+
+    Args:
+        checkpoint: of an adapter.
+        model: with adapters.
+        name: to give it.
+        **kwargs: of `load_adapter`.
+
+    Raises:
+        CheckpointError: it does not fit the model.
+    """
+    try:
+        model.load_adapter(checkpoint.folder, load_as=name, **kwargs)
+    except CheckpointError:
+        # nothing has been loaded; what else is wrong is wrong again
+        model.load_adapter(checkpoint.folder, load_as=name, dtype=model.dtype, **kwargs)
+        theirs, own = checkpoint.dtype, model.dtype
+        if torch.promote_types(theirs, own) != own:
+            note(f"The adapter's {theirs} has been rounded to {own}, which the base model has.")
+
+
 def _structure(checkpoint: Checkpoint, base: str) -> Any:
     config = config_of(checkpoint.call, base)
     cls = _class_of(checkpoint)
@@ -203,6 +241,10 @@ def _structure(checkpoint: Checkpoint, base: str) -> Any:
 def _filled(checkpoint: Checkpoint, model: Any, name: str | None) -> Fitted:
     facts = facts_of(model, checkpoint.call)
     stored = formats.read(checkpoint.folder, checkpoint.stem, facts)
+    fetched = checkpoint.folder != Path(checkpoint.path)
+    if name is None and fetched and stored.document.get("name") is None:
+        # the folder in the cache has the name of a commit
+        name = Path(checkpoint.path).name
     if checkpoint.stem == "head":
         return Fitted(model, model.load_head(checkpoint.folder, load_as=name), stored)
     return Fitted(model, model.load_adapter(checkpoint.folder, load_as=name), stored)

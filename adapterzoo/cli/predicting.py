@@ -14,7 +14,7 @@ from torch import Tensor
 from adapterzoo.errors import CheckpointError, ConfigError
 
 from .checkpoints import Checkpoint
-from .models import base_of, tokenizer_of, tokens_of_text, with_weights
+from .models import base_of, load_into, tokenizer_of, tokens_of_text, with_weights
 from .output import progress as bar
 
 _NAME = "predicting"
@@ -90,7 +90,7 @@ def predict(
     adapted = with_weights(call, base)
     for head in adapted.known_heads():
         adapted.delete_head(head)
-    adapted.load_adapter(checkpoint.folder, load_as=_NAME, set_active=True, dtype=adapted.dtype)
+    load_into(checkpoint, adapted, _NAME, set_active=True)
     config = adapted.get_head(_NAME).config if _NAME in adapted.known_heads() else None
     if config is None or config.head_type not in _TYPES:
         has = "no head" if config is None else f"a head of the type {config.head_type!r}"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import click
-
-from adapterzoo.errors import ConfigError
 
 from .app import command, json_option
 from .output import be_quiet, print_json, print_table, wants_progress
@@ -46,11 +45,12 @@ def push_command(
     One commit brings all of it. The token is the one of `hf auth login` or of HF_TOKEN; it is no
     option, as others could read it in the list of processes.
     """
+    results = dict(_metric(metric) for metric in metrics)
+
     from adapterzoo import hub
 
     be_quiet(wants_progress(as_json))
     call = f"push {path} {repo}"
-    results = dict(_metric(call, metric) for metric in metrics)
     text = hub.CardText(
         base_model=base_model,
         datasets=datasets,
@@ -111,12 +111,14 @@ def list_command(
     )
 
 
-def _metric(call: str, text: str) -> tuple[str, float]:
+def _metric(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
         number = float(value)
-    except ValueError as error:
-        raise ConfigError(
-            f"{call}: --metric {text!r} is no name with a number. Write --metric accuracy=0.91."
-        ) from error
+    except ValueError:
+        number = math.nan
+    if not name.strip() or not math.isfinite(number):
+        raise click.UsageError(
+            f"--metric {text!r} is no name with a number. Write --metric accuracy=0.91."
+        )
     return name, number

@@ -17,7 +17,7 @@ from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.kernels.grouped import Groups
 
 from ._node import Child, Node
-from .nodes import BatchSplit, Fuse, Parallel
+from .nodes import Average, BatchSplit, Fuse, Parallel
 
 
 def has_rows(node: Child) -> bool:
@@ -96,12 +96,21 @@ def _at_row(node: Child, row: int, count: int) -> Child:
             row -= size
     children: list[Child] = []
     options = dict(node.options)
-    for child in node.children:
+    kept = []
+    for number, child in enumerate(node.children):
         seen = _at_row(child, row, count)
+        # the plain layer: nothing acts in a stack, and an average has nothing to add
+        if seen is None and not node.takes_none:
+            continue
+        kept.append(number)
         # a stack in a stack is one stack
         inner = isinstance(seen, Node) and type(seen) is type(node) and not options
         children += seen.children if inner and isinstance(seen, Node) else [seen]
-    return node.with_children(children)
+    if not children:
+        return None
+    if isinstance(node, Average):
+        options["weights"] = [node.weights[number] for number in kept]
+    return type(node)(*children, **options)
 
 
 @dataclass(slots=True)

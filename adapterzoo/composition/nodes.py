@@ -190,7 +190,7 @@ def _once(kind: str, children: tuple[Child, ...]) -> None:
 def _sizes(
     kind: str, option: str, children: tuple[Child, ...], given: Sequence[int] | int
 ) -> tuple[int, ...]:
-    sizes = (given,) * len(children) if isinstance(given, int) else tuple(given)
+    sizes = (given,) * len(children) if isinstance(given, (int, float)) else tuple(given)
     legal = all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes)
     if len(sizes) != len(children) or not legal:
         cure = [2] * len(children)
@@ -207,7 +207,7 @@ def _weights(
 ) -> tuple[float, ...]:
     if given is None:
         return (1.0 / len(children),) * len(children) if children else ()
-    weights = tuple(given)
+    weights = () if isinstance(given, (int, float)) else tuple(given)
     legal = all(isinstance(w, (int, float)) and not isinstance(w, bool) for w in weights)
     if len(weights) != len(children) or not legal or not all(abs(w) < 1e30 for w in weights):
         what = f"weights are {len(children)} numbers, one for each child"

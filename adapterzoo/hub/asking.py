@@ -41,6 +41,8 @@ _FAILURES: tuple[type[Exception], ...] = (
 )
 
 _PASSING = (408, 429, 500, 502, 503, 504)
+# these say that nothing was done; after another status nobody knows
+_REFUSED = (429, 503)
 _PAUSES = (0.5, 1.0, 2.0)
 # no question is asked again after these seconds: huggingface_hub asks several times on its own
 _PATIENCE = 20.0
@@ -58,6 +60,7 @@ class Caller:
         revision: branch, tag or commit.
         token: as `huggingface_hub` takes it.
         writes: whether the question changes the repository.
+        no_folder: whether a folder of that name was looked for first, and is not there.
     """
 
     call: str
@@ -65,13 +68,15 @@ class Caller:
     revision: str | None = None
     token: bool | str | None = field(default=None, repr=False)
     writes: bool = False
+    no_folder: bool = False
 
-    def ask(self, question: Callable[[], T], again: tuple[int, ...] = _PASSING) -> T:
+    def ask(self, question: Callable[[], T], once: bool = False) -> T:
         """The answer of the Hub.
 
         Args:
             question: a call of `huggingface_hub`; may run several times.
-            again: the statuses after which it does.
+            once: whether it must not be done twice: it runs again only where it is certain that
+                nothing was done.
 
         Raises:
             HubError: there is none; the message says what is wrong and what to do.
@@ -83,7 +88,7 @@ class Caller:
                 return question()
             except _FAILURES as error:
                 pause = next(pauses, None)
-                wait = None if pause is None else _wait(_root(error), pause, again)
+                wait = None if pause is None else _wait(_root(error), pause, once)
                 if wait is None or time.monotonic() - start + wait > _PATIENCE:
                     raise self.error(error) from (None if self._leaks(error) else error)
             time.sleep(wait)
@@ -91,6 +96,10 @@ class Caller:
     def error(self, error: Exception) -> HubError:
         """The error of `huggingface_hub` in the words of the user's call, without any token."""
         return HubError(f"{self.call}: {self._clean(self._retold(_root(error)))}")
+
+    def here(self, message: str) -> str:
+        """A message on what the Hub does not have, for those who meant a folder too."""
+        return f"there is no such folder here, and {message}" if self.no_folder else message
 
     def _retold(self, error: Exception) -> str:
         what = "the Hub" if self.repo_id is None else repr(self.repo_id)
@@ -110,7 +119,7 @@ class Caller:
         if isinstance(error, LocalTokenNotFoundError):
             return "no token is stored here. Run 'hf auth login', or write token='…'."
         if isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError)):
-            return _offline(what)
+            return self.here(_offline(what))
         if isinstance(error, _http.TimeoutException):
             return (
                 f"{constants.ENDPOINT} did not answer in time for {what}. Try again, or set "
@@ -140,13 +149,13 @@ class Caller:
         said = f" and says {_first_line(error.server_message)!r}" if error.server_message else ""
         answer = f"the Hub answers {status} for {what}{said}: "
         if status == 401:
-            return (
+            return self.here(
                 f"{answer}the token is missing or not valid, or the name is wrong: what is private "
                 f"is hidden. Check the name; write token='…', or run 'hf auth login'; for what is "
                 f"public write token=False."
             )
         if isinstance(error, RepositoryNotFoundError):
-            return (
+            return self.here(
                 f"{answer}there is no such repository, or it is private and the token may not see "
                 f"it. Check the name; write token='…', or run 'hf auth login'."
             )
@@ -208,17 +217,20 @@ def _root(error: Exception) -> Exception:
     return chain
 
 
-def _wait(error: Exception, pause: float, again: tuple[int, ...]) -> float | None:
+def _wait(error: Exception, pause: float, once: bool) -> float | None:
     """The seconds after which to ask again; None where that cannot help."""
     if isinstance(error, HfHubHTTPError):
-        if error.response.status_code not in again:
+        if error.response.status_code not in (_REFUSED if once else _PASSING):
             return None
         return max(pause, _retry_after(error) or 0.0)
     if isinstance(error, _http.TimeoutException):
         return None
+    if once:
+        # without a connection nothing was sent; one that broke may have carried everything
+        return pause if isinstance(error, _http.ConnectError) else None
     broken = isinstance(error, (_http.NetworkError, _http.RemoteProtocolError))
     short = type(error) is OSError and error.errno is None
-    return pause if again and (broken or short) else None
+    return pause if broken or short else None
 
 
 def _retry_after(error: HfHubHTTPError) -> float | None:

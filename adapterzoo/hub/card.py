@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,13 +69,25 @@ def check_card(call: str, text: CardText) -> None:
     """Raise before anything is sent where the card could not be written.
 
     Raises:
-        ConfigError: a result is no number, or the base model is no name of the Hub.
+        ConfigError: a result is no finite number, a metric has no name, or the base model is no
+            name of the Hub.
     """
+    for metric in (*text.results, *text.metrics):
+        if not isinstance(metric, str) or not metric.strip():
+            raise ConfigError(
+                f"{call}: metrics has {metric!r} in the place of a name. Write one, as "
+                f"metrics={{'accuracy': 0.91}}."
+            )
     for metric, value in text.results.items():
         if not isinstance(value, (int, float)):
             raise ConfigError(
                 f"{call}: metrics[{metric!r}]={value!r} is a {type(value).__name__}. Write a "
                 f"number, as metrics={{'accuracy': 0.91}}."
+            )
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"{call}: metrics[{metric!r}]={value!r} is not finite. Write a number that is, as "
+                f"metrics={{'accuracy': 0.91}}, or leave it out."
             )
     if text.base_model is not None and not is_public_name(text.base_model):
         raise ConfigError(

@@ -23,6 +23,7 @@ _WEIGHTS = {
         ("model_head.safetensors", "pytorch_model_head.bin"),
     ),
     "adapter_fusion_config.json": (
+        ("adapter_fusion.safetensors",),
         ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
     ),
 }

@@ -10,9 +10,13 @@ from pathlib import Path, PurePosixPath
 from adapterzoo.errors import CheckpointError, ConfigError, HubError
 
 _SOURCES = ("hf", None)
+# of a file system's names
+_LONGEST = 255
 
 # the Hub's rule: no sign at an end, and none of some signs twice
-_NAME = re.compile(r"(?!.*(?:--|\.\.))(?!.*\.git$)(?:[\w.-]*\w/)?\w(?:[\w.-]{0,94}\w)?", re.ASCII)
+_NAME = re.compile(
+    r"(?!.*(?:--|\.\.))(?!.*\.git$)(?:[\w.-]{0,95}\w/)?\w(?:[\w.-]{0,94}\w)?", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,12 @@ def place_of(call: str, name: str | os.PathLike[str], source: str | None) -> Pat
         raise ConfigError(
             f"{call}: source={source!r} is not known. Legal are 'hf' and None, for a folder or "
             f"else the Hub." + (f"{archived}'AdapterHub/<name>'." if source == "ah" else "")
+        )
+    if any(len(os.fsencode(part)) > _LONGEST for part in Path(name).parts):
+        raise (CheckpointError if source is None else HubError)(
+            f"{call}: a part of the name has more than {_LONGEST} bytes, which neither a folder "
+            f"nor a repository can have. Write the folder that save_adapter was given, or "
+            f"'user/repository'."
         )
     if source is None and Path(name).is_dir():
         return Path(name)

@@ -63,7 +63,7 @@ def resolve(
     place = place_of(call, adapter_name_or_path, source)
     if isinstance(place, Path):
         return place
-    caller = Caller(call, place.repo_id, revision, token)
+    caller = Caller(call, place.repo_id, revision, token, no_folder=source is None)
     kept = _Cache(caller, place, cache_dir)
     if local_files_only or constants.HF_HUB_OFFLINE:
         return kept.folder_or_raise()
@@ -153,12 +153,12 @@ class _Cache:
         found = self.folder()
         if found is None:
             where = str(self._dir or constants.HF_HUB_CACHE)
-            raise HubError(
-                f"{self._caller.call}: {self._place.repo_id!r} at revision "
-                f"{self._caller.revision or 'main'!r} is not, or not wholly, in the cache "
-                f"{where!r}, and the Hub may not be asked (HF_HUB_OFFLINE=1 or "
-                f"local_files_only=True). Load it once without that."
+            said = self._caller.here(
+                f"{self._place.repo_id!r} at revision {self._caller.revision or 'main'!r} is not, "
+                f"or not wholly, in the cache {where!r}, and the Hub may not be asked "
+                f"(HF_HUB_OFFLINE=1 or local_files_only=True). Load it once without that."
             )
+            raise HubError(f"{self._caller.call}: {said}")
         return found
 
     def fetch(self, name: str, commit: str, digest: str | None, force: bool) -> Path:

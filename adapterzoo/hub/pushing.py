@@ -15,9 +15,6 @@ from .card import CardText, adapter_card, check_card
 from .files import CARD, known_files, wanted
 from .places import check_repo_id
 
-# after a commit these say that it was not made; after another error nobody knows
-_NOT_MADE = (429, 503)
-
 
 def push(
     folder: str | os.PathLike[str],
@@ -66,24 +63,16 @@ def push(
     check_repo_id(call, repo_id)
     text = text or CardText()
     check_card(call, text)
-    # what a killed save has left there is finished first
-    with folders.reading(call, folder):
-        pass
-    names = wanted(file.name for file in folder.glob("*") if file.is_file())
-    if not names:
-        raise CheckpointError(
-            f"{call}: the folder holds no adapter. Write the folder that save_adapter was given."
-        )
+    branch = None if create_pr else revision
+    contents = _contents(call, folder, repo_id, branch, text)
     caller = Caller(call, repo_id, revision, token, writes=True)
-    card: str | bytes = adapter_card(folder, repo_id, None if create_pr else revision, text).content
-    if (folder / CARD).is_file():
-        card = (folder / CARD).read_bytes()
     api = HfApi(token=token, library_name="adapterzoo")
     made = caller.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
-    if made != repo_id and not (folder / CARD).is_file():
-        card = adapter_card(folder, made, None if create_pr else revision, text).content
-    if revision is not None and not create_pr:
-        caller.ask(lambda: api.create_branch(made, branch=revision, exist_ok=True))
+    if made != repo_id:
+        # the card names the repository, and goes with the files that it was made from
+        contents = _contents(call, folder, made, branch, text)
+    if branch is not None:
+        caller.ask(lambda: api.create_branch(made, branch=branch, exist_ok=True))
     there = {
         file.rfilename
         for file in caller.ask(
@@ -91,16 +80,15 @@ def push(
         ).siblings
         or ()
     }
-    stale = sorted(there & {*known_files()} - {*names})
+    stale = sorted(there & {*known_files()} - {*contents})
+    if CARD in there and not overwrite_adapter_card:
+        del contents[CARD]
 
     def commit() -> str:
         # made anew for each try: huggingface_hub writes into them
         files: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(name, folder / name) for name in names
+            CommitOperationAdd(name, content) for name, content in contents.items()
         ]
-        if overwrite_adapter_card or CARD not in there:
-            content = card.encode() if isinstance(card, str) else card
-            files.append(CommitOperationAdd(CARD, content))
         files += [CommitOperationDelete(name) for name in stale]
         info = api.create_commit(
             made,
@@ -112,4 +100,27 @@ def push(
         )
         return info.pr_url or info.commit_url
 
-    return caller.ask(commit, again=_NOT_MADE)
+    return caller.ask(commit, once=True)
+
+
+def _contents(
+    call: str, folder: Path, repo_id: str, revision: str | None, text: CardText
+) -> dict[str, bytes]:
+    """The files of an adapter by name, all of one save, and its card: its own or a new one."""
+    # while the Hub is asked, another process may save to the folder
+    with folders.reading(call, folder):
+        names = wanted(file.name for file in folder.glob("*") if file.is_file())
+        if not names:
+            raise CheckpointError(
+                f"{call}: the folder holds no adapter. Write the folder that save_adapter was "
+                f"given."
+            )
+        card = adapter_card(folder, repo_id, revision, text).content.encode()
+        own = [CARD] if (folder / CARD).is_file() else []
+        try:
+            return {CARD: card} | {name: (folder / name).read_bytes() for name in [*names, *own]}
+        except OSError as error:
+            raise CheckpointError(
+                f"{call}: {str(error.filename or folder)!r} cannot be read: "
+                f"{error.strerror or error}. Make it readable, or write another folder."
+            ) from error

@@ -122,12 +122,8 @@ class BottleneckLayer(FusibleAdapter):
     def update(self, x: Tensor) -> Tensor:
         """Scaling · (W_up φ(W_down LN(x) + b_down) + b_up); `x` `[*batch, d_model]`."""
         up = self.adapter_up
-        update = linear(
-            self.activation(self.adapter_down(x.to(up.weight.dtype))), up.weight, up.bias
-        )
-        if self.training and self.stochastic_depth:
-            update = drop_rows(update, self.stochastic_depth)
-        return update * self.scaling
+        inner = self.activation(self.adapter_down(x.to(up.weight.dtype)))  # [*batch, width]
+        return linear(inner, up.weight, up.bias) * self.scaling
 
     def added(self, x: Tensor, to: Tensor, instead: Instead = None) -> Tensor:
         """`to` + f(x), or with the norm of `ln_after` around f(x) or around the sum.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # subclasses hide their memory, or compute something else
 _PLAIN = {Tensor, nn.Parameter}
@@ -60,11 +61,12 @@ class Kept(nn.Module):
             return compute()
         marks = None if memory.learns else _marks(sources, facts)
         entry = memory.entry
-        if entry is not None and entry.marks == marks:
+        if entry is not None and entry.marks == marks and not entry.is_stale():
             return entry.value
         value = compute()
         if marks is not None and type(value) is Tensor and not any(map(_is_shared, sources)):
-            memory.entry = _Entry(value, marks, [s.untyped_storage() for s in sources])
+            storages = [StorageWeakRef(source.untyped_storage()) for source in sources]
+            memory.entry = _Entry(value, marks, storages)
         return value
 
     @property
@@ -106,12 +108,16 @@ class _Entry(NamedTuple):
     Attributes:
         value: what was computed.
         marks: what tells whether the sources are still the same.
-        storages: of the sources, kept so that no other memory gets the addresses in the marks.
+        storages: of the sources, not kept alive: the addresses in the marks hold while they live.
     """
 
     value: Tensor
     marks: list[object]
-    storages: list[torch.UntypedStorage]
+    storages: list[StorageWeakRef]
+
+    def is_stale(self) -> bool:
+        """Whether memory that was looked at is gone: another tensor may have its address."""
+        return any(storage.expired() for storage in self.storages)
 
 
 class _Memory:

@@ -128,10 +128,11 @@ class Fusion(nn.Module):
 
     Attributes:
         query: Q; and `key` K, `value` V; None where the config has none.
-        temperature: by which scores are divided, where it decays; else None.
+        steps: how many steps of training the temperature has decayed; None without one. A whole
+            number, which no cast of the model rounds.
     """
 
-    temperature: Tensor | None
+    steps: Tensor | None
 
     def __init__(
         self,
@@ -163,8 +164,8 @@ class Fusion(nn.Module):
         if self.value is not None and config.value_initialized:
             with torch.no_grad():
                 self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
-        hot = torch.tensor(_HOT, device=device) if config.temperature else None
-        self.register_buffer("temperature", hot)
+        steps = torch.zeros((), dtype=torch.int64, device=device) if config.temperature else None
+        self.register_buffer("steps", steps)
 
     def forward(self, x: Tensor, said: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The fused update `[*batch, d_model]`, and the shares o `[*batch, n]`.
@@ -179,10 +180,10 @@ class Fusion(nn.Module):
         keys = z if self.key is None else self.key(z)  # [*batch, n, d_model]
         scores = torch.matmul(keys, query.unsqueeze(-1)).squeeze(-1)  # [*batch, n]
         scores = dropout(scores, self.dropout_prob, self.training)
-        if self.temperature is not None:
-            scores = scores / self.temperature.to(scores.dtype)
+        if self.steps is not None:
+            scores = scores / self.temperature(self.steps).to(scores.dtype)
             if self.training:
-                self.temperature.copy_((self.temperature - _HOT / _STEPS).clamp(min=1.0))
+                self.steps.add_(1)
         shares = scores.softmax(-1)
         if self.value is not None and self.config.value_before_softmax:
             z = self.value(z)
@@ -190,6 +191,11 @@ class Fusion(nn.Module):
         if self.value is not None and not self.config.value_before_softmax:
             context = self.value(context)
         return context, shares
+
+    @staticmethod
+    def temperature(steps: Tensor) -> Tensor:
+        """By what scores are divided after so many steps, float32 or float64."""
+        return (_HOT - steps * (_HOT / _STEPS)).clamp(min=1.0)
 
     def distance(self) -> Tensor | None:
         """Σ (V − I)², which regularisation keeps small; None without it."""

@@ -25,7 +25,7 @@ from adapterzoo.composition import (
 )
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter, SharingAdapter
-from adapterzoo.errors import DuplicateNameError
+from adapterzoo.errors import AdapterZooError, DuplicateNameError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
 
@@ -150,13 +150,20 @@ class AdaptersMixin(RefusalsMixin):
                 # a model that is being loaded has no values yet, and the file has the adapter's
                 if not any(p is not None and p.is_meta for p in layer._parameters.values()):
                     inject.introduce(layer, adapter, self._zoo.originals.get(path, {}))
-        if adapter_name in self._zoo.installed:
+        fresh = adapter_name not in self._zoo.installed
+        if not fresh:
             self._remove(adapter_name)
         self._install(adapter_name, loaded, made)
-        if set_active:
-            self.set_active_adapters(adapter_name)
-        else:
-            self._replan()
+        try:
+            if set_active:
+                self.set_active_adapters(adapter_name)
+            else:
+                self._replan()
+        except AdapterZooError:
+            if fresh:
+                self._remove(adapter_name)
+                self._replan()
+            raise
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter; where it was active, what was active beside it stays so.
@@ -365,7 +372,12 @@ class AdaptersMixin(RefusalsMixin):
         plan = self._selection.default.plan
         names = plan.setup.flatten() if plan.setup is not None else ()
         setup = without(plan.setup, [n for n in names if n not in self._zoo.installed])
-        self._selection.default.plan = self.make_plan(setup, list(plan.heads), plan.skip_layers)
+        try:
+            self._selection.default.plan = self.make_plan(setup, list(plan.heads), plan.skip_layers)
+        except AdapterZooError:
+            # no step may name what is gone
+            self._selection.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
+            raise
 
     # --- move ---
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.checkpoint import native
+from adapterzoo.checkpoint import adapterhub_fusion, folders, native
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.composition import Fuse, fusion_key, fusions_of, parse, without
 from adapterzoo.contracts import FusibleAdapter
@@ -31,6 +31,7 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
 from . import sharding
+from .facts import facts_of
 from .installed import InstalledFusion
 from .records import check_meta
 from .refusals import lasts_of
@@ -196,7 +197,9 @@ class FusionMixin(StoringMixin, TrainingMixin):
         overwrite_ok: bool = False,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """Load fusion layers that `save_adapter_fusion` wrote; their adapters must be there.
+        """Load fusion layers that `save_adapter_fusion`, here or of `adapters`, wrote.
+
+        The adapters that they fuse must be there.
 
         Args:
             adapter_fusion_name_or_path: the folder.
@@ -216,7 +219,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
         """
         call = f"load_adapter_fusion({str(adapter_fusion_name_or_path)!r})"
         sharding.refuse_if_sharded(self, call, "Load it before fully_shard(model).")
-        stored = native.load(Path(adapter_fusion_name_or_path), FUSION_STEM)
+        stored = self._read_fusion(Path(adapter_fusion_name_or_path), call)
         names, values = stored.document.get("adapter_names"), stored.document.get("config")
         if not isinstance(names, list) or not isinstance(values, Mapping):
             raise CheckpointError(f"{call}: the checkpoint holds no fusion. Save it again.")
@@ -234,6 +237,15 @@ class FusionMixin(StoringMixin, TrainingMixin):
         if set_active:
             self.set_active_adapters(fuse)
         return fuse.name
+
+    def _read_fusion(self, folder: Path, call: str) -> Stored:
+        with folders.reading(call, folder):
+            if not adapterhub_fusion.recognises(folder):
+                return native.load(folder, FUSION_STEM)
+            last = adapterhub_fusion.fused_names(call, folder)[-1]
+            spots = self._find(last, call).places.items()
+            places = {(at[0].site.layer, str(at[0].location)): path for path, at in spots}
+            return adapterhub_fusion.read(facts_of(self, call), folder, places)
 
     # --- attentions ---
 
@@ -312,12 +324,18 @@ class FusionMixin(StoringMixin, TrainingMixin):
         config: AdapterFusionConfig,
         made: Mapping[str, Fusion],
     ) -> None:
+        before = self._selection.default.plan
         if name in self._zoo.fusions:
             self._take_fusion(name)
         for path, fusion in made.items():
             layer = self._backbone.get_submodule(path)
             inject.put(layer, fusion_key(name), fusion, self._selection, path)
         self._zoo.fusions[name] = InstalledFusion(config, adapters, tuple(made))
+        # one that was active and is replaced stays active
+        active = fusions_of(before.setup)
+        if any(fuse.name == name and lasts_of(fuse) == adapters for fuse in active):
+            plan = self.make_plan(before.setup, list(before.heads), before.skip_layers)
+            self._selection.default.plan = plan
 
     def _take_fusion(self, name: str) -> None:
         for path in self._zoo.fusions.pop(name).paths:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from adapterzoo.checkpoint.digest import digests, fingerprint
+from adapterzoo.composition import fusion_key
 from adapterzoo.errors import StateError, listing
+from adapterzoo.inject import Adapted
 
 from . import sharding
 from .adapters import AdaptersMixin
@@ -78,6 +80,11 @@ class ReplicasMixin(AdaptersMixin):
             for name in self.adapters_config
             for key, tensor in self._tensors_of(name).items()
         }
+        for name, fusion in self._zoo.fusions.items():
+            for path in fusion.paths:
+                layer = cast("Adapted", self._backbone.get_submodule(path))
+                state = layer.adapters[fusion_key(name)].state_dict()
+                tensors.update({f"fusion {name}: {path}/{key}": t for key, t in state.items()})
         for name in self.known_heads():
             record = self._head_tensors(name)
             tensors.update({f"head {name}: {key}": tensor for key, tensor in record.items()})

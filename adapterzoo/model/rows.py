@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from adapterzoo.composition import BatchSplit, Composition, RowMap, has_rows, numbered
+from adapterzoo.composition import BatchSplit, Composition, RowMap, has_rows, numbered, parse
 from adapterzoo.errors import CompositionError, StateError, listing
 from adapterzoo.selection import Plan
 
@@ -100,7 +100,8 @@ class RowsMixin(AdaptersMixin):
         return self._selection.overridden(plan)
 
     def _plan_of_names(self, adapter_names: RowNames, call: str, one_head: bool) -> Plan:
-        if isinstance(adapter_names, str) or not isinstance(adapter_names, Sequence):
+        listed = isinstance(adapter_names, Sequence) and not isinstance(adapter_names, str)
+        if not listed or not adapter_names:
             raise CompositionError(
                 f"{call}(adapter_names={adapter_names!r}): it is a list with one name, or None for "
                 f"the base model, for each row. Write adapter_names=['a', None, 'b']."
@@ -115,7 +116,8 @@ class RowsMixin(AdaptersMixin):
                 f"{call}(adapter_names=…): {listing(self._zoo.merged)} is merged into the base "
                 f"weights and would act on every row. Write reset_adapter() first."
             )
-        parts, index = numbered([None if n == BASE else n for n in adapter_names])
+        given = [parse(name) if isinstance(name, (list, tuple)) else name for name in adapter_names]
+        parts, index = numbered([None if name == BASE else name for name in given])
         default = self._selection.default.plan
         key = parts, default.skip_layers
         plan = self._zoo.plans.get(key)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import formats, native
+from adapterzoo.checkpoint import folders, formats, native
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
@@ -38,8 +38,9 @@ class StoringMixin(StoringHeadsMixin):
     ) -> None:
         """Save an adapter, and the head of the same name, to a folder.
 
-        After a crash the folder holds the old or the new adapter, in every format. No weight of the base model is saved, except where a head
-        shares its output layer with it and AdapterHub's format keeps that layer with the head.
+        After a crash the folder holds the old or the new adapter, in every format. No weight of
+        the base model is saved, except where a head shares its output layer with it and
+        AdapterHub's format keeps that layer with the head.
 
         On a model that `fully_shard` has split this is a collective call: all processes make it,
         the first one writes, and all return when the file is there, or raise the same error. The
@@ -216,13 +217,19 @@ class StoringMixin(StoringHeadsMixin):
             DuplicateNameError: a name is taken, or stands in two folders; none is loaded then.
         """
         call = f"load_all_adapters({str(save_directory)!r})"
-        folders = [p for p in sorted(Path(save_directory).glob("*/")) if formats.of(p, "adapter")]
-        if not folders:
+        found = []
+        for folder in sorted(Path(save_directory).glob("*/")):
+            # a hidden one is what a save has not finished, or nobody's adapter
+            if folder.name.startswith("."):
+                continue
+            with folders.reading(call, folder):
+                found += [folder] if formats.of(folder, "adapter") else []
+        if not found:
             raise CheckpointError(
                 f"{call}: no sub-folder holds an adapter. "
                 f"Write the folder that save_all_adapters was given."
             )
-        loads = [self._fitting(folder, with_head=with_head) for folder in folders]
+        loads = [self._fitting(folder, with_head=with_head) for folder in found]
         names = [loaded.name for loaded in loads]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise DuplicateNameError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapterzoo.checkpoint import formats, native
 from adapterzoo.checkpoint.stored import Stored
@@ -166,12 +166,7 @@ class StoringHeadsMixin(AdaptersMixin):
         mine = dict(self._static_head())
         native.check_fit(call, type(self).__name__, record.tensors, mine, dtype)
 
-        @torch.no_grad()
-        def enter() -> None:
-            for key, tensor in record.tensors.items():
-                mine[key].copy_(tensor)
-
-        return enter
+        return lambda: native.fill(cast("nn.Module", self), record.tensors)
 
     def _static_head(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a static head, without those of the language model's output."""

@@ -220,6 +220,25 @@ def test_the_next_reader_finishes_a_save(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_save_that_fails_after_the_moment_does_not_say_that_the_old_is_there(
+    model: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(_file: Path, _target: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    model.save_adapter(tmp_path, "old", format=kind)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        with pytest.raises(CheckpointError) as caught:
+            model.save_adapter(tmp_path, "new", format=kind)
+    assert "interrupted after its files were written" in str(caught.value)
+    assert "Input/output error" in str(caught.value)
+    assert "still whole" not in str(caught.value)
+    model.load_adapter(tmp_path, load_as="back")
+    assert model.adapters_config.get("back").r == 256
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_save_that_cannot_be_finished_is_not_read(
     model: Any, place: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):

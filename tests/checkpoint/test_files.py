@@ -135,6 +135,17 @@ def test_an_interruption_leaves_no_litter(tmp_path, monkeypatch):
     assert content(tmp_path) == before
 
 
+@pytest.mark.parametrize("millions", [17, 40])
+def test_what_would_not_be_read_again_is_not_written(tmp_path, millions):
+    native.save(tmp_path, "adapter", native.Stored(DOCUMENT, tensors()))
+    document = {**DOCUMENT, "meta": {"log": "x" * (millions * 10**6)}}
+    large = native.Stored(document, tensors(2.0))
+    before = content(tmp_path)
+    with pytest.raises(CheckpointError, match=r"nothing has been written.*smaller meta_dict"):
+        native.save(tmp_path, "adapter", large)
+    assert content(tmp_path) == before
+
+
 # --- what cannot be read ---
 
 

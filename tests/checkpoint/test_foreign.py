@@ -180,6 +180,15 @@ def test_damage_and_absurd_headers(tmp_path, data, suffix):
         foreign.read_tensors("load", file)
 
 
+def test_a_header_that_is_too_large_is_not_read(tmp_path):
+    file = tmp_path / "x.safetensors"
+    with file.open("wb") as stream:
+        stream.write(header(b"{", 33 * 2**20))
+        stream.truncate(34 * 2**20)
+    with pytest.raises(CheckpointError, match=r"load: x\.safetensors is damaged.*33,554,432 bytes"):
+        foreign.read_tensors("load", file)
+
+
 def test_every_cut_is_noticed(tmp_path):
     whole = (DATA / "lora" / BIN).read_bytes()
     for size in range(0, len(whole), 331):

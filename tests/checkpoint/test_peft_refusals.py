@@ -301,6 +301,19 @@ def _cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-60])
 
 
+@pytest.mark.parametrize("in_config", [True, False])
+def test_biases_that_the_config_does_not_say_are_refused(folder: Path, in_config: bool):
+    if in_config:
+        change(folder, lora_bias=True)
+        refused(folder, "lora_bias=True", "no biases", "Copy both files again")
+        return
+    tensors = load_file(folder / TENSORS)
+    for key in [key for key in tensors if "lora_B" in key]:
+        tensors[key.replace(".weight", ".bias")] = torch.ones(32)
+    save_file(tensors, folder / TENSORS)
+    refused(folder, "lora_bias=False", "has biases", "Copy both files again")
+
+
 def test_a_convolution_turned_by_boft_is_refused(folder: Path):
     change(folder, peft_type="BOFT")
     start = "base_model.model.bert.convolution."

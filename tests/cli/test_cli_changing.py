@@ -224,10 +224,98 @@ def test_a_merged_golden_is_a_plain_model_with_the_golden_outputs(
 def test_merge_tells_of_a_head_that_has_no_place(
     run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
-    result = run("merge", base, trained["folder"], tmp_path / "m")
-    assert "The head (classification) is not in it: a BertModel has none" in result.stderr
+    result = run("merge", base, trained["folder"], tmp_path / "m", "--as", "BertModel")
+    assert "The adapter's head is not in it: a BertModel has none. To have it" in result.stderr
+    assert result.stdout == f"{tmp_path / 'm'}: a BertModel\n"
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "m").pad_token == "[PAD]"
     assert run("merge", base, trained["folder"], tmp_path / "n", "--no-head").stderr == ""
+
+
+@pytest.fixture
+def masked(base: Path, tmp_path: Path) -> Path:
+    """A base model as the Hub has them: by its config it predicts masked words."""
+    folder = tmp_path / "masked"
+    model = transformers.BertForMaskedLM.from_pretrained(base)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    own = {f"bert.{key}": t for key, t in load_file(base / "model.safetensors").items()}
+    # a model that predicts words has no pooler, what was pretrained has
+    save_file(own | load_file(file), file, {"format": "pt"})
+    return folder
+
+
+def test_merge_writes_the_class_that_has_the_head(
+    run: Callable[..., Any], trained: dict[str, Any], masked: Path, tmp_path: Path
+) -> None:
+    result = run("merge", masked, trained["folder"], tmp_path / "m")
+    assert result.stderr == ""
+    assert result.stdout == f"{tmp_path / 'm'}: a BertForSequenceClassification\n"
+    cls = transformers.BertForSequenceClassification
+    model, info = cls.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.config.id2label == {0: "fresh", 1: "rotten"}
+    ours = AutoAdapterModel.from_pretrained(masked)
+    ours.load_adapter(trained["folder"], set_active=True)
+    inputs = tiny_inputs("bert")
+    close(logits(model, inputs), logits(ours, inputs))
+    # and without its head the base model stays what it is
+    result = run("merge", masked, trained["folder"], tmp_path / "n", "--no-head")
+    assert (result.stdout, result.stderr) == (f"{tmp_path / 'n'}: a BertForMaskedLM\n", "")
+
+
+def test_merge_keeps_the_class_of_the_base_where_none_has_the_head(
+    run: Callable[..., Any], masked: Path, tmp_path: Path
+) -> None:
+    model = AutoAdapterModel.from_pretrained(masked)
+    model.add_adapter("a", "lora[r=2]")
+    model.add_classification_head("a", num_labels=3)
+    model.set_active_adapters("a")
+    stir(model, "a")
+    model.save_adapter(tmp_path / "a", "a")
+    result = run("merge", masked, tmp_path / "a", tmp_path / "m")
+    assert result.stdout == f"{tmp_path / 'm'}: a BertForMaskedLM\n"
+    assert result.stderr.startswith(
+        "The adapter's head is not in it: the class is that of the base model, as the head, a "
+        "'classification', cannot be that of a BertForSequenceClassification: "
+    )
+    run("merge", masked, tmp_path / "a", tmp_path / "n", "--no-head")
+    mine, plain = (load_file(tmp_path / out / "model.safetensors") for out in "mn")
+    assert mine.keys() == plain.keys()
+    assert all(same_bits(mine[key], plain[key]) for key in plain)
+    said = run("merge", masked, tmp_path / "a", tmp_path / "o", "--as", "BertForMaskedLM", code=1)
+    assert "cannot be that of a BertForMaskedLM" in said.stderr
+
+
+@pytest.mark.parametrize("format", ["native", "peft"])
+def test_merge_rounds_no_adapter_without_saying_so(
+    run: Callable[..., Any], base: Path, tmp_path: Path, format: str
+) -> None:
+    """PEFT's files keep their bits over a model in bfloat16; ours must be of one dtype with it."""
+    wide = AutoAdapterModel.from_pretrained(base)
+    wide.add_adapter("a", 'lora[r=2,alpha=32,attn_matrices=["q"]]')
+    stir(wide, "a")
+    wide.save_adapter(tmp_path / "a", "a", format=format)
+    transformers.BertModel.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "half"
+    )
+    said = run("merge", tmp_path / "half", tmp_path / "a", tmp_path / "m").stderr
+    merged = load_file(tmp_path / "m/model.safetensors")
+    factors = load_file(next((tmp_path / "a").glob("*.safetensors")))
+    ours = {k.removeprefix("base_model.model."): t for k, t in factors.items()}
+    key = "encoder.layer.0.attention.self.query"
+    a, b = (next(t for k, t in ours.items() if key in k and f"lora_{x}" in k) for x in "AB")
+    if format == "native":
+        assert said == (
+            "The adapter's torch.float32 has been rounded to torch.bfloat16, which the base "
+            "model has.\n"
+        )
+        a, b = a.bfloat16().float(), b.bfloat16().float()
+    else:
+        assert said == ""
+    old = load_file(tmp_path / "half/model.safetensors")[f"{key}.weight"].float()
+    expected = (old + 16 * b @ a).bfloat16()
+    # sums may be taken in another order: one step of the last bit, and seldom
+    assert (merged[f"{key}.weight"] != expected).float().mean() < 0.01
 
 
 def test_merge_refuses(

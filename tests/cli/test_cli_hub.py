@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from conftest import DATA
 
 CALL = """
 from click.testing import CliRunner
@@ -87,7 +88,6 @@ def test_push_private_and_json(
         (["push", "{folder}", "bob/his"], "bob/his"),
         (["push", ".", "ann/a"], "the folder holds no adapter"),
         (["push", "{folder}", "a//b"], "is no name of a repository"),
-        (["push", "{folder}", "ann/a", "--metric", "good"], "--metric 'good' is no name with a"),
         (["list", "--library", "torch"], "library='torch' is not known"),
     ],
 )
@@ -103,6 +103,27 @@ def test_refusals(
     assert out == ""
     assert "Traceback" not in err
     assert not hub.repos
+
+
+@pytest.mark.parametrize("metric", ["good", "=0.9", " =1", "a=", "a=nan", "a=-inf"])
+def test_a_metric_is_a_name_and_a_finite_number(
+    run: Callable[..., Result], tmp_path: Path, metric: str
+) -> None:
+    said = run("push", tmp_path, "ann/a", "--metric", metric, code=2).stderr
+    assert f"--metric {metric!r} is no name with a number" in said
+
+
+def test_an_adapter_without_a_name_gets_that_of_its_repository(
+    over_there: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """PEFT's files know no name, and the folder in the cache has that of a commit."""
+    peft = DATA / "golden_peft/bert"
+    over_there("push", peft / "lora", "ann/films", "--base-model", "ann/tiny")
+    options = ["--to", "native", "--model", peft / "base"]
+    for more, name in (([], "films"), (["--name", "mine"], "mine")):
+        over_there("convert", "ann/films", tmp_path / name, *options, *more)
+        document = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert document["name"] == name
 
 
 def test_a_branch_is_pushed_to_and_read(

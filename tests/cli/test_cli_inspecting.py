@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import DATA
 from safetensors.torch import load_file, save_file
 
 from adapterzoo import AutoAdapterModel
+from adapterzoo.cli import main
 
 PEFT, HUB = DATA / "golden_peft", DATA / "golden_adapterhub"
 
@@ -76,6 +78,37 @@ def test_info_of_the_peers(
     assert compared["head"] == "classification"
     assert compared["labels"] == model.get_labels("a")
     assert compared["parameters"] == found["parameters"]
+
+
+def test_a_killed_save_is_finished_before_it_is_looked_at(
+    run: Callable[..., Any], trained: dict[str, Any], tmp_path: Path
+) -> None:
+    """All files are written, and none is in its place yet."""
+    shutil.copytree(trained["folder"], tmp_path / "a/.adapterzoo-ready")
+    found = json.loads(run("info", tmp_path / "a", "--json").stdout)
+    assert found["fingerprint"] == trained["fingerprint"]
+    assert not (tmp_path / "a/.adapterzoo-ready").exists()
+
+
+@pytest.mark.parametrize("command", ["predict", "merge", "verify"])
+def test_no_code_of_a_model_runs_and_nobody_is_asked(
+    trained: dict[str, Any], tmp_path: Path, command: str
+) -> None:
+    folder, ran = tmp_path / "base", tmp_path / "ran"
+    folder.mkdir()
+    code = {"AutoConfig": "own.Own", "AutoModel": "own.Own"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": code}))
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')")
+    given = {
+        "predict": ["predict", trained["folder"], "--text", "fine", "--model", folder],
+        "merge": ["merge", folder, trained["folder"], tmp_path / "m"],
+        "verify": ["verify", trained["folder"], "--model", folder],
+    }
+    result = CliRunner().invoke(main, [str(a) for a in given[command]], input="y\n")
+    assert result.exit_code == 1
+    assert f"the base model {str(folder)!r} cannot be loaded" in result.stderr
+    assert "[y/N]" not in result.output
+    assert not ran.exists()
 
 
 def test_verify_says_what_was_looked_at(

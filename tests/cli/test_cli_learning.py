@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import add_tokenizer
 from families import tiny_config
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertModel
 
 from adapterzoo import AutoAdapterModel
 from adapterzoo.cli import learning, training
@@ -205,6 +205,18 @@ def test_bad_choices_are_refused_before_training(
     assert result.stderr.startswith("adapterzoo: ")
     assert message in result.stderr
     assert not Path("a").exists()
+
+
+def test_predict_says_that_it_rounds(
+    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    BertModel.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    add_tokenizer(tmp_path)
+    given = ["predict", trained["folder"], "--text", "a fine plot", "--model"]
+    result = run(*given, tmp_path)
+    assert "torch.float32 has been rounded to torch.bfloat16" in result.stderr
+    assert result.stdout.splitlines()[1].startswith("a fine plot,fresh,")
+    assert run(*given, base).stderr == ""
 
 
 def test_predict_asks_for_a_text_or_a_file(run: Callable[..., Any], tmp_path: Path) -> None:

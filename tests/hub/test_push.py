@@ -203,6 +203,7 @@ def test_the_same_again_changes_nothing(hub: Hub, model: Client) -> None:
         ("ann/a", {"token": "hf_wrongWrongWrong"}, "HubError", "answers 401.*missing or not valid"),
         ("a b", {}, "HubError", "'a b' is no name of a repository"),
         ("ann/a", {"metrics": {"f1": "good"}}, "ConfigError", r"metrics\['f1'\]='good' is a str"),
+        ("ann/a", {"metrics": {" ": 1.0}}, "ConfigError", "metrics has ' ' in the place of a name"),
         ("ann/a", {"base_model": "/x/y"}, "ConfigError", "'/x/y' is no name of the Hub"),
         ("ann/a", {"adapter_card_kwargs": {"licence": 1}}, "ConfigError", "'licence'.*'license'"),
     ],
@@ -240,6 +241,51 @@ def test_a_fault_that_passes_is_not_seen(hub: Hub, model: Client, fault: Fault) 
         push(model)
     assert fault.times == 0
     assert hub.repos["ann/a"].messages == ["", "Upload adapter 'a'"]
+
+
+@pytest.mark.parametrize("kind", ["reset", "html"])
+def test_a_commit_of_which_nobody_knows_is_not_made_again(
+    hub: Hub, model: Client, kind: str
+) -> None:
+    with (
+        hub.broken(Fault("commit", kind)),
+        pytest.raises(ClientError, match="'ann/a'"),
+    ):
+        push(model)
+    assert len([path for _, path, _ in hub.requests if "/commit/" in path]) == 1
+
+
+def test_a_save_during_the_upload_does_not_mix(hub: Hub, model: Client, tmp_path: Path) -> None:
+    push(model)
+    before = hub.repos["ann/a"].files()
+    model.run("source.save_adapter(folder, 'a')", folder=str(tmp_path / "saved"))
+    # the folder gets another adapter as soon as the Hub is asked
+    model.run(
+        """
+from pathlib import Path
+from huggingface_hub import HfApi
+whole = HfApi.create_commit
+def meanwhile(*args, **kwargs):
+    for file in Path(folder).iterdir():
+        file.write_bytes(b"other")
+    return whole(*args, **kwargs)
+HfApi.create_commit = meanwhile
+try:
+    answer = hub.push(folder, 'ann/b')
+finally:
+    HfApi.create_commit = whole
+""",
+        folder=str(tmp_path / "saved"),
+    )
+    found = hub.repos["ann/b"].files()
+    for name in ("adapter.safetensors", "adapter_config.json"):
+        assert found[name] == before[name]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_result_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\['f1'\]=(nan|inf) is not finite"):
+        package.push(tmp_path, "ann/a", text=package.CardText(results={"f1": value}))
 
 
 @pytest.mark.parametrize("status", [403, 500])

@@ -119,7 +119,9 @@ def test_offline_takes_the_cache_and_asks_nobody(hub: Hub, client: Client) -> No
     client.run("constants.HF_HUB_OFFLINE = True")
     try:
         assert resolve(client, "ann/a") == online
-        with pytest.raises(ClientError, match=r"'ann/b' at revision 'main' is not.*in the cache"):
+        with pytest.raises(
+            ClientError, match=r"no such folder here, and 'ann/b' at revision 'main' is not"
+        ):
             resolve(client, "ann/b")
         with pytest.raises(ClientError, match=r"at revision 'v2'.*Load it once without that"):
             resolve(client, "ann/a", "v2")
@@ -255,6 +257,12 @@ def test_a_gated_repository_says_where_to_ask(hub: Hub, client: Client) -> None:
         (["ann/a..b"], "HubError", "'ann/a..b' is no name of a repository.*'user/repository'"),
         (["ann/a/../b"], "HubError", "'../b' is no folder of a repository.*'ann/a/b'"),
         (["ann/a b"], "HubError", "'ann/a b' is no name of a repository"),
+        (["runs/review"], "HubError", "there is no such folder here, and the Hub answers 404"),
+        (["runs/review", None, "hf"], "HubError", r"'runs/review'\): the Hub answers"),
+        (["x" * 300], "CheckpointError", "more than 255 bytes.*'user/repository'"),
+        (["ann/" + "x" * 300], "CheckpointError", "more than 255 bytes"),
+        (["ann/" + "x" * 200], "HubError", "is no name of a repository.*96 at most"),
+        (["u" * 200 + "/a"], "HubError", "is no name of a repository.*96 at most"),
         (["nowhere"], "CheckpointError", "no such folder.*'user/repository'"),
         (["./ann/a"], "CheckpointError", "there is no such folder"),
         (["/no/such/folder"], "CheckpointError", "there is no such folder"),

@@ -69,11 +69,21 @@ def test_the_temperature_decays_in_training_only():
     assert torch.equal(layer(x, said)[1], first)
     layer.train()
     assert torch.equal(layer(x, said)[1], first)
-    assert layer.temperature == pytest.approx(50 - 0.05)
+    assert layer.temperature(layer.steps) == pytest.approx(50 - 0.05)
     for _ in range(1200):
         layer(x, said)
-    assert layer.temperature == 1.0
-    assert "temperature" in layer.state_dict()
+    assert layer.temperature(layer.steps) == 1.0
+    assert "steps" in layer.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_temperature_decays_in_every_dtype_and_lets_gradients_through(dtype):
+    layer = fusion(temperature=True).to(dtype).train()
+    x = torch.randn(2, 6, dtype=dtype, requires_grad=True)
+    for _ in range(3):
+        layer(x, [x, 2 * x])[0].sum().backward()
+    assert layer.temperature(layer.steps) == pytest.approx(50 - 0.15)
+    assert x.grad.isfinite().all()
 
 
 def test_dropout_is_of_the_scores():

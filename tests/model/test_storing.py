@@ -16,7 +16,7 @@ from snapshots import adapter_bits, bits, changes, output, refused, same_bits, s
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, Stack, init
-from adapterzoo.checkpoint import files
+from adapterzoo.checkpoint import files, native
 from adapterzoo.checkpoint.digest import digests
 from adapterzoo.errors import (
     CheckpointError,
@@ -478,6 +478,18 @@ def test_loading_all_is_all_or_nothing(model, tmp_path, tiny):
         other.load_all_adapters(tmp_path)
 
 
+def test_hidden_folders_hold_no_adapter_of_a_save(model, tmp_path, tiny):
+    model.save_adapter(tmp_path / "a", "a")
+    model.add_adapter("b", "lora")
+    model.save_adapter(tmp_path / ".adapterzoo-part-x", "b")
+    other = tiny()
+    assert other.load_all_adapters(tmp_path) == ["a"]
+    # of a save that died: all its files are there, and none is in its place
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".adapterzoo-part-x").rename(tmp_path / "b" / ".adapterzoo-ready")
+    assert tiny().load_all_adapters(tmp_path) == ["a", "b"]
+
+
 # --- heads ---
 
 
@@ -645,6 +657,28 @@ def test_what_is_loaded_into_layers_without_values_has_its_own(tiny, tmp_path, c
                 wanted = tensor.to(options.get("dtype", tensor.dtype))
                 assert same_bits(mine.state_dict()[key], wanted)
             assert all(p.requires_grad for p in mine.parameters())
+
+
+def test_a_static_head_without_values_gets_those_of_the_file(tmp_path):
+    model, other = static(0), static(1)
+    with torch.no_grad():
+        model.classifier.weight.fill_(0.5)
+    model.save_head(tmp_path)
+    # one parameter under two names stays one
+    other.classifier.to("meta")
+    other.add_module("twin", torch.nn.Linear(1, 1))
+    other.twin.weight = other.classifier.weight
+    other.twin.bias = None
+    native.fill(other, dict(model._static_head()))
+    assert other.twin.weight is other.classifier.weight
+    del other.twin
+    for mine, theirs in zip(*(m.classifier.parameters() for m in (other, model)), strict=True):
+        assert same_bits(mine, theirs)
+        assert mine.requires_grad
+    other.classifier.to("meta")
+    other.load_head(tmp_path)
+    for mine, theirs in zip(*(m.classifier.parameters() for m in (other, model)), strict=True):
+        assert same_bits(mine, theirs)
 
 
 # --- what it costs ---
