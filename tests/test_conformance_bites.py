@@ -462,7 +462,8 @@ TABLE: dict[type[Broken], set[str]] = {
     LeavesMark: {"take_leaves_no_trace"},
     SharesWithCopies: {"copies_are_independent"},
     ForgetsAtSave: {"save_and_load"},
-    SmallerOnMeta: {"counts_parameters"},
+    # a file is compared with the shapes on the meta device before memory is taken for it
+    SmallerOnMeta: {"counts_parameters", "save_and_load"},
     NoCall: {"repr_is_a_call"},
     LosesField: {"dict_round_trip"},
     TakesAnything: {"unknown_fields_raise"},

@@ -49,7 +49,9 @@ def static(auto, family, seed=0):
 
 
 def adapted_paths(model):
-    return {path for path, m in model.base_model.named_modules() if isinstance(m, Adapted)}
+    # a module that only helps its layers is of a changed class too, and holds no adapter
+    modules = model.base_model.named_modules()
+    return {p for p, m in modules if isinstance(m, Adapted) and "adapters" in m._modules}
 
 
 # --- adapters 1.3.0 ---
