@@ -12,6 +12,8 @@ from torch.nn.functional import linear
 
 from adapterzoo.activations import ACTIVATIONS, Activation
 
+from ._low_rank_torch import rows_of
+
 # elements of x: up to here the little that autograd keeps costs less than an operator
 SMALL = 1 << 18
 
@@ -115,7 +117,7 @@ def bottleneck(
     out = torch.empty(to.shape, dtype=to.dtype, device=to.device)
     if to.dtype is dtype and dtype.itemsize >= 4:
         torch.add(to, up_bias, alpha=scaling, out=out)
-        _flat(out).addmm_(_flat(u), up.T, alpha=scaling)  # [rows, d_model]
+        rows_of(out).addmm_(rows_of(u), up.T, alpha=scaling)  # [rows, d_model]
     else:
         # `to` is neither rounded to the dtype of the products nor twice to its own
         torch.add(to, linear(u, up, up_bias), alpha=scaling, out=out)
@@ -145,7 +147,7 @@ def bottleneck_backward(
     Without `needs_down`, `x` may be empty: only its dtype is looked at.
     """
     of_down, of_down_bias, of_up, of_up_bias = (h.new_empty(0) for _ in range(4))
-    flat, inner = _flat(dy).to(h.dtype), _flat(h)  # [rows, d_model], [rows, width]
+    flat, inner = rows_of(dy).to(h.dtype), rows_of(h)  # [rows, d_model], [rows, width]
     dx = x.new_empty(0)
     if needs_up:
         u = FUNCTIONS[activation](inner)
@@ -158,14 +160,14 @@ def bottleneck_backward(
         du = _scaled(scaling, inner, flat, up.T.contiguous().T)  # [rows, width]
         inner = DERIVATIVES[activation](du, inner)
         if dh is not None:
-            inner = inner + _flat(dh)
+            inner = inner + rows_of(dh)
     if needs_x and adds and dy.dtype is h.dtype:
         dx = torch.addmm(flat, inner, down).view(dy.shape)
     elif needs_x:
         dx = (inner @ down).view(dy.shape)  # [*batch, d_model]
         dx = (dx + dy if adds else dx).to(x.dtype)
     if needs_down:
-        of_down = inner.T @ _flat(x).to(h.dtype)  # [width, d_model]
+        of_down = inner.T @ rows_of(x).to(h.dtype)  # [width, d_model]
     if needs_down_bias:
         of_down_bias = inner.sum(0)
     return dx, of_down, of_down_bias, of_up, of_up_bias
@@ -174,8 +176,3 @@ def bottleneck_backward(
 def _scaled(scaling: float, like: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """The product scaling · left · right, in one operation; of `like` only the shape is used."""
     return torch.addmm(like.detach(), left, right, beta=0, alpha=scaling)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """`[*batch, width]` as `[rows, width]`."""
-    return x.reshape(-1, x.shape[-1])

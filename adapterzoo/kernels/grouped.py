@@ -23,7 +23,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import _dropout, _grouped_ops, _grouped_torch, mode
 from ._groups import BASE, Groups
-from .exact import is_autocast
 from .low_rank import low_rank_reference
 
 __all__ = [
@@ -216,8 +215,7 @@ def _is_plain(x: Tensor, factor: Tensor, groups: Groups) -> bool:
         x.dtype is not factor.dtype
         or torch.compiler.is_compiling()
         or not groups.rows
-        or is_autocast(x.device)
-        or mode.may_take_triton(x)
+        or not mode.is_plain(x)
     )
 
 
