@@ -78,6 +78,8 @@ class Base(ABC):
 class Adapter(nn.Module, ABC):
     """Base of all adapters: `forward(x, base)` is the adapted layer.
 
+    Every tensor that it holds is a parameter or a buffer, so that moves, copies and files find it.
+
     Attributes:
         acts_on: `"output"` for a function of the layer's output or a delta beside it,
             `"input"` for one that changes the layer's input. It says in which order a `Stack`

@@ -10,7 +10,8 @@ import gc
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -61,12 +62,12 @@ def ratios(
     for number in range(rounds):
         names = [n for n in others if number < 3 or statistics.median(found[n]) <= _LONG]
         names = names if number % 2 else names[::-1]
-        before = _seconds(floor, repeat)
+        before = seconds(floor, repeat)
         for i in range(0, len(names), 2):
-            taken = {name: _seconds(others[name], repeat) for name in names[i : i + 2]}
-            after = _seconds(floor, repeat)
-            for name, seconds in taken.items():
-                found[name].append(2 * seconds / (before + after))
+            taken = {name: seconds(others[name], repeat) for name in names[i : i + 2]}
+            after = seconds(floor, repeat)
+            for name, took in taken.items():
+                found[name].append(2 * took / (before + after))
             before = after
     return {name: ratio(values) for name, values in found.items()}
 
@@ -77,7 +78,19 @@ def ratio(values: list[float]) -> Ratio:
     return Ratio(statistics.median(values), low, high)
 
 
-def _seconds(run: Callable[[], object], repeat: int) -> float:
+@contextmanager
+def settled() -> Iterator[None]:
+    """What is there now is no garbage: collections look at what comes after, and are short."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def seconds(run: Callable[[], object], repeat: int = 1) -> float:
+    """CPU time of a call, without collections of garbage, within `settled`."""
     gc.collect()
     gc.disable()
     start = time.process_time()

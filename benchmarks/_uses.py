@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import peft
 import torch
 
 import adapterzoo
-from _measure import Ratio, ratio, ratios
+from _measure import Ratio, ratio, ratios, seconds
 from _methods import Method
 from _models import Shape, twin
 from _report import Figure
@@ -28,14 +26,14 @@ def injecting(shape: Shape, methods: list[Method], rounds: int) -> list[Figure]:
     """Adding one adapter at all sites; the goal of each method is PEFT's LoRA."""
     base = shape.model()
     theirs = {
-        m.title: _seconds(lambda m=m: m.put_peft(shape, base), rounds)  # type: ignore[misc]
+        m.title: _rounds(lambda m=m: m.put_peft(shape, base), rounds)  # type: ignore[misc]
         for m in (methods[0], methods[2], methods[4])
     }
     limit = theirs[methods[0].title].median
     return [
         Figure(
             f"injection: {m.title}",
-            _seconds(lambda m=m: m.put(shape, base), rounds),  # type: ignore[misc]
+            _rounds(lambda m=m: m.put(shape, base), rounds),  # type: ignore[misc]
             theirs[m.title],
             round(limit, 3),
             "s",
@@ -53,9 +51,9 @@ def merging(shape: Shape, methods: list[Method], rounds: int) -> list[Figure]:
         theirs: list[float] = []
         for _ in range(min(rounds, 3)):
             mine, other = method.put(shape, base), method.put_peft(shape, base)
-            ours.append(_once(lambda m=mine: m.merge_adapter("a")))  # type: ignore[misc]
+            ours.append(seconds(lambda m=mine: m.merge_adapter("a")))  # type: ignore[misc]
             mine.reset_adapter()
-            theirs.append(_once(lambda m=other: m.merge_adapter()))  # type: ignore[misc]
+            theirs.append(seconds(lambda m=other: m.merge_adapter()))  # type: ignore[misc]
             other.unmerge_adapter()
         peer = ratio(theirs)
         goal = round(peer.median / 10, 3)
@@ -76,17 +74,17 @@ def loading(shape: Shape, rounds: int) -> list[Figure]:
         mine.delete_adapter("0")
         other.save_pretrained(folder, selected_adapters=["0"])
         ours = [
-            _once(lambda i=i: mine.load_adapter(Path(folder, "ours"), load_as=f"a{i}"))  # type: ignore[misc]
+            seconds(lambda i=i: mine.load_adapter(Path(folder, "ours"), load_as=f"a{i}"))  # type: ignore[misc]
             for i in range(2 * COUNT)
         ]
         theirs = [
-            _once(lambda i=i: other.load_adapter(Path(folder, "0"), adapter_name=f"a{i}"))  # type: ignore[misc]
+            seconds(lambda i=i: other.load_adapter(Path(folder, "0"), adapter_name=f"a{i}"))  # type: ignore[misc]
             for i in range(COUNT)
         ]
     last, first = (statistics.median(times) for times in (ours[-10:], ours[:10]))
     names = [f"a{i % COUNT}" for i in range(4 * rounds)]
-    switches = ratio([1e3 * _once(lambda n=n: mine.set_active_adapters(n)) for n in names])  # type: ignore[misc]
-    peer_switches = ratio([1e3 * _once(lambda n=n: other.set_adapter(n)) for n in names[:rounds]])  # type: ignore[misc]
+    switches = ratio([1e3 * seconds(lambda n=n: mine.set_active_adapters(n)) for n in names])  # type: ignore[misc]
+    peer_switches = ratio([1e3 * seconds(lambda n=n: other.set_adapter(n)) for n in names[:rounds]])  # type: ignore[misc]
     first_fifty, peer_fifty = sum(ours[:COUNT]), sum(theirs)
     return [
         Figure("loading 50 LoRA adapters", _plain(first_fifty), _plain(peer_fifty), 0.6, "s"),
@@ -135,25 +133,18 @@ def importing() -> list[Figure]:
         "t = time.process_time(); {}; print(time.process_time() - t)"
     )
 
-    def seconds(what: str) -> float:
+    def cost(what: str) -> float:
         run = [sys.executable, "-c", code.format(what)]
         return float(subprocess.run(run, capture_output=True, check=True, text=True).stdout)
 
-    ours = ratio([seconds("import adapterzoo; adapterzoo.AutoAdapterModel") for _ in range(3)])
-    theirs = ratio([seconds("import peft") for _ in range(3)])
+    ours = ratio([cost("import adapterzoo; adapterzoo.AutoAdapterModel") for _ in range(3)])
+    theirs = ratio([cost("import peft") for _ in range(3)])
     return [Figure("import after torch and transformers' models", ours, theirs, 0.3, "s")]
 
 
-def _seconds(run: Callable[[], object], rounds: int) -> Ratio:
+def _rounds(run: Callable[[], object], rounds: int) -> Ratio:
     run()
-    return ratio([_once(run) for _ in range(rounds)])
-
-
-def _once(run: Callable[[], object]) -> float:
-    gc.collect()
-    start = time.process_time()
-    run()
-    return time.process_time() - start
+    return ratio([seconds(run) for _ in range(rounds)])
 
 
 def _plain(value: float) -> Ratio:

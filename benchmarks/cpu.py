@@ -21,9 +21,10 @@ from typing import Any
 import peft
 import torch
 import transformers
+from tqdm import tqdm
 
 import adapterzoo
-from _measure import Ratio, operators, ratios, saved_bytes
+from _measure import Ratio, operators, ratios, saved_bytes, settled
 from _methods import METHODS, Method
 from _models import BERT, LLAMA, TINY, Shape, twin
 from _report import Figure, write
@@ -44,19 +45,24 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="peft")
     stand_in()
     gate()
-    figures = [
-        *steps(LLAMA, METHODS, options.rounds),
-        *steps(BERT, METHODS[:4], options.rounds),
-        *half_precision(),
-        *small(TINY, "1 × 16 tokens", 3 * options.rounds),
-        *small(Shape(LLAMA.title, LLAMA.targets, 1, 1), "1 × 1 token", 3 * options.rounds),
-        *mixing(LLAMA, options.rounds),
-        *mixing(replace(LLAMA, tokens=1), 3 * options.rounds),
-        *injecting(LLAMA, METHODS, options.rounds),
-        *merging(LLAMA, METHODS, options.rounds),
-        *loading(LLAMA, options.rounds),
-        *importing(),
+    rounds, one = options.rounds, Shape(LLAMA.title, LLAMA.targets, 1, 1)
+    sections: list[Callable[[], list[Figure]]] = [
+        *(lambda m=m: steps(LLAMA, m, rounds) for m in METHODS),
+        *(lambda m=m: steps(BERT, m, rounds) for m in METHODS[:4]),
+        half_precision,
+        lambda: small(TINY, "1 × 16 tokens", 3 * rounds),
+        lambda: small(one, "1 × 1 token", 3 * rounds),
+        lambda: mixing(LLAMA, rounds),
+        lambda: mixing(replace(LLAMA, tokens=1), 3 * rounds),
+        lambda: injecting(LLAMA, METHODS, rounds),
+        lambda: merging(LLAMA, METHODS, rounds),
+        lambda: loading(LLAMA, rounds),
+        importing,
     ]
+    figures = []
+    for section in tqdm(sections):
+        with settled():
+            figures += section()
     about = {
         "date": date.today().isoformat(),
         "machine": processor(),
@@ -85,29 +91,26 @@ def gate() -> None:
                 )
 
 
-def steps(shape: Shape, methods: list[Method], rounds: int) -> list[Figure]:
+def steps(shape: Shape, method: Method, rounds: int) -> list[Figure]:
     """Training steps: time, bytes kept for the backward and operators, over the floor's."""
     base = shape.model()
     floor_bytes = saved_bytes(base, lambda: shape.loss(base))
     # as many of few rows as of many
     few = replace(shape, rows=1)
     floor_operators = operators(_step_of(few, base))
-    found = []
-    for method in methods:
-        pair = method.put(shape, base), method.put_peft(shape, base)
-        method.equalise(*pair)
-        ours, theirs = (_step_of(shape, model) for model in pair)
-        times = ratios(lambda: shape.step(base), {"ours": ours, "theirs": theirs}, rounds)
-        kept = [saved_bytes(m, lambda m=m: shape.loss(m)) / floor_bytes for m in pair]  # type: ignore[misc]
-        counts = [operators(_step_of(few, model)) / floor_operators for model in pair]
-        step_goal, bytes_goal = method.goals[shape.title]
-        where = f"{method.title}, {shape.title}, {shape.rows} × {shape.tokens} tokens"
-        found += [
-            Figure(f"step: {where}", times["ours"], times["theirs"], step_goal),
-            exact(f"saved bytes: {where}", kept, bytes_goal),
-            exact(f"operators: {where}", counts, None),
-        ]
-    return found
+    pair = method.put(shape, base), method.put_peft(shape, base)
+    method.equalise(*pair)
+    ours, theirs = (_step_of(shape, model) for model in pair)
+    times = ratios(lambda: shape.step(base), {"ours": ours, "theirs": theirs}, rounds)
+    kept = [saved_bytes(m, lambda m=m: shape.loss(m)) / floor_bytes for m in pair]  # type: ignore[misc]
+    counts = [operators(_step_of(few, model)) / floor_operators for model in pair]
+    step_goal, bytes_goal = method.goals[shape.title]
+    where = f"{method.title}, {shape.title}, {shape.rows} × {shape.tokens} tokens"
+    return [
+        Figure(f"step: {where}", times["ours"], times["theirs"], step_goal),
+        exact(f"saved bytes: {where}", kept, bytes_goal),
+        exact(f"operators: {where}", counts, None),
+    ]
 
 
 def half_precision() -> list[Figure]:

@@ -122,7 +122,8 @@ def _read_static(
     labels = document.get("label2id")
     if facts.named_heads:
         return facts.from_static(theirs, tensors, labels if isinstance(labels, Mapping) else None)
-    mine = {key: tensor for key, tensor in tensors.items() if key in facts.static_head}
+    static = facts.static_head()
+    mine = {key: tensor for key, tensor in tensors.items() if key in static}
     for key, tensor in tensors.items():
         if key in mine:
             continue

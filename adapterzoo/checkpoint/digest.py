@@ -30,7 +30,7 @@ def same_bits(tensor: Tensor, other: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     # −0 and NaN have bits too: bytes are compared, not numbers
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:

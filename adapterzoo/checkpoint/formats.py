@@ -43,7 +43,7 @@ class Facts:
         hidden_size: width of its hidden states.
         config: the model's config as a dict, that of the text part on top in composite ones.
         named_heads: whether it has heads by name, or one static head.
-        static_head: the shapes of that head's tensors by key.
+        static_head: gives the shapes of that head's tensors by key.
         from_static: (name of a task class, tensors of its head by key, labels or None) to the
             head's document and tensors as a model with named heads has them. Raises
             `CheckpointError` where there is no such head.
@@ -69,7 +69,7 @@ class Facts:
     hidden_size: int | None
     config: Mapping[str, Any]
     named_heads: bool
-    static_head: Mapping[str, tuple[int, ...]]
+    static_head: Callable[[], Mapping[str, tuple[int, ...]]]
     from_static: Callable[
         [str, Mapping[str, Tensor], Mapping[str, int] | None],
         tuple[dict[str, Any], dict[str, Tensor]],

@@ -91,7 +91,7 @@ def head_from(
         return None, {}
     if not facts.named_heads:
         # what the file leaves out stays what it is
-        kept = {key: facts.tensor(key) for key in facts.static_head if key not in head}
+        kept = {key: facts.tensor(key) for key in facts.static_head() if key not in head}
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
         return {"static": facts.model_class}, head
     # PEFT keeps no labels: they are those of the model
@@ -100,7 +100,7 @@ def head_from(
 
 def _base_tensor(key: str, facts: Facts) -> Tensor | None:
     """The tensor of the base model that a key of some task class names."""
-    if key in facts.static_head:
+    if key in facts.static_head():
         return None
     for name in (key, facts.renamed(key)):
         for place in (name, f"{facts.prefix}.{name}", _below(name, facts)):

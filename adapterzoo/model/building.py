@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.anatomy import Site
@@ -63,7 +63,7 @@ def build(
     Raises:
         ConfigError: a config does not fit its site, or two cannot share the layer.
     """
-    device, dtype = _device_and_dtype(layer, model_dtype)
+    device, dtype = device_of(layer), _dtype(layer, model_dtype)
     built = [p.config.build(p.site, at or device, dtype) for p in placements]
     sites = [p.site for p in placements]
     if len(built) == 1 and sites[0].rows is None and sites[0].parameter is None:
@@ -115,15 +115,46 @@ def own_parameters(layer: nn.Module, with_quantised: bool = True) -> Iterator[nn
             yield from own_parameters(child, with_quantised)
 
 
-def _device_and_dtype(
-    layer: nn.Module, model_dtype: torch.dtype
-) -> tuple[torch.device, torch.dtype]:
-    tensors = list(own_parameters(layer))
+def device_of(layer: nn.Module) -> torch.device:
+    """Where the adapters of a layer belong."""
     # weights that accelerate offloads are on the meta device between two forwards
     device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
     if device is None:
-        device = tensors[0].device if tensors else torch.get_default_device()
+        first = next(own_parameters(layer), None)
+        device = torch.get_default_device() if first is None else first.device
+    return torch.device(device)
+
+
+def give_memory(adapter: nn.Module, device: torch.device) -> bool:
+    """Move an adapter off the meta device, where a file that fits it will have all its values.
+
+    Args:
+        adapter: on the meta device; not touched where something in it is in no file.
+        device: where its tensors get memory.
+
+    Returns:
+        Whether it was moved; another one must be made where it was not.
+    """
+    held: list[tuple[dict[str, Any], str, Tensor]] = [
+        (holder, key, tensor)
+        for module in adapter.modules()
+        for holder in (cast("dict[str, Any]", module._parameters), module._buffers)
+        for key, tensor in holder.items()
+        if tensor is not None
+    ]
+    in_files = {id(tensor) for tensor in adapter.state_dict(keep_vars=True).values()}
+    if not len(in_files) == len(held) == len({id(t) for _, _, t in held} & in_files):
+        return False
+    for holder, key, tensor in held:
+        # not empty_like, which takes ten times as long for a tensor on the meta device
+        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        holder[key] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
+    return True
+
+
+def _dtype(layer: nn.Module, model_dtype: torch.dtype) -> torch.dtype:
     # bitsandbytes casts the bias to what it computes in, at the first forward
     plain = own_parameters(layer, with_quantised=False)
     wide = (t.dtype for t in plain if t.is_floating_point() and t.element_size() >= 2)
-    return torch.device(device), next(wide, model_dtype)
+    return next(wide, model_dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
         hidden_size=getattr(text, "hidden_size", None),
         config=tasks.config,
         named_heads=named,
-        static_head={} if named else {k: tuple(t.shape) for k, t in model._static_head()},
+        static_head=functools.cache(lambda: {} if named else _shapes(model._static_head())),
         from_static=tasks.read,
         to_static=tasks.write,
         tied=tasks.tied,
@@ -52,6 +52,10 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
         tensor=functools.partial(tensor_of, model),
         modules=functools.partial(task_modules, model),
     )
+
+
+def _shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in tensors}
 
 
 def prefix_of(model: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError
 from adapterzoo.methods import undrawn
 
 from . import sharding
-from .building import inject_path
+from .building import build, device_of, give_memory, inject_path
 from .facts import facts_of
 from .records import Loaded, check_meta, leaving_out, name_in, record_of
 from .storing_heads import StoringHeadsMixin
@@ -262,20 +262,28 @@ class StoringMixin(StoringHeadsMixin):
             gone = everywhere - kept
             tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
         # a stranger's config may ask for more memory than there is: compare before any is taken
-        empty = self._make(config, torch.device("meta"))
+        made = self._make(config, torch.device("meta"))
         skeleton = {
             f"{path}/{key}": tensor
-            for path, (module, _) in empty.items()
+            for path, (module, _) in made.items()
             for key, tensor in module.state_dict(keep_vars=True).items()
         }
         native.check_fit(call, type(self).__name__, tensors, skeleton, dtype)
-        # a method that draws its values in a way of its own shall not disturb the caller's numbers
-        with undrawn(), torch.random.fork_rng(devices=()):
-            made = self._make(config)
-        by_path: dict[str, dict[str, Tensor]] = {}
+        by_path: dict[str, dict[str, Tensor]] = {path: {} for path in made}
         for key, tensor in tensors.items():
             path, _, parameter = key.partition("/")
-            by_path.setdefault(path, {})[parameter] = tensor
-        for path, (module, _) in made.items():
-            native.fill(module if dtype is None else module.to(dtype), by_path.get(path, {}))
+            by_path[path][parameter] = tensor
+        for path, (module, placements) in made.items():
+            real = self._with_memory(module, path, placements)
+            native.fill(real if dtype is None else real.to(dtype), by_path[path])
+            made[path] = real, placements
         return config, made
+
+    def _with_memory(self, adapter: Adapter, path: str, placements: list[Placement]) -> Adapter:
+        """The adapter, which is on the meta device, as one on that of its layer."""
+        layer = self._backbone.get_submodule(path)
+        if give_memory(adapter, device_of(layer)):
+            return adapter
+        # a method that draws its values in a way of its own shall not disturb the caller's numbers
+        with undrawn(), torch.random.fork_rng(devices=()):
+            return build(layer, path, placements, cast("Any", self).dtype)

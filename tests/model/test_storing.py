@@ -13,6 +13,7 @@ from families import tiny_config
 from safetensors import safe_open
 from safetensors.torch import load_file
 from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
+from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, Stack, init
@@ -25,6 +26,8 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
+from adapterzoo.methods._low_rank import LowRank
+from adapterzoo.model.building import give_memory
 
 FILE = "adapter.safetensors"
 CONFIGS = {
@@ -747,3 +750,55 @@ def test_two_threads_may_save_to_one_folder(model, tmp_path):
     )
     assert adapter_bits(model, "c") == adapter_bits(model, name)
     assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "adapter_config.json"]
+
+
+def with_parameter() -> nn.Module:
+    module = nn.Module()
+    module.own = nn.Parameter(torch.empty(2, 3, device="meta", dtype=torch.float64))
+    module.fixed = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
+    module.register_buffer("count", torch.empty((), device="meta", dtype=torch.long))
+    return module
+
+
+def test_an_adapter_that_a_file_fills_gets_memory():
+    outer = nn.Module()
+    outer.inner = with_parameter()
+    assert give_memory(outer, torch.device("cpu"))
+    made = {k: (t.device.type, t.dtype, t.shape) for k, t in outer.state_dict().items()}
+    assert made == {
+        "inner.own": ("cpu", torch.float64, (2, 3)),
+        "inner.fixed": ("cpu", torch.float32, (2,)),
+        "inner.count": ("cpu", torch.long, ()),
+    }
+    assert [p.requires_grad for p in outer.parameters()] == [True, False]
+
+
+def test_an_adapter_that_has_more_than_a_file_is_made_again():
+    hidden, shared = with_parameter(), with_parameter()
+    hidden.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    shared.again = shared.own
+    for module in (hidden, shared):
+        before = dict(module.named_buffers()) | dict(module.named_parameters())
+        assert not give_memory(module, torch.device("cpu"))
+        assert all(before[k] is t for k, t in [*module.named_parameters(), *module.named_buffers()])
+
+
+def test_what_is_in_no_file_is_made_when_it_is_loaded(tiny, tmp_path, monkeypatch):
+    init = LowRank.__init__
+
+    def with_table(self, *args):
+        init(self, *args)
+        device = self.lora_A.device
+        self.register_buffer("table", torch.arange(3.0, device=device), persistent=False)
+
+    monkeypatch.setattr(LowRank, "__init__", with_table)
+    model, other = tiny(), tiny()
+    model.add_adapter("a", "lora")
+    stir(model, "a")
+    model.save_adapter(tmp_path, "a")
+    before = torch.get_rng_state()
+    other.load_adapter(tmp_path, "b")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert adapter_bits(other, "b") == adapter_bits(model, "a")
+    for _, module in other.adapter_modules("b"):
+        assert same_bits(module.table, torch.arange(3.0))
