@@ -20,7 +20,6 @@ from torch.nn.functional import linear
 from . import _bottleneck_torch, mode
 from ._bottleneck_torch import FUNCTIONS, SMALL
 from ._ops import below, check, narrowed, register
-from .exact import is_autocast
 
 _LEGAL = (
     "to and x are [*batch, d_model], down is [width, d_model], up [d_model, width], their biases "
@@ -82,7 +81,7 @@ def bottleneck(
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
-    plain = to.dtype is x.dtype is down.dtype and _is_plain(x)
+    plain = to.dtype is x.dtype is down.dtype and mode.is_plain(x)
     # the usual case on a CPU, where each call of Python counts
     if plain and to.numel() <= SMALL:
         inner = FUNCTIONS[activation](linear(x, down, down_bias))
@@ -95,14 +94,6 @@ def bottleneck(
     run = _bottleneck_torch.bottleneck if plain and not keeps else _bottleneck
     out: Tensor = run(to, read, down, down_bias, up, up_bias, scaling, activation, keeps)[0]
     return out
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether nothing but torch operations in the operands' own dtype is to be done."""
-    if mode.may_take_triton(x):
-        return False
-    # each call of Python counts here
-    return not (torch.is_autocast_enabled("cpu") if x.is_cpu else is_autocast(x.device))
 
 
 def _run(
