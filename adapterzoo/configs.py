@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .errors import ConfigError, listing
+from .errors import CompositionError, ConfigError, listing
 from .registry import Registry
 
 if TYPE_CHECKING:
     import torch
 
     from .anatomy import Anatomy, Site
+    from .averaging import Combination
     from .contracts import Adapter
 
 DEFAULT_CONFIG = "seq_bn"
@@ -56,9 +57,13 @@ class AdapterConfig(ABC):
 
     Subclasses are frozen keyword-only dataclasses that check their values in `__post_init__`.
     `architecture` is the name of the method in files; two configs with equal fields are equal.
+    `training_fields` are those that say nothing of what a trained adapter computes.
     """
 
     architecture: ClassVar[str]
+    training_fields: ClassVar[frozenset[str]] = frozenset(
+        {"dropout", "init_weights", "init_weights_seed", "dtype"}
+    )
 
     @property
     def starts_as_identity(self) -> bool:
@@ -88,6 +93,23 @@ class AdapterConfig(ABC):
         Raises:
             ConfigError: a value does not fit the site's widths.
         """
+
+    @classmethod
+    def combined(
+        cls, configs: Sequence[AdapterConfig], how: Combination, anatomy: Anatomy
+    ) -> AdapterConfig:
+        """The config of the adapter that several become, the first of them where all are alike.
+
+        Args:
+            configs: at least one, of this architecture.
+            how: what is made of the adapters.
+            anatomy: of the model.
+
+        Raises:
+            CompositionError: what differs between them cannot be combined so.
+        """
+        how.refuse_differing([config.to_dict() for config in configs], cls.training_fields)
+        return configs[0]
 
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON types, with its `architecture`; `from_dict` reads it back."""
@@ -210,6 +232,22 @@ class ConfigUnion(AdapterConfig):
             f"ConfigUnion.build({site.path!r}): a union builds nothing itself; "
             f"write placement.config.build(…)."
         )
+
+    @classmethod
+    def combined(
+        cls, configs: Sequence[AdapterConfig], how: Combination, anatomy: Anatomy
+    ) -> AdapterConfig:
+        """The union of what the members become, one by one."""
+        unions = [config.configs for config in configs if isinstance(config, ConfigUnion)]
+        kinds = {tuple(member.architecture for member in members) for members in unions}
+        if len(kinds) > 1:
+            shown = listing("|".join(kind) for kind in sorted(kinds))
+            raise CompositionError(
+                f"{how.call}: unions are combined member by member, and these are {shown}. Add the "
+                f"adapters with the same methods in the same order."
+            )
+        members = zip(*unions, strict=True)
+        return cls(*(type(each[0]).combined(each, how, anatomy) for each in members))
 
     def to_dict(self) -> dict[str, Any]:
         """The members' dicts under `configs`."""

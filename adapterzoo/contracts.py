@@ -7,11 +7,13 @@ modules that know nothing of models, names, files, devices or of each other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+
+from .averaging import Combination, weighted_sum
 
 if TYPE_CHECKING:
     from .kernels.grouped import Groups
@@ -96,6 +98,63 @@ class Adapter(nn.Module, ABC):
         Args:
             base: the layer, with its values at hand even where they are offloaded.
         """
+
+    def neutral(self, base: Base) -> Mapping[str, Tensor]:
+        """Values of parameters that change nothing, for those where zero is not such a value.
+
+        A sum of adapters is θ₀ + Σ wᵢ (θᵢ − θ₀) with these θ₀, so that weights of any sum are
+        weights of what the adapters change.
+
+        Args:
+            base: the layer.
+        """
+        return {}
+
+    def combine(
+        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+    ) -> None:
+        """Take the values that several adapters become: called once, on one without values.
+
+        This one takes "linear" alone, and combines all parameters.
+
+        Args:
+            adapters: at least one of this class, of the same layer.
+            weights: one for each.
+            how: the strategy and its options.
+            base: the layer, with its values at hand even where they are offloaded.
+
+        Raises:
+            CompositionError: the strategy makes no sense for the method.
+        """
+        if how.of != "parameters":
+            raise how.refusal(f"a {type(self).__name__} adapter has none")
+        self.combine_linearly(dict(self.named_parameters()), adapters, weights, how, base)
+
+    def combine_linearly(
+        self,
+        names: Iterable[str],
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        how: Combination,
+        base: Base,
+    ) -> None:
+        """Fill parameters with θ₀ + Σ wᵢ (θᵢ − θ₀), see `neutral`; the rest as in `combine`.
+
+        Args:
+            names: of the parameters.
+            adapters: of the same layer.
+            weights: one for each.
+            how: the strategy and its options.
+            base: the layer.
+        """
+        neutral = self.neutral(base)
+        for name in names:
+            target = self.get_parameter(name)
+            theirs = [wide(adapter.get_parameter(name), target) for adapter in adapters]
+            value = weighted_sum(theirs, weights)
+            if name in neutral:
+                value = value + (1 - sum(weights)) * wide(neutral[name], target)
+            how.fill(target, value, name)
 
     @abstractmethod
     def forward(self, x: Tensor, base: Base) -> Tensor:
@@ -236,3 +295,8 @@ def can_mix(adapters: Sequence[Adapter]) -> bool:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype for norms, solves and merges: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def wide(t: Tensor, like: Tensor) -> Tensor:
+    """The values on another tensor's device, in the dtype for computing."""
+    return t.detach().to(like.device, compute_dtype(t.dtype))

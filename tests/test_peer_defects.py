@@ -457,6 +457,19 @@ def test_the_scale_cannot_change_under_a_merged_adapter(tiny):
     assert not changes(before, snapshot(model))
 
 
+@pytest.mark.parametrize("combination_type", ["linear", "cat", "svd"])
+def test_a_weighted_adapter_keeps_the_magnitudes_of_dora(tiny, combination_type):
+    """23: weight 1 is the adapter itself."""
+    model = tiny().double()
+    model.add_adapter("a", "dora")
+    stir(model, "a")
+    model.add_weighted_adapter(["a"], [1.0], "c", combination_type)
+    model.set_active_adapters("a")
+    expected = output(model)
+    model.set_active_adapters("c")
+    torch.testing.assert_close(output(model), expected, rtol=1e-10, atol=1e-10)
+
+
 def test_loading_walks_the_model_no_more_often_with_more_adapters(tiny, tmp_path, monkeypatch):
     """25: loading is linear in bytes: no walk over the module tree at all."""
     model = tiny()

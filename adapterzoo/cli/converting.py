@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from adapterzoo.checkpoint.peft_heads import head_for
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.heads import HeadConfig
 from adapterzoo.model.facts import facts_of
 from adapterzoo.model.static_table import is_task
+from adapterzoo.model.task_classes import class_for, task_class, with_labels
 
 from .checkpoints import Checkpoint
 from .models import (
@@ -26,16 +26,11 @@ from .models import (
     fitted,
     load_into,
     plain_tokenizer,
-    task_class,
     with_weights,
 )
 
 _NAME = "merged"
 _CURE = "To have it, write --as with a class that has such a head."
-_PROBLEMS = {
-    "classification": "single_label_classification",
-    "multilabel_classification": "multi_label_classification",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +130,7 @@ def merge(
         target = _target(found, call, own, architecture)
     own_head = target.head is not None and "static" in target.head
     if target.head is not None and not own_head:
-        config = _with_labels(config, HeadConfig.from_dict(target.head["config"]))
+        config = with_labels(config, HeadConfig.from_dict(target.head["config"]))
     cls: Any = AutoModel if target.name is None else task_class(call, target.name)
     replaced = target.head is not None
     model = with_weights(
@@ -190,18 +185,14 @@ def _target(found: Fitted, call: str, own: str | None, architecture: str | None)
     if "static" in head:
         return _Target(architecture or str(head["static"]), head)
     facts = facts_of(found.model, call)
-    if name is not None and is_task(name):
-        try:
-            return _Target(name, head, facts.to_static(name, head, found.stored.head))
-        except CheckpointError:
-            if architecture is not None:
-                raise
+    if architecture is not None:
+        return _Target(name, head, facts.to_static(architecture, head, found.stored.head))
     try:
-        task, tensors = head_for(found.stored, facts)
+        task, tensors = class_for(found.stored, facts, name)
     except CheckpointError as error:
         reason = str(error).removeprefix(f"{call}: ")
         return _Target(name, lost=f"the class is that of the base model, as {reason}")
-    return _Target(task.model_class, head, tensors)
+    return _Target(task, head, tensors)
 
 
 def _tokenizer(call: str, base: str) -> Any:
@@ -213,16 +204,3 @@ def _tokenizer(call: str, base: str) -> Any:
         _raise_exceptions_for_connection_errors=False,
     )
     return None if found is None else plain_tokenizer(call, base)
-
-
-def _with_labels(config: Any, head: HeadConfig) -> Any:
-    """A base model's config with the classes of a head."""
-    count = head.get("num_labels")
-    if count is None:
-        return config
-    labels = head.id2label or {number: f"LABEL_{number}" for number in range(count)}
-    config.id2label = labels
-    config.label2id = {label: number for number, label in labels.items()}
-    problem = _PROBLEMS.get(head.head_type)
-    config.problem_type = "regression" if problem and count == 1 else problem
-    return config

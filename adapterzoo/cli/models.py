@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
 
 from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.checkpoint import formats
@@ -18,6 +18,7 @@ from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.model import init
 from adapterzoo.model.facts import facts_of
+from adapterzoo.model.task_classes import task_class
 
 from .checkpoints import Checkpoint
 from .output import note
@@ -93,25 +94,6 @@ def with_weights(call: str, base: str, cls: Any = AutoAdapterModel, **kwargs: An
         # left out, transformers would ask at the terminal whether to run a stranger's code
         model = cls.from_pretrained(base, trust_remote_code=False, **kwargs)
     return init(model).eval()
-
-
-def task_class(call: str, name: str) -> type[PreTrainedModel]:
-    """A class of transformers by its name.
-
-    Args:
-        call: what the user wrote, for messages.
-        name: such as `BertForSequenceClassification`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    cls: Any = getattr(transformers, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise ConfigError(
-            f"{call}: transformers has no model {name!r}. Write the name of a class, such as "
-            f"'BertForSequenceClassification'."
-        )
-    return cls
 
 
 def plain_tokenizer(call: str, base: str) -> Any:

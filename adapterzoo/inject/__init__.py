@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.averaging import Combination
 from adapterzoo.composition import Step, evaluate, fold
 from adapterzoo.contracts import Adapter, Base, compute_dtype
-from adapterzoo.errors import DuplicateNameError, StateError
+from adapterzoo.errors import CompositionError, DuplicateNameError, StateError
 from adapterzoo.families import Family
 from adapterzoo.selection import Selection
 
@@ -34,6 +35,7 @@ __all__ = [
     "base_of",
     "become",
     "check_put",
+    "combine",
     "introduce",
     "is_additive",
     "matrix",
@@ -224,18 +226,60 @@ def introduce(layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor
         adapter: not yet put.
         originals: parameters of the layer as they were before adapters were merged into it.
     """
+    for (part,), base in _beside(layer, (adapter,), originals):
+        part.attach(base)
+
+
+def combine(
+    layer: nn.Module,
+    adapter: Adapter,
+    others: Sequence[Adapter],
+    weights: Sequence[float],
+    how: Combination,
+    originals: Mapping[str, Tensor],
+) -> None:
+    """Let an adapter without values take what several others of the layer become.
+
+    Args:
+        layer: the layer.
+        adapter: not yet put.
+        others: at least one.
+        weights: one for each.
+        how: the strategy and its options.
+        originals: parameters of the layer as they were before adapters were merged into it.
+
+    Raises:
+        CompositionError: the strategy makes no sense for the method.
+    """
+    if any(type(other) is not type(adapter) for other in others):
+        kinds = sorted({type(other).__name__ for other in others})
+        raise CompositionError(
+            f"{how.call}: at one layer these are {', '.join(kinds)}, which have no parameters in "
+            f"common. Add the adapters with the same targets, or write "
+            f"set_active_adapters(Stack('a', 'b'))."
+        )
+    for (part, *parts), base in _beside(layer, (adapter, *others), originals):
+        part.combine(parts, weights, how, base)
+
+
+def _beside(
+    layer: nn.Module, adapters: Sequence[Adapter], originals: Mapping[str, Tensor]
+) -> Iterator[tuple[tuple[Adapter, ...], Base]]:
+    """The parts of adapters that belong together, and what they see of the layer."""
 
     def shown(parameter: str) -> Tensor | None:
         kept = originals.get(parameter)
         return kept.mT if kept is not None and stores_transposed(layer, parameter) else kept
 
-    if isinstance(adapter, ParameterParts):
-        for parameter, parts in adapter._modules.items():
-            weight = shown(parameter)
-            own_weight = matrix(layer, parameter) if weight is None else weight
-            cast("Parts", parts).attach(base_of(layer, own_weight))
-    else:
-        adapter.attach(base_of(layer, shown("weight"), originals.get("bias")))
+    first = adapters[0]
+    if not isinstance(first, ParameterParts):
+        yield tuple(adapters), base_of(layer, shown("weight"), originals.get("bias"))
+        return
+    for parameter in first._modules:
+        weight = shown(parameter)
+        own_weight = matrix(layer, parameter) if weight is None else weight
+        parts = tuple(cast("Parts", adapter._modules[parameter]) for adapter in adapters)
+        yield parts, base_of(layer, own_weight)
 
 
 def base_of(layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None) -> Base:

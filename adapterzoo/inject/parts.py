@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Rows
+from adapterzoo.averaging import Combination
 from adapterzoo.composition import Nested
 from adapterzoo.contracts import Adapter, Base, WeightAdapter, can_mix
-from adapterzoo.errors import StateError
+from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.families import Family
 
 from .views import RowsOf, put_rows, take_rows
@@ -45,6 +46,22 @@ class Parts(WeightAdapter):
         for label, rows in self.rows.items():
             adapter = cast("Adapter", self._modules[label])
             adapter.attach(base if rows is None else RowsOf(base, rows, empty, empty))
+
+    def combine(
+        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+    ) -> None:
+        """Each child takes what those of its rows become."""
+        empty = torch.empty(0)
+        if any(adapter.rows != self.rows for adapter in adapters):
+            raise CompositionError(
+                f"{how.call}: the adapters have other parts at one layer: "
+                f"{', '.join(str(list(adapter.rows)) for adapter in adapters)}. Add them with the "
+                f"same targets, or write set_active_adapters(Stack('a', 'b'))."
+            )
+        for label, children in _by_label(adapters).items():
+            rows, own = self.rows[label], cast("Adapter", self._modules[label])
+            shown = base if rows is None else RowsOf(base, rows, empty, empty)
+            own.combine(children, weights, how, shown)
 
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from ._init import undrawn
+from ._init import generator, undrawn
 
-__all__ = ["undrawn"]
+__all__ = ["generator", "undrawn"]
 
 for _found in pkgutil.iter_modules(__path__, f"{__name__}."):
     # machinery begins with an underscore and registers nothing

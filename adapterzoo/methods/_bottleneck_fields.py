@@ -92,6 +92,8 @@ class BottleneckFields(AdapterConfig):
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
+    training_fields = AdapterConfig.training_fields | {"stochastic_depth"}
+
     mh_adapter: bool
     output_adapter: bool
     reduction_factor: float | Mapping[str, float]

@@ -16,13 +16,21 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.configs import MAX_WIDTH, Placement, require_choice, require_range
-from adapterzoo.contracts import SharingAdapter, WeightAdapter
+from adapterzoo.averaging import Combination
+from adapterzoo.configs import (
+    MAX_WIDTH,
+    AdapterConfig,
+    Placement,
+    require_choice,
+    require_range,
+)
+from adapterzoo.contracts import Base, SharingAdapter, WeightAdapter, wide
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.low_rank import shrink
 
 from ._init import DTYPES, constant, drawn, generator, kaiming, normal
+from ._low_rank_combining import combined_config, combined_factors
 from ._targets import TargetedConfig, check_pattern
 
 _T = TypeVar("_T")
@@ -127,6 +135,14 @@ class LowRankConfig(TargetedConfig):
         rank = self.rank_at(path)
         return self.alpha_at(path) / (math.sqrt(rank) if self.use_rslora else rank)
 
+    @classmethod
+    def combined(
+        cls, configs: Sequence[AdapterConfig], how: Combination, anatomy: Anatomy
+    ) -> LowRankConfig:
+        """The config of what several become; ranks, scalings and places may differ for some."""
+        own = [config for config in configs if isinstance(config, LowRankConfig)]
+        return combined_config(own, how, anatomy)
+
     def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the parameters at a layer of the given dtype."""
         return DTYPES[self.dtype] if self.dtype else dtype
@@ -192,6 +208,37 @@ class LowRank(SharingAdapter, WeightAdapter):
             return (t,)
         parts: tuple[Tensor, ...] = t.split([a.shape[0] for a in factors], -1)
         return parts
+
+    def combine(
+        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+    ) -> None:
+        """Take the factors of what several adapters become, by any strategy."""
+        self.combine_factors(adapters, weights, how)
+
+    def combine_factors(
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        how: Combination,
+        gains: Sequence[Tensor] | None = None,
+    ) -> None:
+        """A and B of what several adapters become.
+
+        Args:
+            adapters: of the same layer.
+            weights: one for each.
+            how: the strategy and its options.
+            gains: factors of the rows of each B, `[*experts, d_out]`; None: 1.
+        """
+        factors = [(wide(x.lora_A, self.lora_A), wide(x.lora_B, self.lora_B)) for x in adapters]
+        if gains is not None:
+            pairs = zip(factors, gains, strict=True)
+            factors = [(a, b * gain.unsqueeze(-1)) for (a, b), gain in pairs]
+        scalings = [adapter.scaling for adapter in adapters]
+        rank = self.lora_A.shape[-2]
+        a, b = combined_factors(factors, scalings, weights, how, rank)
+        how.fill(self.lora_A, a, "lora_A")
+        how.fill(self.lora_B, b, "lora_B")
 
     def delta(self, dtype: torch.dtype) -> Tensor:
         """The update s · B A, `[d_out, d_in]`, computed in the dtype, also under autocast."""

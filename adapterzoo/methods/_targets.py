@@ -17,6 +17,11 @@ from adapterzoo.expressions import steps
 
 ALL_LINEAR = "all-linear"
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
+TARGETS = frozenset(
+    {"selfattn_lora", "intermediate_lora", "output_lora", "attn_matrices", "leave_out",
+     "target_modules", "exclude_modules", "layers_to_transform"}
+)  # fmt: skip
+"""The fields of a config that say where."""
 
 
 # about a second for a layer, whose path has so many characters

@@ -13,7 +13,7 @@ Cannot do: embeddings, whose input has no features to rotate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self
@@ -55,6 +55,7 @@ class BOFTConfig(TargetedConfig):
     """
 
     architecture: ClassVar[str] = "boft"
+    training_fields = TargetedConfig.training_fields | {"boft_dropout"}
 
     boft_block_size: int = 0
     boft_block_num: int = 0
@@ -169,6 +170,10 @@ class BOFT(SharingAdapter, WeightAdapter):
         Q = base.from_input(self, x)
         y = base(turned(x, Q))  # [*batch, d_out]
         return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)
+
+    def neutral(self, base: Base) -> Mapping[str, Tensor]:
+        """The scale that changes nothing, 1; R, whose skew part generates the rotation, is 0."""
+        return {"boft_s": torch.ones_like(self.boft_s)}
 
     @property
     def sharing_key(self) -> tuple[object, ...]:

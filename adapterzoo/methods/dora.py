@@ -16,7 +16,7 @@ Cannot do: layers without a floating-point weight to take norms of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from adapterzoo.anatomy import Site
+from adapterzoo.averaging import Combination, weighted_sum
 from adapterzoo.configs import architectures, config_strings, require_choice
 from adapterzoo.contracts import Base, compute_dtype
 from adapterzoo.kernels.compose import compose
@@ -121,8 +122,31 @@ class DoRA(LowRank):
 
     def attach(self, base: Base) -> None:
         """The magnitudes start as the norms of the layer's rows, ‖W‖."""
+        self.m.copy_(self.neutral(base)["m"])
+
+    def neutral(self, base: Base) -> Mapping[str, Tensor]:
+        """The magnitudes that change nothing, ‖W‖."""
         zeros = torch.zeros_like(self.lora_B)
-        self.m.copy_(row_norm(base.weight, self.lora_A, zeros, 1.0))
+        return {"m": row_norm(base.weight, self.lora_A, zeros, 1.0)}
+
+    def combine(
+        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+    ) -> None:
+        """Take what several adapters become.
+
+        "cat" and the strategies with SVD add up changes of the weight, Σ wᵢ (Wᵢ' − W), each other
+        one combines m linearly. With c = 1 + Σ wᵢ (gᵢ − 1) the sum is the change to
+        c (W + Σ wᵢ s gᵢ/c · Bᵢ Aᵢ): each Bᵢ is multiplied by gᵢ/c, and m = c ‖W + B A‖.
+        """
+        if how.of not in ("ranks", "change"):
+            self.combine_factors(adapters, weights, how)
+            self.combine_linearly(["m"], adapters, weights, how, base)
+            return
+        own = base.weight
+        gains = [adapter.gain(own) for adapter in adapters]  # [*experts, d_out] each
+        c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
+        self.combine_factors(adapters, weights, how, [gain / c for gain in gains])
+        how.fill(self.m, c * row_norm(own, self.lora_A, self.lora_B, self.scaling), "m")
 
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The layer with the change; in an embedding `x` is token numbers `[*batch]`.

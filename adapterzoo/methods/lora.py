@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from adapterzoo.anatomy import Site
+from adapterzoo.averaging import Combination
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import Base
 from adapterzoo.errors import ConfigError, StateError
@@ -127,6 +128,20 @@ class LoRA(LowRank):
         a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
         scaling = [each.scaling for each in adapters]
         return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
+
+    def combine(
+        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+    ) -> None:
+        """Take what several adapters become; s · B's bias is combined linearly."""
+        if self.gate is not None and how.of != "parameters":
+            raise how.refusal("the gate of a LoRA adapter with use_gating=True is none")
+        super().combine(adapters, weights, how, base)
+        if self.gate is not None:
+            self.combine_linearly(["gate"], adapters, weights, how, base)
+        if self.lora_B_bias is not None:
+            pairs = zip(adapters, weights, strict=True)
+            scaled = weights if how.keeps_scaling else [w * a.scaling for a, w in pairs]
+            self.combine_linearly(["lora_B_bias"], adapters, scaled, how, base)
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight w + s · B A, `[d_out, d_in]`."""

@@ -25,7 +25,7 @@ from adapterzoo.composition import (
 )
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter, SharingAdapter
-from adapterzoo.errors import AdapterZooError, DuplicateNameError
+from adapterzoo.errors import AdapterZooError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
 
@@ -134,15 +134,7 @@ class AdaptersMixin(RefusalsMixin):
         check_name("add_adapter", adapter_name)
         refuse_if_sharded(self, call, "Add it before fully_shard(model).")
         loaded = AdapterConfig.load(config)
-        if adapter_name in self._zoo.installed:
-            if not overwrite_ok:
-                raise DuplicateNameError(
-                    f"{call}: the name is taken by {self.adapters_config[adapter_name]!r}. Write "
-                    f"another name, or add_adapter({adapter_name!r}, …, overwrite_ok=True)."
-                )
-            self._refuse_if_overridden(adapter_name, call)
-            self._refuse_if_merged(adapter_name, call)
-            self._refuse_if_fused(adapter_name, call)
+        self._refuse_taken(adapter_name, call, overwrite_ok)
         made = self._make(loaded)
         for path, (adapter, _) in made.items():
             layer = self._backbone.get_submodule(path)
@@ -150,19 +142,45 @@ class AdaptersMixin(RefusalsMixin):
                 # a model that is being loaded has no values yet, and the file has the adapter's
                 if not any(p is not None and p.is_meta for p in layer._parameters.values()):
                     inject.introduce(layer, adapter, self._zoo.originals.get(path, {}))
-        fresh = adapter_name not in self._zoo.installed
-        if not fresh:
-            self._remove(adapter_name)
-        self._install(adapter_name, loaded, made)
+        self._bring_in(adapter_name, loaded, made, set_active)
+
+    def _bring_in(
+        self,
+        name: str,
+        config: AdapterConfig,
+        made: Mapping[str, tuple[Adapter, list[Placement]]],
+        set_active: bool,
+    ) -> None:
+        """Install an adapter, in the place of one of its name; what fails changes nothing.
+
+        Args:
+            name: of the adapter.
+            config: its config.
+            made: path to its module, with its values.
+            set_active: whether it becomes the active adapter.
+
+        Raises:
+            StateError: it cannot act beside what is merged.
+        """
+        plan, installed = self._selection.default.plan, dict(self._zoo.installed)
+        replaced = installed.get(name)
+        old = dict(self.adapter_modules(name)) if replaced is not None else {}
+        if replaced is not None:
+            self._remove(name)
+        self._install(name, config, made)
         try:
             if set_active:
-                self.set_active_adapters(adapter_name)
+                self.set_active_adapters(name)
             else:
                 self._replan()
         except AdapterZooError:
-            if fresh:
-                self._remove(adapter_name)
-                self._replan()
+            self._remove(name)
+            if replaced is not None:
+                places = {path: (old[path], list(ps)) for path, ps in replaced.places.items()}
+                self._install(name, replaced.config, places)
+            # the order too
+            self._zoo.installed = installed
+            self._selection.default.plan = plan
             raise
 
     def delete_adapter(self, adapter_name: str) -> None:

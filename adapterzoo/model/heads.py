@@ -15,18 +15,19 @@ from adapterzoo.composition import RowMap
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types, labels_from
 
+from .averaging_heads import AveragingHeadsMixin
 from .family import describe
 from .inputs import flatten_choices, head_input, labels_of, last_tokens, shift_labels
 from .outputs import MultiHeadOutput, answer
 from .records import HeadRecord
 from .row_heads import apart, given_to, head_rows, joined, outputs_of, take_rows, total
-from .shelf import ShelfMixin
+from .unloading_heads import UnloadingHeadsMixin
 
 # arguments of `forward` that belong to heads of any type
 _COMMON = ("logits_to_keep", "num_items_in_batch")
 
 
-class HeadsMixin(ShelfMixin):
+class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin):
     """Adapters and named heads for a `PreTrainedModel`; stands before it in a class's bases."""
 
     _has_named_heads: ClassVar[bool] = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -35,26 +35,44 @@ class MergingMixin(AdaptersMixin):
         """
         call = f"merge_adapter({name!r})"
         self._find(name, call)
-        refuse_if_sharded(self, call, "Merge before fully_shard(model).")
         self._refuse_if_merged(name, call)
-        self._refuse_if_overridden(name, call)
-        names = (*self._zoo.merged, name)
+        self._merge((name,), call)
+
+    @torch.no_grad()
+    def _merge(self, added: Sequence[str], call: str) -> None:
+        """Merge several adapters that are not, all or none.
+
+        Args:
+            added: names, in the order in which they act.
+            call: what the user wrote, for messages.
+
+        Raises:
+            StateError: as `merge_adapter`; nothing has changed then.
+        """
+        refuse_if_sharded(self, call, "Merge before fully_shard(model).")
+        for name in added:
+            self._refuse_if_overridden(name, call)
+        names = (*self._zoo.merged, *added)
         setup = self._selection.default.plan.setup
         active = setup.flatten() if setup is not None else ()
         self._refuse_mixed(names, [n for n in active if n not in names], call)
         self._refuse_merged_part(setup, names, call)
-        modules = dict(self.adapter_modules(name))
+        modules: dict[str, list[Adapter]] = {}
+        for name in added:
+            for path, module in self.adapter_modules(name):
+                modules.setdefault(path, []).append(module)
         self._refuse_lost(call, set(modules))
         # every check that can be made comes before the first write
-        for path, module in modules.items():
-            _check_mergeable(module)
+        for path, beside in modules.items():
+            for module in beside:
+                _check_mergeable(module)
             self._refuse_elsewhere(path, call)
         self._refuse_tied(modules, call)
         before: dict[str, dict[str, Tensor]] = {}
         kept = dict(self._zoo.originals)
         try:
-            for path, module in modules.items():
-                before[path] = _copies(self._backbone.get_submodule(path), module)
+            for path, beside in modules.items():
+                before[path] = _copies(self._backbone.get_submodule(path), beside)
                 # what an earlier merge kept is older: that is the original
                 self._zoo.originals[path] = before[path] | kept.get(path, {})
                 self._write(path, names, call)
@@ -197,13 +215,15 @@ def _is_finite(t: Tensor) -> bool:
     return not t.numel() or bool(torch.stack(t.aminmax()).isfinite().all())
 
 
-def _copies(layer: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
-    """The parameters that merging the adapter writes, bit for bit."""
-    if isinstance(adapter, inject.ParameterParts):
-        names = list(adapter._modules)
-    else:
-        names = ["weight", "bias"]
-        inject.matrix(layer)
+def _copies(layer: nn.Module, adapters: Iterable[Adapter]) -> dict[str, Tensor]:
+    """The parameters that merging the adapters writes, bit for bit."""
+    names: dict[str, None] = {}
+    for adapter in adapters:
+        if isinstance(adapter, inject.ParameterParts):
+            names.update(dict.fromkeys(adapter._modules))
+        else:
+            names.update(weight=None, bias=None)
+            inject.matrix(layer)
     stored = {name: layer._parameters.get(name) for name in names}
     return {name: t.detach().clone() for name, t in stored.items() if t is not None}
 

@@ -17,21 +17,23 @@ from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.inject import Adapted, become
 from adapterzoo.selection import Selection
 
+from .averaging import AveragingMixin
 from .fusing import FusionMixin
-from .merging import MergingMixin
 from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
 from .rows import RowNames, RowsMixin, batch_size, repeated
 from .summary import SummaryMixin
+from .unloading import UnloadingMixin
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class AdapterModelMixin(
+    UnloadingMixin,
     FusionMixin,
     PublishingMixin,
-    MergingMixin,
+    AveragingMixin,
     QuantisedMixin,
     ReplicasMixin,
     RowsMixin,

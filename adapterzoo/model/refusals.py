@@ -9,7 +9,13 @@ from typing import Any
 from adapterzoo import inject
 from adapterzoo.composition import Composition, Fuse, Stack, fusions_of
 from adapterzoo.contracts import Adapter, WeightAdapter
-from adapterzoo.errors import CompositionError, StateError, listing, unknown_name
+from adapterzoo.errors import (
+    CompositionError,
+    DuplicateNameError,
+    StateError,
+    listing,
+    unknown_name,
+)
 from adapterzoo.selection import Selection
 
 from .installed import Installed, State
@@ -29,6 +35,19 @@ class RefusalsMixin:
         if not isinstance(name, str) or name not in self._zoo.installed:
             raise unknown_name(call, "adapter", name, self._zoo.installed)
         return self._zoo.installed[name]
+
+    def _refuse_taken(self, name: str, call: str, overwrite_ok: bool) -> None:
+        """Refuse a name that is taken, and where it may be replaced, what is in use."""
+        if name not in self._zoo.installed:
+            return
+        if not overwrite_ok:
+            raise DuplicateNameError(
+                f"{call}: the name is taken by {self._zoo.installed[name].config!r}. Write "
+                f"another name, or {call[:-1]}, …, overwrite_ok=True)."
+            )
+        self._refuse_if_overridden(name, call)
+        self._refuse_if_merged(name, call)
+        self._refuse_if_fused(name, call)
 
     def _refuse_if_overridden(self, name: str, call: str) -> None:
         if any(name in p.setup.flatten() for p in self._selection.overrides if p.setup):

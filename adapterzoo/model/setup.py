@@ -25,6 +25,12 @@ def announce(model: AdaptersMixin) -> None:
         _models.add(model)
 
 
+def withdraw(model: AdaptersMixin) -> None:
+    """Undo `announce`: the model has no adapters any more."""
+    with _models_lock:
+        _models.discard(model)
+
+
 class _Entered(threading.local):
     """What a thread has to leave, the last block first."""
 

@@ -105,8 +105,12 @@ def to_static(static: StaticHead, config: HeadConfig) -> Mapping[str, str] | str
 
 
 def _layers(config: HeadConfig) -> dict[str, Any]:
-    beside = ("label2id", "dropout_prob", "shift_labels")
-    return {k: v for k, v in config.to_dict().items() if k not in beside and v is not None}
+    fields = config.to_dict()
+    beside = {"label2id", "dropout_prob", "shift_labels"}
+    # what stands between layers is nowhere where there is one
+    if fields.get("layers") == 1:
+        beside |= {"activation_function", "dense_bias", "layer_norm", "norm_bias", "layer_norm_eps"}
+    return {k: v for k, v in fields.items() if k not in beside and v is not None}
 
 
 def _classification(static: Static) -> StaticHead:

@@ -1,0 +1,82 @@
+"""The classes of transformers that have a named head as their own: which one, and its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from adapterzoo.checkpoint.formats import Facts
+from adapterzoo.checkpoint.peft_heads import head_for
+from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.heads import HeadConfig
+
+from .static_table import is_task
+
+_PROBLEMS = {
+    "classification": "single_label_classification",
+    "multilabel_classification": "multi_label_classification",
+}
+
+
+def task_class(call: str, name: str) -> type[PreTrainedModel]:
+    """A class of transformers by its name.
+
+    Args:
+        call: what the user wrote, for messages.
+        name: such as `BertForSequenceClassification`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    cls: Any = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise ConfigError(
+            f"{call}: transformers has no model {name!r}. Write the name of a class, such as "
+            f"'BertForSequenceClassification'."
+        )
+    return cls
+
+
+def class_for(stored: Stored, facts: Facts, own: str | None) -> tuple[str, Mapping[str, Tensor]]:
+    """A class that has a head, and the head's tensors by key there.
+
+    Args:
+        stored: has the head.
+        facts: of the model that it belongs to.
+        own: name of the class of the base model's checkpoint, which comes first.
+
+    Raises:
+        CheckpointError: transformers has none.
+    """
+    head = stored.document["head"]
+    if own is not None and is_task(own):
+        try:
+            return own, facts.to_static(own, head, stored.head)
+        except CheckpointError:
+            # another class may have such a head
+            pass
+    task, tensors = head_for(stored, facts)
+    return task.model_class, tensors
+
+
+def with_labels(config: Any, head: HeadConfig) -> Any:
+    """A base model's config, changed to one with the classes of a head.
+
+    Args:
+        config: of a model of transformers.
+        head: says which classes.
+    """
+    count = head.get("num_labels")
+    if count is None:
+        return config
+    labels = head.id2label or {number: f"LABEL_{number}" for number in range(count)}
+    config.id2label = labels
+    config.label2id = {label: number for number, label in labels.items()}
+    problem = _PROBLEMS.get(head.head_type)
+    config.problem_type = "regression" if problem and count == 1 else problem
+    return config

@@ -1,0 +1,230 @@
+"""The operations on tensors: against PEFT's functions, against formulas, and by their laws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft.utils import merge_utils
+
+from adapterzoo.averaging import (
+    STRATEGIES,
+    combination,
+    elected,
+    largest,
+    random,
+    signed_roots,
+    split,
+    weighted,
+    weighted_sum,
+)
+from adapterzoo.errors import ConfigError, UnknownNameError
+
+WEIGHTS = [0.75, -1.5, 2.0]
+
+
+def tensors(count=3, shape=(5, 7), seed=0):
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=source, dtype=torch.float64) for _ in range(count)]
+
+
+def equal(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+# --- against PEFT ---
+
+
+@pytest.mark.parametrize("density", [0.01, 0.3, 0.5, 0.99])
+def test_the_largest_are_those_of_peft(density):
+    for tensor in tensors():
+        assert torch.equal(
+            largest(tensor, density), merge_utils.magnitude_based_pruning(tensor, density)
+        )
+
+
+@pytest.mark.parametrize("density", [0.01, 0.3, 0.99])
+def test_what_stays_at_random_is_what_peft_draws(density):
+    for tensor in tensors():
+        torch.manual_seed(5)
+        expected = merge_utils.random_pruning(tensor, density, rescale=True)
+        torch.manual_seed(5)
+        assert torch.equal(random(tensor, density), expected)
+
+
+@pytest.mark.parametrize("method", ["total", "frequency"])
+def test_elected_signs_are_those_of_peft(method):
+    own = tensors()
+    # zeros have no sign, and where all are zero nobody agrees
+    own[0][0], own[1][:2], own[2][:3] = 0.0, 0.0, 0.0
+    own[2][4] = -own[1][4] - own[0][4]
+    mask = merge_utils.calculate_majority_sign_mask(torch.stack(own), method)
+    weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+    expected = merge_utils.disjoint_merge(torch.stack(own) * weights[:, None, None], mask)
+    equal(elected(own, WEIGHTS, method), expected)
+
+
+# --- by hand ---
+
+
+def test_elected_signs_by_hand():
+    a, b, c = (
+        torch.tensor(v, dtype=torch.float64) for v in ([4.0, 1, 0], [-1.0, 1, 0], [-2, 0, 0])
+    )
+    equal(elected([a, b, c], [1, 1, 1]), torch.tensor([4.0, 1.0, 0.0]).double())
+    equal(elected([a, b, c], [1, 1, 2], "frequency"), torch.tensor([-2.5, 1.0, 0.0]).double())
+
+
+def test_pruning_at_random_keeps_the_mean_and_its_generator_rules():
+    ones = torch.ones(100_000, dtype=torch.float64)
+    kept = random(ones, 0.25, torch.Generator().manual_seed(0))
+    assert set(kept.tolist()) == {0.0, 4.0}
+    # four deviations
+    assert abs(kept.mean() - 1) < 4 * (0.75 / 0.25 / 100_000) ** 0.5
+    before = torch.get_rng_state()
+    again = random(ones, 0.25, torch.Generator().manual_seed(0))
+    assert torch.equal(again, kept)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(random(ones, 0.25, torch.Generator().manual_seed(1)), kept)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (3, 6, 4)])
+@pytest.mark.parametrize("rank", [1, 3, 4, 9])
+def test_a_split_is_the_nearest_of_its_rank(shape, rank):
+    (change,) = tensors(1, shape)
+    a, b = split(change, rank)
+    assert a.shape == (*shape[:-2], rank, shape[-1])
+    assert b.shape == (*shape[:-2], shape[-2], rank)
+    u, s, v = torch.linalg.svd(change, full_matrices=False)
+    s[..., rank:] = 0
+    equal(b @ a, u @ torch.diag_embed(s) @ v)
+    equal(split(change, rank, full_matrices=True)[1] @ a, b @ a)
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 0.9, 1.0])
+def test_a_clamp_cuts_at_the_quantile_of_both_factors(q):
+    (change,) = tensors(1)
+    a, b = split(change, 3)
+    high = torch.quantile(torch.cat([a.flatten(), b.flatten()]), q)
+    clamped = split(change, 3, clamp=q)
+    equal(clamped[0], a.clamp(-high, high))
+    equal(clamped[1], b.clamp(-high, high))
+
+
+def test_signed_roots_have_the_weights_as_products():
+    signed, roots = signed_roots(WEIGHTS)
+    assert [s * r for s, r in zip(signed, roots, strict=True)] == pytest.approx(WEIGHTS, rel=1e-15)
+    assert all(root >= 0 for root in roots)
+
+
+# --- laws ---
+
+_COUNT = st.integers(1, 4)
+_WEIGHT = st.floats(-4, 4).filter(lambda w: w == 0 or abs(w) > 1e-3)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(_WEIGHT, min_size=1, max_size=4), st.randoms(), st.sampled_from(sorted(STRATEGIES)))
+def test_the_order_of_adapters_means_nothing(weights, shuffler, name):
+    how = combination("", name, **options(name, density=1.0))
+    own = tensors(len(weights))
+    order = list(range(len(weights)))
+    shuffler.shuffle(order)
+    found = how.mix([own[i] for i in order], [weights[i] for i in order])
+    torch.testing.assert_close(found, how.mix(own, weights), rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(_COUNT, st.sampled_from(["total", "frequency"]))
+def test_elected_with_one_sign_everywhere_is_the_sum_by_the_count(count, method):
+    own = [tensor.abs() + 0.1 for tensor in tensors(count)]
+    weights = [0.5 + i for i in range(count)]
+    equal(elected(own, weights, method), weighted_sum(own, weights) / count)
+
+
+@settings(deadline=None, max_examples=30)
+@given(_COUNT, st.sampled_from(sorted(STRATEGIES)))
+def test_equal_tensors_with_weights_of_sum_one_are_that_tensor(count, name):
+    how = combination("", name, **options(name, density=1.0))
+    (tensor,) = tensors(1)
+    weight = 1.0 if how.strategy.elects else 1.0 / count
+    equal(how.mix([tensor] * count, [weight] * count), tensor)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.05, 1.0))
+def test_pruned_entries_are_the_smallest(density):
+    (tensor,) = tensors(1)
+    kept = largest(tensor, density)
+    assert torch.equal(kept[kept != 0], tensor[kept != 0])
+    assert int((kept != 0).sum()) == int(density * tensor.numel())
+    if (kept == 0).any():
+        assert kept[kept != 0].abs().min() >= tensor[kept == 0].abs().max()
+
+
+def options(name, density=0.5):
+    strategy = STRATEGIES[name]
+    given = {"density": density} if strategy.prunes else {}
+    return given | ({"svd_rank": 2} if strategy.needs_rank else {})
+
+
+# --- what a user gives ---
+
+
+def test_weights_are_those_of_a_list_or_a_dict():
+    assert weighted("", ["a", "b"], None, True) == (("a", "b"), (0.5, 0.5))
+    # as in adapters: equal ones have the sum 1 in any case
+    assert weighted("", ["a", "b"], None, False) == (("a", "b"), (0.5, 0.5))
+    assert weighted("", ["a", "b"], [3, 1], True) == (("a", "b"), (0.75, 0.25))
+    assert weighted("", ["a", "b"], [3, -1], False) == (("a", "b"), (3.0, -1.0))
+    assert weighted("", {"a": 3, "b": 1}, None, True) == (("a", "b"), (0.75, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "says"),
+    [
+        ([], None, ["nothing to average", "['a', 'b']"]),
+        ("ab", None, ["'ab' is one name", "['ab', 'another']"]),
+        (["a", "b"], [1.0], ["1 weights stand for 2 names", "weights=[1.0, 1.0]"]),
+        (["a", "b"], [1.0, -1.0], ["[1.0, -1.0] have the sum 0", "normalize_weights=False"]),
+        (["a"], [float("nan")], ["nan is no finite number", "weights=[0.5, 0.5]"]),
+        (["a"], ["1"], ["'1' is no finite number", "weights=[0.5, 0.5]"]),
+        ({"a": 1.0}, [1.0], ["stand beside a dict", "the dict alone"]),
+    ],
+)
+def test_weights_that_are_none(names, weights, says):
+    with pytest.raises(ConfigError) as caught:
+        weighted("average_adapter('c')", names, weights, True)
+    assert all(part in str(caught.value) for part in says), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("ties", {}, "density=None is no share of entries for 'ties'. Write density=0.5"),
+        ("ties", {"density": 0.0}, "density=0.0 is no share"),
+        ("dare_linear", {"density": 1.5}, "density=1.5 is no share"),
+        ("svd", {"density": 0.5}, "density=0.5 has no effect on 'svd'. Write density=None"),
+        ("cat", {"svd_rank": 4}, "svd_rank=4 has no effect on 'cat'"),
+        ("linear", {"svd_clamp": 0.5}, "svd_clamp=0.5 has no effect on 'linear'"),
+        ("ties", {"density": 0.5, "seed": 1}, "seed=1 has no effect on 'ties'"),
+        ("lora_delta_w_svd", {}, "svd_rank=None is no rank, which 'lora_delta_w_svd' needs"),
+        ("svd", {"svd_rank": 0}, "svd_rank=0 is no rank from 1 to 65536. Write svd_rank=8"),
+        ("svd", {"svd_rank": 2.0}, "svd_rank=2.0 is no rank"),
+        ("svd", {"svd_clamp": 2.0}, "svd_clamp=2.0 is no quantile from 0 to 1"),
+        ("svd", {"svd_driver": "gauss"}, "svd_driver='gauss' is none of None, 'gesvd'"),
+        ("dare_ties", {"density": 0.5, "seed": 0.5}, "seed=0.5 is no whole number. Write seed=0"),
+        ("ties", {"density": 0.5, "majority_sign_method": "mean"},
+         "majority_sign_method='mean' is none of 'total', 'frequency'. Write 'total'"),
+    ],
+)  # fmt: skip
+def test_options_that_are_none(name, given, says):
+    with pytest.raises(ConfigError) as caught:
+        combination("average_adapter('c')", name, **given)
+    assert f"average_adapter('c'): {says}" in str(caught.value)
+
+
+def test_an_unknown_strategy_has_its_neighbours():
+    with pytest.raises(UnknownNameError, match="Did you mean 'ties'"):
+        combination("average_adapter('c')", "tie")
