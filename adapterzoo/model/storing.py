@@ -78,6 +78,7 @@ class StoringMixin(StoringHeadsMixin):
     def load_adapter(
         self,
         adapter_name_or_path: str | os.PathLike[str],
+        *,
         load_as: str | None = None,
         with_head: bool = True,
         leave_out: Iterable[int] | None = None,
