@@ -16,6 +16,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from .errors import ConfigError, StateError, listing
 from .model.heads import HeadsMixin
 from .model.mixin import GeneratesRows, with_adapters
+from .model.pipelines import enter_pipelines
 from .model.rows import RowNames, batch_size, repeated
 from .model.static import keep_static_head
 
@@ -171,6 +172,7 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
 
         Raises:
             CompositionError: the rows do not fit the batch.
+            ConfigError: more inputs by position than have one.
             StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
             UnknownNameError: there is no adapter of a name.
         """
@@ -210,6 +212,25 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
         return self.forward_head(
             outputs, head_name=head, attention_mask=mask, return_dict=return_dict, **labels
         )
+
+
+class _GeneratesByHead:
+    """`generate` of models with named heads; stands after `GeneratesRows`, whose rows choose."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As `GenerationMixin.generate`.
+
+        Raises:
+            StateError: no head is active.
+        """
+        model = cast("AdapterModel", self)
+        if not (kwargs.get("head") or model._current_heads()):
+            raise StateError(
+                f"generate(): no head is active, so nothing scores the next token. Heads: "
+                f"{listing(model.heads)}. Write add_causal_lm_head('my_task'), on an "
+                f"encoder–decoder add_seq2seq_lm_head('my_task'), or model.active_head = 'my_task'."
+            )
+        return cast("Any", super()).generate(*args, **kwargs)
 
 
 def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
@@ -278,12 +299,13 @@ def _make_class(
             for b in generating.__bases__
             if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
         ]
-        bases = [GeneratesRows, *bases, *(mixins or [GenerationMixin])]
+        bases = [GeneratesRows, _GeneratesByHead, *bases, *(mixins or [GenerationMixin])]
     name = f"{backbone.__name__.removesuffix('Model')}AdapterModel"
     made = cast("type[AdapterModel]", type(name, (*bases, family), members))
     if generating is not None:
         _borrow_generation(made, generating)
     _show_signature(made, generating)
+    enter_pipelines(name, generating is not None)
     return made
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import adapterzoo
+from _stand_in import stand_in
 
 # title of the column to whether PEFT casts its adapters to float32
 PEERS = {"PEFT bf16": False, "PEFT default": True}
@@ -57,7 +58,7 @@ class Method:
         if self.theirs is None or not has_peft():
             return None
         peft = importlib.import_module("peft")
-        _stand_in()
+        stand_in()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = getattr(peft, self.theirs)(target_modules=targets, **self.peft_fields)
@@ -123,29 +124,6 @@ def boft_methods(over_peft: float) -> list[Method]:
         boft(8, 2, layer=1.30, over_peft={"PEFT bf16": over_peft}),
         boft(4, 1),
     ]
-
-
-class _BlockDiagonal:
-    """What PEFT's CUDA extension computes, in one copy for all blocks."""
-
-    @staticmethod
-    def forward(blocks: Tensor) -> list[Tensor]:
-        m, n, b, _ = blocks.shape
-        dense = blocks.new_zeros(m, n, b, n, b)
-        dense.diagonal(dim1=1, dim2=3).copy_(blocks.permute(0, 2, 3, 1))  # [m, b, b, n]
-        return [dense.view(m, n * b, n * b)]
-
-    @staticmethod
-    def backward(grad: Tensor, blocks: Tensor) -> list[Tensor]:
-        m, n, b, _ = blocks.shape
-        parts = grad.view(m, n, b, n, b).diagonal(dim1=1, dim2=3)  # [m, b, b, n]
-        return [parts.permute(0, 3, 1, 2).contiguous()]
-
-
-def _stand_in() -> None:
-    """PEFT's BOFT asks for its extension in each layer that it makes, and in each forward."""
-    layer: Any = importlib.import_module("peft.tuners.boft.layer")
-    layer.get_fbd_cuda = lambda: _BlockDiagonal
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:

@@ -119,9 +119,12 @@ class HeadConfig(ABC):
         """The label of each class number."""
         # files may list the labels by name
         named = self.label2id
-        return (
-            None if named is None else {named[n]: n for n in sorted(named, key=named.__getitem__)}
-        )
+        return None if named is None else dict(sorted((i, label) for label, i in named.items()))
+
+    @property
+    def problem_type(self) -> str | None:
+        """What a transformers config calls the kind of labels; None where it has no word."""
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON types, with its `head_type`; `from_dict` reads it back."""

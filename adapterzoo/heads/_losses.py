@@ -123,3 +123,11 @@ def _count(counts: Tensor, given: Tensor | int | None) -> Tensor | int:
         # at least 1: a batch whose labels are all ignored has the loss 0
         return counts.sum().clamp(min=1)
     return given.to(counts.device).clamp(min=1) if isinstance(given, Tensor) else max(given, 1)
+
+
+LOSSES = {
+    "multi_label_classification": binary_cross_entropy,
+    "regression": squared_error,
+    "single_label_classification": cross_entropy,
+}
+"""The losses by what a transformers config calls the kind of labels."""

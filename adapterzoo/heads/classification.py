@@ -15,7 +15,7 @@ from torch import Tensor
 from adapterzoo.errors import ConfigError, listing
 
 from ._base import OURS, Backbone, LayersConfig, LayersHead, head_types
-from ._losses import binary_cross_entropy, cross_entropy, squared_error
+from ._losses import LOSSES
 from ._pooling import POOLINGS, Pooling, pool
 
 
@@ -63,11 +63,14 @@ class PooledConfig(LayersConfig):
         """A fresh head."""
         return PooledHead(self, backbone)
 
+    @property
+    def problem_type(self) -> str:
+        """Decides the loss, and what pipelines do with the logits."""
+        return "regression" if self.label_count == 1 else "single_label_classification"
+
     def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-        """Cross entropy of classes; the squared error of a single number."""
-        if self.label_count == 1:
-            return squared_error(logits, labels, count)
-        return cross_entropy(logits, labels, count)
+        """Binary cross entropy of labels, cross entropy of classes, squared error of a number."""
+        return LOSSES[self.problem_type](logits, labels, count)
 
 
 @head_types.register("classification")
@@ -93,9 +96,10 @@ class MultilabelClassificationConfig(PooledConfig):
     num_labels: int = 2
     bias: bool = True
 
-    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-        """Binary cross entropy."""
-        return binary_cross_entropy(logits, labels, count)
+    @property
+    def problem_type(self) -> str:
+        """Each label by itself, also when there is one."""
+        return "multi_label_classification"
 
 
 @head_types.register("image_classification")
@@ -110,11 +114,11 @@ class ImageClassificationConfig(PooledConfig):
     multilabel: bool = False
     bias: bool = True
 
-    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-        """Binary cross entropy of labels, cross entropy of classes, squared error of a number."""
-        if self.multilabel and self.num_labels > 1:
-            return binary_cross_entropy(logits, labels, count)
-        return super().loss(logits, labels, count)
+    @property
+    def problem_type(self) -> str:
+        """As of the heads on text; a single label is a number."""
+        several = self.multilabel and self.num_labels > 1
+        return "multi_label_classification" if several else super().problem_type
 
 
 @head_types.register("multiple_choice")
@@ -133,9 +137,10 @@ class MultipleChoiceConfig(PooledConfig):
         """One score for each sequence."""
         return 1
 
-    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-        """Cross entropy of the choices."""
-        return cross_entropy(logits, labels, count)
+    @property
+    def problem_type(self) -> str:
+        """The choices are classes."""
+        return "single_label_classification"
 
     def build(self, backbone: Backbone) -> MultipleChoiceHead:
         """A fresh head."""
@@ -167,9 +172,8 @@ class PooledHead(LayersHead):
         count: Tensor | int | None = None,
     ) -> Tensor:
         """The loss of the task. `logits` `[batch, num_labels]`, `labels` `[batch]`."""
-        if isinstance(logits, tuple):
-            (logits,) = logits
-        return self.config.loss(logits, labels, count)
+        scores = logits[0] if isinstance(logits, tuple) else logits
+        return self.config.loss(scores, labels, count)
 
 
 class MultipleChoiceHead(PooledHead):

@@ -100,7 +100,11 @@ class Layer(Base):
 
     @property
     def residual(self) -> Tensor:
-        """The residual stream before the sub-layer."""
+        """The residual stream before the sub-layer.
+
+        Raises:
+            StateError: the module that it is the input of has not run.
+        """
         if self._residual is None:
             raise StateError(
                 f"{type(self._module).__name__}: the adapter at this layer needs the input of "

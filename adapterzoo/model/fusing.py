@@ -193,6 +193,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
         self,
         adapter_fusion_name_or_path: str | os.PathLike[str],
         load_as: str | None = None,
+        *,
         set_active: bool = False,
         overwrite_ok: bool = False,
         dtype: torch.dtype | None = None,

@@ -155,7 +155,11 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
 
     def _show_labels(self, names: tuple[str, ...]) -> None:
         # pipelines and Trainer read the labels from the config
-        if len(names) == 1 and (labels := self.get_head(names[0]).config.id2label):
+        if len(names) != 1:
+            return
+        head = self.get_head(names[0]).config
+        self.config.problem_type = head.problem_type
+        if labels := head.id2label:
             self.config.id2label = labels
             self.config.label2id = {label: number for number, label in labels.items()}
 

@@ -78,6 +78,7 @@ class StoringMixin(StoringHeadsMixin):
     def load_adapter(
         self,
         adapter_name_or_path: str | os.PathLike[str],
+        *,
         load_as: str | None = None,
         with_head: bool = True,
         leave_out: Iterable[int] | None = None,
@@ -181,13 +182,7 @@ class StoringMixin(StoringHeadsMixin):
     def _enter(self, loaded: Loaded, set_active: bool = False) -> None:
         if loaded.enter_head is not None:
             loaded.enter_head()
-        if loaded.name in self._zoo.installed:
-            self._remove(loaded.name)
-        self._install(loaded.name, loaded.config, loaded.made)
-        if set_active:
-            self.set_active_adapters(loaded.name)
-        else:
-            self._replan()
+        self._bring_in(loaded.name, loaded.config, loaded.made, set_active)
 
     def save_all_adapters(
         self,

@@ -75,6 +75,7 @@ class StoringHeadsMixin(AdaptersMixin):
         save_directory: str | os.PathLike[str],
         load_as: str | None = None,
         id2label: Mapping[int, str] | None = None,
+        *,
         overwrite_ok: bool = False,
         dtype: torch.dtype | None = None,
     ) -> str:

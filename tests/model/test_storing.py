@@ -797,7 +797,7 @@ def test_what_is_in_no_file_is_made_when_it_is_loaded(tiny, tmp_path, monkeypatc
     stir(model, "a")
     model.save_adapter(tmp_path, "a")
     before = torch.get_rng_state()
-    other.load_adapter(tmp_path, "b")
+    other.load_adapter(tmp_path, load_as="b")
     assert torch.equal(torch.get_rng_state(), before)
     assert adapter_bits(other, "b") == adapter_bits(model, "a")
     for _, module in other.adapter_modules("b"):

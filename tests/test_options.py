@@ -1,0 +1,294 @@
+"""No dead options: each field of each config changes what is built or computed, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_config, tiny_inputs
+from snapshots import bits
+
+from adapterzoo import AutoAdapterModel, Fuse
+from adapterzoo.configs import AdapterConfig, config_strings
+from adapterzoo.errors import AdapterZooError
+from adapterzoo.heads import HeadConfig, head_types
+from adapterzoo.methods.fusion import AdapterFusionConfig
+
+# other values by the name of the field, where they are not to be guessed from the default
+VALUES: dict[str, Any] = {
+    "alpha_pattern": {"query": 3},
+    "attn_matrices": ("k",),
+    "boft_block_num": 4,
+    "boft_block_size": 8,
+    "convention": "peft",
+    "dropout_prob": 0.5,
+    "dtype": "float64",
+    "embedding_size": 16,
+    "exclude_modules": ["query"],
+    "hidden_scale": 2.0,
+    "hypercomplex_nonlinearity": "normal",
+    "init_weights_seed": 7,
+    "inv_adapter": "nice",
+    "inv_adapter_reduction_factor": 2,
+    "label2id": {"no": 0, "yes": 1},
+    "layer_norm_eps": 0.5,
+    "layers_to_transform": [1],
+    "leave_out": (1,),
+    "logit_divisor": 2.0,
+    "logit_scale": 2.0,
+    "logit_softcap": 2.0,
+    "non_linearity": "tanh",
+    "phm_c_init": "uniform",
+    "pooling": "mean",
+    "rank_pattern": {"query": 2},
+    "reduction_factor": 8,
+    "target_modules": ["dense"],
+    "vocab_size": 50,
+}
+INIT_WEIGHTS = {"lora": "bert", "bert": "mam_adapter", "mam_adapter": "bert", "houlsby": "bert"}
+# what must be set for another field to be read at all
+WITH: dict[tuple[str, str], dict[str, Any]] = {
+    ("boft", "init_weights_seed"): {"init_weights": False},
+    ("causal_lm", "activation_function"): {"layers": 2},
+    ("causal_lm", "dense_bias"): {"layers": 2},
+    ("causal_lm", "embedding_size"): {"layers": 2},
+    ("causal_lm", "layer_norm"): {"layers": 2},
+    ("causal_lm", "layer_norm_eps"): {"layers": 2, "layer_norm": True},
+    ("causal_lm", "norm_bias"): {"layers": 2, "layer_norm": True},
+    ("question_answering", "activation_function"): {"layers": 2},
+    ("seq2seq_lm", "activation_function"): {"layers": 2},
+    ("seq2seq_lm", "dense_bias"): {"layers": 2},
+    ("seq2seq_lm", "layer_norm"): {"layers": 2},
+    ("seq2seq_lm", "layer_norm_eps"): {"layers": 2, "layer_norm": True},
+    ("seq2seq_lm", "norm_bias"): {"layers": 2, "layer_norm": True},
+    ("tagging", "activation_function"): {"layers": 2},
+}
+
+
+def other(field: str, value: Any) -> Any:
+    """A value that is not this one."""
+    if field in VALUES and VALUES[field] != value:
+        return VALUES[field]
+    if field == "activation_function":
+        return "relu"
+    if field == "scaling":
+        return 2.0 if value == "learned" else "learned"
+    if field == "init_weights":
+        return not value if isinstance(value, bool) else INIT_WEIGHTS[value]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value + 0.25
+    raise AssertionError(f"what else can {field}={value!r} be? Enter it in VALUES.")
+
+
+def seen_of(config: AdapterConfig, reads: str = "bert") -> list[bytes | str]:
+    """What an adapter is: its tensors, its answers and gradients in training."""
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config(reads))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.add_adapter("a", config, set_active=True)
+    model.train_adapter("a")
+    seen: list[bytes | str] = []
+    for path, module in model.adapter_modules("a"):
+        for key, tensor in module.state_dict().items():
+            seen += [f"{path}/{key} {tuple(tensor.shape)} {tensor.dtype}", bits(tensor)]
+    source = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, module in model.adapter_modules("a"):
+            for parameter in module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=source) * 0.1)
+    torch.manual_seed(0)
+    out = model(**tiny_inputs(reads))[0]
+    out.square().sum().backward()
+    seen.append(bits(out))
+    seen += [bits(p.grad) for p in model.parameters() if p.grad is not None]
+    return seen
+
+
+METHODS = sorted(name for name in config_strings if name != "union")
+FIELDS = [
+    (name, field.name)
+    for name in METHODS
+    for field in dataclasses.fields(AdapterConfig.load(name))
+    if field.init
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[bytes | str]]:
+    return {}
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_each_field_of_a_method_acts_or_is_refused(name, field, plain):
+    config = AdapterConfig.load(name).replace(dtype=None, **WITH.get((name, field), {}))
+    try:
+        changed = config.replace(**{field: other(field, getattr(config, field))})
+        found = seen_of(changed)
+    except AdapterZooError as error:
+        if field in str(error):
+            return
+        raise
+    key = repr(config)
+    if key not in plain:
+        plain[key] = seen_of(config)
+    assert found != plain[key]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_compared_is_the_same_for_the_same_config(name):
+    """Else a field that nobody reads would seem to act."""
+    config = AdapterConfig.load(name)
+    assert seen_of(config) == seen_of(config)
+
+
+# --- heads ---
+
+
+TOKENS = torch.tensor([[1, 0, 1, 0, 1, 0, 1], [0, 1, 0, 1, 0, 1, 0]])
+CLASSES = {"labels": torch.tensor([0, 1])}
+LABELS: dict[str, dict[str, Any]] = {
+    "classification": CLASSES,
+    "image_classification": CLASSES,
+    "multilabel_classification": CLASSES,
+    "multiple_choice": CLASSES,
+    "tagging": {"labels": TOKENS},
+    "masked_lm": {"labels": TOKENS + 5},
+    "causal_lm": {"labels": TOKENS + 5},
+    "seq2seq_lm": {"labels": TOKENS[:, :5] + 5},
+    "question_answering": {"start_positions": CLASSES["labels"],
+                           "end_positions": CLASSES["labels"] + 1},
+    "dependency_parsing": {"labels_arcs": TOKENS, "labels_rels": TOKENS,
+                           "word_starts": torch.arange(7).expand(2, 7)},
+}  # fmt: skip
+FAMILY = {"causal_lm": "gpt2", "seq2seq_lm": "bart", "image_classification": "vit"}
+
+
+def seen_of_head(config: HeadConfig) -> list[Any]:
+    """What a head is: its tensors and labels, and its answers, losses and gradients in training."""
+    family = FAMILY.get(config.head_type, "bert")
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config(family)).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    torch.manual_seed(0)
+    model.add_prediction_head_from_config("h", config)
+    head = model.get_head("h")
+    seen: list[Any] = [model.get_labels_dict("h")]
+    with torch.no_grad():
+        for key, tensor in head.state_dict().items():
+            seen += [key, tuple(tensor.shape), bits(tensor)]
+        for parameter in head.parameters():
+            parameter.add_(0.3)
+    inputs, labels = tiny_inputs(family), dict(LABELS[config.head_type])
+    if config.problem_type == "multi_label_classification":
+        classes = torch.arange(config["num_labels"])
+        labels["labels"] = (classes + torch.tensor([[0], [1]])).remainder(2).float()
+    if config.head_type == "multiple_choice":
+        inputs = {key: value[:, None].repeat(1, config["num_choices"], 1)
+                  for key, value in inputs.items()}  # fmt: skip
+        inputs["input_ids"][:, 1] += 1
+    torch.manual_seed(0)
+    out = model(**inputs, **labels)
+    seen += [bits(value) for value in out.values() if isinstance(value, torch.Tensor)]
+    out.loss.backward()
+    return seen + [bits(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+HEAD_FIELDS = [
+    (name, field.name)
+    for name, cls in sorted(head_types.items())
+    for field in dataclasses.fields(cls)
+]
+
+
+@pytest.mark.parametrize(("name", "field"), HEAD_FIELDS)
+def test_each_field_of_a_head_acts_or_is_refused(name, field, plain):
+    config = HeadConfig.from_dict({"head_type": name, **WITH.get((name, field), {})})
+    value = None if field == "label2id" else getattr(config, field)
+    changes = {field: other(field, value)}
+    if field in ("num_labels", "num_choices"):
+        changes["label2id"] = None
+    try:
+        found = seen_of_head(config.replace(**changes))
+    except AdapterZooError as error:
+        if field in str(error):
+            return
+        raise
+    key = repr(config)
+    if key not in plain:
+        plain[key] = seen_of_head(config)
+    assert found != plain[key]
+
+
+@pytest.mark.parametrize("name", sorted(head_types))
+def test_what_is_compared_is_the_same_for_the_same_head(name):
+    config = HeadConfig.from_dict({"head_type": name})
+    assert seen_of_head(config) == seen_of_head(config)
+
+
+# --- fusions ---
+
+
+def seen_of_fusion(config: AdapterFusionConfig) -> list[Any]:
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    source = torch.Generator().manual_seed(1)
+    for name in ("a", "b"):
+        model.add_adapter(name, "seq_bn")
+        with torch.no_grad():
+            for _, module in model.adapter_modules(name):
+                for parameter in module.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=source) * 0.3)
+    model.add_adapter_fusion(["a", "b"], config)
+    model.train_adapter_fusion(Fuse("a", "b"))
+    torch.manual_seed(0)
+    out = model(**tiny_inputs("bert"))[0]
+    loss = model.get_fusion_regularization_loss()
+    tensors = [out, *(p for p in model.parameters() if p.requires_grad)]
+    (out.square().sum() + (0.0 if loss is None else loss)).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [bits(t) for t in (*tensors, *grads)] + [None if loss is None else bits(loss)]
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(AdapterFusionConfig)])
+def test_each_field_of_a_fusion_acts_or_is_refused(field):
+    config = AdapterFusionConfig()
+    try:
+        changes = {field: other(field, getattr(config, field))}
+        found = seen_of_fusion(dataclasses.replace(config, **changes))
+    except AdapterZooError as error:
+        if field in str(error):
+            return
+        raise
+    assert found != seen_of_fusion(config)
+    assert seen_of_fusion(config) == seen_of_fusion(config)
+
+
+# --- the checks themselves ---
+
+
+def test_a_field_that_nobody_reads_is_found():
+    """A seed of weights that are not drawn, and a function between the layers of one layer."""
+    config = AdapterConfig.load("boft")
+    assert config.init_weights is True
+    assert seen_of(config.replace(init_weights_seed=7)) == seen_of(config)
+    head = HeadConfig.from_dict({"head_type": "tagging", "layers": 1})
+    assert seen_of_head(head.replace(activation_function="gelu")) == seen_of_head(head)
+
+
+def test_a_value_that_is_the_default_is_no_other_value():
+    for name, field in FIELDS:
+        value = getattr(AdapterConfig.load(name), field)
+        assert other(field, value) != value
