@@ -1,5 +1,6 @@
 # make quickstart   trains an adapter on a real model and real data
-# make test         lint, types, import floors, tests
+# make test         lint, types, import floors, documentation, tests
+# make docs         the documentation site, offline, in build/docs/html; make links follows its links
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
 # make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
 #
@@ -26,7 +27,7 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart bench bench-gpu test lint types floors tests coverage devices format clean
+.PHONY: help quickstart bench bench-gpu test lint types floors docs links tests coverage devices format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -45,7 +46,7 @@ bench-gpu: export HF_HUB_OFFLINE = 1
 bench-gpu: $(VENV)/.bench-$(KEY)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-test: lint types floors tests
+test: lint types floors docs tests
 
 lint: $(VENV)/.test-$(KEY)
 	$(BIN)/ruff check .
@@ -56,6 +57,18 @@ types: $(VENV)/.test-$(KEY)
 
 floors: $(VENV)/.test-$(KEY)
 	$(BIN)/lint-imports
+
+# -W -n: a warning is an error, and so is a name that leads nowhere
+docs links: export OMP_NUM_THREADS = 1
+docs links: export HF_HUB_OFFLINE = 1
+docs links: SPHINX = $(BIN)/python -m sphinx -W -n --keep-going -q -d build/docs/doctrees
+docs: $(VENV)/.docs-$(KEY)
+	$(SPHINX) -b html docs build/docs/html
+	$(BIN)/python docs/check_links.py build/docs/html
+
+# the links to other sites, which need a network
+links: $(VENV)/.docs-$(KEY)
+	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes of many threads each slow one another down tenfold: one thread each
 tests coverage devices: export OMP_NUM_THREADS = 1

@@ -114,6 +114,9 @@ def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any
         path: what `save_pretrained` was given.
         model_class: the transformers class it was saved from.
         **kwargs: as `from_pretrained` takes them.
+
+    Returns:
+        A model of that class, as `init` makes it, with the same adapters active.
     """
     loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
     return cast("M", loaded)

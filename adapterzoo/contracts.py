@@ -57,7 +57,7 @@ class Base(ABC):
     @property
     @abstractmethod
     def scale(self) -> float | Tensor:
-        """What the layer multiplies its output by: 1 except in embeddings of some families."""
+        """The factor of the layer's output, 1 except in embeddings of some families."""
 
     @property
     @abstractmethod

@@ -241,7 +241,7 @@ class AdaptersMixin(PlanningMixin):
 
     @property
     def active_adapters(self) -> Composition | None:
-        """What is active for the calling thread; None: the plain base model."""
+        """What is active for the calling thread, None for the plain base model."""
         return self._selection.plan.setup
 
     @active_adapters.setter
@@ -276,7 +276,7 @@ class AdaptersMixin(PlanningMixin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Move or cast an adapter alone.
+        """Move or cast an adapter alone; a device or dtype of None stays what it is.
 
         Raises:
             UnknownNameError: there is no adapter of this name.

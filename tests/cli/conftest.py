@@ -11,28 +11,16 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from families import VOCABULARY, tiny_config
+from families import tiny_config
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertModel, PreTrainedTokenizerFast
+from stand_ins import BAD, FILLER, GOOD, add_tokenizer
+from transformers import BertModel
 from transformers.utils import logging
 
 from adapterzoo.cli import main
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "data"
-GOOD, BAD = "fine great lovely", "dull poor awful"
-FILLER = "the film was so a very plot and its end"
-
-
-def add_tokenizer(folder: Path, **tokens: str | None) -> None:
-    """A tokenizer of whole words, as many as the tiny models have."""
-    words = ["[PAD]", "[UNK]", *f"{GOOD} {BAD} {FILLER}".split()]
-    words += [f"w{n}" for n in range(VOCABULARY - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, "[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = tokens or {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

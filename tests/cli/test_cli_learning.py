@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import add_tokenizer
 from families import tiny_config
+from stand_ins import add_tokenizer
 from transformers import AutoTokenizer, BertModel
 
 from adapterzoo import AutoAdapterModel

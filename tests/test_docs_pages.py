@@ -1,0 +1,104 @@
+"""What the pages of docs/ say of names: all of them are there, and none that is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import adapterzoo
+from adapterzoo import LoRAConfig, composition, configs, contracts, heads, model, trainer
+from adapterzoo.auto import AdapterModel
+from adapterzoo.configs import config_strings
+from adapterzoo.model import outputs
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+try:
+    from check_links import broken
+finally:
+    sys.path.pop(0)
+
+HERE = (adapterzoo, composition, configs, contracts, heads, model, outputs, trainer)
+CODE = re.compile(r"`([^`]+)`")
+CELL = re.compile(r"(?<!\\)\|")
+
+
+def table(page: str) -> Iterator[list[str]]:
+    """The cells of all rows of the tables of a page."""
+    for line in (DOCS / page).read_text().splitlines():
+        if line.startswith("|") and not line.startswith("| ---"):
+            yield [cell.strip() for cell in CELL.split(line)[1:-1]]
+
+
+def code_of(cell: str) -> list[str]:
+    """What stands between backticks, without arguments."""
+    return [re.sub(r"\(.*", "", text) for text in CODE.findall(cell)]
+
+
+def is_here(name: str) -> bool:
+    """Whether a user finds the name in the library, on a model or among the config strings."""
+    last = name.rpartition(".")[2]
+    places = (*HERE, AdapterModel, adapterzoo.BertAdapterModel)
+    return name.strip('"') in config_strings or any(hasattr(place, last) for place in places)
+
+
+PEER = json.loads((ROOT / "tests" / "data" / "adapters_api.json").read_text())
+
+
+@pytest.mark.parametrize("kind", sorted(PEER))
+def test_every_name_of_adapters_has_a_row(kind: str) -> None:
+    rows = list(table("from-adapters.md"))
+    cells = [cell for row in rows for cell in (row[:2] if len(row) == 4 else row[:1])]
+    assert set(PEER[kind]) <= {name for cell in cells for name in code_of(cell)}
+
+
+@pytest.mark.parametrize("page", ["from-adapters.md", "from-peft.md"])
+def test_what_is_said_to_be_here_is(page: str) -> None:
+    checked, fields = 0, {field.name for field in dataclasses.fields(LoRAConfig)}
+    for row in table(page):
+        theirs, ours = row[0], row[-2]
+        if ours in ("here", "always", "not needed", "not here"):
+            continue
+        for name in code_of(theirs) if ours.startswith("the same") else code_of(ours):
+            if name.removeprefix("model.").isidentifier():
+                checked += 1
+                assert is_here(name) or name in fields, (row, name)
+    assert checked > 40
+
+
+def test_what_is_said_not_to_be_here_is_not() -> None:
+    for row in table("from-adapters.md"):
+        if row[-2] == "not here":
+            names = code_of(row[0]) + (code_of(row[1]) if len(row) == 4 else [])
+            assert not [name for name in names if is_here(name)]
+
+
+def test_every_public_name_has_a_place_in_the_reference() -> None:
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    named = {n.rpartition(".")[2] for n in re.findall(r"\.\. auto\w+:: ([\w.]+)", text)}
+    assert set(adapterzoo.__all__) <= named
+
+
+LINK = re.compile(r"\]\(([^)#\s]+)(#[\w-]+)?\)")
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = [link for link, _ in LINK.findall((ROOT / "README.md").read_text())]
+    assert len(links) > 10
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_the_check_of_the_built_site_bites(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<h1 id="top"></h1><a href="b.html#there">b</a>')
+    (tmp_path / "b.html").write_text('<p id="there"></p><a href="https://example.org">out</a>')
+    assert broken(tmp_path) == ([], 1, 1)
+    (tmp_path / "b.html").write_text('<a href="a.html#nowhere">a</a><img src="gone.png">')
+    expected = ["a.html: b.html#there", "b.html: a.html#nowhere", "b.html: gone.png"]
+    assert broken(tmp_path)[0] == expected
