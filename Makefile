@@ -1,6 +1,7 @@
 # make quickstart   trains an adapter on a real model and real data
 # make test         lint, types, import floors, documentation, tests
 # make docs         the documentation site, offline, in build/docs/html; make links follows its links
+# make notebooks    runs the notebooks from top to bottom, and keeps what they print and draw
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
 # make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
 #
@@ -27,7 +28,7 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart bench bench-gpu test lint types floors docs links tests coverage devices format clean
+.PHONY: help quickstart notebooks bench bench-gpu test lint types floors docs links tests coverage devices format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -36,6 +37,10 @@ help:
 
 quickstart: $(VENV)/.quickstart-$(KEY)
 	$(BIN)/python examples/quickstart.py $(ARGS)
+
+notebooks: export OMP_NUM_THREADS = 1
+notebooks: $(VENV)/.docs-$(KEY)
+	$(BIN)/python notebooks/execute.py $(ARGS)
 
 bench: export OMP_NUM_THREADS = 1
 bench: export HF_HUB_OFFLINE = 1
@@ -88,7 +93,7 @@ format: $(VENV)/.test-$(KEY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist runs .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist runs notebooks/runs notebooks/rescale.py .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("adapterzoo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Write: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
