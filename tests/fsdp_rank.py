@@ -192,6 +192,17 @@ def what_is_fixed_is_refused(rank, folder):
         refused(StateError, call, name, "sharded over 2 processes", cure)
         unchanged(before, visible(model), name)
 
+    push = "push_adapter_to_hub('ann/a', 'a')"
+    cure = "then hub.push(folder, …) in one"
+    refused(
+        StateError,
+        lambda: model.push_adapter_to_hub("ann/a", "a"),
+        push,
+        "sharded over 2 processes",
+        cure,
+    )
+    unchanged(before, visible(model), push)
+
     merged = build("bert", "lora")
     merged.merge_adapter("a")
     merged = shard(merged)

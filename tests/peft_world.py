@@ -26,6 +26,7 @@ CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
     "llama": "LlamaForCausalLM",
+    "mt5": "MT5ForConditionalGeneration",
     "phi3": "Phi3ForCausalLM",
     "t5": "T5ForConditionalGeneration",
     "vit": "ViTForImageClassification",
@@ -87,7 +88,7 @@ def named(family: str, folder: Path) -> Any:
 
 def logits(model: Any, family: str) -> Tensor:
     inputs = tiny_inputs(family)
-    if family == "t5":
+    if family in ("mt5", "t5"):
         inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
     with torch.no_grad():
         return model.eval()(**inputs).logits

@@ -321,6 +321,13 @@ def test_what_the_format_cannot_say_is_an_error_before_anything_is_written(
     unsayable(model, *says, folder=tmp_path / "x")
 
 
+def test_meta_that_is_called_as_a_field_of_the_format_is_refused(model, tmp_path):
+    model.add_adapter("a", "seq_bn")
+    meta = {"name": "b", "version": 2, "fine": 1}
+    says = ("'name', 'version'", "another name", "format='native'")
+    unsayable(model, *says, folder=tmp_path / "x", meta_dict=meta)
+
+
 def test_heads_and_families_that_the_format_does_not_know(model, tiny, tmp_path):
     model.load_adapter(BERT, load_as="a", with_head=False)
     model.add_classification_head("a", num_labels=3, pooling="mean")

@@ -124,7 +124,7 @@ def test_the_golden_files_of_a_fusion_are_loaded(family: str):
         pytest.skip("there are no golden files")
     model = AutoAdapterModel.from_pretrained(GOLDEN / family / "base").eval()
     fusion = GOLDEN / family / "fusion"
-    with pytest.raises(UnknownNameError, match=r"load_adapter_fusion.*'b'"):
+    with pytest.raises(UnknownNameError, match=r"load_adapter_fusion.*'a'"):
         model.load_adapter_fusion(fusion)
     for name in ("a", "b"):
         model.load_adapter(GOLDEN / family / name, with_head=False)
@@ -136,6 +136,93 @@ def test_the_golden_files_of_a_fusion_are_loaded(family: str):
         for fuse in (Fuse("a", "b"), Fuse("a", "b", name="other")):
             model.set_active_adapters(fuse)
             close(model(**expected).last_hidden_state, hidden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_golden_files_of_a_fusion_are_written_back(family: str, tmp_path: Path):
+    """From AdapterHub's format, by way of ours, to AdapterHub's."""
+    golden = GOLDEN / family / "fusion"
+    if not golden.exists():
+        pytest.skip("there are no golden files")
+    model = AutoAdapterModel.from_pretrained(GOLDEN / family / "base").eval()
+    for name in ("a", "b"):
+        model.load_adapter(GOLDEN / family / name, with_head=False)
+    model.load_adapter_fusion(golden)
+    model.save_adapter_fusion(tmp_path / "ours", "a,b")
+    model.delete_adapter_fusion("a,b")
+    model.load_adapter_fusion(tmp_path / "ours")
+    written = tmp_path / "theirs"
+    model.save_adapter_fusion(written, "a,b", meta_dict={"made": "here"}, format="adapterhub")
+    assert {p.name for p in written.iterdir()} == {p.name for p in golden.iterdir()}
+    theirs, ours = (
+        json.loads((f / "adapter_fusion_config.json").read_text()) for f in (golden, written)
+    )
+    # where the base model lay
+    del theirs["model_name"], ours["model_name"]
+    assert ours == theirs | {"made": "here"}
+    theirs, ours = (
+        torch.load(f / "pytorch_model_adapter_fusion.bin", weights_only=True)
+        for f in (golden, written)
+    )
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].dtype == tensor.dtype
+        assert torch.equal(ours[key], tensor), key
+
+
+def test_what_adapterhub_cannot_say_of_a_fusion_is_an_error_before_anything_is_written(
+    tiny, tmp_path: Path
+):
+    model = tiny("bert")
+    for name in ("a", "b"):
+        model.add_adapter(name, "seq_bn")
+    model.add_adapter_fusion(["a", "b"], {"temperature": True}, name="hot")
+    model.add_adapter_fusion(["a", "b"])
+    out = tmp_path / "out"
+
+    def save(name="a,b", **kwargs):
+        model.save_adapter_fusion(out, name, **kwargs)
+
+    with refused(model, CheckpointError, "save_adapter_fusion('a,b')", "PEFT", "'adapterhub'"):
+        save(format="peft")
+    with refused(model, UnknownNameError, "'adapter_hub'", "'adapterhub', 'native'"):
+        save(format="adapter_hub")
+    with refused(model, CheckpointError, "'config', 'name'", "another name"):
+        save(format="adapterhub", meta_dict={"name": 1, "config": 2, "fine": 3})
+    for _, layer in model.fusion_modules("hot"):
+        layer.steps.fill_(7)
+    with refused(model, CheckpointError, "decayed for 7 steps", "format='native'"):
+        save("hot", format="adapterhub")
+    other = tiny("modernbert")
+    for name in ("a", "b"):
+        other.add_adapter(name, "seq_bn")
+    other.add_adapter_fusion(["a", "b"])
+    with refused(other, CheckpointError, "no names for models of type 'modernbert'", "'bert'"):
+        other.save_adapter_fusion(out, "a,b", format="adapterhub")
+    albert = tiny("albert")
+    for name in ("a", "b"):
+        albert.add_adapter(name, "double_seq_bn")
+    albert.add_adapter_fusion(["a", "b"])
+    with refused(albert, CheckpointError, "in a albert adapters computes", "format='native'"):
+        albert.save_adapter_fusion(out, "a,b", format="adapterhub")
+    parallel = tiny("gpt2")
+    for name in ("a", "b"):
+        parallel.add_adapter(name, "par_bn")
+    parallel.add_adapter_fusion(["a", "b"])
+    with refused(parallel, CheckpointError, "is_parallel=True", "'seq_bn'", "format='native'"):
+        parallel.save_adapter_fusion(out, "a,b", format="adapterhub")
+    assert not out.exists()
+    model.save_adapter_fusion(tmp_path / "read", "a,b", format="adapterhub")
+    parallel.delete_adapter_fusion("a,b")
+    with refused(parallel, CheckpointError, "load_adapter_fusion(", "is_parallel=True", "'seq_bn'"):
+        parallel.load_adapter_fusion(tmp_path / "read")
+    for first, second in (("native", "adapterhub"), ("adapterhub", "native")):
+        out = tmp_path / first
+        save(format=first)
+        before = {file.name: file.read_bytes() for file in out.iterdir()}
+        with refused(model, CheckpointError, f"a fusion in the format {first!r}", "another folder"):
+            save(format=second)
+        assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
 def test_a_fusion_of_adapterhub_that_does_not_fit_is_refused(tmp_path: Path):

@@ -397,6 +397,8 @@ EXPORTED = [
 ]
 # other ways to fuse query, key and value: in turns for each head, and of unlike widths
 EXPORTED += [(family, kind) for family in ("gpt_neox", "phi3") for kind in ("lora", "dora")]
+# a feed-forward part with a gate
+EXPORTED += [("mt5", kind) for kind in ("all-linear", "feed-forward", "dora qkv", "boft")]
 
 
 @pytest.mark.parametrize(("family", "kind"), EXPORTED)
@@ -415,7 +417,7 @@ def test_peft_loads_ours_and_agrees(family: str, kind: str, tmp_path: Path, monk
     close(logits(other, family), expected)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "whisper"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mt5", "t5", "whisper"])
 def test_named_language_models_export_without_their_head(family: str, tmp_path: Path):
     model = named(family, tmp_path / "base")
     model.add_adapter("a", "lora")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, listing
 
 from .adapterhub_config import VERSION, read_config
 from .adapterhub_heads import read_head, write_head
@@ -29,6 +29,11 @@ from .stored import Stored
 
 _ADAPTER = ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin")
 _HEAD = ("head_config.json", "model_head.safetensors", "pytorch_model_head.bin")
+# what its configs say of themselves; adapters puts what `meta_dict` says beside these
+_FIELDS = frozenset(
+    ("adapter_names", "config", "hidden_size", "model_class", "model_name", "model_type", "name",
+     "version")
+)  # fmt: skip
 
 
 class AdapterHubFormat:
@@ -70,6 +75,7 @@ class AdapterHubFormat:
             "model_type": document.get("model_type"),
             "config": config.to_dict(),
             "head": head[0],
+            "meta": meta_in(document),
         }
         return Stored(described, adapter, head[1])
 
@@ -88,12 +94,12 @@ class AdapterHubFormat:
         if stem == "adapter":
             config = AdapterConfig.from_dict(document["config"])
             fields, tensors = write_adapter(facts, config, name, stored.adapter)
-            meta = document.get("meta") or {}
-            files[_ADAPTER[2]] = _pickled(tensors)
+            meta = meta_for(facts.call, document.get("meta") or {})
+            files[_ADAPTER[2]] = pickled(tensors)
             files[_ADAPTER[0]] = json_bytes({**meta, **common, "config": fields})
         if document.get("head") is not None:
             more, tensors = write_head(facts, name, document["head"], stored.head)
-            files[_HEAD[2]] = _pickled(tensors)
+            files[_HEAD[2]] = pickled(tensors)
             files[_HEAD[0]] = json_bytes({**common, **more})
         return files
 
@@ -103,6 +109,26 @@ class AdapterHubFormat:
 
 
 formats.register("adapterhub")(AdapterHubFormat())
+
+
+def meta_in(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says beside its own fields: what `meta_dict` said, there as here."""
+    return {key: value for key, value in document.items() if key not in _FIELDS}
+
+
+def meta_for(call: str, meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `meta_dict` says, for a place beside the fields of a config.
+
+    Raises:
+        CheckpointError: it has a key that is such a field.
+    """
+    if taken := sorted(_FIELDS & set(meta)):
+        raise CheckpointError(
+            f"{call}: AdapterHub's format keeps meta_dict beside its own fields, and has "
+            f"{listing(taken)} among these. Nothing has been written. Give such keys of meta_dict "
+            f"another name, or write format='native'."
+        )
+    return meta
 
 
 def _read(
@@ -120,7 +146,8 @@ def _read(
     return document, read_tensors(call, file)
 
 
-def _pickled(tensors: Mapping[str, Tensor]) -> bytes:
+def pickled(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors as `torch.save` writes them."""
     stream = io.BytesIO()
     # cloned: a view would bring all the memory that it looks at
     torch.save({key: t.detach().cpu().clone() for key, t in tensors.items()}, stream)

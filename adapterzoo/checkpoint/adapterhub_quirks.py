@@ -48,6 +48,26 @@ _QUIRKS: Mapping[str, tuple[Callable[[Place], bool], str]] = {
 }
 
 
+def refuse_fusion_quirks(facts: Facts, places: list[Place]) -> None:
+    """Raise where `adapters` computes another fusion of bottlenecks than that of its paper.
+
+    Args:
+        facts: of the model.
+        places: of an adapter that is fused.
+
+    Raises:
+        CheckpointError: the bottlenecks are such ones.
+    """
+    refuse_quirks(facts, places)
+    if any(place.placement.location and _is_parallel(place) for place in places):
+        raise CheckpointError(
+            f"{facts.call}: adapters adds the residual stream once more where it fuses parallel "
+            f"bottlenecks (is_parallel=True): the same tensors give other outputs there than here. "
+            f"Nothing has been done. Fuse others, such as 'seq_bn', or write format='native' to "
+            f"save a fusion of this library."
+        )
+
+
 def refuse_quirks(facts: Facts, places: list[Place]) -> None:
     """Raise where `adapters` computes another thing than what the config says.
 

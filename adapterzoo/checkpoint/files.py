@@ -23,6 +23,7 @@ from adapterzoo.errors import CheckpointError
 from . import folders
 
 _DOCUMENT = "adapterzoo"
+META = "adapterzoo_meta"
 # of safetensors: names, shapes and the document, about 300 bytes for each tensor
 _MAX_HEADER = 32 * 2**20
 # configs have some thousand bytes; lists of labels some hundred thousand
@@ -43,23 +44,40 @@ def write_tensors(file: Path, document: Mapping[str, Any], tensors: Mapping[str,
     write_bytes(file, tensor_bytes(tensors, document))
 
 
-def tensor_bytes(tensors: Mapping[str, Tensor], document: Mapping[str, Any] | None = None) -> bytes:
+def tensor_bytes(
+    tensors: Mapping[str, Tensor],
+    document: Mapping[str, Any] | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> bytes:
     """A safetensors file; equal content gives equal bytes.
 
     Args:
         tensors: of any device; shared memory is written apart.
         document: JSON types, for the files of this library.
+        meta: JSON types, for those of others, which do not look at it.
 
     Raises:
-        CheckpointError: the document is larger than what reading takes.
+        CheckpointError: the document, or what meta says, is larger than what reading takes.
     """
     # one metadata key only: safetensors does not fix the order of several
     text = json.dumps(document, sort_keys=True, allow_nan=False)
     metadata = {"format": "pt"} if document is None else {_DOCUMENT: text}
     owned = {key: t.detach().cpu().clone().contiguous() for key, t in sorted(tensors.items())}
     whole = save(owned, metadata=metadata)
+    if meta:
+        whole = _with_metadata(whole, metadata | {META: json.dumps(meta, sort_keys=True)})
     _check_size("names, shapes and document", int.from_bytes(whole[:8], "little"), _MAX_HEADER)
     return whole
+
+
+def _with_metadata(whole: bytes, metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file with these metadata, in their order."""
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end]) | {"__metadata__": dict(metadata)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # tensors begin where their numbers may lie in memory
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + whole[end:]
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, ConfigError
 
-from .files import MAX_JSON, check_header, check_regular
+from .files import MAX_JSON, META, check_header, check_regular
 
 _AGAIN = "Copy the checkpoint again from where it was saved"
 
@@ -109,6 +109,28 @@ def read_tensors(call: str, file: Path) -> dict[str, Tensor]:
                 f"file {list(tensor.shape)}; nothing has been loaded. {_AGAIN}."
             )
     return {key: tensor.detach() for key, tensor in loaded.items()}
+
+
+def read_meta(call: str, file: Path) -> dict[str, Any]:
+    """What this library wrote down in the metadata of another's safetensors file; often nothing.
+
+    Raises:
+        CheckpointError: the file is damaged, or it is no object.
+    """
+    try:
+        check_header(file)
+        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+            text = (opened.metadata() or {}).get(META, "{}")
+        found = json.loads(text, parse_constant=_no_number)
+    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{call}: {file.name} is damaged, or its {META!r} is no JSON ({error}). {_AGAIN}."
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{call}: {file.name} has {META}={text[:60]!r}, which is no object. {_AGAIN}."
+        )
+    return found
 
 
 def _check_regular(call: str, file: Path) -> None:

@@ -3,7 +3,7 @@
 `adapter.safetensors` holds an adapter, with its head where there is one; `head.safetensors` a
 head alone. Keys are `<path of the layer>/<parameter>`, those of a head `head//<parameter>`; no
 name of an adapter or head stands in them. `adapter_config.json` and `head_config.json` repeat the
-document for people and for the Hub.
+document for people and for the Hub; both must say the same, see `documents`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from adapterzoo.errors import CheckpointError, listing
 
-from . import folders
+from . import documents, folders
 from .digest import digests, same_bits
 from .files import holds_document, json_bytes, read_tensors, tensor_bytes, write_all
 from .formats import Facts, Stem, formats
@@ -60,12 +60,22 @@ def encode(stored: Stored, stem: str) -> dict[str, bytes]:
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "digests": digests(tensors),
         **stored.document,
+        "digests": digests(tensors),
     }
-    whole = tensor_bytes(tensors, document)
-    del document["digests"]
-    return {f"{stem}.safetensors": whole, f"{stem}_config.json": json_bytes(document)}
+    return {
+        f"{stem}.safetensors": tensor_bytes(tensors, documents.sealed(document)),
+        f"{stem}_config.json": json_bytes(documents.copy_of(document)),
+    }
+
+
+def resealed(folder: Path, stem: str) -> dict[str, bytes]:
+    """The files of a checkpoint whose `<stem>_config.json` was edited, which is right from now on.
+
+    Raises:
+        CheckpointError: one of its files is missing or damaged.
+    """
+    return encode(load(folder, stem, edited=True), stem)
 
 
 def save(folder: Path, stem: str, stored: Stored) -> None:
@@ -77,8 +87,13 @@ def save(folder: Path, stem: str, stored: Stored) -> None:
     write_all(folder, encode(stored, stem))
 
 
-def load(folder: Path, stem: str) -> Stored:
+def load(folder: Path, stem: str, edited: bool = False) -> Stored:
     """Read what `save` wrote.
+
+    Args:
+        folder: that `save` was given.
+        stem: the same.
+        edited: whether `<stem>_config.json`, changed by hand, is what the tensors mean.
 
     Raises:
         CheckpointError: it is missing, damaged, of another format or of a newer version.
@@ -88,20 +103,22 @@ def load(folder: Path, stem: str) -> Stored:
             f"load from {str(folder)!r}: there is no such folder. Write the folder that "
             f"save_{stem} was given."
         )
-    with folders.reading(f"load from {str(folder)!r}", folder):
+    call = f"load from {str(folder)!r}"
+    with folders.reading(call, folder):
         document, tensors = read_tensors(folder / f"{stem}.safetensors")
-    version = document.get("version")
-    if document.get("format") != FORMAT or not isinstance(version, int):
-        raise CheckpointError(
-            f"load from {str(folder)!r}: not the native format (format="
-            f"{document.get('format')!r}). Write a folder that save_{stem} made."
-        )
-    if version > VERSION:
-        raise CheckpointError(
-            f"load from {str(folder)!r}: written in version {version} of the format, this release "
-            f"reads up to {VERSION}. Write pip install -U adapterzoo."
-        )
-    _check_bits(f"load from {str(folder)!r}", document.get("digests"), tensors)
+        version = document.get("version")
+        if document.get("format") != FORMAT or not isinstance(version, int):
+            raise CheckpointError(
+                f"{call}: not the native format (format={document.get('format')!r}). Write a "
+                f"folder that save_{stem} made."
+            )
+        if version > VERSION:
+            raise CheckpointError(
+                f"{call}: written in version {version} of the format, this release reads up to "
+                f"{VERSION}. Write pip install -U adapterzoo."
+            )
+        document = documents.checked(call, folder, stem, document, edited)
+    _check_bits(call, document.get("digests"), tensors)
     head = {k.removeprefix(_HEAD): t for k, t in tensors.items() if k.startswith(_HEAD)}
     adapter = {k: t for k, t in tensors.items() if not k.startswith(_HEAD)}
     return Stored(document, adapter, head)
@@ -200,15 +217,21 @@ def _last(key: str) -> str:
 def _check_bits(call: str, expected: object, tensors: Mapping[str, Tensor]) -> None:
     if not isinstance(expected, Mapping):
         raise CheckpointError(f"{call}: the document has no digests. Save the checkpoint again.")
+    lines = [f"{key} in the file, and not written" for key in sorted(set(tensors) - set(expected))]
+    lines += [f"{key} written, and not in the file" for key in sorted(set(expected) - set(tensors))]
+    if lines:
+        raise CheckpointError(
+            f"{call}: the file has other tensors than those that were written: {listing(lines)}. "
+            f"Copy the checkpoint again from where it was saved."
+        )
     found = digests(tensors)
-    wrong = [key for key in found if key in expected and found[key] != expected[key]]
-    _refuse_bits(call, wrong, tensors)
+    _refuse_bits(call, [key for key in found if found[key] != expected[key]], tensors)
 
 
 def _refuse_bits(call: str, wrong: list[str], tensors: Mapping[str, Tensor]) -> None:
     if wrong:
         raise CheckpointError(
-            f"{call}: the bits of {len(wrong)} tensors are not those that were written: "
-            f"{listing(wrong)}. Copy the checkpoint again from where it was saved; if that does "
-            f"not help, look at the memory of {tensors[wrong[0]].device}."
+            f"{call}: in {len(wrong)} of {len(tensors)} tensors the bits are not those that were "
+            f"written: {listing(wrong)}. Copy the checkpoint again from where it was saved; if "
+            f"that does not help, look at the memory of {tensors[wrong[0]].device}."
         )

@@ -7,13 +7,14 @@ folders hold `adapter_model.bin`, a pickle, which is read as tensors only.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from adapterzoo.errors import CheckpointError
 
 from .files import json_bytes, tensor_bytes
-from .foreign import read_json, read_tensors
+from .foreign import read_json, read_meta, read_tensors
 from .formats import Facts, Stem, formats
 from .peft_config import CONFIG, checked
 from .peft_heads import head_for, head_from
@@ -55,7 +56,7 @@ class PeftFormat:
             "model_type": facts.model_type,
             "config": config.to_dict(),
             "head": head,
-            "meta": {},
+            "meta": meta_in(facts.call, folder),
         }
         return Stored(document, adapter, head_tensors)
 
@@ -75,7 +76,8 @@ class PeftFormat:
         config, places = config_for(layers, head, task, facts)
         tensors = tensors_for(layers, places, facts) | head
         whole = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
-        return {_TENSORS: tensor_bytes(whole), CONFIG: json_bytes(config)}
+        written = tensor_bytes(whole, meta=stored.document.get("meta"))
+        return {_TENSORS: written, CONFIG: json_bytes(config)}
 
     def owned(self, stem: Stem) -> tuple[str, ...]:
         """The files that PEFT would read."""
@@ -83,6 +85,16 @@ class PeftFormat:
 
 
 formats.register("peft")(PeftFormat())
+
+
+def meta_in(call: str, folder: Path) -> dict[str, Any]:
+    """What `meta_dict` said when the folder was saved here: PEFT keeps nothing of the kind.
+
+    Raises:
+        CheckpointError: the file with the tensors is damaged.
+    """
+    file = folder / _TENSORS
+    return read_meta(call, file) if file.is_file() else {}
 
 
 def _tensors(call: str, folder: Path) -> dict[str, Tensor]:

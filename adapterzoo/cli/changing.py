@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import click
 
 from .app import command, model_option
@@ -18,6 +20,7 @@ FORMATS = ("native", "adapterhub", "peft")
 @model_option
 @click.option("--name", help="Name of the adapter in DST.  [default: its own]")
 @click.option("--head/--no-head", default=True, help="Whether the head goes with it.")
+@click.option("--edited", is_flag=True, help="Take SRC's config as it was edited by hand.")
 @click.option("--revision", help="Branch, tag or commit of SRC on the Hub.")
 def convert_command(
     src: str,
@@ -26,20 +29,27 @@ def convert_command(
     model: str | None,
     name: str | None,
     head: bool,
+    edited: bool,
     revision: str | None,
 ) -> None:
     """Write an adapter in another format: that of adapterzoo, AdapterHub or PEFT.
 
     SRC is a folder or 'user/repository', DST a folder. The base model's config is needed, as it
     says which layers there are; its weights are read only where a file has to hold some. What the
-    other format cannot say is an error, and nothing is written then.
+    other format cannot say is an error, and nothing is written then. A native adapter whose
+    adapter_config.json was changed is refused everywhere, but here with --edited.
     """
     from .checkpoints import open_checkpoint
-    from .converting import convert
+    from .converting import convert, with_edits
 
     be_quiet(wants_progress(False))
-    checkpoint = open_checkpoint(f"convert {src} --to {to}", src, revision)
-    convert(checkpoint, dst, to, model, name, head)
+    call = f"convert {src} --to {to}"
+    with contextlib.ExitStack() as stack:
+        if edited:
+            checkpoint = stack.enter_context(with_edits(call, src, revision))
+        else:
+            checkpoint = open_checkpoint(call, src, revision)
+        convert(checkpoint, dst, to, model, name, head)
     click.echo(f"{dst}: {checkpoint.stem} in the format {to!r}, from {checkpoint.format!r}")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import folders, foreign, formats, native
+from adapterzoo.checkpoint import adapterhub, folders, foreign, formats, native, peft
 from adapterzoo.checkpoint.digest import fingerprint
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.hub.files import ADAPTER_CONFIG, wanted
@@ -32,6 +32,7 @@ class Checkpoint:
         format: name of the format.
         document: its config; in the native format with the head's.
         head: description of the head, None where none is known without a model.
+        meta: what whoever saved it wrote down beside it.
         tensors: all of them, by the keys of the file.
         sizes: bytes of each file.
     """
@@ -43,6 +44,7 @@ class Checkpoint:
     format: str
     document: Mapping[str, Any]
     head: Mapping[str, Any] | None
+    meta: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     sizes: Mapping[str, int]
 
@@ -142,6 +144,7 @@ def _opened(call: str, path: str, folder: Path) -> Checkpoint:
         # two slashes, as in the file: no layer has such a key
         tensors = stored.adapter | {f"head//{key}": t for key, t in stored.head.items()}
         document: Mapping[str, Any] = stored.document
+        meta: object = document.get("meta")
     else:
         tensors = {}
         for file in files:
@@ -152,9 +155,11 @@ def _opened(call: str, path: str, folder: Path) -> Checkpoint:
         )
         has_head = name != "peft" and (folder / _HEAD_CONFIG).is_file()
         head = foreign.read_json(call, folder / _HEAD_CONFIG) if has_head else None
+        meta = adapterhub.meta_in(document) if name == "adapterhub" else peft.meta_in(call, folder)
     return Checkpoint(
         call, path, folder, stem, name, document,
-        head if isinstance(head, Mapping) else None, tensors, sizes,
+        head if isinstance(head, Mapping) else None,
+        meta if isinstance(meta, Mapping) else {}, tensors, sizes,
     )  # fmt: skip
 
 

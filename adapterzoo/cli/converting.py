@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,15 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from adapterzoo import hub
+from adapterzoo.checkpoint import files, folders, formats, native
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.heads import HeadConfig
 from adapterzoo.model.facts import facts_of
 from adapterzoo.model.static_table import is_task
 from adapterzoo.model.task_classes import class_for, task_class, with_labels
 
-from .checkpoints import Checkpoint
+from .checkpoints import Checkpoint, open_checkpoint
 from .models import (
     Fitted,
     base_of,
@@ -89,9 +94,36 @@ def convert(
     if checkpoint.stem == "head":
         found.model.save_head(folder, found.name, format=to)
         return
-    meta = checkpoint.document.get("meta")
-    meta = meta if isinstance(meta, Mapping) else None
+    meta = checkpoint.meta
     found.model.save_adapter(folder, found.name, with_head=with_head, meta_dict=meta, format=to)
+
+
+@contextlib.contextmanager
+def with_edits(call: str, path: str, revision: str | None) -> Iterator[Checkpoint]:
+    """A native checkpoint as its config, which was edited by hand, describes it.
+
+    Args:
+        call: what the user wrote, for messages.
+        path: folder or name on the Hub.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        CheckpointError: it is of another format, whose config is taken as it stands, or damaged.
+        HubError: it cannot be fetched.
+    """
+    folder = hub.resolve(path, revision, call=call)
+    stems: tuple[formats.Stem, ...] = ("adapter", "head")
+    with folders.reading(call, folder):
+        there = [stem for stem in stems if formats.of(folder, stem) == "native"]
+        if not there:
+            raise CheckpointError(
+                f"{call} --edited: {path!r} holds no checkpoint in the native format; of other "
+                f"formats the config is taken as it stands. Leave --edited out."
+            )
+        contents = native.resealed(folder, there[0])
+    with tempfile.TemporaryDirectory() as copy:
+        files.write_all(Path(copy), contents)
+        yield dataclasses.replace(open_checkpoint(call, copy), path=path)
 
 
 def merge(

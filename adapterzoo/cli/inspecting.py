@@ -55,8 +55,10 @@ def verify_command(
 ) -> None:
     """Check an adapter: files whole, bits those of their digests, all values finite.
 
-    With --model every tensor is compared with that model. Its weights are read only where the
-    adapter's files hold copies of some. Ends with 1 where anything is wrong.
+    Digests are in the native format alone: in AdapterHub's and PEFT's nobody can tell a value
+    that has changed, and a missing tensor only with --model. With it every tensor is compared
+    with that model. Its weights are read only where the adapter's files hold copies of some. Ends
+    with 1 where anything is wrong.
     """
     from .checkpoints import open_checkpoint
 
@@ -64,6 +66,7 @@ def verify_command(
     call = f"verify {path}"
     try:
         checkpoint = open_checkpoint(call, path, revision)
+        _check_files(checkpoint)
         _check_finite(checkpoint)
         facts = _facts(checkpoint, model)
         _check_fingerprint(call, facts["fingerprint"], fingerprint)
@@ -71,24 +74,46 @@ def verify_command(
         if as_json:
             print_json({"ok": False, "path": path, "error": str(error)})
         raise
-    digests = "digests right" if checkpoint.format == "native" else "no digests in this format"
+    has_digests = checkpoint.format == "native"
     if as_json:
-        shown = ("path", "format", "tensors", "parameters", "fingerprint", "compared_with")
-        print_json({"ok": True} | {key: facts[key] for key in shown})
+        shown = ("path", "format", "holds", "tensors", "parameters", "fingerprint",
+                 "compared_with")  # fmt: skip
+        print_json({"ok": True, "digests": has_digests} | {key: facts[key] for key in shown})
         return
-    click.echo(f"{path}: whole, {facts['tensors']:,} tensors, {digests}, all values finite")
+    what = f"{path}: {facts['format']} {facts['holds']}, {facts['tensors']:,} tensors"
+    if has_digests:
+        click.echo(f"{what}: whole, digests right, all values finite")
+    else:
+        click.echo(f"{what}: readable, all values finite")
+        without = "" if model is not None else ", and only --model finds missing tensors"
+        click.echo(f"no digests in this format: a changed value cannot be seen{without}")
+    if has_digests and f"{checkpoint.stem}_config.json" not in checkpoint.sizes:
+        click.echo(f"{checkpoint.stem}_config.json is missing: `push` needs it, loading does not")
     if facts["compared_with"] is not None:
-        click.echo(f"fits {facts['compared_with']}")
+        click.echo(f"fits {facts['compared_with']}: each tensor has its place and shape there")
     if facts["fingerprint"] is not None:
         click.echo(f"fingerprint {facts['fingerprint']}")
+
+
+def _check_files(checkpoint: Checkpoint) -> None:
+    from adapterzoo.hub.files import is_complete
+
+    # the native format keeps all that loading needs in one file
+    if checkpoint.format != "native" and not is_complete(checkpoint.sizes):
+        raise CheckpointError(
+            f"{checkpoint.call}: of the files of an adapter or of its head some are missing; there "
+            f"are {listing(checkpoint.sizes)}, and tensors and config go together. Copy it again "
+            f"from where it was saved; of a head that is not wanted delete both."
+        )
 
 
 def _check_finite(checkpoint: Checkpoint) -> None:
     wrong = [k for k, t in checkpoint.tensors.items() if not bool(t.isfinite().all())]
     if wrong:
         raise CheckpointError(
-            f"{checkpoint.call}: {len(wrong)} tensors hold NaN or infinite values: "
-            f"{listing(wrong)}. Train it again with a smaller learning rate."
+            f"{checkpoint.call}: NaN or infinite values in {len(wrong)} of "
+            f"{len(checkpoint.tensors)} tensors: {listing(wrong)}. Train it "
+            f"again with a smaller learning rate."
         )
 
 
@@ -125,7 +150,7 @@ def _facts(checkpoint: Checkpoint, model: str | None) -> dict[str, Any]:
         "files": dict(checkpoint.sizes),
         "fingerprint": checkpoint.fingerprint,
         "config": checkpoint.document.get("config"),
-        "meta": checkpoint.document.get("meta"),
+        "meta": dict(checkpoint.meta),
         "compared_with": None,
     }
     if checkpoint.format == "peft":
@@ -135,9 +160,17 @@ def _facts(checkpoint: Checkpoint, model: str | None) -> dict[str, Any]:
 
 def _compared(checkpoint: Checkpoint, model: str) -> dict[str, Any]:
     """What only a model tells."""
-    from .models import fitted
+    from .models import config_of, fitted
 
-    found = fitted(checkpoint, model, name="compared")
+    # what is wrong with the model itself is told first
+    config_of(checkpoint.call, model)
+    try:
+        found = fitted(checkpoint, model, name="compared")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{checkpoint.call}: it does not fit {model!r}. Write --model with the model that it "
+            f"was trained on. {error}"
+        ) from error
     checkpoint = dataclasses.replace(checkpoint, head=found.stored.document.get("head"))
     config = found.stored.document.get("config")
     facts: dict[str, Any] = {

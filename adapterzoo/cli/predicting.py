@@ -180,7 +180,6 @@ def _answer(text: str, logits: Tensor, names: list[str], head_type: str) -> Answ
 
 
 def _trained_length(checkpoint: Checkpoint) -> int | None:
-    meta = checkpoint.document.get("meta")
-    settings = meta.get("train") if isinstance(meta, dict) else None
+    settings = checkpoint.meta.get("train")
     length = settings.get("max_length") if isinstance(settings, dict) else None
     return length if isinstance(length, int) and length > 0 else None

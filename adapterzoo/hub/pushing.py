@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
 from adapterzoo.checkpoint import folders
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, listing
 
 from .asking import Caller
 from .card import CardText, adapter_card, check_card
@@ -109,11 +109,12 @@ def _contents(
     """The files of an adapter by name, all of one save, and its card: its own or a new one."""
     # while the Hub is asked, another process may save to the folder
     with folders.reading(call, folder):
-        names = wanted(file.name for file in folder.glob("*") if file.is_file())
+        there = sorted(file.name for file in folder.glob("*") if file.is_file())
+        names = wanted(there)
         if not names:
             raise CheckpointError(
-                f"{call}: the folder holds no adapter. Write the folder that save_adapter was "
-                f"given."
+                f"{call}: the folder holds no adapter in one file, as each format has it; its "
+                f"files: {listing(there)}. Write the folder that save_adapter was given."
             )
         card = adapter_card(folder, repo_id, revision, text).content.encode()
         own = [CARD] if (folder / CARD).is_file() else []

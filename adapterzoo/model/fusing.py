@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.checkpoint import adapterhub_fusion, folders, native
+from adapterzoo.checkpoint import fusions, native
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.composition import Fuse, fusion_key, fusions_of, parse, without
 from adapterzoo.contracts import FusibleAdapter
@@ -38,7 +37,6 @@ from .refusals import lasts_of
 from .storing import StoringMixin
 from .training import TrainingMixin
 
-FUSION_STEM = "adapter_fusion"
 # of the penalty on V, as in adapters
 _REGULARIZATION = 0.01
 
@@ -161,6 +159,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
         save_directory: str | os.PathLike[str],
         adapter_names: Fuse | Sequence[str] | str,
         meta_dict: Mapping[str, Any] | None = None,
+        format: str = "native",
     ) -> None:
         """Save fusion layers, without their adapters, to a folder.
 
@@ -168,16 +167,18 @@ class FusionMixin(StoringMixin, TrainingMixin):
             save_directory: the folder; made when missing.
             adapter_names: which fusion.
             meta_dict: JSON values to keep in the checkpoint's `meta`.
+            format: "native"; "adapterhub" for AdapterHub's `adapters`.
 
         Raises:
-            UnknownNameError: there is no fusion of this name.
+            UnknownNameError: there is no fusion or format of this name.
             ConfigError: `meta_dict` is not JSON.
-            CheckpointError: the folder cannot be written.
+            CheckpointError: the folder cannot be written, or the format cannot say it.
         """
         name = _fuse(adapter_names, None).name
         call = f"save_adapter_fusion({name!r})"
         found = self._find_fusion(name, call)
         check_meta(call, meta_dict)
+        fusions.check_format(call, format)
         sharding.rest(self)
         document = {
             **self._provenance(name),
@@ -185,9 +186,10 @@ class FusionMixin(StoringMixin, TrainingMixin):
             "adapter_names": list(found.adapters),
             "meta": dict(meta_dict or {}),
         }
-        tensors = _tensors(dict(self.fusion_modules(name)))
-        write = functools.partial(native.save, Path(save_directory), FUSION_STEM)
-        sharding.save(self, Stored(document, tensors), write)
+        stored = Stored(document, _tensors(dict(self.fusion_modules(name))))
+        folder, facts = Path(save_directory), facts_of(self, call)
+        fused = [self._find(adapter, call).config for adapter in found.adapters]
+        sharding.save(self, stored, lambda s: fusions.write(folder, s, format, facts, fused))
 
     def load_adapter_fusion(
         self,
@@ -220,9 +222,10 @@ class FusionMixin(StoringMixin, TrainingMixin):
         """
         call = f"load_adapter_fusion({str(adapter_fusion_name_or_path)!r})"
         sharding.refuse_if_sharded(self, call, "Load it before fully_shard(model).")
-        stored = self._read_fusion(Path(adapter_fusion_name_or_path), call)
+        folder, facts = Path(adapter_fusion_name_or_path), facts_of(self, call)
+        stored = fusions.read(folder, facts, lambda name: self._find(name, call).config)
         names, values = stored.document.get("adapter_names"), stored.document.get("config")
-        if not isinstance(names, list) or not isinstance(values, Mapping):
+        if not isinstance(names, list) or not isinstance(values, Mapping) or not _are_names(names):
             raise CheckpointError(f"{call}: the checkpoint holds no fusion. Save it again.")
         name = load_as or str(stored.document.get("name"))
         fuse = Fuse(*names, name=None if name == ",".join(names) else check_name(call, name))
@@ -238,15 +241,6 @@ class FusionMixin(StoringMixin, TrainingMixin):
         if set_active:
             self.set_active_adapters(fuse)
         return fuse.name
-
-    def _read_fusion(self, folder: Path, call: str) -> Stored:
-        with folders.reading(call, folder):
-            if not adapterhub_fusion.recognises(folder):
-                return native.load(folder, FUSION_STEM)
-            last = adapterhub_fusion.fused_names(call, folder)[-1]
-            spots = self._find(last, call).places.items()
-            places = {(at[0].site.layer, str(at[0].location)): path for path, at in spots}
-            return adapterhub_fusion.read(facts_of(self, call), folder, places)
 
     # --- attentions ---
 
@@ -384,6 +378,10 @@ def _tensors(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         for path, layer in layers.items()
         for key, tensor in layer.state_dict(keep_vars=True).items()
     }
+
+
+def _are_names(values: Sequence[object]) -> bool:
+    return bool(values) and all(isinstance(value, str) for value in values)
 
 
 def _is_at(key: str, path: str) -> bool:

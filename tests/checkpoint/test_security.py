@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adapterzoo
 from adapterzoo import AdapterZooError, AutoAdapterModel, LoRAConfig
-from adapterzoo.checkpoint import files
+from adapterzoo.checkpoint import documents, files
+from adapterzoo.checkpoint.digest import digest
 from adapterzoo.checkpoint.formats import formats
 from adapterzoo.errors import CheckpointError
 from adapterzoo.hub.card import CardText, adapter_card
@@ -113,7 +114,7 @@ def changed(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 def document_of(folder: Path, kind: str, name: str) -> dict[str, Any]:
     if kind == "native":
         document = files.read_tensors(folder / TENSORS[kind][0])[0]
-        # one digest more or less says no more than another
+        # one digest says no more than another: the others come back where it is written
         document["digests"] = dict(list(document["digests"].items())[:1])
         return document
     return dict(json.loads((folder / name).read_text()))
@@ -122,7 +123,17 @@ def document_of(folder: Path, kind: str, name: str) -> dict[str, Any]:
 def write_document(folder: Path, kind: str, name: str, document: Any) -> None:
     if kind == "native":
         tensors = files.read_tensors(folder / TENSORS[kind][0])[1]
-        metadata = {"adapterzoo": json.dumps(document)}
+        written = document
+        if isinstance(document, dict):
+            if isinstance(document.get("digests"), dict):
+                others = {key: digest(t) for key, t in tensors.items() if key != min(tensors)}
+                document = {**document, "digests": others | document["digests"]}
+            # a stranger can make digests, too; of what is no JSON there is none
+            with contextlib.suppress(ValueError):
+                written = documents.sealed(document)
+            copy = json.dumps(documents.copy_of(document))
+            (folder / "adapter_config.json").write_text(copy)
+        metadata = {"adapterzoo": json.dumps(written)}
         save_file(tensors, folder / TENSORS[kind][0], metadata=metadata)
     else:
         (folder / name).write_text(json.dumps(document))

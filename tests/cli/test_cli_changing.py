@@ -161,6 +161,89 @@ def test_heads_alone_and_names(run: Callable[..., Any], trained: dict[str, Any],
     assert document["meta"]["train"]["accuracy"] == trained["accuracy"]
 
 
+def test_an_edited_config_is_refused_but_where_it_is_taken(
+    run: Callable[..., Any], trained: dict[str, Any], tmp_path: Path, base: Path
+) -> None:
+    folder = shutil.copytree(trained["folder"], tmp_path / "reviews")
+    file = folder / "adapter_config.json"
+    document = json.loads(file.read_text())
+    alpha = document["config"]["alpha"]
+    document["config"]["alpha"] = 2 * alpha
+    file.write_text(json.dumps(document))
+    for command in (["verify"], ["info"], ["convert", tmp_path / "new", "--to", "native"]):
+        said = run(command[0], folder, *command[1:], code=1).stderr
+        assert f"config.alpha={2 * alpha} where the tensors' file says {alpha}" in said
+        assert f"adapterzoo convert {str(folder)!r} NEW_FOLDER --to native --edited" in said
+    assert not (tmp_path / "new").exists()
+    for to in ("native", "peft"):
+        run("convert", folder, tmp_path / to, "--to", to, "--edited", "--no-head", "--model", base)
+    assert "whole" in run("verify", tmp_path / "native").stdout
+    taken = json.loads((tmp_path / "native/adapter_config.json").read_text())
+    assert (taken["config"]["alpha"], taken["name"]) == (2 * alpha, document["name"])
+    assert taken["meta"] == document["meta"]
+    theirs = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert theirs["lora_alpha"] == 2 * alpha
+    # the edited folder is as it was left
+    assert json.loads(file.read_text()) == document
+    said = run("convert", tmp_path / "peft", "x", "--to", "native", "--edited", code=1).stderr
+    assert "--edited: " in said
+    assert "Leave --edited out" in said
+    document["config"]["alpha"] = "much"
+    file.write_text(json.dumps(document))
+    said = run("convert", folder, tmp_path / "x", "--to", "native", "--edited", code=1).stderr
+    assert "alpha='much'" in said
+    assert not (tmp_path / "x").exists()
+
+
+META = {"train": {"loss": [0.5, None], "é": True}, "why": "a test"}
+
+
+@pytest.mark.parametrize("to", ["adapterhub", "peft"])
+def test_meta_goes_there_and_back(
+    run: Callable[..., Any], base: Path, tmp_path: Path, to: str
+) -> None:
+    model = AutoAdapterModel.from_pretrained(base)
+    model.add_adapter("a", "lora[r=2]")
+    stir(model, "a")
+    inputs = {"input_ids": torch.tensor([[1, 5, 9]])}
+    model.set_active_adapters("a")
+    with torch.no_grad():
+        expected = model.eval()(**inputs).last_hidden_state
+    model.save_adapter(tmp_path / "first", "a", meta_dict=META)
+    run("convert", tmp_path / "first", tmp_path / "there", "--to", to)
+    assert json.loads(run("info", tmp_path / "there", "--json").stdout)["meta"] == META
+    run("convert", tmp_path / "there", tmp_path / "back", "--to", "native", "--model", base,
+        "--name", "a")  # fmt: skip
+    first, back = (load_file(tmp_path / f / "adapter.safetensors") for f in ("first", "back"))
+    assert first.keys() == back.keys()
+    assert all(same_bits(tensor, back[key]) for key, tensor in first.items())
+    found = json.loads((tmp_path / "back/adapter_config.json").read_text())
+    assert found["meta"] == META
+    # the same again gives the same bytes
+    run("convert", tmp_path / "back", tmp_path / "again", "--to", to, "--model", base)
+    for file in (tmp_path / "there").glob("*.safetensors"):
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+    if to == "peft":
+        plain = transformers.BertModel.from_pretrained(base).eval()
+        # warnings are errors: PEFT finds nothing that it does not know
+        theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "there")
+        with torch.no_grad():
+            close(theirs(**inputs).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize(("text", "says"), [("[1]", "no object"), ("{", "no JSON")])
+def test_meta_that_is_none_is_refused(
+    run: Callable[..., Any], tmp_path: Path, text: str, says: str
+) -> None:
+    folder = shutil.copytree(PEFT / "bert/lora", tmp_path / "a")
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors, file, {"format": "pt", "adapterzoo_meta": text})
+    said = run("info", folder, code=1).stderr
+    assert says in said
+    assert "Copy the checkpoint again" in said
+
+
 REFUSED = {
     "a folder without an adapter": (["."], "holds no adapter and no head in a format"),
     "no folder and no name": (["./none"], "there is no such folder"),

@@ -116,12 +116,53 @@ def test_verify_says_what_was_looked_at(
 ) -> None:
     folder, mark = trained["folder"], trained["fingerprint"]
     text = run("verify", folder, "--model", base, "--fingerprint", mark).stdout
-    assert "digests right, all values finite" in text
-    assert f"fits {base}" in text
+    count = len(load_file(folder / "adapter.safetensors"))
+    assert text.splitlines() == [
+        f"{folder}: native adapter, {count} tensors: whole, digests right, all values finite",
+        f"fits {base}: each tensor has its place and shape there",
+        f"fingerprint {mark}",
+    ]
     found = json.loads(run("verify", folder, "--json").stdout)
-    assert (found["ok"], found["fingerprint"]) == (True, mark)
-    said = run("verify", PEFT / "bert/lora", "--model", PEFT / "bert/base").stdout
-    assert "no digests in this format" in said
+    assert (found["ok"], found["digests"], found["holds"]) == (True, True, "adapter")
+    assert (found["fingerprint"], found["compared_with"]) == (mark, None)
+
+
+def test_verify_promises_no_more_than_a_format_can_show(
+    run: Callable[..., Any], trained: dict[str, Any], tmp_path: Path
+) -> None:
+    """A tensor that is missing in a peer's file is seen where it is compared with a model."""
+    folder = shutil.copytree(PEFT / "bert/lora", tmp_path / "a")
+    count = len(load_file(folder / "adapter_model.safetensors"))
+    first = f"{folder}: peft adapter, {count} tensors: readable, all values finite"
+    unseen = "no digests in this format: a changed value cannot be seen"
+    said = run("verify", folder, "--model", PEFT / "bert/base").stdout.splitlines()
+    assert said[:2] == [first, unseen]
+    assert said[2].startswith(f"fits {PEFT / 'bert/base'}: ")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    key = sorted(key for key in tensors if "lora_A" in key)[0]
+    del tensors[key]
+    save_file(tensors, folder / "adapter_model.safetensors")
+    said = run("verify", folder).stdout.splitlines()
+    assert said[1:] == [f"{unseen}, and only --model finds missing tensors"]
+    assert not json.loads(run("verify", folder, "--json").stdout)["digests"]
+    said = run("verify", folder, "--model", PEFT / "bert/base", code=1).stderr
+    assert f"it does not fit {str(PEFT / 'bert/base')!r}. Write --model with" in said
+    assert "has no 'lora_A' at" in said
+    # ours needs no copy of its document to be read, and says so
+    ours = shutil.copytree(trained["folder"], tmp_path / "ours")
+    (ours / "adapter_config.json").unlink()
+    said = run("verify", ours).stdout.splitlines()
+    assert said[1] == "adapter_config.json is missing: `push` needs it, loading does not"
+
+
+@pytest.mark.parametrize("gone", ["pytorch_model_head.bin", "head_config.json"])
+def test_verify_misses_half_a_head(run: Callable[..., Any], tmp_path: Path, gone: str) -> None:
+    folder = shutil.copytree(HUB / "bert/lora", tmp_path / "a")
+    assert "readable" in run("verify", folder).stdout
+    (folder / gone).unlink()
+    said = run("verify", folder, code=1).stderr
+    assert "tensors and config go together" in said
+    assert "of a head that is not wanted delete both" in said
 
 
 def spoiled(folder: Path, to: Path, spoil: str) -> Path:
@@ -147,7 +188,11 @@ def spoiled(folder: Path, to: Path, spoil: str) -> Path:
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [("cut", "damaged"), ("a bit", "not those that were written"), ("gone", "no tensors")],
+    [
+        ("cut", "damaged"),
+        ("a bit", "the bits are not those that were"),
+        ("gone", "no tensors"),
+    ],
 )
 def test_verify_finds_what_is_wrong_with_ours(
     run: Callable[..., Any], trained: dict[str, Any], tmp_path: Path, spoil: str, message: str
@@ -177,7 +222,11 @@ def test_verify_compares_every_tensor_with_the_model(
     wider = config | {"hidden_size": 64, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(wider))
     said = run("verify", trained["folder"], "--model", tmp_path, code=1).stderr
+    assert f"it does not fit {str(tmp_path)!r}. Write --model with the model that it" in said
     assert "differences from this BertAdapterModel" in said
+    said = run("verify", trained["folder"], "--model", tmp_path / "no", code=1).stderr
+    assert f"the base model {str(tmp_path / 'no')!r} cannot be loaded" in said
+    assert "does not fit" not in said
 
 
 def test_verify_compares_fingerprints(run: Callable[..., Any], trained: dict[str, Any]) -> None:

@@ -282,6 +282,18 @@ finally:
         assert found[name] == before[name]
 
 
+def test_what_a_killed_save_has_left_is_finished_before_it_is_sent(
+    hub: Hub, model: Client, tmp_path: Path
+) -> None:
+    """All files are written, and none is in its place yet."""
+    folder = tmp_path / "saved"
+    model.run("source.save_adapter(folder, 'a')", folder=str(folder / ".adapterzoo-ready"))
+    whole = {p.name: p.read_bytes() for p in (folder / ".adapterzoo-ready").iterdir()}
+    model.run("answer = hub.push(folder, 'ann/c')", folder=str(folder))
+    found = hub.repos["ann/c"].files()
+    assert {name: found.get(name) for name in whole} == whole
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_result_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> None:
     with pytest.raises(ConfigError, match=r"metrics\['f1'\]=(nan|inf) is not finite"):
@@ -303,8 +315,17 @@ def test_a_commit_that_fails_leaves_the_repository(hub: Hub, model: Client, stat
 
 
 def test_what_is_no_adapters_folder_is_refused_before_anyone_is_asked(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no adapter"):
+    with pytest.raises(CheckpointError, match=r"holds no adapter.*its files: none"):
         package.push(tmp_path, "ann/a")
+    # in parts: no format has that, and who loads it would get some of it
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for name in ("adapter_model-00001-of-00002", "adapter_model-00002-of-00002", "adapter-1-of-2"):
+        (parts / f"{name}.safetensors").write_bytes(b"")
+    (parts / "adapter_model.safetensors.index.json").write_text("{}")
+    (parts / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no adapter in one file.*00001-of-00002.*Write the"):
+        package.push(parts, "ann/a")
     (tmp_path / "adapter.safetensors").write_bytes(b"")
     for content, wrong in [(None, "cannot be read"), (b"[1]", "no JSON object"), (b"{", "cannot")]:
         if content is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, Stack, init
-from adapterzoo.checkpoint import files, native
+from adapterzoo.checkpoint import documents, files, native
 from adapterzoo.checkpoint.digest import digests
 from adapterzoo.errors import (
     CheckpointError,
@@ -117,6 +117,7 @@ def test_the_file_holds_the_adapter_and_nothing_else(model, tmp_path):
     with safe_open(tmp_path / FILE, framework="pt") as opened:
         document = json.loads(opened.metadata()["adapterzoo"])
     assert set(document.pop("digests")) == set(tensors)
+    assert len(document.pop("digest")) == 32
     assert document == json.loads((tmp_path / "adapter_config.json").read_text())
     assert document["name"] == "n4me"
     assert document["model_type"] == "bert"
@@ -198,7 +199,7 @@ def test_meta_values_are_json(model, saved, value):
 
 
 def rewrite(folder, change=None, document=None, stem="adapter"):
-    """Change the tensors and the document of a checkpoint in place."""
+    """Change the tensors and the document of a checkpoint as if they had been saved so."""
     found, tensors = files.read_tensors(folder / f"{stem}.safetensors")
     if change is not None:
         change(tensors)
@@ -207,7 +208,8 @@ def rewrite(folder, change=None, document=None, stem="adapter"):
     if document is None:
         # a file that says what it holds: only the model can find it wrong
         found["digests"] = digests(tensors)
-    files.write_tensors(folder / f"{stem}.safetensors", found, tensors)
+    files.write_tensors(folder / f"{stem}.safetensors", documents.sealed(found), tensors)
+    (folder / f"{stem}_config.json").write_text(json.dumps(documents.copy_of(found)))
 
 
 def test_every_difference_is_named_in_one_error(model, saved):

@@ -1,0 +1,197 @@
+"""What a native checkpoint says is what was written; edits by hand are told and can be taken."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from snapshots import adapter_bits, refused, stir
+
+from adapterzoo.checkpoint import documents, native
+from adapterzoo.errors import AdapterZooError, CheckpointError
+
+FILE, CONFIG = "adapter.safetensors", "adapter_config.json"
+
+
+@pytest.fixture
+def model(tiny: Callable[..., Any]) -> Any:
+    found = tiny("bert")
+    found.add_adapter("a", "lora[r=4,alpha=8]")
+    stir(found, "a")
+    return found
+
+
+@pytest.fixture
+def saved(model: Any, tmp_path: Path) -> Path:
+    model.save_adapter(tmp_path / "saved", "a", meta_dict={"why": "é", "n": [1, 2.5, None]})
+    return tmp_path / "saved"
+
+
+def metadata_of(folder: Path) -> dict[str, Any]:
+    with safe_open(folder / FILE, framework="pt") as opened:
+        return dict(json.loads(opened.metadata()["adapterzoo"]))
+
+
+def write_inside(folder: Path, document: Any, tensors: Any = None) -> None:
+    """Put another document, or other tensors, into the file, and no digest anew."""
+    tensors = load_file(folder / FILE) if tensors is None else tensors
+    save_file(tensors, folder / FILE, metadata={"adapterzoo": json.dumps(document)})
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    document = json.loads((folder / CONFIG).read_text())
+    change(document)
+    (folder / CONFIG).write_text(json.dumps(document))
+
+
+def more_alpha(document: dict[str, Any]) -> None:
+    document["config"]["alpha"] = 16
+
+
+def test_a_document_that_changed_in_its_file_is_refused(model: Any, saved: Path):
+    document = metadata_of(saved)
+    right = document["digest"]
+    more_alpha(document)
+    write_inside(saved, document)
+    edit(saved, more_alpha)
+    with refused(
+        model, CheckpointError, f"load from {str(saved)!r}", FILE, f'its digest is "{right}" there',
+        "by its content", "Copy the checkpoint again",
+    ):  # fmt: skip
+        model.load_adapter(saved, load_as="b")
+
+
+def test_a_document_of_an_older_release_has_no_digest_and_is_read(model: Any, saved: Path):
+    document = metadata_of(saved)
+    del document["digest"]
+    write_inside(saved, document)
+    assert model.load_adapter(saved, load_as="b") == "b"
+    assert adapter_bits(model, "b") == adapter_bits(model, "a")
+
+
+FEW = "where the tensors' file says null"
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another value": (more_alpha, "config.alpha=16 where the tensors' file says 8"),
+    "a field more": (lambda d: d.update(x=True), f"x=true {FEW}"),
+    "a field less": (lambda d: d.pop("name"), 'name=null where the tensors\' file says "a"'),
+    "one of another type": (lambda d: d.update(version=True), "version=true where"),
+    "many": (lambda d: d.update(dict.fromkeys("uvwxyz", 0)), f"w=0 {FEW}; and 3 more"),
+    "meta": (lambda d: d["meta"].update(why="e"), 'meta.why="e" where the tensors\' file says'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_config_that_was_edited_is_refused(model: Any, saved: Path, change: str):
+    spoil, says = CHANGES[change]
+    edit(saved, spoil)
+    with refused(
+        model, CheckpointError, CONFIG, says, "nothing has been loaded",
+        f"adapterzoo convert {str(saved)!r} NEW_FOLDER --to native --edited", f"delete {CONFIG}",
+    ):  # fmt: skip
+        model.load_adapter(saved, load_as="b")
+    # what the message says to write
+    (saved / CONFIG).unlink()
+    model.load_adapter(saved, load_as="b")
+    assert adapter_bits(model, "b") == adapter_bits(model, "a")
+
+
+def test_a_config_in_other_lines_is_the_same(model: Any, saved: Path):
+    document = json.loads((saved / CONFIG).read_text())
+    text = json.dumps(dict(reversed(document.items())), indent=7, ensure_ascii=False)
+    (saved / CONFIG).write_text(text, "utf-8")
+    assert model.load_adapter(saved, load_as="b") == "b"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"meta": NaN}', "[" * 10_000])
+def test_a_config_that_is_none_is_refused(model: Any, saved: Path, text: str):
+    (saved / CONFIG).write_text(text)
+    with refused(model, CheckpointError, CONFIG, "Copy the checkpoint again"):
+        model.load_adapter(saved, load_as="b")
+
+
+def test_an_edited_config_can_be_taken(model: Any, saved: Path, tmp_path: Path):
+    edit(saved, lambda document: (more_alpha(document), document.update(version=9)))
+    contents = native.resealed(saved, "adapter")
+    (tmp_path / "new").mkdir()
+    for name, content in contents.items():
+        (tmp_path / "new" / name).write_bytes(content)
+    model.load_adapter(tmp_path / "new", load_as="b")
+    assert (model.adapters_config["b"].alpha, model.adapters_config["a"].alpha) == (16, 8)
+    assert [*adapter_bits(model, "b").values()] == [*adapter_bits(model, "a").values()]
+    # what nobody means to edit is what it was
+    assert metadata_of(tmp_path / "new")["version"] == 1
+    # and what is edited again can be taken again
+    assert native.resealed(tmp_path / "new", "adapter") == contents
+
+
+def test_a_tensor_without_digest_and_a_digest_without_tensor_are_refused(model: Any, saved: Path):
+    document, tensors = metadata_of(saved), load_file(saved / FILE)
+    key = sorted(tensors)[0]
+    write_inside(saved, document, {**tensors, "strange": torch.zeros(1)})
+    with refused(model, CheckpointError, "'strange in the file, and not written'", "Copy the"):
+        model.load_adapter(saved, load_as="b")
+    write_inside(saved, document, {k: t for k, t in tensors.items() if k != key})
+    with refused(model, CheckpointError, f"'{key} written, and not in the file'", "Copy the"):
+        model.load_adapter(saved, load_as="b")
+
+
+@pytest.mark.parametrize("where", ["file", "copy"])
+def test_objects_in_objects_without_end_are_refused(saved: Path, where: str):
+    """How deep JSON may be is another number in each release of Python."""
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"a": deep}
+    document = metadata_of(saved) | ({"meta": deep} if where == "file" else {})
+    if where == "copy":
+        (saved / CONFIG).write_text('{"a":' * 100_000)
+    with pytest.raises(CheckpointError, match=r"^call: .*Copy the checkpoint again"):
+        documents.checked("call", saved, "adapter", document, False)
+
+
+STRANGE: list[Any] = [None, 10**40, "../x", [1]]
+
+
+@pytest.mark.parametrize("kind", ["native", "adapterhub"])
+def test_any_value_in_a_field_of_a_fusion_is_legal_or_an_error(
+    tiny: Callable[..., Any], tmp_path: Path, kind: str
+):
+    model = tiny("bert")
+    for name in ("a", "b"):
+        model.add_adapter(name, "seq_bn")
+    model.add_adapter_fusion(["a", "b"])
+    model.save_adapter_fusion(tmp_path, "a,b", format=kind)
+    model.delete_adapter_fusion("a,b")
+    config, file = tmp_path / "adapter_fusion_config.json", tmp_path / "adapter_fusion.safetensors"
+    whole = json.loads(config.read_text())
+    tensors, digests = {}, {}
+    if kind == "native":
+        with safe_open(file, framework="pt") as opened:
+            digests = {"digests": json.loads(opened.metadata()["adapterzoo"])["digests"]}
+        tensors = load_file(file)
+    legal = 0
+    for value in STRANGE:
+        changed = [{**whole, key: value} for key in whole]
+        changed += [{**whole, "config": whole["config"] | {key: value}} for key in whole["config"]]
+        for document in changed:
+            config.write_text(json.dumps(document))
+            if kind == "native":
+                sealed = documents.sealed(document | digests)
+                save_file(tensors, file, {"adapterzoo": json.dumps(sealed)})
+            name = None
+            with contextlib.suppress(AdapterZooError):
+                name = model.load_adapter_fusion(tmp_path, set_active=True)
+            if name is not None:
+                legal += 1
+                model(torch.tensor([[1, 2, 3]]))
+                model.set_active_adapters(None)
+                model.delete_adapter_fusion(name)
+            assert [*model.adapters_config] == ["a", "b"]
+    # what nothing depends on may say anything
+    assert legal > 10
