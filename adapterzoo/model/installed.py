@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
+from adapterzoo.composition import Step
 from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.contracts import Adapter, SharingAdapter
 from adapterzoo.errors import unknown_name
 from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.selection import Plan
@@ -50,6 +52,36 @@ def families_of(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list[s
     # a block without modules of its own for its sub-layers has two families: the larger wins
     largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}
     return {module: paths for module, paths in largest.items() if len(paths) > 1}
+
+
+def acting_families(
+    installed: Mapping[str, Installed],
+    acting: Iterable[str],
+    steps: Mapping[str, Step],
+    present: Mapping[str, Mapping[str, Adapter]],
+) -> dict[str, tuple[tuple[str, tuple[str, ...]], ...]]:
+    """The `families` of a plan.
+
+    Args:
+        installed: the adapters by name.
+        acting: names.
+        steps: path to what its adapters do; only those of a chain read the layer's own input.
+        present: path to the adapters that act there.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in acting:
+        for around, paths in installed[name].families.items():
+            for path in paths:
+                chain = steps.get(path)
+                acts = isinstance(chain, tuple) and name in chain
+                if acts and isinstance(present[path][name], SharingAdapter):
+                    layer = path.rpartition(".")[2]
+                    found.setdefault(around, {}).setdefault(layer, []).append(name)
+    return {
+        around: tuple((layer, tuple(names)) for layer, names in layers.items())
+        for around, layers in found.items()
+        if len(layers) > 1
+    }
 
 
 @dataclass(frozen=True, slots=True)
