@@ -152,7 +152,8 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
         *args: Any,
         head: str | list[str] | None = None,
         adapter_names: RowNames | None = None,
-        output_adapter_fusion_attentions: bool = False,
+        output_adapter_gating_scores: bool | None = None,
+        output_adapter_fusion_attentions: bool | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -164,8 +165,11 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
             adapter_names: for each row of the batch the adapter, or a composition, that acts on
                 it, None for the base model; in place of the active ones. A row is answered by the
                 head of its adapter's name where there is one, else by the active head.
-            output_adapter_fusion_attentions: whether the outputs get the shares of the active
-                fusions: `{fusion: {block number: {location: [batch, tokens, adapters]}}}`.
+            output_adapter_gating_scores: whether the outputs get `adapter_gating_scores`, how open
+                the gates of active adapters were: `{adapter: {block number: {location: [batch]}}}`.
+            output_adapter_fusion_attentions: whether the outputs get `adapter_fusion_attentions`,
+                the shares of the active fusions:
+                `{fusion: {block number: {location: [batch, tokens, adapters]}}}`.
             return_dict: False for tuples.
             **kwargs: inputs of the base model by name, and the labels of the heads.
 
@@ -179,11 +183,13 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
             StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
             UnknownNameError: there is no adapter of a name.
         """
-        if output_adapter_fusion_attentions:
-            return self._with_attentions(
-                AdapterModel.forward, *args, head=head, adapter_names=adapter_names,
+        gates, fused = output_adapter_gating_scores, output_adapter_fusion_attentions
+        if gates or fused:
+            run = functools.partial(
+                AdapterModel.forward, self, *args, head=head, adapter_names=adapter_names,
                 return_dict=return_dict, **kwargs,
             )  # fmt: skip
+            return self._listening(run, adapter_names, bool(gates), bool(fused))
         if len(args) > len(self.input_names):
             raise ConfigError(
                 f"forward(): {len(args)} inputs are given by position and {len(self.input_names)} "

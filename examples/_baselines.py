@@ -90,22 +90,23 @@ def tfidf(task: Task) -> Result:
 def frozen(task: Task, path: str, tokenizer: Any, device: torch.device) -> Result:
     """Logistic regression on the mean of the encoder's last hidden states."""
     model = AutoModel.from_pretrained(path).to(device).eval()
-
-    def encode(rows: Rows) -> Any:
-        features = torch.empty(len(rows), model.config.hidden_size)
-        with torch.inference_mode():
-            for places, tokens in batches(tokenizer, rows.texts, "frozen encoder"):
-                hidden = model(**tokens.to(device)).last_hidden_state
-                features[places] = _mean(hidden, tokens["attention_mask"]).float().cpu()
-        return features.numpy()
-
     start = time.perf_counter()
     classifier = LogisticRegression(C=0.1, max_iter=1000)
-    classifier.fit(encode(task.train), task.train.labels)
+    classifier.fit(encode(model, tokenizer, task.train.texts), task.train.labels)
     seconds = time.perf_counter() - start
-    predicted = classifier.predict(encode(task.test))
+    predicted = classifier.predict(encode(model, tokenizer, task.test.texts))
     name = "frozen encoder + logistic regression"
     return score(name, _size(classifier), seconds, predicted, task.test)
+
+
+@torch.inference_mode()
+def encode(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
+    """The mean of the last hidden states of each text, a NumPy array `[texts, width]`."""
+    features = torch.empty(len(texts), model.config.hidden_size)
+    for places, tokens in batches(tokenizer, texts, "frozen encoder"):
+        hidden = model(**tokens.to(model.device)).last_hidden_state
+        features[places] = _mean(hidden, tokens["attention_mask"]).float().cpu()
+    return features.numpy()
 
 
 def baselines(task: Task, path: str, tokenizer: Any, device: torch.device) -> list[Result]:

@@ -126,7 +126,8 @@ def _lora(call: str, fields: dict[str, Any], version: object) -> dict[str, Any]:
     # how the values were drawn is of no concern to values that are there
     if fields.get("init_weights") not in ("lora", "bert"):
         fields.pop("init_weights", None)
-    if _ignored_alpha(version) and "r" in fields:
+    # adapters multiplies a gated update by the gate alone
+    if (_ignored_alpha(version) or fields.get("use_gating")) and "r" in fields:
         fields["alpha"] = fields["r"]
     fields["leave_out"] = fields.get("leave_out") or ()
     if dora:
@@ -198,6 +199,11 @@ def _write_lora(call: str, config: AdapterConfig) -> dict[str, Any]:
     if wrong:
         shown = ", ".join(f"{name}={values[name]!r}" for name in sorted(wrong))
         raise _unsayable(call, config, f"adapters has no {shown}")
+    if values.get("use_gating") and values["alpha"] != values["r"]:
+        raise _unsayable(
+            call, config, f"adapters does not scale a gated update, and this one is by "
+            f"alpha / r = {values['alpha']} / {values['r']}",
+        )  # fmt: skip
     unknown = [m for m in values["attn_matrices"] if m not in _LORA_ORDER]
     if unknown:
         raise _unsayable(call, config, f"adapters has no attn_matrices={unknown!r}")

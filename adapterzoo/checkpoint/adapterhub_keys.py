@@ -167,10 +167,7 @@ def _entries(facts: Facts, here: list[Place], key: Key, tensor: Tensor) -> dict[
     """One tensor of AdapterHub as those of the places that it holds."""
     parameter = key.parameter
     if key.container == LORA:
-        if parameter == "gate.bias":
-            _refuse_gate(facts, key, tensor)
-            return {}
-        parameter = {"m.weight": "m", "gate.weight": "gate"}.get(parameter, parameter)
+        parameter = "m" if parameter == "m.weight" else parameter
         if parameter == "m" and tensor.dim() == 2 and tensor.shape[1] == 1:
             tensor = tensor.squeeze(1)  # [d_out]
     fused = [place for place in here if place.placement.site.rows is not None]
@@ -199,14 +196,6 @@ def check_fused(facts: Facts, places: list[Place]) -> None:
                 f"other, and no parts of a feed-forward layer. Nothing has been done. Train it "
                 f"anew at other layers, or write format='native' to save one of this library."
             )
-
-
-def _refuse_gate(facts: Facts, key: Key, bias: Tensor) -> None:
-    if bool(bias.count_nonzero()):
-        raise CheckpointError(
-            f"{facts.call}: the checkpoint needs the bias of a LoRA gate ({key.text!r}), which "
-            f"adapterzoo does not have; nothing has been loaded. Train it without use_gating."
-        )
 
 
 def _without_twins(facts: Facts, named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -146,8 +146,6 @@ def _tensors(
             continue
         tensor = torch.cat([tensors[place.key(parameter)] for place in places])
         found.update({start + theirs: tensor for theirs in _parameters(places[0], parameter)})
-        if parameter == "gate":
-            found[f"{start}gate.bias"] = tensor.new_zeros(tensor.shape[0])
         if parameter == "m":
             found[f"{start}m.weight"] = tensor.unsqueeze(1)  # [d_out, 1]
     return found
@@ -159,4 +157,4 @@ def _parameters(place: Place, parameter: str) -> tuple[str, ...]:
     if place.placement.location:
         norm = first == "adapter_down.0" and place.placement.config.to_dict()["ln_before"]
         return (f"adapter_norm_before.{end}", parameter) if norm else (parameter,)
-    return {"gate": ("gate.weight",), "m": ()}.get(parameter, (parameter,))
+    return () if parameter == "m" else (parameter,)

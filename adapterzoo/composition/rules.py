@@ -49,6 +49,16 @@ def fusions_of(setup: Child) -> tuple[nodes.Fuse, ...]:
     return tuple(fuse for child in children for fuse in fusions_of(child))
 
 
+def speaker(setup: Child) -> str | None:
+    """The adapter whose answer a setup gives; None where several speak at once, or none does.
+
+    What a `Fuse`, `Average` or `Split` says is not the answer of the last adapter in it.
+    """
+    while isinstance(setup, Stack):
+        setup = setup.children[-1]
+    return setup if isinstance(setup, str) else None
+
+
 def without(
     setup: Node | None, gone: Collection[str], fusions: Collection[str] = ()
 ) -> Node | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -75,6 +75,8 @@ class Adapted(nn.Module):
     _link: _Link
     # names of the parameters that are read changed, where the layer computes with parameters
     _read: tuple[str, ...] = ()
+    # arguments that a part of the model would swallow, and only the whole model understands
+    _whole: tuple[str, ...] = ()
     adapters: Shelf
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +124,7 @@ class Adapted(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
-        return _blank, (plain_class(self), self._read), state
+        return _blank, (plain_class(self), self._read, self._whole), state
 
     def _replicate_for_data_parallel(self) -> Any:
         # worker threads run the replicas: they must see what the replicating thread sees
@@ -195,13 +197,28 @@ def take(layer: nn.Module, name: str) -> Adapter:
     return adapter
 
 
-def tap(module: nn.Module, reader: str, name: str, selection: Selection, path: str) -> None:
+def tap(
+    module: nn.Module,
+    reader: str,
+    name: str,
+    selection: Selection,
+    path: str,
+    whole: tuple[str, ...] = (),
+) -> None:
     """Let a module help the site `reader`, for the adapter `name`, in the way that plans say.
 
     It passes its first input on to the site, or lets it share what it computes with the layers
-    beside it.
+    beside it; or it refuses arguments that are the whole model's.
+
+    Args:
+        module: of the model.
+        reader: path of the site.
+        name: of the adapter.
+        selection: the model's.
+        path: of the module, as plans name it.
+        whole: names of arguments that the module shall refuse.
     """
-    _swap(module, selection, path)
+    _swap(module, selection, path, whole=whole)
     cast("Adapted", module)._link.helps.add((reader, name))
 
 
@@ -297,13 +314,20 @@ def base_of(layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None 
 
 
 def _swap(
-    layer: nn.Module, selection: Selection, path: str, parameters: tuple[str, ...] = ()
+    layer: nn.Module,
+    selection: Selection,
+    path: str,
+    parameters: tuple[str, ...] = (),
+    whole: tuple[str, ...] = (),
 ) -> None:
     if not isinstance(layer, Adapted):
-        become(layer, _adapted_class(type(layer), parameters))
+        become(layer, _adapted_class(type(layer), parameters, whole))
         cast("Adapted", layer)._link = _Link(selection, path)
-    elif missing := tuple(p for p in parameters if p not in layer._read):
-        become(layer, _adapted_class(plain_class(layer), (*layer._read, *missing)))
+        return
+    read = (*layer._read, *(p for p in parameters if p not in layer._read))
+    whole = whole or layer._whole
+    if (read, whole) != (layer._read, layer._whole):
+        become(layer, _adapted_class(plain_class(layer), read, whole))
 
 
 def _restore(layer: Adapted) -> None:
@@ -328,21 +352,44 @@ def become(layer: nn.Module, cls: type[nn.Module]) -> None:
 
 
 # one subclass for each class of layers, so that equal layers stay of one class
-_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[Adapted]] = {}
+_classes: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[Adapted]] = {}
 
 
-def _adapted_class(cls: type[nn.Module], parameters: tuple[str, ...] = ()) -> type[Adapted]:
-    key = (cls, parameters)
+def _adapted_class(
+    cls: type[nn.Module], parameters: tuple[str, ...] = (), whole: tuple[str, ...] = ()
+) -> type[Adapted]:
+    key = (cls, parameters, whole)
     if key not in _classes:
-        members: dict[str, Any] = {"_read": parameters}
+        members: dict[str, Any] = {"_read": parameters, "_whole": whole}
         for parameter in parameters:
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),
                 functools.partial(_set, parameter=parameter),
             )
-        made = type(f"Adapted{cls.__name__}", (Adapted, cls), members)
-        _classes[key] = cast("type[Adapted]", made)
+        name = f"Adapted{cls.__name__}"
+        if whole:
+            # transformers writes the name of a model's class to config.json
+            name, members["__module__"] = cls.__name__, cls.__module__
+            members["forward"] = _refusing(cls, whole)
+        _classes[key] = cast("type[Adapted]", type(name, (Adapted, cls), members))
     return _classes[key]
+
+
+def _refusing(cls: type[nn.Module], whole: tuple[str, ...]) -> Callable[..., Any]:
+    """The forward of a class that would take the arguments for some of its own `**kwargs`."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Adapted, *args: Any, **kwargs: Any) -> Any:
+        for name in whole:
+            if kwargs.get(name):
+                raise StateError(
+                    f"{cls.__name__}.forward({name}=…): a part of the model was called, and rows "
+                    f"and outputs of adapters are known to the whole model only. "
+                    f"Write model(…, {name}=…)."
+                )
+        return Adapted.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def _changed(layer: Adapted, parameter: str) -> Tensor | None:
@@ -384,6 +431,6 @@ def _set(layer: Adapted, value: object, parameter: str) -> None:
     vars(layer)[parameter] = value
 
 
-def _blank(cls: type[nn.Module], parameters: tuple[str, ...]) -> nn.Module:
-    adapted = _adapted_class(cls, parameters)
+def _blank(cls: type[nn.Module], parameters: tuple[str, ...], whole: tuple[str, ...]) -> nn.Module:
+    adapted = _adapted_class(cls, parameters, whole)
     return adapted.__new__(adapted)

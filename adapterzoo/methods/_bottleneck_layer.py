@@ -15,6 +15,7 @@ from adapterzoo.contracts import FusibleAdapter
 from adapterzoo.kernels.bottleneck import bottleneck
 
 from ._bottleneck_fields import BottleneckFields
+from ._gate import Gate
 from ._init import DTYPES, constant, drawn, generator, kaiming, normal
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
@@ -48,7 +49,7 @@ class BottleneckLayer(FusibleAdapter):
         adapter_down: the norm of `ln_before` where there is one, then the down projection.
         adapter_up: the up projection.
         adapter_norm_after: the norm of `ln_after`, or None.
-        gate: one number per feature that says how open the gate is, or None.
+        gate: of `use_gating`, or None.
         scaling: a number, or a parameter of shape `[1]` or `[d_model]`.
         reads_normed: whether there is such a norm in `adapter_down`.
         down_name: of the projection in `adapter_down`.
@@ -106,11 +107,7 @@ class BottleneckLayer(FusibleAdapter):
         self.adapter_norm_after: nn.LayerNorm | None = None
         if config.ln_after:
             self.adapter_norm_after = nn.LayerNorm(d_model, device=device, dtype=dtype)
-        self.gate: Affine | None = None
-        if config.use_gating:
-            self.gate = Affine(
-                drawn((1, d_model), bert, device, dtype), drawn((1,), zero, device, dtype)
-            )
+        self.gate = Gate(d_model, source, device, dtype) if config.use_gating else None
         # a number is left to the sum at the end, which multiplies without an operation of its own
         self.factor = 1.0
         if isinstance(config.scaling, str):
@@ -170,13 +167,7 @@ class BottleneckLayer(FusibleAdapter):
             update = update * self.scaling
         if self.training and self.dropout:
             update = dropout(update, self.dropout)
-        if self.gate is not None:
-            openness = torch.sigmoid(self.gate(x))  # [*batch, 1]
-            if x.dim() > 2:
-                tokens = tuple(range(1, x.dim() - 1))
-                openness = openness.mean(tokens, keepdim=True)  # [batch, 1, …, 1]
-            update = update * openness
-        return update
+        return update if self.gate is None else update * self.gate(x)
 
     def extra_repr(self) -> str:
         """What the parameters below do not show."""

@@ -6,8 +6,8 @@ alpha / √rank with `use_rslora`.
 
 Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: parameters
 live in the dtype of their layer unless `dtype` says otherwise; layers that read one input may
-drop the same features of it. Differs from adapters: a `Stack` adds the updates; the gate of
-`use_gating` has no bias.
+drop the same features of it. Differs from adapters: a `Stack` adds the updates; a gated update
+is scaled by s as well.
 Cost per site: rank · (d_in + d_out) parameters, two matrix products of that size in the forward.
 Cannot do: initialisations that change the base weights (PiSSA, OLoRA, LoftQ).
 """
@@ -30,7 +30,8 @@ from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 from adapterzoo.kernels.low_rank import expand
 
-from ._init import constant, drawn, generator, normal
+from ._gate import Gate
+from ._init import constant, drawn, generator
 from ._low_rank import LowRank, LowRankConfig
 
 
@@ -88,10 +89,10 @@ class LoRA(LowRank):
         self.lora_B_bias: nn.Parameter | None = None
         if config.lora_bias:
             self.lora_B_bias = drawn((site.d_out,), constant(0.0), device, dtype)
-        self.gate: nn.Parameter | None = None
+        self.gate: Gate | None = None
         if config.use_gating:
             source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")
-            self.gate = drawn((1, site.d_in), normal(0.02, source), device, dtype)
+            self.gate = Gate(site.d_in, source, device, dtype)
 
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The layer with the update; in an embedding `x` is token numbers `[*batch]`.
@@ -108,10 +109,7 @@ class LoRA(LowRank):
             return expand(y, t, b, self.scaling)
         update = linear(t, b, self.lora_B_bias) * self.scaling
         if self.gate is not None:
-            gate = torch.sigmoid(x.to(a.dtype) @ self.gate.T)  # [*batch, 1]
-            if x.dim() > 2:
-                gate = gate.mean(tuple(range(1, x.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]
-            update = update * gate
+            update = update * self.gate(x)
         return y + update.to(y.dtype)
 
     @classmethod
@@ -137,7 +135,7 @@ class LoRA(LowRank):
             raise how.refusal("the gate of a LoRA adapter with use_gating=True is none")
         super().combine(adapters, weights, how, base)
         if self.gate is not None:
-            self.combine_linearly(["gate"], adapters, weights, how, base)
+            self.combine_linearly(["gate.weight", "gate.bias"], adapters, weights, how, base)
         if self.lora_B_bias is not None:
             pairs = zip(adapters, weights, strict=True)
             scaled = weights if how.keeps_scaling else [w * a.scaling for a, w in pairs]

@@ -24,6 +24,9 @@ from .planning import PlanningMixin
 from .setup import announce
 from .sharding import refuse_if_sharded
 
+# arguments of `forward` that a base model would swallow
+_WHOLE = ("adapter_names", "output_adapter_gating_scores", "output_adapter_fusion_attentions")
+
 
 class AdaptersMixin(PlanningMixin):
     """Adapters by name, for any `PreTrainedModel`. Names and arguments are those of `adapters`."""
@@ -225,6 +228,8 @@ class AdaptersMixin(PlanningMixin):
             inject.tap(module, reader, name, self._selection, source)
         for around in installed.families:
             inject.tap(self._backbone.get_submodule(around), around, name, self._selection, around)
+        if self._backbone is not cast("nn.Module", self):
+            inject.tap(self._backbone, "", name, self._selection, "", whole=_WHOLE)
         self._zoo.installed[name] = installed
 
     def _remove(self, name: str) -> None:
@@ -234,6 +239,7 @@ class AdaptersMixin(PlanningMixin):
             inject.untap(self._backbone.get_submodule(source), reader, name)
         for around in installed.families:
             inject.untap(self._backbone.get_submodule(around), around, name)
+        inject.untap(self._backbone, "", name)
         for path in installed.places:
             inject.take(self._backbone.get_submodule(path), name)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -186,7 +184,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
             "adapter_names": list(found.adapters),
             "meta": dict(meta_dict or {}),
         }
-        stored = Stored(document, _tensors(dict(self.fusion_modules(name))))
+        stored = Stored(document, tensors_of(dict(self.fusion_modules(name))))
         folder, facts = Path(save_directory), facts_of(self, call)
         fused = [self._find(adapter, call).config for adapter in found.adapters]
         sharding.save(self, stored, lambda s: fusions.write(folder, s, format, facts, fused))
@@ -233,7 +231,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
         config = AdapterFusionConfig.load(values)
         with torch.random.fork_rng(devices=()):
             made = self._make_fusion(tuple(names), config, call)
-        native.check_fit(call, type(self).__name__, stored.adapter, _tensors(made), dtype)
+        native.check_fit(call, type(self).__name__, stored.adapter, tensors_of(made), dtype)
         for path, layer in made.items():
             own = {k.partition("/")[2]: t for k, t in stored.adapter.items() if _is_at(k, path)}
             native.fill(layer.to(dtype), own)
@@ -241,45 +239,6 @@ class FusionMixin(StoringMixin, TrainingMixin):
         if set_active:
             self.set_active_adapters(fuse)
         return fuse.name
-
-    # --- attentions ---
-
-    def _with_attentions(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a forward gives, with the shares of the fusions as `adapter_fusion_attentions`.
-
-        Name of the fusion to block number to location to the shares `[batch, tokens, adapters]`.
-        """
-        with self._heard() as found:
-            outputs = forward(self, *args, **kwargs)
-        if isinstance(outputs, tuple):
-            return (*outputs, found)
-        outputs["adapter_fusion_attentions"] = found
-        return outputs
-
-    @contextmanager
-    def _heard(self) -> Iterator[dict[str, dict[int, dict[str, Tensor]]]]:
-        """The shares of the active fusions in a forward of the calling thread, as it goes on."""
-        found: dict[str, dict[int, dict[str, Tensor]]] = {}
-        thread = threading.get_ident()
-        handles = []
-        for fuse in fusions_of(self._selection.plan.setup):
-            places = self._zoo.installed[lasts_of(fuse)[-1]].places
-            for path, layer in self.fusion_modules(fuse.name):
-                place = places[path][0]
-                at = found.setdefault(fuse.name, {}).setdefault(place.site.layer, {})
-
-                def keep(
-                    module: nn.Module, args: Any, out: Any, at: Any = at, key: str = place.location
-                ) -> None:
-                    if threading.get_ident() == thread:
-                        at[key] = out[1].detach()
-
-                handles.append(layer.register_forward_hook(keep))
-        try:
-            yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
     # --- machinery ---
 
@@ -372,7 +331,12 @@ def _fuse(names: Fuse | Sequence[str] | str, name: str | None) -> Fuse:
     return Fuse(*listed, name=name)
 
 
-def _tensors(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def tensors_of(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """The tensors of fusion layers by path and key, as their checkpoints name them.
+
+    Args:
+        layers: by path.
+    """
     return {
         f"{path}/{key}": tensor
         for path, layer in layers.items()

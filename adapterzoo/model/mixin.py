@@ -18,7 +18,7 @@ from adapterzoo.inject import Adapted, become
 from adapterzoo.selection import Selection
 
 from .averaging import AveragingMixin
-from .fusing import FusionMixin
+from .listening import ListeningMixin
 from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
@@ -31,7 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 
 class AdapterModelMixin(
     UnloadingMixin,
-    FusionMixin,
+    ListeningMixin,
     PublishingMixin,
     AveragingMixin,
     QuantisedMixin,
@@ -282,11 +282,14 @@ def _with_rows(cls: type[nn.Module]) -> Any:
         self: Any,
         *args: Any,
         adapter_names: RowNames | None = None,
-        output_adapter_fusion_attentions: bool = False,
+        output_adapter_gating_scores: bool | None = None,
+        output_adapter_fusion_attentions: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        if output_adapter_fusion_attentions:
-            return self._with_attentions(forward, *args, adapter_names=adapter_names, **kwargs)
+        gates, fused = output_adapter_gating_scores, output_adapter_fusion_attentions
+        if gates or fused:
+            run = functools.partial(forward, self, *args, adapter_names=adapter_names, **kwargs)
+            return self._listening(run, adapter_names, bool(gates), bool(fused))
         # the one look that a model pays for, whatever acts
         rows = self._selection.plan.rows
         if adapter_names is None and (rows is None or rows.entered):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import StateError, UnknownNameError, unknown_name
+
+from .building import check_layers
 
 if TYPE_CHECKING:
     from .adapters import AdaptersMixin
@@ -55,6 +58,7 @@ class AdapterSetup:
         adapter_setup: object,
         head_setup: str | list[str] | None = None,
         ignore_empty: bool = False,
+        skip_layers: Iterable[int] | None = None,
     ) -> None:
         """Describe the setup; nothing changes before the block is entered.
 
@@ -63,6 +67,8 @@ class AdapterSetup:
             head_setup: head or heads to use; None for heads named like the adapters where
                 there are any, else those that are active.
             ignore_empty: whether a setup that fits no model is no error.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); None for those
+                of the model, `[]` for none.
 
         Raises:
             CompositionError: the setup is no composition.
@@ -70,12 +76,14 @@ class AdapterSetup:
         self.adapter_setup: Composition | None = parse(adapter_setup)
         self.head_setup = head_setup
         self.ignore_empty = ignore_empty
+        self.skip_layers = None if skip_layers is None else tuple(skip_layers)
         self._entered = _Entered()
 
     def __enter__(self) -> Self:
         """Make the setup hold.
 
         Raises:
+            ConfigError: a model has no block of a number in `skip_layers`.
             UnknownNameError: no model has all the adapters and heads that are named.
         """
         names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
@@ -94,7 +102,10 @@ class AdapterSetup:
                 if set(names) <= set(model.adapters_config) and set(heads) <= set(
                     model.known_heads()
                 ):
-                    plan = model.make_plan(self.adapter_setup, self.head_setup)
+                    own, skipped = model._selection.default.plan.skip_layers, self.skip_layers
+                    if skipped is not None:
+                        own = check_layers(skipped, len(model.anatomy.blocks))
+                    plan = model.make_plan(self.adapter_setup, self.head_setup, own)
                     stack.enter_context(model._selection.overridden(plan))
                     entered += 1
             if not entered and not self.ignore_empty:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from adapterzoo.composition import Composition, has_rows, numbered, rows_of
+from adapterzoo.composition import Composition, has_rows, numbered, rows_of, speaker
 from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types
 from adapterzoo.inject import Shelf
@@ -143,8 +143,8 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         return names[:1] if len(set(names)) == 1 else names
 
     def _own_heads(self, parts: tuple[Any, ...]) -> list[str | None]:
-        lasts = [part.last() if isinstance(part, Composition) else part for part in parts]
-        return [last if last is not None and last in self.heads else None for last in lasts]
+        names = map(speaker, parts)
+        return [name if name is not None and name in self.heads else None for name in names]
 
     def _names(self, setup: str | list[str] | None, call: str) -> tuple[str, ...]:
         names = (setup,) if isinstance(setup, str) else tuple(setup or ())

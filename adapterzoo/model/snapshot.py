@@ -2,8 +2,9 @@
 
 Each adapter lies in the sub-folder of its name, with the head of the same name in one file, as
 `load_adapter` reads it; a head of another name lies in a sub-folder of its own, as `load_head`
-reads it; a static head lies with each adapter. Parameters of the base model that are trained as
-well (`train_embeddings=True`) are in a file of their own, and the others nowhere.
+reads it, and so do the layers of each fusion; a static head lies with each adapter. Parameters of
+the base model that are trained as well (`train_embeddings=True`) are in a file of their own, and
+the others nowhere.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint import files, native
+from adapterzoo.checkpoint import files, fusions, native
 from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.composition import Fuse
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
+
+from .fusing import tensors_of
 
 UNFROZEN = "unfrozen.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One adapter, one head or the unfrozen parameters.
+    """One adapter, one head, the layers of one fusion or the unfrozen parameters.
 
     Attributes:
         what: for messages.
@@ -40,7 +44,7 @@ class Part:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Write all adapters, all heads and the unfrozen parameters.
+    """Write all adapters, all heads, all fusions and the unfrozen parameters.
 
     Args:
         model: with adapters.
@@ -54,6 +58,10 @@ def save(model: Any, folder: Path) -> None:
         model.save_adapter(folder / name, name, with_head=not heads or name in heads)
     for name in _apart(model):
         model.save_head(folder / name, name)
+    for name in model._zoo.fusions:
+        model.save_adapter_fusion(
+            folder / name, Fuse(*model._zoo.fusions[name].adapters, name=name)
+        )
     if tensors := unfrozen(model):
         document = {"format": native.FORMAT, "version": native.VERSION}
         files.write_tensors(folder / UNFROZEN, document, tensors)
@@ -68,7 +76,8 @@ def restore(model: Any, folder: Path, call: str) -> None:
         call: what the user wrote, for messages.
 
     Raises:
-        CheckpointError: adapters, heads, configs or tensors differ; nothing has been filled.
+        CheckpointError: adapters, heads, fusions, configs or tensors differ; nothing has been
+            filled.
     """
     parts = list(_parts(model, folder, call))
     for part in parts:
@@ -81,12 +90,13 @@ def restore(model: Any, folder: Path, call: str) -> None:
 
 
 def unfrozen(model: Any) -> dict[str, Tensor]:
-    """Parameters by name that are trained and belong to no adapter and no head.
+    """Parameters by name that are trained and belong to no adapter, no head and no fusion.
 
     Args:
         model: with adapters.
     """
     kept = {id(p) for name in model.adapters_config for p in model._parameters_of(name)}
+    kept |= {id(p) for name in model._zoo.fusions for p in model._fusion_parameters(name)}
     for name in model.known_heads() or (None,):
         record = model._head_record(name)
         kept |= set() if record is None else {id(t) for t in record.tensors.values()}
@@ -119,12 +129,18 @@ def _apart(model: Any) -> list[str]:
 
 def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
     apart = _apart(model)
-    for stem, names in (("adapter", list(model.adapters_config)), ("head", apart)):
+    fused = model._zoo.fusions
+    for stem, names in (
+        ("adapter", list(model.adapters_config)),
+        ("head", apart),
+        (fusions.STEM, list(fused)),
+    ):
         there = sorted(path.parent.name for path in folder.glob(f"*/{stem}.safetensors"))
+        kinds = "fusions" if stem == fusions.STEM else f"{stem}s"
         if there != sorted(names):
             raise CheckpointError(
-                f"{call}: the checkpoint has the {stem}s {listing(there)}, the model has "
-                f"{listing(sorted(names))}; nothing has been loaded. Add or delete {stem}s until "
+                f"{call}: the checkpoint has the {kinds} {listing(there)}, the model has "
+                f"{listing(sorted(names))}; nothing has been loaded. Add or delete {kinds} until "
                 f"they are those of the checkpoint."
             )
     heads = model.known_heads()
@@ -139,16 +155,24 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
         saved = AdapterConfig.from_dict(stored.document["config"])
         if saved != config:
             raise _other_config(call, "adapter", name, saved, config)
-        mine = {
+        tensors = {
             f"{path}/{key}": tensor
             for path, module in model.adapter_modules(name)
             for key, tensor in module.state_dict(keep_vars=True).items()
         }
-        yield Part(f"adapter {name!r}", stored.adapter, mine)
+        yield Part(f"adapter {name!r}", stored.adapter, tensors)
         if not heads or name in heads:
             yield _head_part(model, name if heads else None, stored, call)
     for name in apart:
         yield _head_part(model, name, native.load(folder / name, "head"), call)
+    for name, fusion in fused.items():
+        stored = native.load(folder / name, fusions.STEM)
+        # the classes of configs are names for their fields
+        saved_fusion, mine = stored.document["config"], fusion.config.to_dict()
+        names, own = stored.document["adapter_names"], list(fusion.adapters)
+        if (saved_fusion, names) != (mine, own):
+            raise _other_config(call, "fusion", name, (names, saved_fusion), (own, mine))
+        yield Part(f"fusion {name!r}", stored.adapter, tensors_of(dict(model.fusion_modules(name))))
     file = folder / UNFROZEN
     saved_base = files.read_tensors(file)[1] if file.is_file() else {}
     yield Part("parameters of the base model that are not frozen", saved_base, unfrozen(model))

@@ -196,20 +196,19 @@ def test_a_union(model, tmp_path):
     assert model.adapters_config["b"] == model.adapters_config["a"]
 
 
-def test_the_gate_of_lora_without_its_bias(model, tmp_path):
-    model.add_adapter("a", LoRAConfig(use_gating=True))
+def test_a_gated_lora_is_not_scaled_by_adapters(model, tmp_path):
+    model.add_adapter("a", LoRAConfig(use_gating=True, r=4, alpha=4))
+    stir(model, "a")
     model.save_adapter(tmp_path / "a", "a", with_head=False, format="adapterhub")
     model.load_adapter(tmp_path / "a", load_as="b")
     assert adapter_bits(model, "b") == adapter_bits(model, "a")
-
-    def biased(found: dict[str, Tensor]) -> None:
-        for key in found:
-            if key.endswith("gate.bias"):
-                found[key] += 0.5
-
-    tensors(tmp_path / "a", biased)
-    with refused(model, CheckpointError, "bias of a LoRA gate", "without use_gating"):
-        model.load_adapter(tmp_path / "a", load_as="c")
+    # whatever alpha its config says, there the gate alone multiplies the update
+    document(tmp_path / "a", config(alpha=16))
+    model.load_adapter(tmp_path / "a", load_as="c")
+    assert model.adapters_config["c"].alpha == 4
+    model.add_adapter("d", LoRAConfig(use_gating=True, r=4, alpha=16))
+    with refused(model, CheckpointError, "alpha / r = 16 / 4", "format='native'"):
+        model.save_adapter(tmp_path / "d", "d", with_head=False, format="adapterhub")
 
 
 def test_dora_is_the_one_of_adapters(model):

@@ -128,7 +128,7 @@ def test_the_bias_of_b_is_scaled_with_it() -> None:
 def test_the_gate_is_one_number_a_sequence(shape: tuple[int, ...]) -> None:
     lora, base = layer(LoRAConfig(r=4, alpha=8, use_gating=True)), Linear(7, 5)
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    gates = torch.sigmoid((x * lora.gate[0]).sum(-1))
+    gates = torch.sigmoid((x * lora.gate.weight[0]).sum(-1) + lora.gate.bias[0])
     # the first dimension is the batch; what stands between it and the features are tokens
     means = gates if x.dim() < 3 else gates.flatten(1).mean(1).reshape(-1, *[1] * (x.dim() - 2))
     update = 2.0 * x @ (lora.lora_B @ lora.lora_A).T

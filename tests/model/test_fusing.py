@@ -12,11 +12,14 @@ from snapshots import bits, changes, refused, snapshot, stir
 from transformers import AutoModel
 
 from adapterzoo import (
+    AdapterFusionConfig,
     AdapterSetup,
     AdapterTrainer,
     AutoAdapterModel,
+    Average,
     Fuse,
     Parallel,
+    Split,
     Stack,
     StaticAdapterFusionConfig,
     init,
@@ -29,6 +32,7 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
+from adapterzoo.model import snapshot as snapshot_of
 
 AB = Fuse("a", "b")
 
@@ -369,3 +373,63 @@ def test_what_cannot_be_fused_is_refused():
             call()
     with AdapterSetup(AB), refused(model, StateError, "'a,b' is active", "Leave the"):
         model.delete_adapter_fusion(AB)
+
+
+# --- training checkpoints ---
+
+
+def test_training_checkpoints_hold_all_fusions(tmp_path):
+    """Trained ones and others, and how far the temperature has decayed."""
+
+    def made():
+        model = with_fusion(dtype=torch.float32)
+        model.add_adapter_fusion(["b", "c"], AdapterFusionConfig(temperature=True), name="warm")
+        return model
+
+    model, other = made(), made()
+    for name in ("a,b", "warm"):
+        fill(model, name, seed=11)
+    for _, layer in model.fusion_modules("warm"):
+        layer.steps.fill_(321)
+    model.train_adapter_fusion(AB)
+    other.train_adapter_fusion(AB)
+    snapshot_of.save(model, tmp_path)
+    # the trained one lies with the others, not with what is left of the base model
+    assert not (tmp_path / snapshot_of.UNFROZEN).exists()
+    trained = [p for p in other.parameters() if p.requires_grad]
+    snapshot_of.restore(other, tmp_path, "train(resume_from_checkpoint=…)")
+    for name in ("a,b", "warm"):
+        assert fusion_bits(other, name) == fusion_bits(model, name)
+    # an optimizer that was made before has the same parameters
+    assert all(x is y for x, y in zip(trained, [p for p in other.parameters() if p.requires_grad],
+                                      strict=True))  # fmt: skip
+    loaded = with_fusion(dtype=torch.float32, fusion=None)
+    assert loaded.load_adapter_fusion(tmp_path / "warm") == "warm"
+    assert fusion_bits(loaded, "warm") == fusion_bits(model, "warm")
+    fresh = with_fusion(dtype=torch.float32)
+    with refused(fresh, CheckpointError, "has the fusions 'a,b', 'warm'", "Add or delete fusions"):
+        snapshot_of.restore(fresh, tmp_path, "train()")
+    fresh.add_adapter_fusion(["b", "c"], "static", name="warm")
+    with refused(fresh, CheckpointError, "the fusion 'warm'", "with the config of the checkpoint"):
+        snapshot_of.restore(fresh, tmp_path, "train()")
+
+
+def test_what_a_fusion_says_is_not_the_last_adapter_s():
+    """Its head is not chosen: the one that was active stays so, and is what is trained."""
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    for name in "ab":
+        model.add_adapter(name, "seq_bn")
+        model.add_classification_head(name, num_labels=2)
+    model.add_adapter_fusion(["a", "b"])
+    model.add_classification_head("target", num_labels=2)
+    for setup in (AB, Stack("a", AB), Average("a", "b"), Split("a", "b", splits=[3, 4])):
+        model.active_head = "target"
+        model.set_active_adapters(setup)
+        assert model.active_head == "target"
+    model.train_adapter_fusion(AB)
+    heads = {n.split(".")[1] for n, p in model.named_parameters() if p.requires_grad}
+    assert "target" in heads
+    assert not heads & {"a", "b"}
+    model.set_active_adapters(Stack("b", "a"))
+    assert model.active_head == "a"

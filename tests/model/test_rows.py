@@ -9,7 +9,14 @@ import pytest
 import torch
 from families import first_output, tiny_config, tiny_inputs
 from snapshots import refused, stir
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertModel,
+    LlamaModel,
+)
 from variants import VARIANTS
 
 from adapterzoo import (
@@ -737,3 +744,34 @@ def test_compositions_are_saved_with_the_model(tmp_path):
         loaded = AutoAdapterModel.from_pretrained(tmp_path)
         assert loaded.active_adapters == setup
         assert loaded.active_head == model.active_head
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_a_part_of_the_model_refuses_what_only_the_whole_understands(static, tmp_path):
+    """`**kwargs` of a base model would swallow it."""
+    if static:
+        model = with_adapters("llama", {"a": "lora"}, AutoModelForCausalLM)
+        inputs = tiny_inputs("llama", batch=2)
+    else:
+        model, inputs = with_heads(a=2), tiny_inputs("bert", batch=2)
+    base = model.base_model
+    before = base(**inputs).last_hidden_state
+    for given in (
+        {"adapter_names": ["a", None]},
+        {"output_adapter_gating_scores": True},
+        {"output_adapter_fusion_attentions": True},
+    ):
+        (name,) = given
+        with refused(model, StateError, f"{name}=…", f"Write model(…, {name}=…)"):
+            base(**inputs, **given)
+        assert torch.equal(base(**inputs, **dict.fromkeys(given)).last_hidden_state, before)
+    plain = LlamaModel if static else BertModel
+    assert isinstance(base, plain)
+    assert type(base).__name__ == plain.__name__
+    base.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).architectures == [plain.__name__]
+    made = copy.deepcopy(model)
+    with pytest.raises(StateError, match="a part of the model was called"):
+        made.base_model(**inputs, adapter_names=["a", None])
+    model.delete_adapter("a")
+    assert type(base) is plain

@@ -1,0 +1,88 @@
+"""A mixed batch that generates is its rows alone, bit for bit where products do not mix rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import tiny_config, tiny_inputs
+from rowwise import Rowwise
+from snapshots import stir
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from adapterzoo import AdapterSetup, Stack, init
+
+CONFIGS = {"lora": "lora", "more": "lora[r=4,alpha=16]", "dora": "dora", "boft": "boft",
+           "bn": "double_seq_bn", "par": "par_bn", "gated": "lora[use_gating=True]"}  # fmt: skip
+# the last row has padding, on the left in decoders
+NAMES = ["more", None, "boft", "dora", "bn", Stack("par", "dora"), "gated", "lora"]
+HOW = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def with_adapters(family, dtype):
+    torch.manual_seed(0)
+    auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    model = init(auto.from_config(tiny_config(family)).to(dtype).eval())
+    for i, (name, config) in enumerate(CONFIGS.items()):
+        model.add_adapter(name, config)
+        stir(model, name, seed=i, std=0.3)
+    inputs = tiny_inputs(family, batch=len(NAMES))
+    inputs.pop("decoder_input_ids", None)
+    if family != "t5":
+        inputs["attention_mask"] = inputs["attention_mask"].flip(-1)
+    assert (inputs["attention_mask"] == 0).any()
+    return model, inputs
+
+
+def generated(model, inputs, **how):
+    """Tokens and the logits of each step `[rows, steps, vocabulary]`, not rounded."""
+    steps = []
+    # generate itself gives logits in float32
+    handle = model.get_output_embeddings().register_forward_hook(
+        lambda module, args, out: steps.append(out[:, -1].clone())
+    )
+    tokens = model.generate(**inputs, **HOW, **how)
+    handle.remove()
+    return tokens, torch.stack(steps, 1)
+
+
+def row(inputs, i):
+    return {key: value[i : i + 1] for key, value in inputs.items()}
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_every_bit_is_that_of_the_row_alone(family, how):
+    """Prefill and decoding with a cache, all methods in one batch, rows without adapter too."""
+    model, inputs = with_adapters(family, torch.float64)
+    how = {**how, "max_new_tokens": 3}
+    count = how.get("num_beams", 1)
+    with Rowwise() as products:
+        tokens, logits = generated(model, inputs, adapter_names=NAMES, **how)
+        plain, _ = generated(model, inputs, **how)
+        for i, name in enumerate(NAMES):
+            with AdapterSetup(name):
+                expected = generated(model, row(inputs, i), **how)
+            rows = slice(i * count, (i + 1) * count)
+            assert torch.equal(tokens[rows], expected[0])
+            assert torch.equal(logits[rows], expected[1])
+    assert products.products > 100
+    assert not torch.equal(tokens, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_every_token_is_that_of_the_row_alone(family, dtype):
+    """With the products that everybody has; logits differ as those of plain transformers do."""
+    model, inputs = with_adapters(family, dtype)
+    tokens, logits = generated(model, inputs, adapter_names=NAMES, max_new_tokens=8)
+    off, usual = [], []
+    for i, name in enumerate(NAMES):
+        with AdapterSetup(name):
+            expected = generated(model, row(inputs, i), max_new_tokens=8)
+            together = generated(model, inputs, max_new_tokens=8)[1]
+        assert torch.equal(tokens[i : i + 1], expected[0])
+        off.append((logits[i] - expected[1][0]).abs().max().item())
+        usual.append((together[i] - expected[1][0]).abs().max().item())
+    # one adapter for the whole batch differs from its rows alone as much
+    scale = logits.abs().max().item() * torch.finfo(dtype).eps
+    assert max(off) <= 2 * max(*usual, scale)
