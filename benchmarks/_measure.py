@@ -45,24 +45,21 @@ def ratios(
 ) -> dict[str, Ratio]:
     """CPU time of each of the others over that of the floor.
 
-    Each round measures the floor before and after every two of the others, and takes the mean of
-    both: what drifts slowly falls out, since the two change places from round to round. What takes
+    The floor is measured before and after every two of the others, and the mean of both taken:
+    what drifts slowly falls out, since the two change places from round to round. What takes
     several floors is measured in three rounds.
 
     Args:
-        floor: what the others are compared with.
+        floor: what the others are compared with; has run before, as all of them.
         others: names to what is measured.
         rounds: at least 7 for a figure that is reported.
         repeat: calls that are timed together, for calls of microseconds.
     """
-    floor()
-    for run in others.values():
-        run()
     found: dict[str, list[float]] = {name: [] for name in others}
+    before = seconds(floor, repeat)
     for number in range(rounds):
         names = [n for n in others if number < 3 or statistics.median(found[n]) <= _LONG]
         names = names if number % 2 else names[::-1]
-        before = seconds(floor, repeat)
         for i in range(0, len(names), 2):
             taken = {name: seconds(others[name], repeat) for name in names[i : i + 2]}
             after = seconds(floor, repeat)

@@ -18,7 +18,7 @@ from adapterzoo.errors import AdapterZooError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Selection
 
-from .building import at_hand, build, check_layers, inject_path
+from .building import at_hand, build, check_layers, inject_path, layer_at
 from .installed import AdaptersConfig, Installed, State, families_of
 from .planning import PlanningMixin
 from .setup import announce
@@ -205,7 +205,7 @@ class AdaptersMixin(PlanningMixin):
         for placement in config.placements(self.anatomy):
             by_path.setdefault(inject_path(placement.site), []).append(placement)
         backbone, dtype = self._backbone, cast("Any", self).dtype
-        layers = {path: backbone.get_submodule(path) for path in by_path}
+        layers = {path: layer_at(backbone, path) for path in by_path}
         for path, layer in layers.items():
             inject.check_put(layer, path)
         return {
@@ -221,13 +221,13 @@ class AdaptersMixin(PlanningMixin):
         places = {path: tuple(ps) for path, (_, ps) in made.items()}
         installed = Installed(config, places, families_of(places))
         for path, (adapter, _) in made.items():
-            layer = self._backbone.get_submodule(path)
+            layer = layer_at(self._backbone, path)
             inject.put(layer, name, adapter, self._selection, path)
         for source, reader in installed.sources():
             module = self._backbone.get_submodule(source)
             inject.tap(module, reader, name, self._selection, source)
         for around in installed.families:
-            inject.tap(self._backbone.get_submodule(around), around, name, self._selection, around)
+            inject.tap(layer_at(self._backbone, around), around, name, self._selection, around)
         if self._backbone is not cast("nn.Module", self):
             inject.tap(self._backbone, "", name, self._selection, "", whole=_WHOLE)
         self._zoo.installed[name] = installed

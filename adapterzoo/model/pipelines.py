@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from transformers.pipelines.base import SUPPORTED_PEFT_TASKS
-
 # those that look at the name of a model's class and whose answer some named head gives
 _TASKS = (
     "audio-classification",
@@ -28,6 +26,9 @@ def enter_pipelines(class_name: str, generates: bool) -> None:
         class_name: as `BertAdapterModel`.
         generates: whether it has `generate`.
     """
+    # a third of what importing this library may take
+    from transformers.pipelines.base import SUPPORTED_PEFT_TASKS
+
     for task in (*_TASKS, *(_GENERATING_TASKS if generates else ())):
         known = SUPPORTED_PEFT_TASKS.setdefault(task, [])
         if class_name not in known:

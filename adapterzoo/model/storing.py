@@ -19,7 +19,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError
 from adapterzoo.methods import undrawn
 
 from . import sharding
-from .building import build, device_of, give_memory, inject_path
+from .building import build, device_of, give_memory, inject_path, layer_at
 from .facts import facts_of
 from .records import Loaded, check_meta, leaving_out, name_in, record_of
 from .storing_heads import StoringHeadsMixin
@@ -276,7 +276,7 @@ class StoringMixin(StoringHeadsMixin):
 
     def _with_memory(self, adapter: Adapter, path: str, placements: list[Placement]) -> Adapter:
         """The adapter, which is on the meta device, as one on that of its layer."""
-        layer = self._backbone.get_submodule(path)
+        layer = layer_at(self._backbone, path)
         if give_memory(adapter, device_of(layer)):
             return adapter
         # a method that draws its values in a way of its own shall not disturb the caller's numbers
