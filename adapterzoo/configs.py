@@ -28,7 +28,7 @@ DEFAULT_CONFIG = "seq_bn"
 # far above any published use; it stops a typo before it allocates
 MAX_WIDTH = 65_536
 
-architectures: Registry[Any] = Registry("architecture")
+architectures: Registry[Any] = Registry("architecture", decorates="its config class")
 """The `architecture` of a config on disk to its class; without one it is a bottleneck."""
 
 config_strings: Registry[Any] = Registry("config string")

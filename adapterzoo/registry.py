@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from .errors import DuplicateNameError, unknown_name
+from .errors import DuplicateNameError, UnknownNameError, unknown_name
 
 T = TypeVar("T")
 
@@ -13,13 +13,17 @@ T = TypeVar("T")
 class Registry(Mapping[str, T], Generic[T]):
     """Names to things; a thing enters by the decorator `@registry.register("name")`."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, decorates: str | None = None) -> None:
         """Start empty.
 
         Args:
-            kind: what the entries are, for messages: `"config string"`, `"head type"`.
+            kind: what the entries are, for messages: `"config string"`, `"head type"`; the name
+                of the registry is this in the plural.
+            decorates: above what those who add an entry of their own write `register`, where
+                messages shall say so.
         """
         self.kind = kind
+        self._decorates = decorates
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
@@ -52,7 +56,13 @@ class Registry(Mapping[str, T], Generic[T]):
             UnknownNameError: nothing is registered under the name.
         """
         if not isinstance(name, str) or name not in self._entries:
-            raise unknown_name(call, self.kind, name, self._entries)
+            error = unknown_name(call, self.kind, name, self._entries)
+            if self._decorates is None:
+                raise error
+            raise UnknownNameError(
+                f"{error} For one of your own write @{self.kind}s.register({name!r}) above "
+                f"{self._decorates}, and import its file."
+            )
         return self._entries[name]
 
     def __getitem__(self, name: str) -> T:

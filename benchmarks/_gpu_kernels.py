@@ -146,11 +146,12 @@ def _mask(x: Tensor) -> Tensor:
     seed = _dropout.seed(x)
     low = 0xFFFFFFFF
     keys = [seed & low, seed >> 32]
-    words = [
-        torch.arange(rows, device=x.device)[:, None].expand(-1, -(-width // 8)).clone(),
-        torch.arange(-(-width // 8), device=x.device)[None, :].expand(rows, -1).clone(),
-        *(torch.zeros(rows, -(-width // 8), device=x.device, dtype=torch.int64) for _ in range(2)),
-    ]
+    # eight draws of 16 bits come from one counter
+    counters = -(-width // 8)
+    row = torch.arange(rows, device=x.device)[:, None]  # [rows, 1]
+    column = torch.arange(counters, device=x.device)[None, :]  # [1, counters]
+    zeros = torch.zeros(rows, counters, device=x.device, dtype=torch.int64)
+    words = [row + zeros, column + zeros, zeros, zeros]
     for _ in range(7):
         # products of 32 bits wrap into the sign, which the masks take away
         left, right = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
@@ -163,7 +164,8 @@ def _mask(x: Tensor) -> Tensor:
         keys = [(keys[0] + 0x9E3779B9) & low, (keys[1] + 0xBB67AE85) & low]
     halves = [words[i] >> shift & 0xFFFF for i in (0, 2, 1, 3) for shift in (0, 16)]
     drawn = torch.stack(halves, -1).flatten(1)[:, :width]  # [rows, width]
-    return (drawn >= _dropout.threshold(P)).double().view(x.shape) * _dropout.kept_scale(P)
+    kept = (drawn >= _dropout.threshold(P)).double().view(x.shape)  # [*rows, width]
+    return kept * _dropout.kept_scale(P)
 
 
 def _composed(v: Operands) -> Tensor:
@@ -173,7 +175,7 @@ def _composed(v: Operands) -> Tensor:
 def _rotated(v: Operands) -> Tensor:
     x, blocks = v["x"], v["blocks"]
     parts = x.view(-1, *blocks.shape[:2])  # [rows, chunks, width]
-    return torch.einsum("rci,cij->rcj", parts, blocks).reshape(x.shape)
+    return torch.einsum("rci,cij->rcj", parts, blocks).reshape(x.shape)  # [*rows, d_in]
 
 
 def _rotate(v: Operands) -> Tensor:
@@ -211,7 +213,7 @@ def _grouped_truth(v: Operands) -> Tensor:
         y if i is None else y + S * x @ v["a"][i].T @ v["b"][i].T
         for y, x, i in zip(v["y"], v["x"], _ADAPTERS, strict=True)
     ]
-    return torch.stack(rows)
+    return torch.stack(rows)  # [batch, tokens, d_out]
 
 
 def _tokens(rows: int) -> int:

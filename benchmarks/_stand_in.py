@@ -25,7 +25,7 @@ class BlockDiagonal:
         """The blocks' part of `grad` `[m, blocks · b, blocks · b]`."""
         m, n, b, _ = blocks.shape
         parts = grad.view(m, n, b, n, b).diagonal(dim1=1, dim2=3)  # [m, b, b, n]
-        return [parts.permute(0, 3, 1, 2).contiguous()]
+        return [parts.permute(0, 3, 1, 2).contiguous()]  # [m, n, b, b]
 
 
 def stand_in() -> None:

@@ -342,6 +342,28 @@ def test_repr_and_json_make_the_same_again(node) -> None:
     assert from_json(json.loads(json.dumps(to_json(node)))) == node
 
 
+@pytest.mark.parametrize(
+    ("node", "shown"),
+    [
+        (Average("a", "b", "c"), "Average('a', 'b', 'c')"),
+        (Average("a", "b", weights=[2, 2]), "Average('a', 'b')"),
+        (Average("a", "b", weights=[1, 3]), "Average('a', 'b', weights=[0.25, 0.75])"),
+        (
+            Average("a", "b", weights=[1, 3], normalize_weights=False),
+            "Average('a', 'b', weights=[1.0, 3.0], normalize_weights=False)",
+        ),
+        (
+            Average("a", "b", weights=[1, -1], normalize_weights=False),
+            "Average('a', 'b', weights=[1.0, -1.0], normalize_weights=False)",
+        ),
+    ],
+)
+def test_an_average_shows_no_more_than_it_needs(node: Average, shown: str) -> None:
+    assert repr(node) == shown
+    assert eval(shown).weights == node.weights
+    assert from_json(to_json(node)) == node
+
+
 def test_compositions_are_compared_as_a_whole() -> None:
     assert Split("a", "b", splits=2) != Split("a", "b", splits=[2, 3])
     assert Split("a", "b", splits=2) != BatchSplit("a", "b", batch_sizes=2)

@@ -286,6 +286,15 @@ def test_every_config_of_a_method_is_registered_and_exported():
         assert getattr(adapterzoo, cls.__name__) is cls
 
 
+def test_a_config_that_nobody_registered_says_which_line_is_missing():
+    with pytest.raises(UnknownNameError, match="architecture 'mine'") as caught:
+        AdapterConfig.from_dict({"architecture": "mine"})
+    assert "write @architectures.register('mine') above its config class" in str(caught.value)
+    with pytest.raises(UnknownNameError) as caught:
+        AdapterConfig.load("mine")
+    assert "register" not in str(caught.value)
+
+
 def test_a_registry_refuses_a_taken_name_and_keeps_what_it_had():
     registry: Registry[object] = Registry("thing")
     first, second = object(), object()

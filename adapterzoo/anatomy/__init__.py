@@ -20,6 +20,7 @@ from .sites import (
     Site,
     SubLayer,
     SubLayerKind,
+    part_names,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "SubLayer",
     "SubLayerKind",
     "find",
+    "part_names",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -287,3 +287,16 @@ class Anatomy:
             f"no layer with the role {role!r}: {searched}. "
             f"Roles that are there: {', '.join(known) or 'none'}."
         )
+
+
+def part_names(sites: Sequence[Site]) -> list[str]:
+    """What the adapters of several sites at one layer are called there, and in checkpoints.
+
+    Args:
+        sites: of one layer, in order.
+
+    Returns:
+        The role of each, with its number behind it where another has the same role.
+    """
+    roles = [str(site.role) for site in sites]
+    return [r if roles.count(r) == 1 else f"{r}_{i}" for i, r in enumerate(roles)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adapterzoo.anatomy import Anatomy
+from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.configs import AdapterConfig, Placement
 
 
@@ -45,8 +45,6 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
         if len(placements) == 1 and placements[0].site.rows is None:
             found.append(Place(placements[0], path, ""))
             continue
-        roles = [str(p.site.role) for p in placements]
-        for i, (placement, role) in enumerate(zip(placements, roles, strict=True)):
-            label = role if roles.count(role) == 1 else f"{role}_{i}"
-            found.append(Place(placement, path, f"{label}."))
+        names = part_names([p.site for p in placements])
+        found += [Place(p, path, f"{name}.") for p, name in zip(placements, names, strict=True)]
     return found

@@ -66,13 +66,18 @@ class Node:
 
     def __repr__(self) -> str:
         """A constructor call."""
-        options = [f"{name}={value!r}" for name, value in self.options.items()]
+        options = [f"{name}={value!r}" for name, value in self.shown.items()]
         return f"{type(self).__name__}({', '.join([*map(repr, self.children), *options])})"
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The keyword arguments that make the same composition, with the children."""
         return {}
+
+    @property
+    def shown(self) -> Mapping[str, Any]:
+        """As few of these as make it."""
+        return self.options
 
     def flatten(self) -> tuple[str, ...]:
         """All the names in it, each once, in order."""

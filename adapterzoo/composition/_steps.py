@@ -129,7 +129,7 @@ class Tokens(Tree):
             take = functools.partial(_narrow, dim=1, start=start, size=size)
             found.append(_on_part(step, adapters, whole, take(x), take))
             start += size
-        return torch.cat(found, 1)
+        return torch.cat(found, 1)  # [batch, tokens, d_out]
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class Rows(Tree):
         for part, start, size in layout.runs:
             take = functools.partial(_share, start=start, size=size, of=len(layout.index))
             found.append(_on_part(self.steps[part], adapters, whole, take(ordered), take))
-        return layout.restored(torch.cat(found))
+        return layout.restored(torch.cat(found))  # [rows, …]
 
 
 def _on_part(

@@ -175,6 +175,16 @@ class Average(Node):
         """The weights as they act."""
         return {"weights": list(self.weights), "normalize_weights": False}
 
+    @property
+    def shown(self) -> Mapping[str, Any]:
+        """The weights as they act, where they are not those of an average without any."""
+        if self.weights == _weights(self.children, None, True):
+            return {}
+        total = sum(self.weights)
+        as_given = bool(total) and tuple(w / total for w in self.weights) == self.weights
+        flag = {} if as_given else {"normalize_weights": False}
+        return {"weights": list(self.weights), **flag}
+
 
 def _once(kind: str, children: tuple[Child, ...]) -> None:
     """A name acts once on its way through the layers."""

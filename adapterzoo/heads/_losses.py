@@ -80,7 +80,8 @@ def squared_error(logits: Tensor, labels: Tensor, count: Tensor | int | None = N
     """
     wide = _wide(logits)
     labels = _shaped(labels, logits.shape[:-1]).to(logits.device, wide.dtype)
-    total = (wide.squeeze(-1) - labels).square().sum()
+    numbers = wide.squeeze(-1)  # [batch]
+    total = (numbers - labels).square().sum()
     return total / _count(torch.ones_like(labels), count)
 
 
@@ -111,7 +112,7 @@ def _shaped(labels: Tensor, shape: torch.Size) -> Tensor:
             f"labels: shape {list(labels.shape)} does not fit logits for {list(shape)}. "
             f"Write labels of shape {list(shape)}."
         )
-    return labels.reshape(shape)
+    return labels.reshape(shape)  # [*shape]
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Biaffine(nn.Module):
         x = F.pad(x, (0, 1), value=1.0)
         if self.bias_y:
             y = F.pad(y, (0, 1), value=1.0)
-        return torch.einsum("bxi,oij,byj->boxy", x, self.weight, y)
+        return torch.einsum("bxi,oij,byj->boxy", x, self.weight, y)  # [batch, outputs, n, m]
 
 
 class DependencyParsingHead(PredictionHead):
@@ -142,8 +142,9 @@ class DependencyParsingHead(PredictionHead):
         heads, kinds = gold.unbind(dim=1)
         loss = cross_entropy(arcs, heads, count)
         check_range(kinds, 0, self.config.num_labels - 1)
-        # [batch, words, 1, labels]: the relations to the right head of each word
-        index = heads.clamp(min=0)[..., None, None].expand(-1, -1, 1, rels.shape[-1])
+        # the relations to the right head of each word
+        index = heads.clamp(min=0)[..., None, None]  # [batch, words, 1, 1]
+        index = index.expand(-1, -1, 1, rels.shape[-1])  # [batch, words, 1, labels]
         chosen = rels.gather(2, index).squeeze(2)  # [batch, words, labels]
         return loss + cross_entropy(chosen, kinds.where(heads >= 0, IGNORED), count)
 
@@ -160,8 +161,9 @@ def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
     real = starts > 0
     bounds = starts.where(real, tokens)  # padding sorts behind every token
     position = torch.arange(tokens, device=hidden.device)
-    # [batch, tokens]: how many words begin at or before the token, less one
-    word = (bounds.unsqueeze(-1) <= position).sum(dim=1) - 1
+    # how many words begin at or before the token, less one
+    begun = bounds.unsqueeze(-1) <= position  # [batch, words, tokens]
+    word = begun.sum(dim=1) - 1  # [batch, tokens]
     last = real.sum(dim=1, keepdim=True) - 1  # the last start is the end of the last word
     word = word.where(word < last, -1)
     member = word.unsqueeze(1) == position.unsqueeze(-1)  # [batch, words, tokens]

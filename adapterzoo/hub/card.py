@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from adapterzoo.errors import CheckpointError, ConfigError, listing
 
+from .base_names import BASE_NAMES, base_name
 from .files import ADAPTER_CONFIG, config_bytes
 from .places import is_public_name
 
@@ -32,7 +33,6 @@ _TASKS = {
     "SEQ_CLS": "text-classification",
     "TOKEN_CLS": "token-classification",
 }
-_BASE_NAMES = ("model_name", "base_model_name_or_path")
 _INSTALL = "pip install adapterzoo"
 
 
@@ -114,8 +114,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
         head = _document(folder / "head_config.json")
     head_config = head.get("config") if isinstance(head, Mapping) else None
     head_type = head_config.get("head_type") if isinstance(head_config, Mapping) else None
-    written = next((document[key] for key in _BASE_NAMES if document.get(key)), None)
-    base = text.base_model or (written if is_public_name(written) else None)
+    base = base_name(document, text.base_model)
     model_type = document.get("model_type")
     more: dict[str, Any] = {"base_model_relation": "adapter"} if base else {}
     data = ModelCardData(
@@ -137,7 +136,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
     kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
     inner = document.get("config")
     # PEFT's config names the base model too, by a path of here perhaps
-    config = inner if isinstance(inner, Mapping) else _without(document, *_BASE_NAMES)
+    config = inner if isinstance(inner, Mapping) else _without(document, *BASE_NAMES)
     parts = [
         f"# `{name}`",
         f"An adapter for {_model(base, document)}{kind}{trained}. Made with adapterzoo.",

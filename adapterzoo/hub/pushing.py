@@ -11,6 +11,7 @@ from adapterzoo.checkpoint import folders
 from adapterzoo.errors import CheckpointError, listing
 
 from .asking import Caller
+from .base_names import with_base_name
 from .card import CardText, adapter_card, check_card
 from .files import CARD, known_files, wanted
 from .places import check_repo_id
@@ -34,12 +35,14 @@ def push(
 
     The repository is made when it is missing. One commit brings everything, and takes away the
     files of an adapter that stood there and are not in the folder: a reader sees the old adapter
-    or the new one.
+    or the new one. A path of this machine in the place of the base model's name is not sent; the
+    folder stays as it is.
 
     Args:
         folder: that `save_adapter` wrote, in any format.
         repo_id: `user/repository`; without a user: that of the token.
-        text: what the card shall say beside what the folder says.
+        text: what the card shall say beside what the folder says; its `base_model` goes into the
+            configs too.
         private: whether a new repository is private; None: as the account has it.
         token: a token with the right to write; True or None: the stored one.
         revision: the branch, made when missing; None: the default one.
@@ -54,7 +57,7 @@ def push(
         The address of the commit, or of the pull request.
 
     Raises:
-        CheckpointError: the folder holds no adapter.
+        CheckpointError: the folder holds no adapter, or a damaged one.
         ConfigError: the card cannot be written.
         HubError: the Hub does not take it; without a commit nothing has changed there.
     """
@@ -119,9 +122,10 @@ def _contents(
         card = adapter_card(folder, repo_id, revision, text).content.encode()
         own = [CARD] if (folder / CARD).is_file() else []
         try:
-            return {CARD: card} | {name: (folder / name).read_bytes() for name in [*names, *own]}
+            contents = {name: (folder / name).read_bytes() for name in [*names, *own]}
         except OSError as error:
             raise CheckpointError(
                 f"{call}: {str(error.filename or folder)!r} cannot be read: "
                 f"{error.strerror or error}. Make it readable, or write another folder."
             ) from error
+        return {CARD: card} | with_base_name(folder, contents, text.base_model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -142,6 +143,7 @@ class AdaptersMixin(PlanningMixin):
         config: AdapterConfig,
         made: Mapping[str, tuple[Adapter, list[Placement]]],
         set_active: bool,
+        meta: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Install an adapter, in the place of one of its name; what fails changes nothing.
 
@@ -150,6 +152,7 @@ class AdaptersMixin(PlanningMixin):
             config: its config.
             made: path to its module, with its values.
             set_active: whether it becomes the active adapter.
+            meta: JSON values that belong to it.
 
         Raises:
             StateError: it cannot act beside what is merged.
@@ -159,7 +162,7 @@ class AdaptersMixin(PlanningMixin):
         old = dict(self.adapter_modules(name)) if replaced is not None else {}
         if replaced is not None:
             self._remove(name)
-        self._install(name, config, made)
+        self._install(name, config, made, meta)
         try:
             if set_active:
                 self.set_active_adapters(name)
@@ -169,7 +172,7 @@ class AdaptersMixin(PlanningMixin):
             self._remove(name)
             if replaced is not None:
                 places = {path: (old[path], list(ps)) for path, ps in replaced.places.items()}
-                self._install(name, replaced.config, places)
+                self._install(name, replaced.config, places, replaced.meta)
             # the order too
             self._zoo.installed = installed
             self._selection.default.plan = plan
@@ -217,9 +220,10 @@ class AdaptersMixin(PlanningMixin):
         name: str,
         config: AdapterConfig,
         made: Mapping[str, tuple[Adapter, list[Placement]]],
+        meta: Mapping[str, Any],
     ) -> None:
         places = {path: tuple(ps) for path, (_, ps) in made.items()}
-        installed = Installed(config, places, families_of(places))
+        installed = Installed(config, places, families_of(places), dict(meta))
         for path, (adapter, _) in made.items():
             layer = layer_at(self._backbone, path)
             inject.put(layer, name, adapter, self._selection, path)
@@ -282,7 +286,12 @@ class AdaptersMixin(PlanningMixin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Move or cast an adapter alone; a device or dtype of None stays what it is.
+        """Move or cast an adapter alone.
+
+        Args:
+            name: of the adapter.
+            device: None: where each of its parts is.
+            dtype: None: what each of its parts has.
 
         Raises:
             UnknownNameError: there is no adapter of this name.

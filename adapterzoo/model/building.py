@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Site
+from adapterzoo.anatomy import Site, part_names
 from adapterzoo.configs import Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError
@@ -82,9 +82,7 @@ def build(
             f"{path!r}, which one adapter can do. Add them under two names and write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
-    roles = [str(s.role) for s in sites]
-    labels = [r if roles.count(r) == 1 else f"{r}_{i}" for i, r in enumerate(roles)]
-    parts = list(zip(labels, [s.rows for s in sites], built, strict=True))
+    parts = list(zip(part_names(sites), [s.rows for s in sites], built, strict=True))
     if sites[0].parameter is None:
         return inject.Parts(parts)
     grouped: dict[str, list[Any]] = {}

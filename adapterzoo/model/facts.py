@@ -87,7 +87,11 @@ class _Tasks:
     def read(
         self, architecture: str, tensors: Mapping[str, Tensor], label2id: Mapping[str, int] | None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """A static head's tensors as document and tensors of a named head."""
+        """A static head's tensors as document and tensors of a named head.
+
+        Raises:
+            CheckpointError: no named head says the same.
+        """
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         found = self._named(architecture, shapes, label2id)
         if isinstance(found, str):
@@ -102,7 +106,11 @@ class _Tasks:
     def write(
         self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """A named head's tensors as those of a task class."""
+        """A named head's tensors as those of a task class.
+
+        Raises:
+            CheckpointError: the class has no such head.
+        """
         config = HeadConfig.from_dict(document["config"])
         found: StaticHead | str = f"transformers has no {architecture}"
         cls: Any = getattr(transformers, architecture, None)

@@ -221,7 +221,16 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Move or cast an adapter, and the head of the same name, alone."""
+        """Move or cast an adapter, and the head of the same name, alone.
+
+        Args:
+            name: of the adapter.
+            device: None: where each of its parts is.
+            dtype: None: what each of its parts has.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+        """
         super().adapter_to(name, device, dtype)
         if name in self.heads:
             self.heads[name].to(device=device, dtype=dtype)

@@ -172,4 +172,5 @@ def labels_of(head: PredictionHead, name: str, given: Mapping[str, Any]) -> Tens
     if len(labels) == 1:
         return cast("Tensor", labels[0])
     # positions of spans come as [batch] or [batch, 1]
-    return torch.stack([x.squeeze(-1) if x.shape[1:] == (1,) else x for x in labels], dim=1)
+    flat = [x.squeeze(-1) if x.shape[1:] == (1,) else x for x in labels]  # [batch, …] each
+    return torch.stack(flat, dim=1)  # [batch, arguments, …]

@@ -23,11 +23,13 @@ class Installed:
         config: its config.
         places: of its modules, by path.
         families: path of a module to those of its adapted layers that read one input.
+        meta: JSON values that came with it from a checkpoint, and go with it to the next.
     """
 
     config: AdapterConfig
     places: dict[str, tuple[Placement, ...]]
     families: dict[str, list[str]]
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, str]]:
         """(path of a tapped module, path of the site that reads it), each pair once."""

@@ -137,7 +137,7 @@ def _by_place(calls: _Calls, rows: bool) -> Scores:
     """
     found: Scores = {}
     for (name, block, location), tensors in calls.items():
-        joined = torch.cat(tensors, 0 if rows else -1)
+        joined = torch.cat(tensors, 0 if rows else -1)  # [batch, …]
         if joined.dim() == 2 and joined.shape[1] == 1:
             joined = joined.squeeze(1)  # [batch]
         found.setdefault(name, {}).setdefault(block, {})[location] = joined

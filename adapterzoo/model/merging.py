@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -70,19 +71,30 @@ class MergingMixin(AdaptersMixin):
         self._refuse_tied(modules, call)
         before: dict[str, dict[str, Tensor]] = {}
         kept = dict(self._zoo.originals)
-        try:
+        with ExitStack() as undo:
+            # whatever stops it, Ctrl-C too, leaves no weight merged by half
+            undo.callback(self._take_back, before, kept)
             for path, beside in modules.items():
                 before[path] = _copies(self._backbone.get_submodule(path), beside)
                 # what an earlier merge kept is older: that is the original
                 self._zoo.originals[path] = before[path] | kept.get(path, {})
                 self._write(path, names, call)
-        except Exception:
-            for path, originals in before.items():
-                _restore(self._backbone.get_submodule(path), originals)
-            self._zoo.originals = kept
-            raise
+            undo.pop_all()
         self._zoo.merged = names
         self._replan()
+
+    def _take_back(
+        self, before: Mapping[str, Mapping[str, Tensor]], kept: dict[str, dict[str, Tensor]]
+    ) -> None:
+        """Undo a merge that has come to some layers only.
+
+        Args:
+            before: path of a layer to its parameters as they were.
+            kept: the originals that were known.
+        """
+        for path, originals in before.items():
+            _restore(self._backbone.get_submodule(path), originals)
+        self._zoo.originals = kept
 
     @torch.no_grad()
     def reset_adapter(self) -> None:
@@ -144,7 +156,7 @@ class MergingMixin(AdaptersMixin):
             turned = inject.stores_transposed(layer, parameter)
             # the model may have been moved since the copy was made
             original = stored.to(target.device)
-            original = original.mT if turned else original
+            original = original.mT if turned else original  # [*experts, d_out, d_in]
             base = inject.base_of(layer, original)
             w = original.to(compute_dtype(original.dtype))
             for adapter in adapters:
@@ -163,7 +175,8 @@ class MergingMixin(AdaptersMixin):
             return
         # what the layer holds now is merged already, and may have been moved since the copy
         original = weight.to(cast("Tensor", layer._parameters["weight"]).device)
-        original = original.mT if inject.stores_transposed(layer) else original
+        turned = inject.stores_transposed(layer)
+        original = original.mT if turned else original  # [d_out, d_in]
         own = None if stored is None else stored.to(original.device)
         base = inject.base_of(layer, original, own)
         zeros = torch.zeros_like(original[:, 0], dtype=compute_dtype(original.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -66,6 +67,7 @@ class AdapterModelMixin(
                 "format": FORMAT,
                 # a list: JSON keeps its order, transformers sorts the keys of objects
                 "adapters": [[name, c.to_dict()] for name, c in self.adapters_config.items()],
+                "meta": {name: dict(i.meta) for name, i in self._zoo.installed.items() if i.meta},
                 "merged": list(self._zoo.merged),
                 "fusions": [
                     [name, list(f.adapters), f.config.to_dict()]
@@ -116,6 +118,9 @@ class AdapterModelMixin(
         try:
             for name, config in document["adapters"]:
                 self.add_adapter(name, config)
+            for name, meta in dict(document.get("meta", {})).items():
+                known = self._find(name, "config.adapters['meta']")
+                self._zoo.installed[name] = dataclasses.replace(known, meta=dict(meta))
             for name in document["merged"]:
                 self._find(name, "config.adapters['merged']")
             self._zoo.merged = tuple(document["merged"])

@@ -55,7 +55,8 @@ class PublishingMixin(StoringMixin):
             adapter_card_kwargs: tags, language, license, metrics (names), architecture_training,
                 results and citation (texts) for the card.
             metrics: name of a metric to its value, for the card's table.
-            base_model: the base model's name on the Hub, where the model's config has a path.
+            base_model: the base model's name on the Hub, for card and config, where the model's
+                config has a path; that is not sent.
             **kwargs: as `save_adapter` takes them, for example `with_head=False`.
 
         Returns:

@@ -48,6 +48,6 @@ class QuantisedMixin(AdaptersMixin):
                 module.training = modes.get(path, module.training)
             for name, record in installed.items():
                 made = {p: (m, list(record.places[p])) for p, m in modules[name].items()}
-                self._install(name, record.config, made)
+                self._install(name, record.config, made, record.meta)
         self._zoo.anatomy = None
         return self

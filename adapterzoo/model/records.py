@@ -28,11 +28,12 @@ class HeadRecord:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An adapter that was read and fits the model, and what puts its head there."""
+    """An adapter that was read and fits the model, its meta, and what puts its head there."""
 
     name: str
     config: AdapterConfig
     made: dict[str, tuple[Adapter, list[Placement]]]
+    meta: Mapping[str, Any]
     enter_head: Callable[[], None] | None
 
 
@@ -80,6 +81,12 @@ def leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig
         return ConfigUnion(*(leaving_out(member, layers) for member in config.configs))
     own = tuple(config.to_dict().get("leave_out", ()))
     return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
+
+
+def meta_of(stored: Stored) -> Mapping[str, Any]:
+    """The values that a user gave a checkpoint; none where there is no object of them."""
+    meta = stored.document.get("meta")
+    return dict(meta) if isinstance(meta, Mapping) else {}
 
 
 def check_meta(call: str, meta: Mapping[str, Any] | None) -> None:

@@ -36,14 +36,23 @@ class RefusalsMixin:
             raise unknown_name(call, "adapter", name, self._zoo.installed)
         return self._zoo.installed[name]
 
-    def _refuse_taken(self, name: str, call: str, overwrite_ok: bool) -> None:
-        """Refuse a name that is taken, and where it may be replaced, what is in use."""
+    def _refuse_taken(
+        self, name: str, call: str, overwrite_ok: bool, rename: str = "another name"
+    ) -> None:
+        """Refuse a name that is taken, and where it may be replaced, what is in use.
+
+        Args:
+            name: of an adapter that comes.
+            call: what the user wrote, for messages.
+            overwrite_ok: whether it may be replaced.
+            rename: how the user gives it another name.
+        """
         if name not in self._zoo.installed:
             return
         if not overwrite_ok:
             raise DuplicateNameError(
-                f"{call}: the name is taken by {self._zoo.installed[name].config!r}. Write "
-                f"another name, or {call[:-1]}, …, overwrite_ok=True)."
+                f"{call}: the name {name!r} is taken by {self._zoo.installed[name].config!r}. "
+                f"Write {rename}, or {call[:-1]}, …, overwrite_ok=True)."
             )
         self._refuse_if_overridden(name, call)
         self._refuse_if_merged(name, call)

@@ -107,7 +107,16 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         self._show_labels(names)
 
     def set_active_adapters(self, adapter_setup: object, skip_layers: Any = None) -> None:
-        """Choose the adapters of all threads, and with them the head of the same name, if any."""
+        """Choose the adapters of all threads, and with them the head of the same name, if any.
+
+        Args:
+            adapter_setup: a name, a list of names (a `Stack`), a composition, or None.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop).
+
+        Raises:
+            CompositionError: it is no composition.
+            UnknownNameError: there is no adapter of this name.
+        """
         super().set_active_adapters(adapter_setup, skip_layers)
         self._show_labels(self._selection.default.plan.heads)
 

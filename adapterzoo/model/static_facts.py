@@ -60,7 +60,11 @@ class Static:
     pooler: bool
 
     def module(self, role: str) -> str | None:
-        """The path of the "dense" layer, of the "norm", or of the layer that gives the "output"."""
+        """The path of the "dense" layer, of the "norm", or of the layer that gives the "output".
+
+        Raises:
+            InexpressibleError: several layers can be meant.
+        """
         paths = [k.removesuffix(".weight") for k in self.tensors if k.endswith(".weight")]
         found = [path for path in paths if _role(path) == role]
         if len(found) > 1:
@@ -83,7 +87,11 @@ def _role(path: str) -> str:
 
 
 def activation_after(dense: str, config: Mapping[str, Any]) -> str:
-    """The activation behind a head's layer, by the layer's path and the transformers config."""
+    """The activation behind a head's layer, by the layer's path and the transformers config.
+
+    Raises:
+        InexpressibleError: nobody has written down what follows this layer.
+    """
     named = _ACTIVATIONS.get(dense)
     found = named(config) if named is not None else None
     if not isinstance(found, str):
@@ -114,7 +122,11 @@ _ACTIVATIONS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
 
 
 def summary_pooling(config: Mapping[str, Any]) -> str:
-    """Which token answers in heads that transformers makes of a `summary_type`."""
+    """Which token answers in heads that transformers makes of a `summary_type`.
+
+    Raises:
+        InexpressibleError: no head here answers by this one.
+    """
     kind = str(config.get("summary_type"))
     if kind not in _SUMMARIES:
         raise InexpressibleError(f"its config says summary_type={kind!r}")

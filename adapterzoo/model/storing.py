@@ -21,7 +21,7 @@ from adapterzoo.methods import undrawn
 from . import sharding
 from .building import build, device_of, give_memory, inject_path, layer_at
 from .facts import facts_of
-from .records import Loaded, check_meta, leaving_out, name_in, record_of
+from .records import Loaded, check_meta, leaving_out, meta_of, name_in, record_of
 from .storing_heads import StoringHeadsMixin
 
 
@@ -51,7 +51,8 @@ class StoringMixin(StoringHeadsMixin):
             adapter_name: which adapter.
             with_head: whether the head that goes with it is saved in the same file: the one of
                 the same name, or the only active one; a static head that is no language model.
-            meta_dict: JSON values to keep in the checkpoint's `meta`.
+            meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
+                adapter was loaded with.
             format: "native"; "adapterhub" for AdapterHub's `adapters`; "peft" for PEFT.
 
         Raises:
@@ -70,7 +71,7 @@ class StoringMixin(StoringHeadsMixin):
             **self._provenance(adapter_name),
             "config": installed.config.to_dict(),
             "head": None if head is None else head.document,
-            "meta": dict(meta_dict or {}),
+            "meta": dict(installed.meta if meta_dict is None else meta_dict),
         }
         stored = Stored(document, tensors, {} if head is None else head.tensors)
         self._write_checkpoint(save_directory, stored, "adapter", format, call)
@@ -156,15 +157,7 @@ class StoringMixin(StoringHeadsMixin):
         sharding.refuse_if_sharded(self, call, "Load it before fully_shard(model).")
         stored = formats.read(Path(path), "adapter", facts_of(self, call, with_head))
         name = name_in("load_adapter", load_as, stored, hub_name or path)
-        if name in self._zoo.installed:
-            if not overwrite_ok:
-                raise DuplicateNameError(
-                    f"{call}: the model has an adapter {name!r}. Write load_as='another_name' or "
-                    f"overwrite_ok=True."
-                )
-            self._refuse_if_overridden(name, call)
-            self._refuse_if_merged(name, call)
-            self._refuse_if_fused(name, call)
+        self._refuse_taken(name, call, overwrite_ok, "load_as='another_name'")
         config, made = self._filled(call, stored, leave_out, dtype)
         enter_head = None
         if id2label is not None and not (with_head and stored.document.get("head")):
@@ -177,12 +170,12 @@ class StoringMixin(StoringHeadsMixin):
             enter_head = self._fitting_head(
                 call, record, name, id2label, set_active, overwrite_ok, dtype
             )
-        return Loaded(name, config, made, enter_head)
+        return Loaded(name, config, made, meta_of(stored), enter_head)
 
     def _enter(self, loaded: Loaded, set_active: bool = False) -> None:
         if loaded.enter_head is not None:
             loaded.enter_head()
-        self._bring_in(loaded.name, loaded.config, loaded.made, set_active)
+        self._bring_in(loaded.name, loaded.config, loaded.made, set_active, loaded.meta)
 
     def save_all_adapters(
         self,
@@ -192,6 +185,12 @@ class StoringMixin(StoringHeadsMixin):
         format: str = "native",
     ) -> None:
         """Save each adapter to the sub-folder of its name.
+
+        Args:
+            save_directory: the folder of these; made when missing.
+            with_head: as in `save_adapter`.
+            meta_dict: JSON values for each of them; None: those that each was loaded with.
+            format: as in `save_adapter`.
 
         Raises:
             CheckpointError: a folder cannot be written, or the format cannot say an adapter.
@@ -203,6 +202,10 @@ class StoringMixin(StoringHeadsMixin):
         self, save_directory: str | os.PathLike[str], with_head: bool = True
     ) -> list[str]:
         """Load every adapter that `save_all_adapters` wrote.
+
+        Args:
+            save_directory: the folder that was given there.
+            with_head: whether heads in the checkpoints are loaded, under the adapters' names.
 
         Returns:
             The names, sorted.

@@ -64,6 +64,10 @@ class StoringHeadsMixin(AdaptersMixin):
     ) -> None:
         """Save each head to the sub-folder of its name.
 
+        Args:
+            save_directory: the folder of these; made when missing.
+            format: "native" or "adapterhub".
+
         Raises:
             CheckpointError: a folder cannot be written, or the format cannot say a head.
         """

@@ -124,18 +124,48 @@ def test_the_card_of_a_static_head_is_true(hub: Hub, model: Client, tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize("format", ["native", "peft"])
+@pytest.mark.parametrize(
+    ("format", "key", "head"),
+    [
+        ("native", "model_name", True),
+        ("adapterhub", "model_name", True),
+        ("peft", "base_model_name_or_path", False),
+    ],
+)
 def test_a_base_model_that_lies_here_only_is_not_named(
-    hub: Hub, model: Client, tmp_path: Path, format: str
+    hub: Hub, model: Client, tmp_path: Path, format: str, key: str, head: bool
 ) -> None:
-    model.run("source.config._name_or_path = folder", folder=str(tmp_path / "base"))
-    push(model, format=format, with_head=False)
+    path = str(tmp_path / "base")
+    model.run("source.config._name_or_path = folder", folder=path)
+    more = {"format": format, "with_head": head, "local_path": str(tmp_path / "mine")}
+    push(model, **more)
     data, body = card_of(hub)
     assert "base_model" not in data
-    assert str(tmp_path) not in body
     assert "from_pretrained(base_model)" in body
-    push(model, base_model=BASE, overwrite_adapter_card=True)
+    sent = hub.repos["ann/a"].files()
+    assert not [name for name, content in sent.items() if str(tmp_path).encode() in content]
+    assert json.loads(sent["adapter_config.json"])[key] is None
+    assert json.loads((tmp_path / "mine" / "adapter_config.json").read_text())[key] == path
+    push(model, base_model=BASE, overwrite_adapter_card=True, **more)
     assert card_of(hub)[0]["base_model"] == BASE
+    sent = hub.repos["ann/a"].files()
+    configs = {name: json.loads(sent[name]) for name in sent if name.endswith("_config.json")}
+    assert {document[key] for document in configs.values()} == {BASE}
+    assert ("head_config.json" in configs) == (head and format == "adapterhub")
+    # what was written anew is whole
+    model.run("tiny().load_adapter('ann/a', with_head=head)", head=head)
+
+
+def test_an_adapter_that_is_damaged_is_not_made_whole_by_another_name(
+    hub: Hub, model: Client, tmp_path: Path
+) -> None:
+    model.run("source.save_adapter(folder, 'a')", folder=str(tmp_path / "mine"))
+    file = tmp_path / "mine" / "adapter.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="the bits are not those that were written"):
+        package.push(tmp_path / "mine", "ann/a", text=package.CardText(base_model="ann/other"))
+    assert "ann/a" not in hub.repos
 
 
 def test_a_card_that_is_there_stays(hub: Hub, model: Client) -> None:

@@ -187,6 +187,26 @@ def test_what_is_not_finite_is_refused(tiny, case, value):
         model.merge_adapter("a")
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_merge_that_is_interrupted_leaves_no_trace(tiny, monkeypatch, error):
+    model = made(tiny, "bert-all")
+    before, out = snapshot(model), output(model)
+    written = model._write
+
+    def interrupted(path, names, call):
+        written(path, names, call)
+        if len(model._zoo.originals) == 3:
+            raise error
+
+    monkeypatch.setattr(model, "_write", interrupted)
+    with pytest.raises(error):
+        model.merge_adapter("a")
+    monkeypatch.undo()
+    assert changes(before, snapshot(model)) == []
+    assert model._zoo.originals == {}
+    assert same_bits(output(model), out)
+
+
 def test_a_bias_that_is_not_finite_is_refused(tiny):
     model = made(tiny, "bert-bias")
     *_, (path, module) = model.adapter_modules("a")

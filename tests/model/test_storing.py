@@ -187,6 +187,51 @@ def test_meta_values_are_kept(model, tmp_path):
     assert document["meta"] == {"source": "é", "score": [0.5, None]}
 
 
+META = {"source": "é", "score": [0.5, None]}
+
+
+def meta_in(folder):
+    return json.loads((folder / "adapter_config.json").read_text())["meta"]
+
+
+def test_meta_values_go_with_the_adapter(model, tiny, tmp_path):
+    model.save_adapter(tmp_path / "a", "a", meta_dict=META)
+    other = tiny()
+    other.load_adapter(tmp_path / "a", load_as="b")
+    other.save_adapter(tmp_path / "b", "b")
+    assert meta_in(tmp_path / "b") == META
+    other.save_adapter(tmp_path / "c", "b", meta_dict={"mine": 1})
+    assert meta_in(tmp_path / "c") == {"mine": 1}
+    other.save_adapter(tmp_path / "d", "b", meta_dict={})
+    assert meta_in(tmp_path / "d") == {}
+    # another adapter of the name brings its own
+    other.load_adapter(tmp_path / "c", load_as="b", overwrite_ok=True)
+    other.save_adapter(tmp_path / "e", "b")
+    assert meta_in(tmp_path / "e") == {"mine": 1}
+    other.delete_adapter("b")
+    other.add_adapter("b", "lora")
+    other.save_adapter(tmp_path / "f", "b")
+    assert meta_in(tmp_path / "f") == {}
+
+
+@pytest.mark.parametrize("format", ["native", "adapterhub", "peft"])
+def test_meta_values_come_out_of_every_format(model, tiny, tmp_path, format):
+    model.save_adapter(tmp_path / "a", "a", meta_dict=META, format=format)
+    other = tiny()
+    other.load_adapter(tmp_path / "a", load_as="a")
+    other.save_all_adapters(tmp_path / "all")
+    assert meta_in(tmp_path / "all" / "a") == META
+
+
+def test_meta_values_go_with_the_whole_model(model, tmp_path):
+    model.save_adapter(tmp_path / "a", "a", meta_dict=META)
+    model.load_adapter(tmp_path / "a", overwrite_ok=True)
+    model.save_pretrained(tmp_path / "model")
+    whole = AutoAdapterModel.from_pretrained(tmp_path / "model")
+    whole.save_adapter(tmp_path / "b", "a")
+    assert meta_in(tmp_path / "b") == META
+
+
 @pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}, torch.zeros(1)])
 def test_meta_values_are_json(model, saved, value):
     before = (saved / FILE).read_bytes()
@@ -353,7 +398,7 @@ def test_what_is_no_checkpoint_is_refused(model, tmp_path):
 
 def test_a_taken_name_is_refused_unless_it_may_be_replaced(model, saved):
     model.set_active_adapters("a")
-    with refused(model, DuplicateNameError, "'a'", "load_as='another_name' or overwrite_ok=True"):
+    with refused(model, DuplicateNameError, "'a'", "load_as='another_name', or"):
         model.load_adapter(saved)
     before = snapshot(model)
     stir(model, "a", seed=5)

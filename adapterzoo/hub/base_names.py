@@ -1,0 +1,59 @@
+"""Which base model the files of an adapter name: one that others can load, never a path of here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adapterzoo.checkpoint import native
+from adapterzoo.checkpoint.files import json_bytes
+from adapterzoo.checkpoint.stored import Stored
+
+from .places import is_public_name
+
+# of configs of this library and AdapterHub's, and of PEFT's
+BASE_NAMES = ("model_name", "base_model_name_or_path")
+
+
+def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
+    """The name of the base model on the Hub, None where it is not known.
+
+    Args:
+        document: a config of any format.
+        given: what the author says, which goes before.
+    """
+    written = next((document[key] for key in BASE_NAMES if document.get(key)), None)
+    return given or (written if is_public_name(written) else None)
+
+
+def with_base_name(
+    folder: Path, contents: Mapping[str, bytes], given: str | None
+) -> dict[str, bytes]:
+    """The files of an adapter, with that name in place of another one.
+
+    Args:
+        folder: from which they were read; what is of the native format is read once more.
+        contents: names to contents, configs of JSON objects among them.
+        given: as for `base_name`.
+
+    Raises:
+        CheckpointError: a checkpoint of the native format is damaged.
+    """
+    named = dict(contents)
+    for file in [name for name in contents if name.endswith("_config.json")]:
+        document = json.loads(contents[file])
+        base = base_name(document, given)
+        others = [key for key in BASE_NAMES if key in document and document[key] != base]
+        if not others:
+            continue
+        if document.get("format") != native.FORMAT:
+            named[file] = json_bytes(document | dict.fromkeys(others, base))
+            continue
+        # the file with the tensors says it too, and has a digest of what it says
+        stem = file.removesuffix("_config.json")
+        stored = native.load(folder, stem)
+        renamed = {**stored.document, **dict.fromkeys(others, base)}
+        named |= native.encode(Stored(renamed, stored.adapter, stored.head), stem)
+    return named
