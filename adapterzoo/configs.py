@@ -10,9 +10,9 @@ import ast
 import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from .errors import CompositionError, ConfigError, listing
 from .registry import Registry
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .anatomy import Anatomy, Site
     from .averaging import Combination
     from .contracts import Adapter
+
+_T = TypeVar("_T")
 
 DEFAULT_CONFIG = "seq_bn"
 # far above any published use; it stops a typo before it allocates
@@ -143,8 +145,7 @@ class AdapterConfig(ABC):
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> AdapterConfig:
         values = {name: _as_field(value) for name, value in fields.items()}
-        made: AdapterConfig = _construct(cls, cls.__name__, values)
-        return made
+        return construct(cls, cls.__name__, values)
 
     def replace(self, **changes: Any) -> Self:
         """The same config with some fields changed.
@@ -153,8 +154,7 @@ class AdapterConfig(ABC):
             ConfigError: a field is unknown, or a value is not legal.
         """
         kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        made: Self = _construct(type(self), type(self).__name__, kept | changes)
-        return made
+        return construct(type(self), type(self).__name__, kept | changes)
 
     @classmethod
     def load(cls, config: AdapterConfig | str | Mapping[str, Any] | None) -> AdapterConfig:
@@ -329,15 +329,20 @@ def require_layers(config: AdapterConfig, field: str) -> None:
     object.__setattr__(config, field, numbers)
 
 
-def _construct(make: Callable[..., Any], shown: str, fields: Mapping[str, Any]) -> Any:
-    legal = [f.name for f in dataclasses.fields(make)] if isinstance(make, type) else None
+def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:
+    """A config of the class with these fields; `shown` begins the message.
+
+    Raises:
+        ConfigError: there is no such field, or a value is not legal.
+    """
     try:
-        return make(**fields)
+        return cls(**fields)
     except TypeError as error:
-        unknown = sorted(set(fields) - set(legal or fields))
+        legal = sorted(f.name for f in dataclasses.fields(cast("Any", cls)))
+        unknown = sorted(set(fields) - set(legal))
         what = f"there is no field {listing(unknown)}" if unknown else str(error)
-        known = f" Its fields: {listing(sorted(legal), limit=40)}." if legal else ""
-        raise ConfigError(f"{shown}: {what}.{known}") from error
+        known = f"Its fields: {listing(legal, limit=40)}. Write one of these."
+        raise ConfigError(f"{shown}: {what}. {known}") from error
 
 
 def _as_json(value: Any) -> Any:
@@ -380,17 +385,7 @@ def _parse_one(text: str) -> AdapterConfig:
             f"config={text!r}: the brackets hold field=value pairs of plain values, each field "
             f"once. Write 'lora[r=8,alpha=16]' or 'lora[attn_matrices=[\"q\",\"k\"]]'."
         )
-    return factory() if not fields else _construct_from(factory, text, fields)
-
-
-def _construct_from(
-    factory: Callable[..., AdapterConfig], text: str, fields: Mapping[str, Any]
-) -> AdapterConfig:
-    config = factory()
-    changed: AdapterConfig = _construct(
-        type(config),
-        f"config={text!r}",
-        {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        | {k: _as_field(v) for k, v in fields.items()},
-    )
-    return changed
+    config: AdapterConfig = factory()
+    kept = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    given = {name: _as_field(value) for name, value in fields.items()}
+    return construct(type(config), f"config={text!r}", kept | given)

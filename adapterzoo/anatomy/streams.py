@@ -74,7 +74,6 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
         branch: the block.
         sites: its layers, with roles and with paths below the block.
         row: what the table says of the architecture.
-
     """
     away = [pattern for pattern, out in row.outs.items() if not out]
     parts = [

@@ -21,7 +21,7 @@ def largest(tensor: Tensor, density: float) -> Tensor:
     kept = flat.abs().topk(int(density * flat.numel())).indices
     pruned = torch.zeros_like(flat)
     pruned[kept] = flat[kept]
-    return pruned.view(tensor.shape)
+    return pruned.view(tensor.shape)  # [*shape]
 
 
 def random(tensor: Tensor, density: float, source: torch.Generator | None = None) -> Tensor:

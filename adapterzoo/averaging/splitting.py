@@ -36,7 +36,7 @@ def split(
     b = u[..., :count] * s[..., None, :count]  # [*experts, d_out, count]
     a = v[..., :count, :]  # [*experts, count, d_in]
     if clamp is not None:
-        high = _quantile(torch.cat([b.reshape(-1), a.reshape(-1)]), clamp)
+        high = _quantile(torch.cat([b.reshape(-1), a.reshape(-1)]), clamp)  # [entries]
         a, b = a.clamp(-high, high), b.clamp(-high, high)
     missing = rank - count
     return pad(a, (0, 0, 0, missing)), pad(b, (0, missing))  # to `rank`

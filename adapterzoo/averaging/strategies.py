@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
+from adapterzoo.configs import MAX_WIDTH
 from adapterzoo.errors import CompositionError, ConfigError, listing, unknown_name
 
 from .joining import elected, weighted_sum
@@ -19,7 +20,6 @@ Of: TypeAlias = Literal["parameters", "only_b", "factors", "ranks", "change"]
 """What is combined: all parameters; the same with the signs of weights on B alone; the factors A
 and B, each by the root of its weight; the factors side by side; the change of the weight."""
 
-_MAX_RANK = 65_536
 _SIGNS = ("total", "frequency")
 _DRIVERS = (None, "gesvd", "gesvdj", "gesvda")
 
@@ -199,11 +199,11 @@ def combination(
         call: what the user wrote, for messages.
         name: of the strategy.
         density: above 0 to 1, for strategies that prune.
-        majority_sign_method: "total" or "frequency", see `elected`.
+        majority_sign_method: "total" or "frequency", for those that elect signs, see `elected`.
         svd_rank: 1 to 65,536, for those that decompose.
         svd_clamp: 0 to 1, for those that decompose.
-        svd_full_matrices: see `split`.
-        svd_driver: see `split`.
+        svd_full_matrices: for those that decompose, see `split`.
+        svd_driver: the same.
         seed: for those that prune at random.
 
     Raises:
@@ -218,25 +218,29 @@ def combination(
         return ConfigError(f"{call}: {field}={value!r} {why}. Write {cure}.")
 
     decomposes = strategy.of == "change"
-    uses = {
-        "density": (density, strategy.prunes is not None),
-        "svd_rank": (svd_rank, decomposes),
-        "svd_clamp": (svd_clamp, decomposes),
-        "svd_driver": (svd_driver, decomposes),
-        "seed": (seed, strategy.prunes == "random"),
+    uses: dict[str, tuple[object, object, bool]] = {
+        "density": (density, None, strategy.prunes is not None),
+        "majority_sign_method": (majority_sign_method, "total", strategy.elects),
+        "svd_rank": (svd_rank, None, decomposes),
+        "svd_clamp": (svd_clamp, None, decomposes),
+        "svd_full_matrices": (svd_full_matrices, False, decomposes),
+        "svd_driver": (svd_driver, None, decomposes),
+        "seed": (seed, None, strategy.prunes == "random"),
     }
-    for field, (value, used) in uses.items():
-        if value is not None and not used:
-            raise wrong(field, value, f"has no effect on {name!r}", f"{field}=None")
+    for field, (value, unset, used) in uses.items():
+        if value != unset and not used:
+            raise wrong(field, value, f"has no effect on {name!r}", f"{field}={unset!r}")
     if strategy.prunes is not None and not (_is_number(density) and 0.0 < density <= 1.0):
         raise wrong("density", density, f"is no share of entries for {name!r}", "density=0.5")
     if majority_sign_method not in _SIGNS:
         why = f"is none of {listing(_SIGNS)}"
-        raise wrong("majority_sign_method", majority_sign_method, why, "'total'")
+        raise wrong(
+            "majority_sign_method", majority_sign_method, why, "majority_sign_method='total'"
+        )
     if svd_rank is None and strategy.needs_rank:
-        raise wrong("svd_rank", None, f"is no rank, which {name!r} needs", "svd_rank=8, or 'svd'")
-    if svd_rank is not None and not (type(svd_rank) is int and 1 <= svd_rank <= _MAX_RANK):
-        raise wrong("svd_rank", svd_rank, f"is no rank from 1 to {_MAX_RANK}", "svd_rank=8")
+        raise wrong("svd_rank", None, f"is no rank, which {name!r} needs", "svd_rank=8")
+    if svd_rank is not None and not (type(svd_rank) is int and 1 <= svd_rank <= MAX_WIDTH):
+        raise wrong("svd_rank", svd_rank, f"is no rank from 1 to {MAX_WIDTH}", "svd_rank=8")
     if svd_clamp is not None and not (_is_number(svd_clamp) and 0 <= svd_clamp <= 1):
         raise wrong("svd_clamp", svd_clamp, "is no quantile from 0 to 1", "svd_clamp=0.99")
     if svd_driver not in _DRIVERS:

@@ -8,24 +8,19 @@ PyTorch's own `fully_shard` changes classes in the same way.
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from adapterzoo.averaging import Combination
-from adapterzoo.composition import Step, evaluate, fold
-from adapterzoo.contracts import Adapter, Base, compute_dtype
-from adapterzoo.errors import CompositionError, DuplicateNameError, StateError
-from adapterzoo.families import Family
+from adapterzoo.contracts import Adapter, Base
+from adapterzoo.errors import CompositionError, DuplicateNameError, StateError, listing
 from adapterzoo.selection import Selection
 
+from .adapted import Adapted, Shelf, base_of, become, plain_class, restore, swap
 from .parts import ParameterParts, Parts, is_additive, mergeable
-from .views import Layer, matrix, own, put_rows, stores_transposed, take_rows
+from .views import matrix, put_rows, stores_transposed, take_rows
 
 __all__ = [
     "Adapted",
@@ -51,89 +46,6 @@ __all__ = [
 ]
 
 
-class Shelf(nn.ModuleDict):
-    """The adapters of one layer, by name; any name is legal, also `train` or `type`."""
-
-    def __setitem__(self, key: str, module: nn.Module) -> None:
-        """Enter the module; `add_module` would refuse the names of its own methods."""
-        self._modules[key] = module
-
-
-@dataclass(slots=True)
-class _Link:
-    """What ties a layer to the model: kept in the layer, shared by shallow copies of it."""
-
-    selection: Selection
-    path: str
-    # sites and names of the adapters that need the module
-    helps: set[tuple[str, str]] = field(default_factory=set)
-
-
-class Adapted(nn.Module):
-    """Mixed into the class of a layer that has adapters, or of a module that helps such layers."""
-
-    _link: _Link
-    # names of the parameters that are read changed, where the layer computes with parameters
-    _read: tuple[str, ...] = ()
-    # arguments that a part of the model would swallow, and only the whole model understands
-    _whole: tuple[str, ...] = ()
-    adapters: Shelf
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward with the active adapters; the plain one when none is active."""
-        link = self._link
-        selection = link.selection
-        plan = selection.plan
-        if plan.setup is None:
-            return super().forward(*args, **kwargs)
-        for reader in plan.taps.get(link.path, ()):
-            selection.taps[reader] = args[0] if args else next(iter(kwargs.values()))
-        forward = super().forward
-        if link.path in plan.families:
-            forward = self._gathering
-        step = plan.steps.get(link.path)
-        if step is None:
-            return forward(*args, **kwargs)
-        residual = selection.taps.pop(link.path, None)
-        base = Layer(self, forward, args, kwargs, residual, selection.family)
-        x = args[0] if args else next(iter(kwargs.values()))
-        adapters = cast("Any", self._modules["adapters"])._modules
-        if not self._read:
-            return base.pack(evaluate(step, adapters, x, base, plan.rows))
-        # a module may read a parameter once for each expert: what it reads is built once
-        selection.reads.append((self, {}))
-        try:
-            return base.pack(evaluate(step, adapters, x, base))
-        finally:
-            selection.reads.pop()
-
-    def _gathering(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain forward of a module with layers that read one input."""
-        selection = self._link.selection
-        members = []
-        # found below the module and not kept: replicas and copies have their own
-        for layer, names in selection.plan.families[self._link.path]:
-            shelf = cast("Any", self._modules[layer])._modules["adapters"]
-            members += [shelf._modules[name] for name in names]
-        outer, selection.family = selection.family, Family(members)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            selection.family = outer
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
-        state = self.__getstate__()  # type: ignore[no-untyped-call]
-        return _blank, (plain_class(self), self._read, self._whole), state
-
-    def _replicate_for_data_parallel(self) -> Any:
-        # worker threads run the replicas: they must see what the replicating thread sees
-        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        link = self._link
-        replica._link = _Link(link.selection.pinned(), link.path, link.helps)
-        return replica
-
-
 def put(layer: nn.Module, name: str, adapter: nn.Module, selection: Selection, path: str) -> None:
     """Hang the adapter below the layer, inactive until the selection says otherwise.
 
@@ -150,11 +62,12 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: Selection, p
     """
     check_put(layer, path)
     parameters = tuple(adapter._modules) if isinstance(adapter, ParameterParts) else ()
-    _swap(layer, selection, path, parameters)
+    swap(layer, selection, path, parameters)
     shelf = cast("Shelf", layer._modules.setdefault("adapters", Shelf().train(layer.training)))
     if name in shelf:
         raise DuplicateNameError(
-            f"put({name!r}): there is one at {path!r} already. Take it first, or use another name."
+            f"put({name!r}): there is one at {path!r} already. Write take(layer, {name!r}) "
+            f"first, or another name."
         )
     shelf[name] = adapter.train(layer.training)
 
@@ -177,7 +90,7 @@ def check_put(layer: nn.Module, path: str) -> None:
     if any("adapters" in place for place in places):
         raise StateError(
             f"adapter at {path!r}: {type(layer).__name__} has an attribute 'adapters' of its own, "
-            f"where adapters hang. Exclude this layer by exclude_modules=[{path!r}]."
+            f"where adapters hang. Write exclude_modules=[{path!r}]."
         )
 
 
@@ -189,11 +102,15 @@ def take(layer: nn.Module, name: str) -> Adapter:
     """
     shelf = layer._modules.get("adapters")
     if not isinstance(layer, Adapted) or not isinstance(shelf, Shelf) or name not in shelf:
-        raise StateError(f"take({name!r}): {type(layer).__name__} has no adapter of this name.")
+        there = sorted(shelf) if isinstance(shelf, Shelf) else []
+        raise StateError(
+            f"take({name!r}): {plain_class(layer).__name__} has no adapter of this name. Adapters "
+            f"there: {listing(there)}. Write one of these."
+        )
     adapter = cast("Adapter", shelf._modules.pop(name))
     if not shelf:
         del layer._modules["adapters"]
-    _restore(layer)
+    restore(layer)
     return adapter
 
 
@@ -218,7 +135,7 @@ def tap(
         path: of the module, as plans name it.
         whole: names of arguments that the module shall refuse.
     """
-    _swap(module, selection, path, whole=whole)
+    swap(module, selection, path, whole=whole)
     cast("Adapted", module)._link.helps.add((reader, name))
 
 
@@ -226,13 +143,7 @@ def untap(module: nn.Module, reader: str, name: str) -> None:
     """Undo `tap`."""
     if isinstance(module, Adapted):
         module._link.helps.discard((reader, name))
-        _restore(module)
-
-
-def plain_class(layer: nn.Module) -> type[nn.Module]:
-    """The layer's class without adapters."""
-    mro = type(layer).__mro__
-    return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
+        restore(module)
 
 
 def introduce(layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]) -> None:
@@ -297,140 +208,3 @@ def _beside(
         own_weight = matrix(layer, parameter) if weight is None else weight
         parts = tuple(cast("Parts", adapter._modules[parameter]) for adapter in adapters)
         yield parts, base_of(layer, own_weight)
-
-
-def base_of(layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None) -> Base:
-    """The layer as its adapters see it, outside of a forward.
-
-    Args:
-        layer: the layer.
-        weight: `[d_out, d_in]`, to be shown as the untouched weight; None: the layer's own.
-        bias: `[d_out]`, to be shown as the untouched bias; None: the layer's own.
-    """
-    base = Layer(layer, functools.partial(plain_class(layer).forward, layer))
-    base.shown = weight
-    base.shown_bias = bias
-    return base
-
-
-def _swap(
-    layer: nn.Module,
-    selection: Selection,
-    path: str,
-    parameters: tuple[str, ...] = (),
-    whole: tuple[str, ...] = (),
-) -> None:
-    if not isinstance(layer, Adapted):
-        become(layer, _adapted_class(type(layer), parameters, whole))
-        cast("Adapted", layer)._link = _Link(selection, path)
-        return
-    read = (*layer._read, *(p for p in parameters if p not in layer._read))
-    whole = whole or layer._whole
-    if (read, whole) != (layer._read, layer._whole):
-        become(layer, _adapted_class(plain_class(layer), read, whole))
-
-
-def _restore(layer: Adapted) -> None:
-    if "adapters" not in layer._modules and not layer._link.helps:
-        del layer._link
-        become(layer, plain_class(layer))
-
-
-def become(layer: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module another class, a sub- or superclass of its own.
-
-    Args:
-        layer: the module.
-        cls: its new class.
-    """
-    layer.__class__ = cls
-    # accelerate (device_map, offloading) keeps the forward it has found in the instance
-    for name in ("forward", "_old_forward"):
-        kept = vars(layer).get(name)
-        if isinstance(kept, types.MethodType) and kept.__self__ is layer:
-            setattr(layer, name, types.MethodType(cls.forward, layer))
-
-
-# one subclass for each class of layers, so that equal layers stay of one class
-_classes: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[Adapted]] = {}
-
-
-def _adapted_class(
-    cls: type[nn.Module], parameters: tuple[str, ...] = (), whole: tuple[str, ...] = ()
-) -> type[Adapted]:
-    key = (cls, parameters, whole)
-    if key not in _classes:
-        members: dict[str, Any] = {"_read": parameters, "_whole": whole}
-        for parameter in parameters:
-            members[parameter] = property(
-                functools.partial(_changed, parameter=parameter),
-                functools.partial(_set, parameter=parameter),
-            )
-        name = f"Adapted{cls.__name__}"
-        if whole:
-            # transformers writes the name of a model's class to config.json
-            name, members["__module__"] = cls.__name__, cls.__module__
-            members["forward"] = _refusing(cls, whole)
-        _classes[key] = cast("type[Adapted]", type(name, (Adapted, cls), members))
-    return _classes[key]
-
-
-def _refusing(cls: type[nn.Module], whole: tuple[str, ...]) -> Callable[..., Any]:
-    """The forward of a class that would take the arguments for some of its own `**kwargs`."""
-
-    @functools.wraps(cls.forward)
-    def forward(self: Adapted, *args: Any, **kwargs: Any) -> Any:
-        for name in whole:
-            if kwargs.get(name):
-                raise StateError(
-                    f"{cls.__name__}.forward({name}=…): a part of the model was called, and rows "
-                    f"and outputs of adapters are known to the whole model only. "
-                    f"Write model(…, {name}=…)."
-                )
-        return Adapted.forward(self, *args, **kwargs)
-
-    return forward
-
-
-def _changed(layer: Adapted, parameter: str) -> Tensor | None:
-    """What a layer that computes with its parameters reads: the changed one when active."""
-    plain = own(layer, parameter)
-    link = layer._link
-    selection = link.selection
-    step = selection.plan.steps.get(link.path)
-    if step is None or plain is None:
-        return plain
-    reads = selection.reads
-    if not reads or reads[-1][0] is not layer:
-        return _build(layer, parameter, plain, step)
-    built = reads[-1][1]
-    # what was built without gradients cannot give any
-    key = parameter, step, torch.is_grad_enabled()
-    if key not in built:
-        built[key] = _build(layer, parameter, plain, step)
-    return built[key]
-
-
-def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
-    """A parameter, stored as the layer's own one is, with the change of a step's adapters."""
-    own_weight = matrix(layer, parameter)
-    base = base_of(layer, own_weight)
-    # the sum of all changes is rounded once
-    w = own_weight.to(compute_dtype(own_weight.dtype))
-
-    def change(name: str, w: Tensor) -> Tensor:
-        adapter = layer.adapters._modules[name]
-        return adapter.changed(parameter, w, base) if isinstance(adapter, ParameterParts) else w
-
-    w = fold(step, w, change).to(plain.dtype)
-    return w.mT if stores_transposed(layer, parameter) else w
-
-
-def _set(layer: Adapted, value: object, parameter: str) -> None:
-    """What DataParallel does to a replica, which has no parameters of its own."""
-    vars(layer)[parameter] = value
-
-
-def _blank(cls: type[nn.Module], parameters: tuple[str, ...], whole: tuple[str, ...]) -> nn.Module:
-    adapted = _adapted_class(cls, parameters, whole)
-    return adapted.__new__(adapted)

@@ -157,5 +157,5 @@ def _in_first_order(weight: Any) -> tuple[Tensor, Any]:
     turned, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
     if state.absmax.dim() == 2:
         # bitsandbytes 0.50 leaves them in the other order, [d_in / block, d_out]
-        state.absmax = state.absmax.T.reshape(-1).float()
+        state.absmax = state.absmax.T.reshape(-1).float()  # [d_in / block · d_out]
     return turned, state

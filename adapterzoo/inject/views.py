@@ -203,9 +203,11 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     if weight is not None and (packing := packing_of(weight)) is not None:
         weight = packing.read(layer, weight)
     if weight is None or weight.dim() < 2 or not weight.is_floating_point():
+        held = "not there" if weight is None else f"{weight.dtype} {list(weight.shape)}"
         raise StateError(
-            f"{type(layer).__name__}: its {parameter!r} is no floating-point matrix, so it can "
-            f"be adapted by a function of its input or output only."
+            f"{type(layer).__name__}: its {parameter!r} is no floating-point matrix ({held}), "
+            f"so it can be adapted by a function of its input or output only. Write "
+            f"exclude_modules=[…] with its name."
         )
     return weight.mT if stores_transposed(layer, parameter) else weight
 
@@ -217,7 +219,7 @@ def take_rows(t: Tensor, rows: Rows, dim: int) -> Tensor:
     dim %= t.dim()
     grouped = t.unflatten(dim, (rows.groups, rows.width))  # [.., groups, width, ..]
     taken: Tensor = grouped.narrow(dim + 1, rows.start, rows.stop - rows.start)
-    return taken.flatten(dim, dim + 1)
+    return taken.flatten(dim, dim + 1)  # [.., groups · size, ..]
 
 
 def put_rows(t: Tensor, part: Tensor, rows: Rows, dim: int) -> Tensor:

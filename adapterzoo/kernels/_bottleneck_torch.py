@@ -162,7 +162,7 @@ def bottleneck_backward(
         if dh is not None:
             inner = inner + rows_of(dh)
     if needs_x and adds and dy.dtype is h.dtype:
-        dx = torch.addmm(flat, inner, down).view(dy.shape)
+        dx = torch.addmm(flat, inner, down).view(dy.shape)  # [*batch, d_model]
     elif needs_x:
         dx = (inner @ down).view(dy.shape)  # [*batch, d_model]
         dx = (dx + dy if adds else dx).to(x.dtype)

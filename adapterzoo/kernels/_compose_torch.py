@@ -29,9 +29,9 @@ def compose(
     out = wide * gain if bias is None else addcmul((1 - gain) * bias, wide, gain)
     if t is not None and b is not None:
         # the gain of an output feature is that of its row of b
-        b = gain.unsqueeze(-1) * b.to(gain.dtype)
+        b = gain.unsqueeze(-1) * b.to(gain.dtype)  # [d_out, rank]
         out = out.view(-1, out.shape[-1]).addmm_(rows_of(t).to(gain.dtype), b.T, alpha=scaling)
-    return out.view(y.shape).to(y.dtype)
+    return out.view(y.shape).to(y.dtype)  # [*batch, d_out]
 
 
 def compose_backward(
@@ -57,7 +57,7 @@ def compose_backward(
     wide = rows_of(dy).to(gain.dtype)  # [rows, d_out]
     of_y, of_gain, of_bias, of_t, of_b = (gain.new_empty(0) for _ in range(5))
     if needs_y:
-        of_y = (wide * gain).view(dy.shape).to(dy.dtype)
+        of_y = (wide * gain).view(dy.shape).to(dy.dtype)  # [*batch, d_out]
     if needs_gain:
         before = rows_of(kept) if bias is None else rows_of(kept) - bias
         of_gain = (before * wide).sum(0)

@@ -59,7 +59,7 @@ def bits(x: Tensor, p: float) -> Tensor:
     for i in range(1, planes):
         level >>= 1
         dropped = dropped.bitwise_or_(drawn[i]) if level & 1 else dropped.bitwise_and_(drawn[i])
-    return dropped.bitwise_not().view(torch.uint8)
+    return dropped.bitwise_not().view(torch.uint8)  # [8 · words]
 
 
 def mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -68,5 +68,5 @@ def mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
     bit = torch.arange(8, device=packed.device)
     unpacked = (byte >> bit & 1).to(torch.uint8)  # [256, 8]
     # the eight features of a byte are looked up as one number of eight bytes
-    found = unpacked.view(torch.int64).flatten().index_select(0, packed.int())
+    found = unpacked.view(torch.int64).flatten().index_select(0, packed.int())  # [bytes]
     return found.view(torch.uint8)[: math.prod(shape)].view(shape)

@@ -77,9 +77,9 @@ def low_rank(
     target = y
     if blocks.size > 1:
         count, size = batch // blocks.size, blocks.size * tokens
-        x = x.reshape(count, size, x.shape[2])
+        x = x.reshape(count, size, x.shape[2])  # [blocks, rows, d_in]
         if blocks.rows is None:
-            target = y.reshape(count, size, width)
+            target = y.reshape(count, size, width)  # [blocks, rows, d_out]
     t = torch.bmm(x, a.mT)  # [blocks, rows, rank]
     if groups.base:
         t = _restored(t, None, groups)
@@ -207,23 +207,23 @@ def _project(
         dtype = factors.dtype
         # one pass, unless the sum would round what it is added to
         if rows is None and target is not None and promote_types(target.dtype, dtype) is dtype:
-            onto = target.to(dtype).reshape(*moved.shape[:2], narrow)
+            onto = target.to(dtype).reshape(*moved.shape[:2], narrow)  # [blocks, rows, narrow]
             own = torch.baddbmm(onto, moved, factors, alpha=s)
             return _restored(own.view(target.shape).to(target.dtype), target, groups).view(shape)
         own = torch.bmm(moved, factors)  # [blocks, rows · tokens, narrow]
-    own = own.view(active, tokens, narrow)
+    own = own.view(active, tokens, narrow)  # [active, tokens, narrow]
     if rows == "order" and active == batch:
         rows, own = None, own.index_select(0, groups.numbers("inverse", x.device))
     if rows is None:
         if target is not None:
             own = torch.add(target, own, alpha=s).to(target.dtype)
-        return _restored(own, target, groups).view(shape)
+        return _restored(own, target, groups).view(shape)  # [batch, *tokens, narrow]
     places = groups.numbers(rows, x.device)
     if target is None:
         target = own.new_zeros(batch, tokens, narrow)
     else:
         own = torch.add(target.index_select(0, places), own, alpha=s).to(target.dtype)
-    return target.index_copy(0, places, own).view(shape)
+    return target.index_copy(0, places, own).view(shape)  # [batch, *tokens, narrow]
 
 
 def _restored(out: Tensor, target: Tensor | None, groups: Groups) -> Tensor:
@@ -262,7 +262,7 @@ def _outer(u: Tensor, v: Tensor, groups: Groups, n: int) -> Tensor:
         adapters = None if groups.whole and len(sizes) == n else "adapters"
     else:
         count, size = u.shape[0] // blocks.size, blocks.size * tokens
-        u, v = u.reshape(count, size, narrow), v.reshape(count, size, wide)
+        u, v = u.reshape(count, size, narrow), v.reshape(count, size, wide)  # [blocks, rows, ..]
         own, adapters = torch.bmm(u.mT, v), blocks.adapters  # [blocks, narrow, wide]
         if adapters == "of_all" and groups.base:
             own, adapters = own.index_select(0, groups.numbers("rows", u.device)), "of_rows"

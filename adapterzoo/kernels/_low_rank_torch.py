@@ -26,7 +26,7 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
     """
     kept = x if noise is None else _dropout.mask(noise, x.shape).to(a.dtype).mul_(x)
     kept = kept.to(a.dtype)  # [*batch, d_in]
-    t = linear(kept, a) if is_small(x) else _transposed(a @ rows_of(kept).T, x)
+    t = linear(kept, a) if is_small(x) else _transposed(a @ rows_of(kept).T, x)  # [*batch, rank]
     return t if noise is None else t * _dropout.kept_scale(p)
 
 
@@ -51,7 +51,7 @@ def shrink_backward(
         flat = flat * _dropout.kept_scale(p)  # [rows, rank]
         kept = _dropout.mask(noise, shape).to(a.dtype)
     if needs_x:
-        dx = (flat @ a).view(shape)
+        dx = (flat @ a).view(shape)  # [*batch, d_in]
         dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)
     if needs_a:
         if noise is not None:
@@ -92,7 +92,7 @@ def expand_backward(
     dt, db = t.new_empty(0), b.new_empty(0)
     if needs_t:
         s_b = scaling * b.to(t.dtype)  # [d_out, rank]
-        dt = _transposed(s_b.T @ flat.T, dy)
+        dt = _transposed(s_b.T @ flat.T, dy)  # [*batch, rank]
     if needs_b:
         db = (rows_of(t).T @ flat * scaling).T.to(b.dtype).contiguous()  # [d_out, rank]
     return dt, db

@@ -18,6 +18,8 @@ from torch import Tensor
 from ._launch import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+# rows of a decoding step
+FEW = 64
 # programs that keep the multiprocessors of a large GPU busy
 _PROGRAMS = 128
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import _bottleneck_torch, low_rank_triton
 from ._launch import launch
-from ._tiles_triton import Tile, added, cut, parted, precision, product
+from ._tiles_triton import FEW, Tile, added, cut, parted, precision, product
 
 # activations to what `phi` calls them; names of one formula share one
 FUSED = {
@@ -47,8 +47,6 @@ FUSED = {
 _WIDEST, _WIDEST_OF_FLOAT32 = 256, 64
 # above, the parts of a matrix's gradient are more bytes than a second look at dy
 _WIDEST_BACKWARD = 64
-# rows of a decoding step
-_FEW = 64
 
 
 # the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
@@ -56,7 +54,7 @@ _FEW = 64
 
 def bottleneck_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
     """The configuration for a number of rows, a width and the dtype of the matrices."""
-    few = rows <= _FEW
+    few = rows <= FEW
     if dtype is torch.float32:
         return Tile(16 if few else 64, 32, 32 if width <= 32 else 64, 4 if few else 8, 2)
     kept = cut(width) if width <= 64 else triton.next_power_of_2(width)
@@ -272,9 +270,9 @@ def bottleneck_backward(
     if needs_h:
         dh = _bottleneck_torch.DERIVATIVES[activation](du, h)  # [*batch, width]
     if needs_down_bias:
-        of_down_bias = dh.reshape(-1, width).sum(0)
+        of_down_bias = dh.reshape(-1, width).sum(0)  # [width]
     if needs_x and adds:
-        dx = low_rank_triton.expand(dy, dh, down.T, 1.0)
+        dx = low_rank_triton.expand(dy, dh, down.T, 1.0)  # [*batch, d_model]
     of_x = needs_x and not adds
     if of_x or needs_down:
         alone, of_down = low_rank_triton.shrink_backward(dh, x, down, 0.0, None, of_x, needs_down)

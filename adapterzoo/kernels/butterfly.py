@@ -44,7 +44,7 @@ def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tenso
         y = _butterfly_torch.rotate(y, factor.mT if transposed else factor)
         if i:
             y = _swapped(y, blocks >> i, 1 << i, 2)
-    return y.reshape(x.shape)
+    return y.reshape(x.shape)  # [*experts, *batch, d_in]
 
 
 def butterfly(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
@@ -81,7 +81,7 @@ def turned(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
     if Q.shape[-4] > 1 or mode.is_reference() or not mode.may_take_triton(x):
         return butterfly_reference(x, Q, transposed)
     blocks = Q.squeeze(-4)  # [*experts, chunks, width, width]
-    out: Tensor = _rotate(x, blocks.mT if transposed else blocks)
+    out: Tensor = _rotate(x, blocks.mT if transposed else blocks)  # [*experts, *batch, d_in]
     return out
 
 
@@ -116,14 +116,14 @@ def fold(Q: Tensor) -> Tensor:
     if m == 1:
         together = width // b
         own = torch.eye(together, device=Q.device, dtype=Q.dtype).view(together, 1, together, 1)
-        grouped = Q.reshape(*Q.shape[:-4], -1, together, b, 1, b)
+        grouped = Q.reshape(*Q.shape[:-4], -1, together, b, 1, b)  # [.., chunks, together, b, 1, b]
         return (grouped * own).flatten(-4, -3).flatten(-2)  # [*experts, chunks, width, width]
     eye = torch.eye(width, device=Q.device, dtype=Q.dtype)
     rows = eye.repeat(1, blocks * b // width).expand(*Q.shape[:-4], -1, -1)  # [.., width, d_in]
     with exactly(Q.device):
         whole = butterfly_reference(rows, Q)  # [*experts, width, d_in]
     chunks: Tensor = whole.unflatten(-1, (-1, width))  # [*experts, width, chunks, width]
-    return chunks.transpose(-3, -2)
+    return chunks.transpose(-3, -2)  # [*experts, chunks, width, width]
 
 
 def _swapped(y: Tensor, chunks: int, outer: int, inner: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import _butterfly_torch
 from ._launch import launch
-from ._tiles_triton import Tile, added, precision, product
+from ._tiles_triton import FEW, Tile, added, precision, product
 
 # wider chunks leave no registers, and are a product for cuBLAS
 _WIDEST = 128
@@ -28,8 +28,6 @@ _WIDEST = 128
 _WIDEST_FLOAT32 = 32
 # programs that keep the multiprocessors of a large GPU busy, several on each
 _PROGRAMS = 512
-# rows of a decoding step
-_FEW = 64
 
 
 # the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
@@ -42,7 +40,7 @@ def rotate_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
     """
     columns = max(16, triton.next_power_of_2(width))
     warps = 8 if columns == 128 or (columns == 64 and dtype is torch.float32) else 4
-    if rows <= _FEW:
+    if rows <= FEW:
         return Tile(16, columns, 0, warps, 2)
     tall = 32 if columns == 128 and dtype is torch.float32 else 64
     return Tile(tall, columns, 0, warps, 2 if warps == 8 and dtype is torch.float32 else 3)
@@ -52,7 +50,7 @@ def rotate_backward_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
     """As `rotate_tile`."""
     columns = max(16, triton.next_power_of_2(width))
     warps = 8 if columns in (32, 128) else 4
-    if rows <= _FEW:
+    if rows <= FEW:
         return Tile(16, columns, 0, warps, 2)
     return Tile(64, columns, 0, warps, 1 if columns == 128 else 2)
 
@@ -180,8 +178,8 @@ def rotate_backward(
 
 def _shaped(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """`x` as `[experts, rows, d_in]`, `blocks` as `[experts, chunks, width, width]`."""
-    own = blocks.reshape(-1, *blocks.shape[-3:])
-    return x.reshape(own.shape[0], -1, x.shape[-1]), own
+    own = blocks.reshape(-1, *blocks.shape[-3:])  # [experts, chunks, width, width]
+    return x.reshape(own.shape[0], -1, x.shape[-1]), own  # [experts, rows, d_in]
 
 
 def _parts(rows: int, tall: int, programs: int) -> tuple[int, int]:

@@ -23,10 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from ._tiles_triton import Tile, added, cut, parted, precision, product
+from ._tiles_triton import FEW, Tile, added, cut, parted, precision, product
 
-# rows of a decoding step
-_FEW = 64
 # above, the parts of dyᵀ t are more bytes than a second look at dy
 _WIDEST_RANK = 64
 
@@ -39,17 +37,17 @@ def compose_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     if not rank:
         return Tile(16, 256, 16, 4, 2)
     if dtype is torch.float32:
-        return Tile(16 if rows <= _FEW else 64, 64, 32, 4, 2)
-    return Tile(16 if rows <= _FEW else 64, 128, cut(rank), 4, 2)
+        return Tile(16 if rows <= FEW else 64, 64, 32, 4, 2)
+    return Tile(16 if rows <= FEW else 64, 128, cut(rank), 4, 2)
 
 
 def compose_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     """As `compose_tile`."""
     if not rank:
-        return Tile(16 if rows <= _FEW else 64, 64, 16, 4, 2)
+        return Tile(16 if rows <= FEW else 64, 64, 16, 4, 2)
     if dtype is torch.float32:
-        return Tile(16, 32, 32, 4, 2) if rows <= _FEW else Tile(64, 32, 32, 8, 2)
-    if rows <= _FEW:
+        return Tile(16, 32, 32, 4, 2) if rows <= FEW else Tile(64, 32, 32, 8, 2)
+    if rows <= FEW:
         return Tile(16, 64, cut(rank), 4, 2)
     # few tall blocks: each writes a whole part of dyᵀ t
     return Tile(128, 64 if rank <= 16 else 32, cut(rank), 8, 2)
@@ -235,11 +233,11 @@ def compose_backward(
         if not fused:
             dt, dyt = _products(dy, scaled, t, b, scaling, needs_t, needs_b or hidden)
         if needs_t:
-            of_t = dt.to(t.dtype).view(t.shape)
+            of_t = dt.to(t.dtype).view(t.shape)  # [*batch, rank]
         if hidden:
             of_gain = of_gain + scaling * (dyt * b).sum(-1)
         if needs_b:
-            of_b = (scaling * gain.unsqueeze(-1) * dyt).to(b.dtype)
+            of_b = (scaling * gain.unsqueeze(-1) * dyt).to(b.dtype)  # [d_out, rank]
     return of_y, of_gain, of_bias, of_t, of_b
 
 

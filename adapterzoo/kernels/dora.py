@@ -59,7 +59,7 @@ def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: in
         torch.linalg.vector_norm(direction_reference(part, a, of_part, scaling), dim=-1)
         for part, of_part in zip(w.split(rows, -2), b.split(rows, -2), strict=True)
     ]
-    return norms[0] if len(norms) == 1 else torch.cat(norms, -1)
+    return norms[0] if len(norms) == 1 else torch.cat(norms, -1)  # [*experts, d_out]
 
 
 def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -89,7 +89,7 @@ def grouped_low_rank_reference(
         y[row] if i == BASE else low_rank_reference(y[row], x[row], a[i], b[i], scaling[i])
         for row, i in enumerate(groups.index)
     ]
-    return torch.stack(rows) if rows else y.clone()
+    return torch.stack(rows) if rows else y.clone()  # [batch, *tokens, d_out]
 
 
 def grouped_low_rank(
@@ -196,7 +196,7 @@ def grouped_expand(
             y[r] if i == BASE else torch.add(y[r], linear(t[r], b[i]).to(y.dtype), alpha=scaling[i])
             for r, i in enumerate(groups.index)
         ]
-        return torch.stack(rows) if rows else y.clone()
+        return torch.stack(rows) if rows else y.clone()  # [batch, *tokens, d_out]
     if y.dtype is t.dtype and t.dtype is b.dtype and _is_plain(y, b, groups):
         return _grouped_torch.expand(y, t, b, scaling, groups)
     plan = _plan("grouped_expand", groups, y, t, b)

@@ -218,7 +218,7 @@ def shrink_backward(
         _expand(None, dt.to(a.dtype), a.mT, None, dx, p, noise, plan)
     if needs_a:
         own = _outer(x, dt.to(a.dtype), a.shape[0], p, noise, plan, None)  # [n, d_in, rank]
-        da = own.to(a.dtype).mT.clone(memory_format=torch.contiguous_format)
+        da = own.to(a.dtype).mT.clone(memory_format=torch.contiguous_format)  # [n, rank, d_in]
     return dx, da
 
 
@@ -275,7 +275,7 @@ def _shrink(
         SCALES=scales is not None, PRECISION=precision(a.dtype), num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
-    return added(t, a.dtype).view(*x.shape[:-1], rank)
+    return added(t, a.dtype).view(*x.shape[:-1], rank)  # [batch, *tokens, rank]
 
 
 def _expand(

@@ -21,12 +21,10 @@ from torch import Tensor
 
 from . import _dropout, _low_rank_torch
 from ._launch import launch
-from ._tiles_triton import Tile, added, cut, keep, parted, precision, product
+from ._tiles_triton import FEW, Tile, added, cut, keep, parted, precision, product
 
 # above, the parts of a factor's gradient are more bytes than a second look at dy or x
 _WIDEST_RANK = 64
-# rows of a decoding step
-_FEW = 64
 
 
 # the tiles are the largest that spill no register on sm_80, sm_90 and sm_100
@@ -35,22 +33,22 @@ _FEW = 64
 def shrink_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     """The configuration for a number of rows, a rank and the dtype of the factors."""
     if dtype is torch.float32:
-        return Tile(16 if rows <= _FEW else 64, 32, 32, 4, 3)
-    return Tile(16 if rows <= _FEW else 64, 128 if rank <= 16 else 64, cut(rank), 4, 3)
+        return Tile(16 if rows <= FEW else 64, 32, 32, 4, 3)
+    return Tile(16 if rows <= FEW else 64, 128 if rank <= 16 else 64, cut(rank), 4, 3)
 
 
 def expand_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     """As `shrink_tile`."""
     if dtype is torch.float32:
-        return Tile(16 if rows <= _FEW else 64, 64, 32, 4, 2)
-    return Tile(16 if rows <= _FEW else 64, 128, cut(rank), 4, 2)
+        return Tile(16 if rows <= FEW else 64, 64, 32, 4, 2)
+    return Tile(16 if rows <= FEW else 64, 128, cut(rank), 4, 2)
 
 
 def shrink_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     """As `shrink_tile`."""
     if dtype is torch.float32:
         return Tile(64, 32, 32, 8, 2)
-    if rows <= _FEW:
+    if rows <= FEW:
         return Tile(16, 64, min(cut(rank), 32), 4, 2)
     # few tall blocks: each writes a whole part of the factor's gradient
     return Tile(256, 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 32, 8, 2)
@@ -60,7 +58,7 @@ def expand_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     """As `shrink_tile`."""
     if dtype is torch.float32:
         return Tile(64, 32, 32, 4, 2)
-    if rows <= _FEW:
+    if rows <= FEW:
         return Tile(16, 64, cut(rank), 4, 2)
     return Tile(256, 64, 16, 8, 2) if rank <= 16 else Tile(128, 64, 64, 8, 2)
 
@@ -240,7 +238,7 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
         ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
         PRECISION=precision(a.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return added(t, a.dtype).view(*x.shape[:-1], rank)
+    return added(t, a.dtype).view(*x.shape[:-1], rank)  # [*batch, rank]
 
 
 def shrink_backward(
@@ -277,7 +275,7 @@ def shrink_backward(
     )  # fmt: skip
     if not needs_a:
         return dx, a.new_empty(0)
-    return dx, added(da, a.dtype).T.clone(memory_format=torch.contiguous_format)
+    return dx, added(da, a.dtype).T.clone(memory_format=torch.contiguous_format)  # [rank, d_in]
 
 
 def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:

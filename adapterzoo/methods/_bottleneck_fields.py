@@ -17,7 +17,7 @@ from adapterzoo.configs import (
 )
 from adapterzoo.errors import ConfigError
 
-from ._init import DTYPES
+from ._init import DTYPES, require_seed
 
 _SWITCHES = (
     "mh_adapter", "output_adapter", "cross_adapter", "original_ln_before", "original_ln_after",
@@ -142,8 +142,7 @@ class BottleneckFields(AdapterConfig):
         require_choice(self, "dtype", (None, *DTYPES))
         require_range(self, "dropout", 0.0, 1.0 - 1e-9)
         require_range(self, "stochastic_depth", 0.0, 1.0 - 1e-9)
-        if self.init_weights_seed is not None:
-            require_range(self, "init_weights_seed", -(2**63), 2**63 - 1)
+        require_seed(self)
         if isinstance(self.scaling, str):
             require_choice(self, "scaling", (1.0, "learned", "channel"))
         else:

@@ -29,14 +29,14 @@ from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.low_rank import shrink
 
-from ._init import DTYPES, constant, drawn, generator, kaiming, normal
+from ._init import DTYPES, constant, drawn, generator, kaiming, normal, require_seed
 from ._low_rank_combining import combined_config, combined_factors
 from ._targets import TargetedConfig, check_pattern
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LowRankConfig(TargetedConfig):
     """Base of the configs with low-rank factors.
 
@@ -75,6 +75,7 @@ class LowRankConfig(TargetedConfig):
         require_range(self, "dropout", 0.0, 1.0 - 1e-9)
         require_choice(self, "init_weights", ("lora", "bert"))
         require_choice(self, "dtype", (None, *DTYPES))
+        require_seed(self)
         for name in ("rank_pattern", "alpha_pattern"):
             self._check_patterns(name)
         for rank in self.rank_pattern.values():
@@ -112,6 +113,10 @@ class LowRankConfig(TargetedConfig):
         # the caller's dict may change later
         object.__setattr__(self, name, dict(patterns))
         check_pattern(self, name, *patterns)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether class and all fields are equal."""
+        return type(other) is type(self) and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
         """A hash that equal configs share; the patterns, which are dicts, are left to `==`."""

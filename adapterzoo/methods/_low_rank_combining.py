@@ -26,7 +26,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination, signed_roots, split, weighted_sum
-from adapterzoo.errors import CompositionError, listing
+from adapterzoo.errors import CompositionError
 from adapterzoo.kernels.exact import exactly
 
 from ._targets import TARGETS
@@ -159,7 +159,7 @@ def _split(change: Tensor, how: Combination, rank: int) -> _Factors:
     if not bool(change.isfinite().all()):
         raise CompositionError(
             f"{how.call}: the combined change of a weight is not finite; nothing has changed. Look "
-            f"for NaN in the adapters: {listing(['lora_A', 'lora_B'])}."
+            f"for NaN in their lora_A and lora_B, and write load_adapter(…) of a sound checkpoint."
         )
     return split(change, rank, how.clamp, how.full_matrices, how.driver)
 

@@ -89,8 +89,8 @@ class TargetedConfig(AdapterConfig):
         """
         if not anatomy.blocks and self.target_modules in (None, ALL_LINEAR):
             raise SiteError(
-                f"{self._name}: this model has no transformer blocks: {anatomy.reason}. Name the "
-                f"layers to adapt: target_modules=[…]."
+                f"{self._name}: this model has no transformer blocks: {anatomy.reason}. Write "
+                f"target_modules=[…], with the names of the layers to adapt."
             )
         if self.target_modules is None:
             sites: Iterable[Site] = self._by_role(anatomy)
@@ -102,7 +102,7 @@ class TargetedConfig(AdapterConfig):
                 f"{self._name}(leave_out={list(self.leave_out)!r}, layers_to_transform="
                 f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): every "
                 f"layer that matches is taken out again by these. The model has blocks 0 to "
-                f"{len(anatomy.blocks) - 1}; leave some of their layers in."
+                f"{len(anatomy.blocks) - 1}. Write fewer of them in leave_out or exclude_modules."
             )
         return [Placement(site, self) for site in kept]
 

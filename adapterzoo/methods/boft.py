@@ -21,32 +21,27 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from adapterzoo import configs
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import require_choice, require_range
+from adapterzoo.configs import architectures, config_strings, require_choice, require_range
 from adapterzoo.contracts import Base, SharingAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
-from adapterzoo.kernels.butterfly import butterfly, folded, turned
+from adapterzoo.kernels.butterfly import butterfly, turned
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.exact import exactly
 
-from ._init import DTYPES, constant, drawn, generator, normal
+from ._blocks import BlockConfig, rotation
+from ._init import DTYPES, constant, drawn, generator, normal, require_seed
 from ._kept import Kept
-from ._targets import TargetedConfig
 
 
-@configs.architectures.register("boft")
-@configs.config_strings.register("boft")
+@architectures.register("boft")
+@config_strings.register("boft")
 @dataclass(frozen=True, kw_only=True)
-class BOFTConfig(TargetedConfig):
-    """Config of BOFT; `TargetedConfig` says where the adapters sit.
+class BOFTConfig(BlockConfig):
+    """Config of BOFT; `TargetedConfig` says where the adapters sit, `BlockConfig` the blocks.
 
     Attributes:
-        boft_block_size: features b that a block rotates, at least 2; 0: follows from
-            `boft_block_num`, and is 4 when that is 0 as well.
-        boft_block_num: instead of the size: blocks of each factor, d_in / b.
-        boft_n_butterfly_factor: factors m; above 1, b is even and b · 2^(m−1) divides d_in.
         boft_dropout: share, 0 to below 1, of the blocks of one random factor that a training step
             replaces by the identity.
         init_weights: True: no rotation, scale 1; False: normal with deviation 0.1 around that.
@@ -55,11 +50,8 @@ class BOFTConfig(TargetedConfig):
     """
 
     architecture: ClassVar[str] = "boft"
-    training_fields = TargetedConfig.training_fields | {"boft_dropout"}
+    training_fields = BlockConfig.training_fields | {"boft_dropout"}
 
-    boft_block_size: int = 0
-    boft_block_num: int = 0
-    boft_n_butterfly_factor: int = 1
     boft_dropout: float = 0.0
     init_weights: bool = True
     init_weights_seed: int | None = None
@@ -72,17 +64,10 @@ class BOFTConfig(TargetedConfig):
             ConfigError: a value is not legal.
         """
         super().__post_init__()
-        require_range(self, "boft_block_size", 0, configs.MAX_WIDTH)
-        require_range(self, "boft_block_num", 0, configs.MAX_WIDTH)
-        require_range(self, "boft_n_butterfly_factor", 1, 16)
         require_range(self, "boft_dropout", 0.0, 1.0 - 1e-9)
         require_choice(self, "init_weights", (True, False))
         require_choice(self, "dtype", (None, *DTYPES))
-        if (b := self.boft_block_size) and (n := self.boft_block_num):
-            raise ConfigError(
-                f"BOFTConfig(boft_block_size={b}, boft_block_num={n}): one follows from the other "
-                f"at each layer. Write BOFTConfig(boft_block_size={b})."
-            )
+        require_seed(self)
 
     @property
     def starts_as_identity(self) -> bool:
@@ -92,32 +77,6 @@ class BOFTConfig(TargetedConfig):
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> BOFT:
         """A fresh adapter for the site."""
         return BOFT(self, site, device, dtype)
-
-    def block_size_at(self, site: Site) -> int:
-        """The block size b at a site.
-
-        Raises:
-            ConfigError: no block size fits d_in, or not the one asked for.
-        """
-        m, d_in, num = self.boft_n_butterfly_factor, site.d_in, self.boft_block_num
-        asked = num or self.boft_block_size or 4
-
-        def fits(b: int) -> bool:
-            return b > 1 and d_in % (b << (m - 1)) == 0 and (m == 1 or b % 2 == 0)
-
-        b = d_in // asked if num else asked
-        if d_in % asked == 0 and fits(b):
-            return b
-        legal = [d_in // b if num else b for b in range(2, d_in + 1) if fits(b)]
-        near = sorted(sorted(legal, key=lambda value: abs(value - asked))[:2])
-        field = f"boft_block_{'num' if num else 'size'}"
-        rule = "into blocks b > 1, even for m > 1, with b · 2^(m−1) dividing it too "
-        raise ConfigError(
-            f"BOFTConfig({field}={asked}, boft_n_butterfly_factor={m}): {field}={asked} does not "
-            f"divide d_in={d_in} {'' if d_in % asked else rule}at {site.path!r}; "
-            + (f"legal near it: {near}. Write BOFTConfig({field}={near[-1]})." if near else "")
-            + ("" if near else "nothing does. Write boft_n_butterfly_factor=1 or exclude_modules.")
-        )
 
 
 class BOFT(SharingAdapter, WeightAdapter):
@@ -169,7 +128,7 @@ class BOFT(SharingAdapter, WeightAdapter):
         """
         Q = base.from_input(self, x)
         y = base(turned(x, Q))  # [*batch, d_out]
-        return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)
+        return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)  # [*batch, d_out]
 
     def neutral(self, base: Base) -> Mapping[str, Tensor]:
         """The scale that changes nothing, 1; R, whose skew part generates the rotation, is 0."""
@@ -187,9 +146,9 @@ class BOFT(SharingAdapter, WeightAdapter):
         dtype = compute_dtype(x.dtype)
         if adapters[0].training:
             R = torch.stack([a.boft_R for a in adapters])  # [adapters, m, d_in / b, b, b]
-            return _rotation(R, adapters[0].dropout, dtype).unbind()
+            return rotation(R, adapters[0].dropout, dtype).unbind()
         return [
-            a.kept_rotation.get(partial(_rotation, a.boft_R, 0.0, dtype), a.boft_R, facts=dtype)
+            a.kept_rotation.get(partial(rotation, a.boft_R, 0.0, dtype), a.boft_R, facts=dtype)
             for a in adapters
         ]
 
@@ -201,7 +160,7 @@ class BOFT(SharingAdapter, WeightAdapter):
 
     def bias(self, b: Tensor, base: Base) -> Tensor:
         """The merged bias `[d_out]`: the layer's own stays, what was added to it is scaled."""
-        s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias
+        s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias  # [d_out] each
         return s * b if own is None else own + s * (b - own)
 
     def rotations(self, dtype: torch.dtype) -> Tensor:
@@ -212,23 +171,3 @@ class BOFT(SharingAdapter, WeightAdapter):
         """Widths, factors and block size."""
         m, blocks, b = self.boft_R.shape[-4:-1]
         return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
-
-
-def _rotation(R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
-    """The factors of one forward, folded: `[*adapters, 1, chunks, width, width]` where that pays.
-
-    `R` `[*adapters, m, d_in / b, b, b]`.
-    """
-    Q = cayley(R.to(compute_dtype(dtype)))
-    return folded(_dropped(Q, dropout) if dropout else Q)
-
-
-def _dropped(Q: Tensor, p: float) -> Tensor:
-    """`Q` `[*adapters, m, blocks, b, b]`: int(p · blocks) blocks of one factor replaced by I."""
-    m, blocks, b = Q.shape[-4:-1]
-    lead = Q.shape[:-4]
-    dropped = torch.rand((*lead, 1, blocks), device=Q.device).argsort(-1) < int(p * blocks)
-    drawn = torch.randint(m, (*lead, 1, 1), device=Q.device)
-    factor = torch.arange(m, device=Q.device).unsqueeze(-1) == drawn  # [*adapters, m, 1]
-    replaced = (factor & dropped)[..., None, None]  # [*adapters, m, blocks, 1, 1]
-    return torch.where(replaced, torch.eye(b, device=Q.device, dtype=Q.dtype), Q)

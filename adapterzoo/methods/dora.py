@@ -16,7 +16,7 @@ Cannot do: layers without a floating-point weight to take norms of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -35,11 +35,12 @@ from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, s
 from ._init import constant, drawn
 from ._kept import Kept
 from ._low_rank import LowRank, LowRankConfig
+from ._wide import KeepsWide
 
 
 @architectures.register("dora")
 @config_strings.register("dora")
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DoRAConfig(LowRankConfig):
     """Config of DoRA; `TargetedConfig` says where the adapters sit, `LowRankConfig` how big.
 
@@ -51,9 +52,6 @@ class DoRAConfig(LowRankConfig):
     architecture: ClassVar[str] = "dora"
 
     convention: str = "paper"
-
-    # a dataclass would make one of all fields, and dicts have none
-    __hash__ = LowRankConfig.__hash__
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -74,7 +72,7 @@ class DoRAConfig(LowRankConfig):
         return DoRA(self, site, device, dtype)
 
 
-class DoRA(LowRank):
+class DoRA(KeepsWide, LowRank):
     """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖.
 
     In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
@@ -85,6 +83,8 @@ class DoRA(LowRank):
         adapterhub: whether the convention is that of adapters.
         kept_gain: the factors g of evaluation.
     """
+
+    wide = ("m",)
 
     def __init__(
         self, config: DoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -106,28 +106,13 @@ class DoRA(LowRank):
         self.m = drawn(self.lora_B.shape[:-1], constant(1.0), device, compute_dtype(dtype))
         self.kept_gain = Kept()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Every move and cast of the module: the magnitudes move along and stay wide."""
-
-        def kept_wide(t: Tensor) -> Tensor:
-            made = fn(t)
-            if t is not self.m and t is not self.m.grad:
-                return made
-            dtype = compute_dtype(made.dtype)
-            # what the cast made is rounded already
-            return made if made.dtype is dtype else t.to(made.device, dtype)
-
-        super()._apply(kept_wide, recurse)  # type: ignore[no-untyped-call]
-        return self
-
     def attach(self, base: Base) -> None:
         """The magnitudes start as the norms of the layer's rows, ‖W‖."""
         self.m.copy_(self.neutral(base)["m"])
 
     def neutral(self, base: Base) -> Mapping[str, Tensor]:
         """The magnitudes that change nothing, ‖W‖."""
-        zeros = torch.zeros_like(self.lora_B)
-        return {"m": row_norm(base.weight, self.lora_A, zeros, 1.0)}
+        return {"m": row_norm(base.weight, self.lora_A, torch.zeros_like(self.lora_B), 1.0)}
 
     def combine(
         self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
@@ -142,11 +127,10 @@ class DoRA(LowRank):
             self.combine_factors(adapters, weights, how)
             self.combine_linearly(["m"], adapters, weights, how, base)
             return
-        own = base.weight
-        gains = [adapter.gain(own) for adapter in adapters]  # [*experts, d_out] each
+        gains = [adapter.gain(base.weight) for adapter in adapters]  # [*experts, d_out] each
         c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
         self.combine_factors(adapters, weights, how, [gain / c for gain in gains])
-        how.fill(self.m, c * row_norm(own, self.lora_A, self.lora_B, self.scaling), "m")
+        how.fill(self.m, c * row_norm(base.weight, self.lora_A, self.lora_B, self.scaling), "m")
 
     def forward(self, x: Tensor, base: Base) -> Tensor:
         """The layer with the change; in an embedding `x` is token numbers `[*batch]`.
@@ -154,8 +138,7 @@ class DoRA(LowRank):
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         y, plain = base(x), base.plain(x)  # [*batch, d_out]
-        lookup = self.looks_up
-        t = embedding(x, self.lora_A.T) * base.scale if lookup else base.from_input(self, x)
+        t = embedding(x, self.lora_A.T) * base.scale if self.looks_up else base.from_input(self, x)
         gain = self.gain(base.weight)
         bias = None if self.adapterhub else base.bias
         if plain is y:

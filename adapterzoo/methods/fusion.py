@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.configs import construct
+from adapterzoo.errors import ConfigError
 from adapterzoo.registry import Registry
 
 from ._bottleneck_layer import Affine
@@ -98,13 +99,7 @@ class AdapterFusionConfig:
             return config
         if isinstance(config, str):
             return fusion_configs.find(config, f"fusion config {config!r}")()
-        known = [f.name for f in dataclasses.fields(cls)]
-        if unknown := sorted(set(config) - set(known)):
-            raise ConfigError(
-                f"fusion config: there is no field {listing(unknown)}. "
-                f"Its fields: {listing(known, limit=20)}."
-            )
-        return cls(**config)
+        return construct(cls, "fusion config", config)
 
 
 @fusion_configs.register("static")
@@ -175,8 +170,7 @@ class Fusion(nn.Module):
             said: z_i of each of the n adapters, each of the shape of x.
         """
         z = torch.stack(list(said), -2)  # [*batch, n, d_model]
-        x = x.to(z.dtype)
-        query = x if self.query is None else self.query(x)
+        query = x.to(z.dtype) if self.query is None else self.query(x.to(z.dtype))
         keys = z if self.key is None else self.key(z)  # [*batch, n, d_model]
         scores = torch.matmul(keys, query.unsqueeze(-1)).squeeze(-1)  # [*batch, n]
         scores = dropout(scores, self.dropout_prob, self.training)

@@ -37,7 +37,7 @@ from ._low_rank import LowRank, LowRankConfig
 
 @architectures.register("lora")
 @config_strings.register("lora")
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LoRAConfig(LowRankConfig):
     """Config of LoRA; `TargetedConfig` says where the adapters sit, `LowRankConfig` how big.
 
@@ -50,9 +50,6 @@ class LoRAConfig(LowRankConfig):
 
     use_gating: bool = False
     lora_bias: bool = False
-
-    # a dataclass would make one of all fields, and dicts have none
-    __hash__ = LowRankConfig.__hash__
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
         """A fresh adapter for the site."""

@@ -306,7 +306,7 @@ def test_dropout_replaces_that_many_blocks_of_one_factor(
         used.append(Q[0].detach())
         return folded(Q)
 
-    monkeypatch.setattr("adapterzoo.methods.boft.folded", record)
+    monkeypatch.setattr("adapterzoo.methods._blocks.folded", record)
     kept, whole = adapter.rotations(torch.float64).detach(), copy.deepcopy(adapter)
     eye, hits = torch.eye(4, dtype=torch.float64), torch.zeros(m, 8)
     torch.manual_seed(0)
@@ -471,6 +471,7 @@ def test_config_strings_and_dicts() -> None:
         ({"boft_block_num": 2.0}, ["boft_block_num=2.0", "whole number"]),
         ({"boft_n_butterfly_factor": 0}, ["boft_n_butterfly_factor=0", "factor=1."]),
         ({"boft_n_butterfly_factor": 99}, ["boft_n_butterfly_factor=99", "factor=16."]),
+        ({"init_weights_seed": 1.5}, ["init_weights_seed=1.5", "a whole number", "=None."]),
         ({"boft_dropout": 1.0}, ["boft_dropout=1.0", "from 0.0"]),
         ({"init_weights": "gaussian"}, ["init_weights='gaussian'", "Write init_weights=True."]),
         ({"dtype": "int8"}, ["dtype='int8'", "'float32'", "Write dtype=None."]),

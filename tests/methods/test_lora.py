@@ -421,6 +421,7 @@ def test_parameters_are_of_their_layers_dtype_or_as_said(dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
+        ({"init_weights_seed": "x"}, ["init_weights_seed='x'", "a whole number", "=None."]),
         ({"r": 0}, ["LoRAConfig(r=0)", "1 to 65536", "Write r=1"]),
         ({"r": -1}, ["LoRAConfig(r=-1)", "1 to 65536", "Write r=1"]),
         ({"r": 10**9}, ["LoRAConfig(r=1000000000)", "65536", "Write r=65536"]),
