@@ -452,7 +452,7 @@ TABLE: dict[type[Broken], set[str]] = {
     NeedsContiguous: {"any_leading_shape"},
     NeedsThreeDimensions: {"any_leading_shape"},
     RowsMeet: {"any_leading_shape", "merge_equals_forward", "mixed_rows", "stacks"},
-    PlainAttribute: {"state_is_registered", "device_follows"},
+    PlainAttribute: {"state_is_registered", "device_follows", "save_and_load"},
     HiddenInClosure: {"state_is_registered"},
     CpuTemporary: {"device_follows"},
     ReadsParameters: {"replicas_work"},
