@@ -60,7 +60,10 @@ def test_one_flipped_bit_in_the_file_is_found_and_named(tmp_path):
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     last = max((v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__")[1]
     fresh = AutoAdapterModel.from_config(tiny_config("bert"))
-    with pytest.raises(CheckpointError, match=f"in 1 of [0-9]+ tensors the bits are not .*{last}.*Copy the checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"in 1 of [0-9]+ tensors the bits are not .*{last}.*Copy the checkpoint",
+    ):
         fresh.load_adapter(tmp_path)
     assert not fresh.has_adapters()
 
