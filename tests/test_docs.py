@@ -20,6 +20,7 @@ from unittest import SkipTest
 import huggingface_hub.constants as hub_settings
 import pytest
 from click.testing import CliRunner
+from loopback import USERS, loopback
 from stand_ins import place_for, real, stand_in
 from sybil import Document, Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
@@ -66,21 +67,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def hub_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A process with a token, beside the Hub of tests/hub on loopback."""
-    sys.path.insert(0, str(ROOT / "tests" / "hub"))
-    try:
-        from driver import Client
-        from pages import Pages
-        from server import USERS, Hub
-    finally:
-        sys.path.pop(0)
-    hub = Hub(Pages)
-    client = Client(tmp_path_factory.mktemp("home"), hub.url)
-    USERS["hf_userUserUserUser"] = "user"
-    (client.home / "token").write_text("hf_userUserUserUser")
-    yield client
-    del USERS["hf_userUserUserUser"]
-    client.close()
-    hub.close()
+    token = "hf_userUserUserUser"
+    USERS[token] = "user"
+    with loopback(tmp_path_factory.mktemp("home"), token) as (_, client):
+        yield client
+    del USERS[token]
 
 
 @pytest.fixture

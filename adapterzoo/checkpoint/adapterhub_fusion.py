@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError
 
 from .adapterhub import meta_for, meta_in, pickled
 from .adapterhub_config import VERSION
 from .adapterhub_keys import LOCATIONS
-from .adapterhub_names import LAYOUTS, find_block, find_sublayer, name_of_sublayer
+from .adapterhub_names import find_block, find_sublayer, layout_of, name_of_sublayer
 from .adapterhub_quirks import refuse_fusion_quirks
 from .files import json_bytes
 from .foreign import read_json, read_tensors
@@ -83,7 +83,7 @@ def read(facts: Facts, folder: Path, fused: Sequence[AdapterConfig]) -> Stored:
             f"where it was saved."
         )
     name = document.get("name") if isinstance(document.get("name"), str) else ",".join(names)
-    file = next(folder / name for name in TENSORS if (folder / name).is_file())
+    file = next(folder / n for n in TENSORS if (folder / n).is_file())
     tensors: dict[str, Tensor] = {}
     for key, tensor in read_tensors(facts.call, file).items():
         path, marker, parameter = key.partition(f".adapter_fusion_layer.{name}.")
@@ -116,13 +116,7 @@ def encode(facts: Facts, stored: Stored, fused: Sequence[AdapterConfig]) -> dict
         CheckpointError: `adapters` has no fusion in such a model, or computes something else.
     """
     document = stored.document
-    layout = LAYOUTS.get(facts.model_type)
-    if layout is None:
-        raise CheckpointError(
-            f"{facts.call}: AdapterHub's format has no names for models of type "
-            f"{facts.model_type!r}; it has for {listing(sorted(LAYOUTS), limit=30)}. Nothing has "
-            f"been written. Write format='native'."
-        )
+    layout = layout_of(facts)
     blocks = {block.layer: block for block in facts.anatomy.blocks}
     tensors: dict[str, Tensor] = {}
     for (layer, location), path in _places(facts, fused).items():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
+from adapterzoo.errors import CheckpointError, listing
 
 from .formats import Facts
 
@@ -95,6 +96,22 @@ _KINDS: Mapping[str, SubLayerKind] = {
 }
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.|$)")
 _INSIDE_ATTENTION = re.compile(r"(^|\.)\w*att(ention|n)\w*\.", re.IGNORECASE)
+
+
+def layout_of(facts: Facts) -> Layout:
+    """How `adapters` calls the places of a model.
+
+    Raises:
+        CheckpointError: it does not have the family.
+    """
+    layout = LAYOUTS.get(facts.model_type)
+    if layout is None:
+        raise CheckpointError(
+            f"{facts.call}: AdapterHub's format has no names for models of type "
+            f"{facts.model_type!r}; it has for {listing(sorted(LAYOUTS), limit=30)}. Nothing has "
+            f"been written. Write format='native'."
+        )
+    return layout
 
 
 def find_block(facts: Facts, path: str) -> tuple[Block, str] | None:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Block, Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError
 from adapterzoo.methods._low_rank import LowRankConfig
 
 from .adapterhub_config import write_config
 from .adapterhub_keys import BOTTLENECK, LOCATIONS, LORA, PART_ORDER, check_fused
-from .adapterhub_names import LAYOUTS, Layout, name_of_layer, name_of_sublayer
+from .adapterhub_names import Layout, layout_of, name_of_layer, name_of_sublayer
 from .adapterhub_quirks import refuse_quirks
 from .formats import Facts
 from .places import Place, places_of
@@ -29,13 +29,7 @@ def write_adapter(
     Raises:
         CheckpointError: `adapters` does not know the family, the method or the places.
     """
-    layout = LAYOUTS.get(facts.model_type)
-    if layout is None:
-        raise CheckpointError(
-            f"{facts.call}: AdapterHub's format has no names for models of type "
-            f"{facts.model_type!r}; it has for {listing(sorted(LAYOUTS), limit=30)}. Nothing has "
-            f"been written. Write format='native' or format='peft'."
-        )
+    layout = layout_of(facts)
     plain = _as_flags(facts, config)
     written = write_config(facts.call, _swapped(plain) if layout.swapped else plain)
     by_name: dict[str, list[Place]] = {}

@@ -169,7 +169,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"Write a folder that save_adapter made."
         )
     try:
-        document = json.loads(metadata[_DOCUMENT], parse_constant=_no_number)
+        document = parse_json(metadata[_DOCUMENT])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"load from {str(file)!r}: the document in the file is no JSON ({error}). "
@@ -206,5 +206,15 @@ def _check_size(what: str, size: int, limit: int) -> None:
         )
 
 
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says; NaN and infinities, which Python's reader takes, are none.
+
+    Raises:
+        ValueError: it is no JSON.
+        RecursionError: it has objects in objects without end.
+    """
+    return json.loads(text, parse_constant=_no_number)
+
+
 def _no_number(text: str) -> float:
-    raise CheckpointError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is no number of JSON")

@@ -6,7 +6,6 @@ the rebuilding of tensors; what asks for more is refused.
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
 from pathlib import Path
@@ -17,19 +16,20 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import CheckpointError
 
-from .files import MAX_JSON, META, check_header, check_regular
+from .files import MAX_JSON, META, check_header, check_regular, parse_json
 
 _AGAIN = "Copy the checkpoint again from where it was saved"
 
 
-def read_json(call: str, file: Path) -> dict[str, Any]:
+def read_json(call: str, file: Path, cure: str = _AGAIN) -> dict[str, Any]:
     """The object in a JSON file.
 
     Args:
         call: what the user wrote, for messages.
         file: is not read where it is too large for a config.
+        cure: what to do about it, for messages.
 
     Raises:
         CheckpointError: it is missing, too large, no JSON or no object.
@@ -40,19 +40,19 @@ def read_json(call: str, file: Path) -> dict[str, Any]:
         text = file.read_bytes() if size <= MAX_JSON else b""
     except OSError as error:
         raise CheckpointError(
-            f"{call}: {file.name} cannot be read ({error.strerror or error}). {_AGAIN}."
+            f"{call}: {file.name} cannot be read ({error.strerror or error}). {cure}."
         ) from error
     if not text and size:
         raise CheckpointError(
-            f"{call}: {file.name} has {size:,} bytes; a config has {MAX_JSON:,} at most. {_AGAIN}."
+            f"{call}: {file.name} has {size:,} bytes; a config has {MAX_JSON:,} at most. {cure}."
         )
     try:
-        document = json.loads(text, parse_constant=_no_number)
+        document = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{call}: {file.name} is no JSON ({error}). {_AGAIN}.") from error
+        raise CheckpointError(f"{call}: {file.name} is no JSON ({error}). {cure}.") from error
     if not isinstance(document, dict):
         raise CheckpointError(
-            f"{call}: {file.name} holds a {type(document).__name__}, not an object. {_AGAIN}."
+            f"{call}: {file.name} holds a {type(document).__name__}, not an object. {cure}."
         )
     return document
 
@@ -121,7 +121,7 @@ def read_meta(call: str, file: Path) -> dict[str, Any]:
         check_header(file)
         with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
             text = (opened.metadata() or {}).get(META, "{}")
-        found = json.loads(text, parse_constant=_no_number)
+        found = parse_json(text)
     except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{call}: {file.name} is damaged, or its {META!r} is no JSON ({error}). {_AGAIN}."
@@ -160,7 +160,3 @@ def _refuse_compressed(call: str, file: Path) -> None:
             raise CheckpointError(
                 f"{call}: {file.name} is compressed, which torch.save never does. {_AGAIN}."
             )
-
-
-def _no_number(text: str) -> float:
-    raise ConfigError(f"{text} is no number of JSON")

@@ -23,6 +23,8 @@ from . import folders
 from .stored import Stored
 
 Stem = Literal["adapter", "head"]
+STEMS: tuple[Stem, ...] = ("adapter", "head")
+"""What a folder may hold; an adapter, with its head or without, goes before a head alone."""
 
 formats: Registry[Format] = Registry("format")
 """Names, as `format=` takes them, to formats; in the order in which folders are shown to them."""

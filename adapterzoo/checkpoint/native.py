@@ -56,7 +56,7 @@ formats.register("native")(NativeFormat())
 
 def encode(stored: Stored, stem: str) -> dict[str, bytes]:
     """The contents of `<stem>.safetensors` and `<stem>_config.json`."""
-    tensors = stored.adapter | {_HEAD + key: t for key, t in stored.head.items()}
+    tensors = keyed(stored)
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -67,6 +67,11 @@ def encode(stored: Stored, stem: str) -> dict[str, bytes]:
         f"{stem}.safetensors": tensor_bytes(tensors, documents.sealed(document)),
         f"{stem}_config.json": json_bytes(documents.copy_of(document)),
     }
+
+
+def keyed(stored: Stored) -> dict[str, Tensor]:
+    """The tensors of an adapter and of its head under the keys of one file."""
+    return stored.adapter | {_HEAD + key: tensor for key, tensor in stored.head.items()}
 
 
 def resealed(folder: Path, stem: str) -> dict[str, bytes]:

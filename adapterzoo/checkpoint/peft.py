@@ -14,7 +14,7 @@ from torch import Tensor
 from adapterzoo.errors import CheckpointError
 
 from .files import json_bytes, tensor_bytes
-from .foreign import read_json, read_meta, read_tensors
+from .foreign import fields_of, read_json, read_meta, read_tensors
 from .formats import Facts, Stem, formats
 from .peft_config import CONFIG, checked
 from .peft_heads import head_for, head_from
@@ -35,10 +35,7 @@ class PeftFormat:
             return False
         if (folder / _TENSORS).is_file() or (folder / _PICKLE).is_file():
             return True
-        try:
-            return "peft_type" in read_json("", folder / CONFIG)
-        except CheckpointError:
-            return False
+        return "peft_type" in fields_of(folder / CONFIG)
 
     def read(self, folder: Path, stem: Stem, facts: Facts) -> Stored:
         """The adapter, and the head where the file has one.

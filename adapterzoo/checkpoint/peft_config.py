@@ -16,6 +16,11 @@ from adapterzoo.configs import MAX_WIDTH
 from adapterzoo.errors import CheckpointError, listing
 
 CONFIG = "adapter_config.json"
+# what helps with every adapter that PEFT can merge
+MERGE = (
+    "Merge the adapter by PEFT, and load the merged model: "
+    "peft_model.merge_and_unload().save_pretrained(…)."
+)
 
 # what LoRA's initial values leave as it was: then A and B are the whole adapter
 _PURE_INITS = ("gaussian", "eva", "orthogonal", "mica")
@@ -96,8 +101,7 @@ def checked(call: str, document: Mapping[str, Any]) -> PeftConfig:
     if kind not in ("LORA", "BOFT"):
         raise CheckpointError(
             f"{call}: {CONFIG} says peft_type={kind!r}; of PEFT's methods LORA (with DoRA) and "
-            f"BOFT can be loaded. Merge the adapter by PEFT, and load the merged model: "
-            f"peft_model.merge_and_unload().save_pretrained(…)."
+            f"BOFT can be loaded. {MERGE}"
         )
     _refuse(call, document)
     task = reader.text("task_type")
@@ -136,8 +140,7 @@ def _refuse(call: str, document: Mapping[str, Any]) -> None:
         if document.get(name):
             raise CheckpointError(
                 f"{call}: {CONFIG} says {name}={_short(document[name])}: {reason}, which is not "
-                f"reproduced here. Merge the adapter by PEFT, and load the merged model: "
-                f"peft_model.merge_and_unload().save_pretrained(…)."
+                f"reproduced here. {MERGE}"
             )
     init = document.get("init_lora_weights", True)
     if not isinstance(init, bool) and init is not None and init not in _PURE_INITS:

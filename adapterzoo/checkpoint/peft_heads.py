@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from adapterzoo.errors import CheckpointError, listing
 
 from .formats import Facts
-from .peft_config import CONFIG, PeftConfig
+from .peft_config import CONFIG, MERGE, PeftConfig
 from .stored import Stored
 
 # PEFT's words for tasks, and the classes of transformers for them by type of model
@@ -84,8 +84,7 @@ def head_from(
         raise CheckpointError(
             f"{facts.call}: the file holds weights of the base model that differ from those here: "
             f"{listing(sorted(trained))}; of what PEFT saves whole, only heads can be loaded "
-            f"beside an adapter. Merge the adapter by PEFT, and load the merged model: "
-            f"peft_model.merge_and_unload().save_pretrained(…)."
+            f"beside an adapter. {MERGE}"
         )
     if not head or not facts.with_head:
         return None, {}

@@ -61,14 +61,14 @@ def layers_of(stored: Stored, facts: Facts) -> dict[str, list[Part]]:
     """
     config = AdapterConfig.from_dict(stored.document["config"])
     layers: dict[str, list[Part]] = {}
-    by_part: dict[tuple[str, str], dict[str, Tensor]] = {}
+    at: dict[str, dict[str, Tensor]] = {}
     for key, tensor in stored.adapter.items():
-        path, _, name = key.partition("/")
-        part, _, parameter = name.rpartition(".")
-        by_part.setdefault((path, part), {})[parameter] = tensor
+        at.setdefault(key.partition("/")[0], {})[key] = tensor
     for place in places_of(config, facts.anatomy):
         _check(place.placement, facts)
-        tensors = by_part[place.path, place.part.removesuffix(".")]
+        start = place.key("")
+        here = at[place.path].items()
+        tensors = {key.removeprefix(start): t for key, t in here if key.startswith(start)}
         layers.setdefault(place.path, []).append(Part(place.placement, tensors))
     for path, parts in layers.items():
         _check_parts(path, parts, facts)
@@ -78,7 +78,7 @@ def layers_of(stored: Stored, facts: Facts) -> dict[str, list[Part]]:
 def _check(placement: Placement, facts: Facts) -> None:
     config, site = placement.config, placement.site
     values = config.to_dict()
-    name = f"{type(config).__name__}"
+    name = type(config).__name__
     if values["architecture"] not in ("lora", "dora", "boft"):
         what = f"a {name}, which no method of PEFT is"
     elif values.get("use_gating"):

@@ -121,8 +121,7 @@ def open_checkpoint(call: str, path: str, revision: str | None = None) -> Checkp
 
 
 def _opened(call: str, path: str, folder: Path) -> Checkpoint:
-    stems: tuple[formats.Stem, ...] = ("adapter", "head")
-    found = ((stem, formats.of(folder, stem)) for stem in stems)
+    found = ((stem, formats.of(folder, stem)) for stem in formats.STEMS)
     stem, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
     if name is None:
         there = listing(sorted(file.name for file in folder.iterdir()))
@@ -141,8 +140,7 @@ def _opened(call: str, path: str, folder: Path) -> Checkpoint:
     if name == "native":
         stored = native.load(folder, stem)
         head = stored.document.get("head")
-        # two slashes, as in the file: no layer has such a key
-        tensors = stored.adapter | {f"head//{key}": t for key, t in stored.head.items()}
+        tensors = native.keyed(stored)
         document: Mapping[str, Any] = stored.document
         meta: object = document.get("meta")
     else:

@@ -112,9 +112,8 @@ def with_edits(call: str, path: str, revision: str | None) -> Iterator[Checkpoin
         HubError: it cannot be fetched.
     """
     folder = hub.resolve(path, revision, call=call)
-    stems: tuple[formats.Stem, ...] = ("adapter", "head")
     with folders.reading(call, folder):
-        there = [stem for stem in stems if formats.of(folder, stem) == "native"]
+        there = [stem for stem in formats.STEMS if formats.of(folder, stem) == "native"]
         if not there:
             raise CheckpointError(
                 f"{call} --edited: {path!r} holds no checkpoint in the native format; of other "

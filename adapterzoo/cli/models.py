@@ -16,6 +16,8 @@ from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.checkpoint import formats
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
+from adapterzoo.heads import head_types
+from adapterzoo.heads._lm import LMConfig
 from adapterzoo.model import init
 from adapterzoo.model.facts import facts_of
 from adapterzoo.model.task_classes import task_class
@@ -24,9 +26,6 @@ from .checkpoints import Checkpoint
 from .output import note
 
 _MAX_LENGTH = 128
-
-# their output layer is an embedding of the base model, and files hold a copy of it
-_TIED = frozenset({"causal_lm", "masked_lm", "seq2seq_lm"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,7 @@ def fitted(
             cannot be had.
     """
     foreign = {checkpoint.format, writes} - {None, "native"}
-    if checkpoint.head_type not in _TIED or not foreign:
+    if not (foreign and _is_onto_vocabulary(checkpoint)):
         try:
             found = _filled(checkpoint, _structure(checkpoint, base), name)
             if writes != "peft" or not _has_part_magnitudes(found.stored):
@@ -238,6 +237,12 @@ def _class_of(checkpoint: Checkpoint) -> Any:
     if checkpoint.format == "native" and checkpoint.head is not None:
         static = checkpoint.head.get("static")
     return AutoAdapterModel if static is None else task_class(checkpoint.call, str(static))
+
+
+def _is_onto_vocabulary(checkpoint: Checkpoint) -> bool:
+    """Whether the head ends in an embedding of the base model, of which files have a copy."""
+    head = head_types.get(checkpoint.head_type or "")
+    return head is not None and issubclass(head, LMConfig)
 
 
 def _has_part_magnitudes(stored: Stored) -> bool:

@@ -18,7 +18,8 @@ from .models import base_of, load_into, tokenizer_of, tokens_of_text, with_weigh
 from .output import progress as bar
 
 _NAME = "predicting"
-_TYPES = ("classification", "multilabel_classification")
+# what heads that classify texts answer with
+_OUTPUT = "SequenceClassifierOutput"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def predict(
         adapted.delete_head(head)
     load_into(checkpoint, adapted, _NAME, set_active=True)
     config = adapted.get_head(_NAME).config if _NAME in adapted.known_heads() else None
-    if config is None or config.head_type not in _TYPES:
+    if config is None or config.output_class != _OUTPUT:
         has = "no head" if config is None else f"a head of the type {config.head_type!r}"
         raise CheckpointError(
             f"{call}: {checkpoint.path!r} has {has}, and `predict` needs one that classifies "
@@ -105,9 +106,8 @@ def predict(
     count = logits.shape[-1]
     labels = config.id2label or {number: str(number) for number in range(count)}
     names = [str(labels[number]) for number in range(count)]
-    return [
-        _answer(text, row, names, config.head_type) for text, row in zip(texts, logits, strict=True)
-    ]
+    several = config.problem_type == "multi_label_classification"
+    return [_answer(text, row, names, several) for text, row in zip(texts, logits, strict=True)]
 
 
 @torch.inference_mode()
@@ -169,8 +169,8 @@ def write(stream: TextIO, answers: Iterable[Answer], kind: str) -> None:
         writer.writerow([answer.text, *([label] if named else []), *values])
 
 
-def _answer(text: str, logits: Tensor, names: list[str], head_type: str) -> Answer:
-    if head_type == "multilabel_classification":
+def _answer(text: str, logits: Tensor, names: list[str], several: bool) -> Answer:
+    if several:
         shares = dict(zip(names, logits.sigmoid().tolist(), strict=True))
         return Answer(text, [name for name, share in shares.items() if share > 0.5], shares)
     if len(names) == 1:

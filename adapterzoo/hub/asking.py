@@ -101,8 +101,22 @@ class Caller:
         """A message on what the Hub does not have, for those who meant a folder too."""
         return f"there is no such folder here, and {message}" if self.no_folder else message
 
+    def not_kept(self, cache: str) -> str:
+        """The message on what is not in a cache where the Hub may not be asked."""
+        revision = self.revision or constants.DEFAULT_REVISION
+        at = "" if self.repo_id is None else f" at revision {revision!r}"
+        return (
+            f"{self._what}{at} is not, or not wholly, in the cache {cache!r}, and the Hub "
+            f"may not be asked (HF_HUB_OFFLINE=1 or local_files_only=True). Load it once without "
+            f"that."
+        )
+
+    @property
+    def _what(self) -> str:
+        return "the Hub" if self.repo_id is None else repr(self.repo_id)
+
     def _retold(self, error: Exception) -> str:
-        what = "the Hub" if self.repo_id is None else repr(self.repo_id)
+        what = self._what
         if isinstance(error, RevisionNotFoundError):
             return (
                 f"{what} has no revision {self.revision!r}. Write revision='main', or a branch, "
@@ -119,7 +133,7 @@ class Caller:
         if isinstance(error, LocalTokenNotFoundError):
             return "no token is stored here. Run 'hf auth login', or write token='…'."
         if isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError)):
-            return self.here(_offline(what))
+            return self.here(self.not_kept(constants.HF_HUB_CACHE))
         if isinstance(error, _http.TimeoutException):
             return (
                 f"{constants.ENDPOINT} did not answer in time for {what}. Try again, or set "
@@ -198,13 +212,6 @@ class Caller:
                 return True
             chain = chain.__cause__ or chain.__context__
         return False
-
-
-def _offline(what: str) -> str:
-    return (
-        f"{what} is not, or not wholly, in the cache {constants.HF_HUB_CACHE!r}, and the Hub may "
-        f"not be asked (HF_HUB_OFFLINE=1 or local_files_only=True). Load it once without that."
-    )
 
 
 def _root(error: Exception) -> Exception:

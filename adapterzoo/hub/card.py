@@ -11,10 +11,11 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from adapterzoo.errors import CheckpointError, ConfigError, listing
+from adapterzoo.checkpoint.foreign import read_json
+from adapterzoo.errors import ConfigError, listing
 
 from .base_names import BASE_NAMES, base_name
-from .files import ADAPTER_CONFIG, config_bytes
+from .files import ADAPTER_CONFIG
 from .places import is_public_name
 
 # what a head, or PEFT's task_type, is called among the Hub's tasks
@@ -193,19 +194,8 @@ def load_code(
 
 
 def _document(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(config_bytes(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"model card of {str(file.parent)!r}: {file.name} cannot be read ({error}). Write a "
-            f"folder that save_adapter made."
-        ) from error
-    if not isinstance(document, dict):
-        raise CheckpointError(
-            f"model card of {str(file.parent)!r}: {file.name} is no JSON object. Write a folder "
-            f"that save_adapter made."
-        )
-    return document
+    call = f"model card of {str(file.parent)!r}"
+    return read_json(call, file, "Write a folder that save_adapter made")
 
 
 def card_text(call: str, words: Mapping[str, Any], **more: Any) -> CardText:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from adapterzoo.errors import CheckpointError
-
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
 
@@ -38,8 +36,6 @@ _CONFIGS = (
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT = re.compile(r"[0-9a-f]{40}")
 _BLOCK = 1 << 20
-# lists of labels have some hundred thousand
-_MAX_CONFIG = 16 << 20
 
 
 def wanted(names: Iterable[str]) -> list[str]:
@@ -90,19 +86,3 @@ def has_digest(file: Path, expected: str) -> bool:
         while block := stream.read(_BLOCK):
             hashed.update(block)
     return hashed.hexdigest() == expected
-
-
-def config_bytes(file: Path) -> bytes:
-    """The content of a config, which a stranger may have made as large as he likes.
-
-    Raises:
-        CheckpointError: it is larger than any config.
-        OSError: it cannot be read.
-    """
-    with file.open("rb") as stream:
-        content = stream.read(_MAX_CONFIG + 1)
-    if len(content) > _MAX_CONFIG:
-        raise CheckpointError(
-            f"it has more than {_MAX_CONFIG:,} bytes, and a config has {_MAX_CONFIG:,} at most"
-        )
-    return content

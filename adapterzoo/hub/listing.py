@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from huggingface_hub import HfApi, ModelInfo, constants
+from huggingface_hub import HfApi, ModelInfo
 
-from adapterzoo.errors import ConfigError, HubError, listing
+from adapterzoo.checkpoint.foreign import read_json
+from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing
 
 from .asking import Caller
-from .files import ADAPTER_CONFIG, config_bytes
+from .files import ADAPTER_CONFIG
 from .places import Place, check_repo_id
-from .pulling import fetch_file
+from .pulling import fetch_file, repository
 
 # the library that wrote an adapter, and the tag by which the Hub finds it
 LIBRARIES = {"adapterzoo": "adapterzoo", "adapters": "adapter-transformers", "peft": "peft"}
@@ -125,31 +125,15 @@ def adapter_info(
     call = f"adapter_info({adapter_id!r})"
     check_repo_id(call, adapter_id)
     caller = Caller(call, adapter_id, revision, token)
-    model = caller.ask(
-        lambda: HfApi().model_info(
-            adapter_id,
-            revision=revision,
-            files_metadata=True,
-            timeout=constants.HF_HUB_ETAG_TIMEOUT,
-            token=token,
-        )
-    )
-    blobs = {
-        file.rfilename: file.blob_id if file.lfs is None else file.lfs.sha256
-        for file in model.siblings or ()
-    }
+    model, digests = repository(caller, adapter_id)
     document: dict[str, Any] | None = None
-    if ADAPTER_CONFIG in blobs and model.sha is not None:
-        digest = blobs[ADAPTER_CONFIG]
+    if ADAPTER_CONFIG in digests and model.sha is not None:
+        digest = digests[ADAPTER_CONFIG]
         file = fetch_file(caller, Place(adapter_id), ADAPTER_CONFIG, model.sha, digest)
         try:
-            document = json.loads(config_bytes(file))
-        except (ValueError, RecursionError) as error:
-            raise HubError(
-                f"{call}: its {ADAPTER_CONFIG} is no JSON ({error}). Tell its author."
-            ) from error
-        if not isinstance(document, dict):
-            raise HubError(f"{call}: its {ADAPTER_CONFIG} is no JSON object. Tell its author.")
+            document = read_json(call, file, "Tell its author")
+        except CheckpointError as error:
+            raise HubError(str(error)) from error
     return _info(model, document)
 
 

@@ -12,7 +12,13 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    ModelInfo,
+    constants,
+    hf_hub_download,
+    try_to_load_from_cache,
+)
 
 from adapterzoo.errors import HubError, listing
 
@@ -94,21 +100,31 @@ def fetch_file(caller: Caller, place: Place, name: str, commit: str, digest: str
     return _Cache(caller, place, None).fetch(name, commit, digest, force=False)
 
 
-def _listing(caller: Caller, place: Place) -> tuple[str, dict[str, str | None]]:
-    """The commit of a revision, and the digest of each file of the place that an adapter needs."""
+def repository(caller: Caller, repo_id: str) -> tuple[ModelInfo, dict[str, str | None]]:
+    """What the Hub says of a repository at the caller's revision, and the digest of each file.
+
+    Raises:
+        HubError: it says nothing of the kind.
+    """
     info = caller.ask(
         lambda: HfApi().model_info(
-            place.repo_id,
+            repo_id,
             revision=caller.revision,
             files_metadata=True,
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
             token=caller.token,
         )
     )
-    files = {
+    digests = {
         file.rfilename: file.blob_id if file.lfs is None else file.lfs.sha256
         for file in info.siblings or ()
     }
+    return info, digests
+
+
+def _listing(caller: Caller, place: Place) -> tuple[str, dict[str, str | None]]:
+    """The commit of a revision, and the digest of each file of the place that an adapter needs."""
+    info, files = repository(caller, place.repo_id)
     digests = {name: files[path] for name in known_files() if (path := place.file(name)) in files}
     if info.sha is None or not wanted(digests):
         model = "config.json" in files and not place.subfolder
@@ -153,11 +169,7 @@ class _Cache:
         found = self.folder()
         if found is None:
             where = str(self._dir or constants.HF_HUB_CACHE)
-            said = self._caller.here(
-                f"{self._place.repo_id!r} at revision {self._caller.revision or 'main'!r} is not, "
-                f"or not wholly, in the cache {where!r}, and the Hub may not be asked "
-                f"(HF_HUB_OFFLINE=1 or local_files_only=True). Load it once without that."
-            )
+            said = self._caller.here(self._caller.not_kept(where))
             raise HubError(f"{self._caller.call}: {said}")
         return found
 

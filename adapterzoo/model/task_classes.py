@@ -17,11 +17,6 @@ from adapterzoo.heads import HeadConfig
 
 from .static_table import is_task
 
-_PROBLEMS = {
-    "classification": "single_label_classification",
-    "multilabel_classification": "multi_label_classification",
-}
-
 
 def task_class(call: str, name: str) -> type[PreTrainedModel]:
     """A class of transformers by its name.
@@ -77,6 +72,5 @@ def with_labels(config: Any, head: HeadConfig) -> Any:
     labels = head.id2label or {number: f"LABEL_{number}" for number in range(count)}
     config.id2label = labels
     config.label2id = {label: number for number, label in labels.items()}
-    problem = _PROBLEMS.get(head.head_type)
-    config.problem_type = "regression" if problem and count == 1 else problem
+    config.problem_type = head.problem_type
     return config

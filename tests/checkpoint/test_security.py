@@ -381,7 +381,7 @@ def test_a_gigabyte_of_spaces_is_not_read(
 )
 def test_a_model_card_is_not_made_from_a_bomb(tmp_path: Path, content: bytes):
     (tmp_path / "adapter_config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read.*Write a"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json (is|has) .*Write a"):
         adapter_card(tmp_path, "ann/a", None, CardText())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import torch
 from click.testing import CliRunner, Result
 from families import tiny_config
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from loopback import loopback
 from stand_ins import BAD, FILLER, GOOD, add_tokenizer
 from transformers import BertModel
 from transformers.utils import logging
 
 from adapterzoo.cli import main
-
-HERE = Path(__file__).parent
-DATA = HERE.parent / "data"
 
 
 @pytest.fixture(scope="session")
@@ -92,16 +89,5 @@ def trained(base: Path, table: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def hub_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """The Hub of tests/hub on loopback, and a process that reaches it with a stored token."""
-    sys.path.insert(0, str(HERE.parent / "hub"))
-    try:
-        from driver import Client
-        from pages import Pages
-        from server import OWNER, Hub
-    finally:
-        sys.path.pop(0)
-    hub = Hub(Pages)
-    client = Client(tmp_path_factory.mktemp("home"), hub.url)
-    (client.home / "token").write_text(OWNER)
-    yield hub, client
-    client.close()
-    hub.close()
+    with loopback(tmp_path_factory.mktemp("home")) as pair:
+        yield pair

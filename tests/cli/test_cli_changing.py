@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import DATA
 from families import tiny_config, tiny_inputs
 from peft_world import QUIET
 from safetensors.torch import load_file, save_file
@@ -23,6 +22,7 @@ from adapterzoo import AutoAdapterModel
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 
+DATA = Path(__file__).parents[1] / "data"
 PEFT, HUB = DATA / "golden_peft", DATA / "golden_adapterhub"
 CASES = sorted(
     file.parent.relative_to(DATA).as_posix() for file in DATA.glob("golden_*/*/*/expected.*")

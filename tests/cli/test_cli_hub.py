@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from conftest import DATA
 
 CALL = """
 from click.testing import CliRunner
@@ -117,7 +116,7 @@ def test_an_adapter_without_a_name_gets_that_of_its_repository(
     over_there: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """PEFT's files know no name, and the folder in the cache has that of a commit."""
-    peft = DATA / "golden_peft/bert"
+    peft = Path(__file__).parents[1] / "data" / "golden_peft/bert"
     over_there("push", peft / "lora", "ann/films", "--base-model", "ann/tiny")
     options = ["--to", "native", "--model", peft / "base"]
     for more, name in (([], "films"), (["--name", "mine"], "mine")):

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from conftest import DATA
 from safetensors.torch import load_file, save_file
 
 from adapterzoo import AutoAdapterModel
 from adapterzoo.cli import main
 
+DATA = Path(__file__).parents[1] / "data"
 PEFT, HUB = DATA / "golden_peft", DATA / "golden_adapterhub"
 
 

@@ -5,24 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 from families import VOCABULARY, tiny_config
 from torch import Tensor
 
 from adapterzoo import AutoAdapterModel
-
-
-@pytest.fixture(autouse=True)
-def one_accelerator():
-    """What accelerate keeps for the process is made anew for each test."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def ready(family: str = "bert") -> Any:

@@ -7,19 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import AutoModel, AutoModelForCausalLM
 from words import plain, tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-
-
-@pytest.fixture(autouse=True)
-def one_accelerator():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 # the page is for machines with an accelerator too; torch says that this one has none
