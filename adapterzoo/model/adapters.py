@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
@@ -228,9 +229,15 @@ class AdaptersMixin(PlanningMixin):
             inject.tap(module, reader, name, self._selection, source)
         for around in installed.families:
             inject.tap(self._backbone.get_submodule(around), around, name, self._selection, around)
-        if self._backbone is not cast("nn.Module", self):
-            inject.tap(self._backbone, "", name, self._selection, "", whole=_WHOLE)
+        for path, part in self._models_inside():
+            inject.tap(part, path, name, self._selection, path, whole=_WHOLE)
         self._zoo.installed[name] = installed
+
+    def _models_inside(self) -> Iterator[tuple[str, nn.Module]]:
+        """The base model and the models in it, encoders and decoders; not the model itself."""
+        for path, module in self._backbone.named_modules():
+            if isinstance(module, PreTrainedModel) and module is not cast("nn.Module", self):
+                yield path, module
 
     def _remove(self, name: str) -> None:
         installed = self._zoo.installed.pop(name)
@@ -239,7 +246,8 @@ class AdaptersMixin(PlanningMixin):
             inject.untap(self._backbone.get_submodule(source), reader, name)
         for around in installed.families:
             inject.untap(self._backbone.get_submodule(around), around, name)
-        inject.untap(self._backbone, "", name)
+        for path, part in self._models_inside():
+            inject.untap(part, path, name)
         for path in installed.places:
             inject.take(self._backbone.get_submodule(path), name)
 
