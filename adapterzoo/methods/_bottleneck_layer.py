@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias, cast
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +13,36 @@ from torch.nn.functional import dropout, linear
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
-from adapterzoo.contracts import FusibleAdapter
+from adapterzoo.contracts import Base, FusibleAdapter
 from adapterzoo.kernels.bottleneck import bottleneck
+from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
 
 from ._bottleneck_fields import BottleneckFields
 from ._gate import Gate
 from ._init import DTYPES, constant, drawn, generator, kaiming, normal
+from ._rows import features, normed, openness, restored
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
 """What acts in the place of a bottleneck's function, if anything."""
+
+Added: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""The sum of a bottleneck: of what it reads, and of what its result is added to."""
+
+
+class Finish(NamedTuple):
+    """What stands between the up projection and the sum; of a bottleneck, or of each row's.
+
+    Attributes:
+        scaling: a tensor, or a number, which `factor` then is too.
+        factor: of the sum.
+        gate: of `use_gating`, or None.
+        norm: of `ln_after`, or None.
+    """
+
+    scaling: Tensor | float
+    factor: float
+    gate: Callable[[Tensor], Tensor] | None
+    norm: Callable[[Tensor], Tensor] | None
 
 
 class Affine(nn.Module):
@@ -116,6 +139,82 @@ class BottleneckLayer(FusibleAdapter):
         else:
             self.scaling = self.factor = float(config.scaling)
 
+    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
+        """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
+        add = self.added if instead is None else partial(self.added, instead=instead)
+        if self.acts_on == "input":
+            return base(self.changed(x, base.plain(x), base, add))
+        return self.changed(x, base(x), base, add)
+
+    @abstractmethod
+    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+        """The output of the module, or for one that acts on its input, that.
+
+        Args:
+            x: the module's input.
+            y: its output `[*batch, d_model]`, the plain one for one that acts on the input.
+            base: the module.
+            add: `added` without its last argument.
+        """
+
+    @classmethod
+    def mixes(cls, adapters: Sequence[Self]) -> bool:
+        """Whether they differ in nothing but widths, factors and values."""
+        kinds = set()
+        for a in adapters:
+            scaling = a.scaling.shape if isinstance(a.scaling, Tensor) else None
+            norms = (
+                a.reads_normed,
+                a.adapter_norm_after is None,
+                a.gate is None,
+                a.original_ln_after,
+            )
+            drops = a.dropout, a.stochastic_depth, a.non_linearity, a.adapter_up.weight.dtype
+            sums = a.residual_before_ln, a.adapter_residual_before_ln
+            kinds.add((scaling, *norms, *drops, *sums))
+        return len(kinds) == 1
+
+    @classmethod
+    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+        """The adapted module, each row of the batch with its own bottleneck."""
+        if not groups.rows:
+            return base(x)
+        add = partial(cls._added_by_rows, adapters, groups)
+        if cls.acts_on == "input":
+            return base(restored(adapters[0].changed(x, base.plain(x), base, add), x, groups))
+        y = base(x)
+        return restored(adapters[0].changed(x, y, base, add), y, groups)
+
+    @staticmethod
+    def _added_by_rows(
+        adapters: Sequence[BottleneckLayer], groups: Groups, x: Tensor, to: Tensor
+    ) -> Tensor:
+        """`added`, each row with its own bottleneck; rows without one are to be put right."""
+        one, dim = adapters[0], x.dim()
+        ups = [a.adapter_up for a in adapters]
+        downs = [cast("Affine", getattr(a.adapter_down, a.down_name)) for a in adapters]
+        ones = [1.0] * len(adapters)
+        stack = stacked([down.weight for down in downs], [up.weight for up in ups], ones)
+        x = x.to(stack.a.dtype)
+        inner = x
+        if one.reads_normed:
+            inner = normed([cast("nn.LayerNorm", a.adapter_down[0]) for a in adapters], groups, x)
+        inner = grouped_shrink(inner, stack.a, groups)  # [rows, *tokens, width]
+        inner = inner + features([down.bias for down in downs], groups, dim).to(inner.dtype)
+        inner = one.activation(inner)
+        bias = features([up.bias for up in ups], groups, dim).to(inner.dtype).expand(x.shape)
+        update = grouped_expand(bias, inner, stack.b, ones, groups)  # [rows, *tokens, d_model]
+        scaling, factor = one.scaling, one.factor
+        learned = [a.scaling for a in adapters if isinstance(a.scaling, Tensor)]
+        if learned or any(a.factor != factor for a in adapters):
+            factors = learned or [update.new_tensor([a.factor]) for a in adapters]
+            scaling, factor = features(factors, groups, dim), 1.0
+        gates = [a.gate for a in adapters if a.gate is not None]
+        norms = [a.adapter_norm_after for a in adapters if a.adapter_norm_after is not None]
+        gate = partial(openness, gates, groups) if gates else None
+        norm = partial(normed, norms, groups) if norms else None
+        return one._finished(update, x, to, Finish(scaling, factor, gate, norm))
+
     def update(self, x: Tensor) -> Tensor:
         """Scaling · (W_up φ(W_down LN(x) + b_down) + b_up); `x` `[*batch, d_model]`."""
         up = self.adapter_up
@@ -147,27 +246,26 @@ class BottleneckLayer(FusibleAdapter):
         # the parameters may have another dtype than the model
         x = x.to(weight.dtype)
         update = linear(self.activation(self.adapter_down(x)), weight, up.bias)
-        update = self._shaped(update, x)
-        norm = self.adapter_norm_after
-        if norm is None:
-            return torch.add(to, update.to(to.dtype), alpha=self.factor)
-        if self.factor != 1.0:
-            update = update * self.factor
-        if self.adapter_residual_before_ln:
-            whole: Tensor = norm(to.to(x.dtype) + update)
-            return whole.to(to.dtype)
-        normed: Tensor = norm(update)
-        return to + normed.to(to.dtype)
+        parts = Finish(self.scaling, self.factor, self.gate, self.adapter_norm_after)
+        return self._finished(update, x, to, parts)
 
-    def _shaped(self, update: Tensor, x: Tensor) -> Tensor:
-        """The update after its options, but for a constant scaling; all `[*batch, d_model]`."""
+    def _finished(self, update: Tensor, x: Tensor, to: Tensor, parts: Finish) -> Tensor:
+        """The sum with the update after its options; all `[*batch, d_model]`."""
         if self.training and self.stochastic_depth:
             update = drop_rows(update, self.stochastic_depth)
-        if isinstance(self.scaling, Tensor):
-            update = update * self.scaling
+        if isinstance(parts.scaling, Tensor):
+            update = update * parts.scaling
         if self.training and self.dropout:
             update = dropout(update, self.dropout)
-        return update if self.gate is None else update * self.gate(x)
+        if parts.gate is not None:
+            update = update * parts.gate(x)
+        if parts.norm is None:
+            return torch.add(to, update.to(to.dtype), alpha=parts.factor)
+        if parts.factor != 1.0:
+            update = update * parts.factor
+        if self.adapter_residual_before_ln:
+            return parts.norm(to.to(x.dtype) + update).to(to.dtype)
+        return to + parts.norm(update).to(to.dtype)
 
     def extra_repr(self) -> str:
         """What the parameters below do not show."""

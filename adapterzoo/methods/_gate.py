@@ -19,6 +19,7 @@ class Gate(nn.Module):
     Attributes:
         weight: `[1, d_in]`.
         bias: `[1]`.
+        decided: what it decides goes through it, for those who listen.
     """
 
     def __init__(
@@ -39,14 +40,23 @@ class Gate(nn.Module):
         super().__init__()
         self.weight = drawn((1, d_in), normal(0.02, source), device, dtype)
         self.bias = drawn((1,), constant(0.0), device, dtype)
+        self.decided = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """How open it is. `x` `[batch, *tokens, d_in]` → `[batch, 1, …, 1]`, of x's dimensions."""
-        openness = torch.sigmoid(linear(x.to(self.weight.dtype), self.weight, self.bias))
-        if x.dim() < 3:
-            return openness  # [*batch, 1]
-        return openness.mean(tuple(range(1, x.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]
+        decided: Tensor = self.decided(
+            opened(linear(x.to(self.weight.dtype), self.weight, self.bias))
+        )
+        return decided
 
     def extra_repr(self) -> str:
         """The width."""
         return f"d_in={self.weight.shape[1]}"
+
+
+def opened(score: Tensor) -> Tensor:
+    """The mean of σ over the tokens. `score` `[batch, *tokens, 1]` → `[batch, 1, …, 1]`."""
+    openness = torch.sigmoid(score)
+    if score.dim() < 3:
+        return openness  # [*batch, 1]
+    return openness.mean(tuple(range(1, score.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]

@@ -27,12 +27,14 @@ from adapterzoo.contracts import Base, SharingAdapter, WeightAdapter, compute_dt
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, turned
 from adapterzoo.kernels.cayley import cayley
-from adapterzoo.kernels.compose import compose
+from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.grouped import Groups
 
 from ._blocks import BlockConfig, rotation
 from ._init import DTYPES, constant, drawn, generator, normal, require_seed
 from ._kept import Kept
+from ._rows import features, restored, taken
 
 
 @architectures.register("boft")
@@ -129,6 +131,24 @@ class BOFT(SharingAdapter, WeightAdapter):
         Q = base.from_input(self, x)
         y = base(turned(x, Q))  # [*batch, d_out]
         return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)  # [*batch, d_out]
+
+    @classmethod
+    def mixes(cls, adapters: Sequence[Self]) -> bool:
+        """Whether their rotations have one shape, dtype and dropout, and no experts."""
+        kinds = {(a.sharing_key, a.boft_s.dtype, a.boft_R.dim()) for a in adapters}
+        return len(kinds) == 1 and adapters[0].boft_R.dim() == 4
+
+    @classmethod
+    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+        """Each row of the batch with its own rotation and scale. `x` `[rows, *tokens, d_in]`."""
+        if not groups.rows:
+            return base(x)
+        # rows are what experts are in other layers: each has a rotation of its own
+        Q = taken(cls.from_input(adapters, x), groups)  # [rows, 1, chunks, width, width]
+        y = base(restored(turned(x, Q), x, groups))  # [rows, *tokens, d_out]
+        scales = [a.boft_s.squeeze(-1).to(Q.dtype) for a in adapters]
+        gain = features(scales, groups, y.dim())  # [rows, 1, …, d_out]
+        return restored(compose_reference(y, gain, base.bias, None, 1.0), y, groups)
 
     def neutral(self, base: Base) -> Mapping[str, Tensor]:
         """The scale that changes nothing, 1; R, whose skew part generates the rotation, is 0."""

@@ -34,7 +34,7 @@ from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import Base
 
 from ._bottleneck_fields import BottleneckFields
-from ._bottleneck_layer import BottleneckLayer, Instead
+from ._bottleneck_layer import Added, BottleneckLayer
 from ._sublayers import stream_site, sublayers
 
 _FIELDS: dict[SubLayerKind, str] = {
@@ -144,18 +144,17 @@ class AdapterPlusConfig(BnConfig):
 class Bottleneck(BottleneckLayer):
     """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
 
-    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
-        """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
-        y = base(x)
-        return self.added(y, to=y, instead=instead)
+    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+        """The output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
+        return add(y, y)
 
 
 class ParallelBottleneck(BottleneckLayer):
     """h ← h + f(inp)."""
 
-    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
-        """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
-        return self.added(base.residual, to=base(x), instead=instead)
+    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+        """The output. `x` is the input, `y` is h `[*batch, d_model]`."""
+        return add(base.residual, y)
 
 
 class StreamBottleneck(BottleneckLayer):
@@ -165,19 +164,19 @@ class StreamBottleneck(BottleneckLayer):
     `original_ln_after` inp is not added to it again.
     """
 
-    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
-        """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
-        h, inp = base(x), base.residual
-        s = h + inp
+    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+        """The output. `x` is the input, `y` is h `[*batch, d_model]`."""
+        inp = base.residual
+        s = y + inp
         if self.residual_before_ln is True:
-            return self.added(s, to=h, instead=instead)
+            return add(s, y)
         # under autocast h may be narrower than the stream
         if self.original_ln_after:
-            return self.added(s, to=s, instead=instead).to(h.dtype)
+            return add(s, s).to(y.dtype)
         if self.adapter_residual_before_ln:
-            return (self.added(s, to=s, instead=instead) - inp).to(h.dtype)
+            return (add(s, s) - inp).to(y.dtype)
         # (s + f(s)) − inp without its rounding
-        return self.added(s, to=h, instead=instead)
+        return add(s, y)
 
 
 class NormBottleneck(BottleneckLayer):
@@ -185,14 +184,13 @@ class NormBottleneck(BottleneckLayer):
 
     acts_on: ClassVar[str] = "input"
 
-    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
-        """The adapted norm. `x` is s `[*batch, d_model]`, the result of the same shape."""
-        normed = base.plain(x)
+    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+        """The norm's input. `x` is s, `y` is LN(s); all `[*batch, d_model]`."""
         if self.residual_before_ln is True and not self.adapter_residual_before_ln:
-            return base(self.added(normed, to=x, instead=instead))
+            return add(y, x)
         inp = base.residual
         if self.residual_before_ln is True:
             to = x - inp
         else:
-            to = x if self.residual_before_ln == "post_add" else normed
-        return base(self.added(normed, to=to, instead=instead) + inp)
+            to = x if self.residual_before_ln == "post_add" else y
+        return add(y, to) + inp

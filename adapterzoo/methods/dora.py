@@ -168,7 +168,8 @@ class DoRA(KeepsWide, LowRank):
         # rows without adapter, of number -1, take the zero at the end and keep their bits
         change = torch.cat([gains - 1, gains.new_zeros(1, gains.shape[1])])  # [n + 1, d_out]
         change = change[groups.numbers("index", x.device)]  # [rows, d_out]
-        change = change.view(len(change), *(1 for _ in x.shape[1:-1]), -1)  # [rows, 1, …, d_out]
+        ones = (1 for _ in x.shape[1:-1])
+        change = change.view(len(change), *ones, change.shape[-1])  # [rows, 1, …, d_out]
         bias = None if one.adapterhub else base.bias
         whole = whole + change * (whole if bias is None else whole - bias)
         return whole.to(y.dtype) if plain is y else (y + (whole - plain)).to(y.dtype)

@@ -27,12 +27,19 @@ from adapterzoo.averaging import Combination
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import Base
 from adapterzoo.errors import ConfigError, StateError
-from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.kernels.grouped import (
+    Groups,
+    grouped_expand,
+    grouped_low_rank,
+    grouped_shrink,
+    stacked,
+)
 from adapterzoo.kernels.low_rank import expand
 
 from ._gate import Gate
 from ._init import constant, drawn, generator
 from ._low_rank import LowRank, LowRankConfig
+from ._rows import features, openness, restored
 
 
 @architectures.register("lora")
@@ -111,10 +118,12 @@ class LoRA(LowRank):
 
     @classmethod
     def mixes(cls, adapters: Sequence[Self]) -> bool:
-        """Whether they are plain updates of the same dtype and dropout, on features."""
-        plain = all(a.gate is None and a.lora_B_bias is None and not a.looks_up for a in adapters)
-        kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout) for a in adapters}
-        return plain and len(kinds) == 1
+        """Whether they are of the same dtype, dropout and options, on features."""
+        kinds = {
+            (a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.gate is None, a.lora_B_bias is None)
+            for a in adapters
+        }
+        return len(kinds) == 1 and not any(a.looks_up for a in adapters)
 
     @classmethod
     def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
@@ -122,7 +131,22 @@ class LoRA(LowRank):
         one = adapters[0]
         a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
         scaling = [each.scaling for each in adapters]
-        return grouped_low_rank(base(x), x, a, b, scaling, groups, one.dropout, one.training)
+        gates = [each.gate for each in adapters if each.gate is not None]
+        biases = [each.lora_B_bias for each in adapters if each.lora_B_bias is not None]
+        y = base(x)  # [rows, *tokens, d_out]
+        if not (gates or biases) or not groups.rows:
+            return grouped_low_rank(y, x, a, b, scaling, groups, one.dropout, one.training)
+        stack = stacked(a, b, scaling)
+        t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
+        onto = features(biases, groups, y.dim()).to(t.dtype) if biases else t.new_zeros(())
+        # s is of the bias as well, so that it comes after the sum
+        ones = [1.0] * len(adapters)
+        update = grouped_expand(onto.expand(y.shape), t, stack.b, ones, groups)
+        each_scaling = groups.row_scales(stack.scaling, t.device, t.dtype)  # [rows]
+        update = update * each_scaling.view(-1, *(1 for _ in y.shape[1:]))
+        if gates:
+            update = update * openness(gates, groups, x)
+        return restored(y + update.to(y.dtype), y, groups)
 
     def combine(
         self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base

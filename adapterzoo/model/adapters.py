@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
@@ -232,9 +233,19 @@ class AdaptersMixin(PlanningMixin):
             inject.tap(module, reader, name, self._selection, source)
         for around in installed.families:
             inject.tap(layer_at(self._backbone, around), around, name, self._selection, around)
-        if self._backbone is not cast("nn.Module", self):
-            inject.tap(self._backbone, "", name, self._selection, "", whole=_WHOLE)
+        for path, part in self._models_inside():
+            inject.tap(part, path, name, self._selection, path, whole=_WHOLE)
         self._zoo.installed[name] = installed
+
+    def _models_inside(self) -> Iterator[tuple[str, nn.Module]]:
+        """The base model and the models in it, encoders and decoders; not the model itself."""
+        if self._zoo.models is None:
+            modules = self._backbone.named_modules()
+            self._zoo.models = tuple(p for p, m in modules if isinstance(m, PreTrainedModel))
+        for path in self._zoo.models:
+            module = layer_at(self._backbone, path)
+            if module is not cast("nn.Module", self):
+                yield path, module
 
     def _remove(self, name: str) -> None:
         installed = self._zoo.installed.pop(name)
@@ -243,7 +254,8 @@ class AdaptersMixin(PlanningMixin):
             inject.untap(self._backbone.get_submodule(source), reader, name)
         for around in installed.families:
             inject.untap(self._backbone.get_submodule(around), around, name)
-        inject.untap(self._backbone, "", name)
+        for path, part in self._models_inside():
+            inject.untap(part, path, name)
         for path in installed.places:
             inject.take(self._backbone.get_submodule(path), name)
 

@@ -105,6 +105,7 @@ class State:
     Attributes:
         installed: the adapters by name.
         anatomy: of the base model, found once.
+        models: paths of the base model and of the models in it, found once.
         merged: names of the adapters in the base weights, in the order of merging.
         originals: path of a merged layer to its parameters as they were before, bit for bit.
         fusions: the fusion layers by name.
@@ -114,6 +115,7 @@ class State:
 
     installed: dict[str, Installed] = field(default_factory=dict)
     anatomy: Anatomy | None = None
+    models: tuple[str, ...] | None = None
     merged: tuple[str, ...] = ()
     originals: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     fusions: dict[str, InstalledFusion] = field(default_factory=dict)

@@ -77,7 +77,7 @@ class ListeningMixin(FusionMixin):
                 parts = list(module.children()) if len(placements) > 1 else [module]
                 for placement, part in zip(placements, parts, strict=False):
                     at = name, placement.site.layer, placement.location or str(placement.site.role)
-                    yield from ((at, m) for m in part.modules() if isinstance(m, Gate))
+                    yield from ((at, m.decided) for m in part.modules() if isinstance(m, Gate))
 
     def _fusions_of(
         self, acting: Iterable[Composition | None]

@@ -30,6 +30,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.errors import CompositionError, StateError, UnknownNameError
+from adapterzoo.inject import Adapted
 
 CONFIGS = {"a": "lora", "b": "lora[r=4,alpha=16]", "c": "double_seq_bn", "d": "boft", "e": "dora",
            "f": "par_bn", "g": "seq_bn", "h": "lora[use_gating=True]"}  # fmt: skip
@@ -744,6 +745,26 @@ def test_compositions_are_saved_with_the_model(tmp_path):
         loaded = AutoAdapterModel.from_pretrained(tmp_path)
         assert loaded.active_adapters == setup
         assert loaded.active_head == model.active_head
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSeq2SeqLM])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_encoders_and_decoders_refuse_what_only_the_whole_understands(family, auto):
+    model = with_adapters(family, {"a": "lora", "b": "seq_bn"}, auto)
+    inputs = tiny_inputs(family, batch=2)
+    ids = {"input_ids": inputs["input_ids"]}
+    for part in (model.get_encoder(), model.get_decoder()):
+        plain = type(part).__mro__[2]
+        assert type(part).__name__ == plain.__name__
+        with refused(model, StateError, "adapter_names=…", "Write model(…, adapter_names=…)"):
+            part(**ids, adapter_names=["a", None])
+        part(**ids, adapter_names=None)
+    check_rows(model, inputs, ["a", None])
+    model.delete_adapter("a")
+    assert type(part) is not plain
+    model.delete_adapter("b")
+    assert type(part) is plain
+    assert not [m for m in model.modules() if isinstance(m, Adapted)]
 
 
 @pytest.mark.parametrize("static", [True, False])

@@ -1,0 +1,66 @@
+"""What a row of a mixed batch takes of its adapter, or of what there was without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+from torch.nn.utils.rnn import pad_sequence
+
+from adapterzoo.contracts import compute_dtype
+from adapterzoo.kernels.grouped import Groups, grouped_shrink
+
+from ._gate import Gate, opened
+
+
+def taken(tensors: Sequence[Tensor], groups: Groups) -> Tensor:
+    """The tensor of each row's adapter, `[rows, …]`; rows without adapter have some other's.
+
+    Args:
+        tensors: one for each adapter, of one shape; or vectors, padded with zeros to the longest.
+        groups: which adapter each row takes, at least one of them any.
+    """
+    longest = len({t.shape for t in tensors}) == 1
+    stack = torch.stack([*tensors]) if longest else pad_sequence([*tensors], batch_first=True)
+    return stack.index_select(0, groups.numbers("of_all", stack.device))
+
+
+def features(vectors: Sequence[Tensor], groups: Groups, dim: int) -> Tensor:
+    """`taken` of vectors, `[rows, 1, …, width]` with so many dimensions."""
+    rows = taken(vectors, groups)  # [rows, width]
+    return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])
+
+
+def restored(out: Tensor, plain: Tensor, groups: Groups) -> Tensor:
+    """`out` with the rows of `plain` where there is no adapter; both `[rows, …]`."""
+    if not groups.base:
+        return out
+    places = groups.numbers("base", out.device)
+    return out.index_copy(0, places, plain.index_select(0, places).to(out.dtype))
+
+
+def normed(norms: Sequence[nn.LayerNorm], groups: Groups, x: Tensor) -> Tensor:
+    """Each row by the norm of its adapter; `x` `[rows, *tokens, d_model]`, same shape."""
+    one = norms[0]
+    wide = x.to(compute_dtype(x.dtype))
+    core = layer_norm(wide, one.normalized_shape, eps=one.eps)
+    weight = features([norm.weight for norm in norms], groups, x.dim())
+    bias = features([norm.bias for norm in norms], groups, x.dim())
+    return torch.addcmul(bias.to(core.dtype), core, weight.to(core.dtype)).to(x.dtype)
+
+
+def openness(gates: Sequence[Gate], groups: Groups, x: Tensor) -> Tensor:
+    """How open each row's gate is; `x` `[rows, *tokens, d_in]` → `[rows, 1, …, 1]`.
+
+    Rows without adapter have some other's. Who listens to a gate hears of its rows.
+    """
+    weights = torch.stack([gate.weight for gate in gates])  # [n, 1, d_in]
+    score = grouped_shrink(x, weights, groups)  # [rows, *tokens, 1]
+    biases = features([gate.bias for gate in gates], groups, x.dim())
+    whole = opened(score + biases.to(score.dtype))
+    parts = whole.index_select(0, groups.numbers("order", x.device)).split(groups.lengths)
+    for i, part in zip(groups.adapters, parts, strict=True):
+        gates[i].decided(part)
+    return whole
