@@ -117,7 +117,15 @@ def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any
 
     Returns:
         A model of that class, as `init` makes it, with the same adapters active.
+
+    Raises:
+        ConfigError: it is no class of models, but one that looks for them.
     """
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ConfigError(
+            f"load_model({str(path)!r}, {model_class!r}): that is no class of models. Write the "
+            f"one that config.json has under 'architectures', such as BertForMaskedLM."
+        )
     loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
     return cast("M", loaded)
 

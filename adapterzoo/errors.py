@@ -93,6 +93,7 @@ def unknown_name(call: str, kind: str, name: object, known: Iterable[str]) -> Un
     """
     names = sorted(known)
     near = get_close_matches(str(name), names, n=1)
-    cure = f"Did you mean {near[0]!r}?" if near else f"Known {kind}s: {listing(names)}."
-    also = f" Known {kind}s: {listing(names)}." if near and len(names) > 1 else ""
+    kinds = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
+    cure = f"Did you mean {near[0]!r}?" if near else f"Known {kinds}: {listing(names)}."
+    also = f" Known {kinds}: {listing(names)}." if near and len(names) > 1 else ""
     return UnknownNameError(f"{call}: there is no {kind} {name!r}. {cure}{also}")

@@ -185,6 +185,12 @@ def test_dtype_is_that_which_was_asked_for(tmp_path):
     assert model(**tiny_inputs("llama")).logits.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("wrong", [AutoModelForSequenceClassification, "BertModel"])
+def test_load_model_takes_a_class_of_models(wrong, tmp_path):
+    with pytest.raises(ConfigError, match=r"no class of models\. Write the one"):
+        adapterzoo.load_model(tmp_path, wrong)
+
+
 def test_a_static_model_with_adapters_comes_back_by_load_model(tmp_path):
     torch.manual_seed(0)
     static = transformers.BertForSequenceClassification(tiny_config("bert")).eval()

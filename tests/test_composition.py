@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -289,6 +290,9 @@ def test_two_levels_are_legal() -> None:
         (lambda: Average("a", "b", weights=[1]), "weights=[1]", "Write weights=[0.5, 0.5]"),
         (lambda: Average("a", "b", weights=[1, -1]), "sum up to 0", "normalize_weights=False"),
         (lambda: Average("a", "b", weights=["1", 2]), "'1'", "Write weights=[0.5, 0.5]"),
+        (lambda: Split("a", "b", splits=None), "splits=None", "Write splits=[2, 2]"),
+        (lambda: Average("a", weights=object), "<class 'object'>", "Write weights=[1.0]"),
+        (lambda: Average("a", weights=[float("nan")]), "[nan]", "Write weights=[1.0]"),
         (lambda: Average(), "Average()", "Write Average('a'"),
         (lambda: Average("a", None), "None is no name", "Write Average('a'"),
         (lambda: Parallel(), "Parallel()", "Write Parallel('a'"),
@@ -378,6 +382,14 @@ def test_weights_are_normalised_once() -> None:
     assert Average("a", "b", weights=[1, 3], normalize_weights=False).weights == (1, 3)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert Split("a", "b", splits=np.array([1, 2])) == Split("a", "b", splits=[1, 2])
+    assert BatchSplit("a", batch_sizes=np.int64(3)) == BatchSplit("a", batch_sizes=3)
+    weighed = Average("a", "b", weights=np.array([0.5, 1.5], dtype=np.float32))
+    assert weighed == Average("a", "b", weights=[0.25, 0.75])
+    json.dumps(to_json(weighed))
+
+
 def test_rows_of_a_composition() -> None:
     split = BatchSplit("b", "c", batch_sizes=[1, 2])
     assert rows_of(split) == (["b", "c", "c"], 1, True)
@@ -399,6 +411,9 @@ def test_rows_of_a_composition() -> None:
         (BatchSplit("a", "b", batch_sizes=[1, 2]), "a", BatchSplit(None, "b", batch_sizes=[1, 2])),
         (Split("a", Stack("b"), splits=1), "b", Split("a", None, splits=1)),
         (Average("a", "b", "c", weights=[1, 1, 2]), "c", Average("a", "b")),
+        # of weights that were not normalised each stays what it was
+        (Average("a", "b", weights=[1, 1], normalize_weights=False), "b", Average("a")),
+        (Average("a", "b", weights=[1, -1], normalize_weights=False), "b", Average("a")),
         (Stack("a", Fuse("b", "c")), "c", Stack("a")),
     ],
 )

@@ -457,6 +457,20 @@ def test_the_scale_cannot_change_under_a_merged_adapter(tiny):
     assert not changes(before, snapshot(model))
 
 
+def test_two_dora_are_the_same_in_training_and_in_evaluation(tiny):
+    """23: where dropout leaves out almost nothing, two active ones say what they say without."""
+    model = tiny("bert").double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for i, name in enumerate("ab"):
+        model.add_adapter(name, "dora[dropout=1e-12]")
+        stir(model, name, seed=i)
+    model.set_active_adapters(Stack("a", "b"))
+    quiet = output(model.eval())
+    torch.testing.assert_close(output(model.train()), quiet, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("combination_type", ["linear", "cat", "svd"])
 def test_a_weighted_adapter_keeps_the_magnitudes_of_dora(tiny, combination_type):
     """23: weight 1 is the adapter itself."""

@@ -210,7 +210,7 @@ def combination(
         ConfigError: an option is missing, not legal, or has no effect.
         UnknownNameError: there is no strategy of this name.
     """
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         raise unknown_name(call, "combination strategy", name, STRATEGIES)
     strategy = STRATEGIES[name]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 
 from adapterzoo.errors import ConfigError
 
@@ -31,6 +32,11 @@ def weighted(
             f"{call}: {names!r} is one name where a list of names is asked for. "
             f"Write [{names!r}, 'another']."
         )
+    # the weights of a composition would not be heard
+    if not isinstance(names, (Sequence, Mapping)):
+        raise ConfigError(
+            f"{call}: {names!r} is no list of names. Write at least one name: ['a', 'b']."
+        )
     if not names:
         raise ConfigError(
             f"{call}: there is nothing to average. Write at least one name: ['a', 'b']."
@@ -42,6 +48,12 @@ def weighted(
                 f"Write the dict alone, or a list of names with weights=[…]."
             )
         weights = list(names.values())
+    if weights is not None and (isinstance(weights, str) or not isinstance(weights, Iterable)):
+        raise ConfigError(
+            f"{call}: weights={weights!r} is no list of numbers. Write one for each of the "
+            f"{len(names)} names: weights={[1.0] * len(names)!r}."
+        )
+    weights = None if weights is None else tuple(weights)
     if weights is None:
         return tuple(names), (1.0 / len(names),) * len(names)
     if len(weights) != len(names):
@@ -50,11 +62,11 @@ def weighted(
             f"Write one for each: weights={[1.0] * len(names)!r}."
         )
     for weight in weights:
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        if isinstance(weight, bool) or not isinstance(weight, Real):
             raise _no_number(call, weight)
         if not math.isfinite(weight):
             raise _no_number(call, weight)
-    total = sum(weights) if normalize else 1.0
+    total = float(sum(weights)) if normalize else 1.0
     if total == 0:
         raise ConfigError(
             f"{call}: the weights {list(weights)!r} have the sum 0 and cannot be divided by it. "

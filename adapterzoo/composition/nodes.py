@@ -7,8 +7,9 @@ divided it may be None, the plain base model. Which one may stand in which is Ad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 from adapterzoo.errors import CompositionError
@@ -200,8 +201,8 @@ def _once(kind: str, children: tuple[Child, ...]) -> None:
 def _sizes(
     kind: str, option: str, children: tuple[Child, ...], given: Sequence[int] | int
 ) -> tuple[int, ...]:
-    sizes = (given,) * len(children) if isinstance(given, (int, float)) else tuple(given)
-    legal = all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes)
+    sizes = tuple(given) if isinstance(given, Iterable) else (given,) * len(children)
+    legal = all(isinstance(s, Integral) and not isinstance(s, bool) and s > 0 for s in sizes)
     if len(sizes) != len(children) or not legal:
         cure = [2] * len(children)
         raise CompositionError(
@@ -209,7 +210,7 @@ def _sizes(
             f"number for each of the {len(children)} children, or one for all. "
             f"Write {option}={cure}."
         )
-    return sizes
+    return tuple(int(s) for s in sizes)
 
 
 def _weights(
@@ -217,15 +218,16 @@ def _weights(
 ) -> tuple[float, ...]:
     if given is None:
         return (1.0 / len(children),) * len(children) if children else ()
-    weights = () if isinstance(given, (int, float)) else tuple(given)
-    legal = all(isinstance(w, (int, float)) and not isinstance(w, bool) for w in weights)
+    # numbers of numpy too; keys of a dict are none
+    weights = tuple(given) if isinstance(given, Iterable) else ()
+    legal = all(isinstance(w, Real) and not isinstance(w, bool) for w in weights)
     if len(weights) != len(children) or not legal or not all(abs(w) < 1e30 for w in weights):
         what = f"weights are {len(children)} numbers, one for each child"
     elif normalize and not sum(weights):
         what = "the weights sum up to 0 and cannot be normalised"
     else:
         total = sum(weights) if normalize else 1.0
-        return tuple(w / total for w in weights)
+        return tuple(float(w) / float(total) for w in weights)
     cure = [round(1 / max(len(children), 1), 3)] * len(children)
     raise CompositionError(
         f"Average({', '.join(map(repr, children))}, weights={given!r}): {what}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -65,7 +66,8 @@ def without(
     """The composition when some adapters are no more; None when nothing is left of it.
 
     Where the batch or the sequence is divided, the base model takes the part of what is gone; an
-    average keeps the proportions of the others; a fusion holds for all of its adapters or not.
+    average of sum 1 keeps the proportions of the others and its sum, any other one their weights;
+    a fusion holds for all of its adapters or not.
 
     Args:
         setup: the composition.
@@ -92,7 +94,9 @@ def _without(child: Child, gone: Collection[str], fusions: Collection[str]) -> C
     if isinstance(child, Average):
         weights = [w for w, c in zip(child.weights, left, strict=True) if c is not None]
         total = sum(weights)
-        scale = sum(child.weights) / total if total else 1.0
+        # weights of another sum were not to be normalised, and say what each one adds
+        normalised = math.isclose(sum(child.weights), 1.0, rel_tol=1e-9)
+        scale = 1.0 / total if normalised and total else 1.0
         return Average(*kept, weights=[w * scale for w in weights], normalize_weights=False)
     return child.with_children(kept)
 

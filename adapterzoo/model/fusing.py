@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from adapterzoo.composition import Fuse, fusion_key, fusions_of, parse, without
 from adapterzoo.contracts import FusibleAdapter
 from adapterzoo.errors import (
     CheckpointError,
+    CompositionError,
     ConfigError,
     DuplicateNameError,
     SiteError,
@@ -73,6 +74,11 @@ class FusionMixin(StoringMixin, TrainingMixin):
         if fuse.fusion is not None:
             check_name("add_adapter_fusion", fuse.fusion)
         self._free_fusion(fuse.name, overwrite_ok, call)
+        for adapter in fuse.flatten():
+            self._find(adapter, call)
+        if set_active:
+            # what cannot be active shall not be added either
+            self._refuse_merged_part(fuse, self._zoo.merged, call)
         made = self._make_fusion(lasts_of(fuse), loaded, call)
         self._enter_fusion(fuse.name, lasts_of(fuse), loaded, made)
         if set_active:
@@ -327,6 +333,10 @@ def _fuse(names: Fuse | Sequence[str] | str, name: str | None) -> Fuse:
     """What a user may pass as a fusion."""
     if isinstance(names, Fuse):
         return names if name is None else Fuse(*names.children, name=name)
+    if not isinstance(names, Iterable):
+        raise CompositionError(
+            f"Fuse({names!r}): a fusion is of adapters, by their names. Write Fuse('a', 'b')."
+        )
     listed = names.split(",") if isinstance(names, str) else list(names)
     return Fuse(*listed, name=name)
 

@@ -20,7 +20,16 @@ from .family import describe
 from .inputs import flatten_choices, head_input, labels_of, last_tokens, shift_labels
 from .outputs import MultiHeadOutput, answer
 from .records import HeadRecord
-from .row_heads import apart, given_to, head_rows, joined, outputs_of, take_rows, total
+from .row_heads import (
+    apart,
+    given_to,
+    head_rows,
+    joined,
+    outputs_of,
+    take_rows,
+    total,
+    with_copies,
+)
 from .unloading_heads import UnloadingHeadsMixin
 
 # arguments of `forward` that belong to heads of any type
@@ -47,11 +56,15 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin):
 
         Raises:
             StateError: there are labels and no head that could use them.
-            UnknownNameError: there is no head of this name.
+            UnknownNameError: there is no head of this name, or of one that a dict has labels for.
         """
         used = self._used_heads(head)
         own = [n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)]
         taken = {n: inputs.pop(n) for n in (*self.label_arguments(), *own, *_COMMON) if n in inputs}
+        for argument, value in taken.items():
+            # a task whose name is misspelt would not be trained, and nobody would know
+            for name in value if isinstance(value, Mapping) else ():
+                self._find_head(name, f"forward({argument}={{{name!r}: …}})")
         given = [n for n in taken if taken[n] is not None and n not in _COMMON]
         if given and not used:
             raise StateError(
@@ -124,6 +137,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin):
         if found is not None:
             answers = self._answers_of_rows(*found, all_outputs, extra, keep, count)
         else:
+            extra = with_copies(self._selection.plan.rows, extra)
             answers = []
             for name in dict.fromkeys(names):
                 logits, loss = self._run_head(name, all_outputs, extra, keep, count)

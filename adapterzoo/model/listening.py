@@ -45,7 +45,8 @@ class ListeningMixin(FusionMixin):
             rows = self._selection.plan.rows is not None
         else:
             # names that are none, and lists that fit no batch, the forward itself refuses
-            acting, rows = [parse(name) for name in adapter_names], True
+            listed = adapter_names if isinstance(adapter_names, Sequence) else ()
+            acting, rows = [parse(name) for name in listed], True
         heard: dict[str, _Calls] = {}
         with ExitStack() as stack:
             if gates:

@@ -55,8 +55,9 @@ class MergingMixin(AdaptersMixin):
             self._refuse_if_overridden(name, call)
         names = (*self._zoo.merged, *added)
         setup = self._selection.default.plan.setup
-        active = setup.flatten() if setup is not None else ()
-        self._refuse_mixed(names, [n for n in active if n not in names], call)
+        for each in (setup, *(plan.setup for plan in self._selection.overrides)):
+            active = each.flatten() if each is not None else ()
+            self._refuse_mixed(names, [n for n in active if n not in names], call)
         self._refuse_merged_part(setup, names, call)
         modules: dict[str, list[Adapter]] = {}
         for name in added:

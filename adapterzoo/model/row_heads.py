@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo.composition import RowMap
+from adapterzoo.errors import ConfigError
 from adapterzoo.heads import PredictionHead
 
 from .outputs import MultiHeadOutput, answer
@@ -63,6 +64,9 @@ def given_to(
         rows: of the batch.
         given: arguments of `forward`.
         batch: rows of the batch before it was repeated.
+
+    Raises:
+        ConfigError: an argument has another number of rows.
     """
     found: dict[str, Any] = {}
     mine = sum(index == part for index in rows.index)
@@ -71,9 +75,29 @@ def given_to(
         # a dict has tensors of the whole batch, or of the rows of each head
         fits = isinstance(value, Mapping) and isinstance(own, Tensor) and own.shape[:1] == (mine,)
         if isinstance(own, Tensor) and own.dim() and not fits:
-            own = rows.take(part, repeated(own, rows.copies, batch))
+            whole = repeated(own, rows.copies, batch)
+            if whole.shape[0] % len(rows.index):
+                raise ConfigError(
+                    f"forward({key}=…): the batch has {batch} rows, of which the head {name!r} "
+                    f"answers {mine}, and {key} has the shape {list(own.shape)}. Write {key} of "
+                    f"{batch} rows, or {key}={{{name!r}: …}} with the {mine}."
+                )
+            own = rows.take(part, whole)
         found[key] = own
     return found
+
+
+def with_copies(rows: RowMap | None, given: dict[str, Any]) -> dict[str, Any]:
+    """Labels and other arguments of a head that answers the batch and its copies.
+
+    Args:
+        rows: of the batch; `Parallel` has repeated it.
+        given: arguments of `forward`; what has the rows of the repeated batch stays as it is.
+    """
+    if rows is None or rows.copies < 2:
+        return given
+    batch = len(rows.index) // rows.copies
+    return {key: repeated(value, rows.copies, batch, key) for key, value in given.items()}
 
 
 def take_rows(part: int, rows: RowMap, value: Any) -> Any:

@@ -78,7 +78,7 @@ class RowsMixin(AdaptersMixin):
         together = adapter_names is not None or call == "generate"
         batch = _batch_of(inputs, what)
         count = batch * rows.repeats
-        if count % len(rows.index) or (rows.exact and count != len(rows.index)):
+        if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
             legal = len(rows.index) // rows.repeats
             raise CompositionError(
                 f"{what}: the batch has {batch} rows, legal are {legal}. "
@@ -117,6 +117,9 @@ class RowsMixin(AdaptersMixin):
                 f"weights and would act on every row. Write reset_adapter() first."
             )
         given = [parse(name) if isinstance(name, (list, tuple)) else name for name in adapter_names]
+        for name in given:
+            if name is not None and not isinstance(name, (str, Composition)):
+                self._find(name, f"{call}(adapter_names=…)")
         parts, index = numbered([None if name == BASE else name for name in given])
         default = self._selection.default.plan
         key = parts, default.skip_layers
@@ -151,12 +154,24 @@ class RowsMixin(AdaptersMixin):
                     )
                 for name in part.flatten():
                     self._find(name, f"{call}(adapter_names=…)")
+                _check_row(part, call)
             elif part is not None:
                 self._find(part, f"{call}(adapter_names=…)")
         setup = BatchSplit(*parts, batch_sizes=1)
         if not setup.flatten():
             return Plan(None, skip_layers=skip_layers)
         return self.make_plan(setup, [], skip_layers)
+
+
+def _check_row(part: Composition, call: str) -> None:
+    try:
+        BatchSplit(part, batch_sizes=1)
+    except CompositionError as error:
+        # it speaks of a BatchSplit that nobody wrote
+        raise CompositionError(
+            f"{call}(adapter_names=…): {part!r} cannot be given to one row. Names can, and Stack, "
+            f"Split and Average of names. Write a name, or Stack('a', 'b')."
+        ) from error
 
 
 def repeated(value: Any, times: int, batch: int, name: str = "") -> Any:

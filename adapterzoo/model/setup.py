@@ -76,7 +76,8 @@ class AdapterSetup:
         self.adapter_setup: Composition | None = parse(adapter_setup)
         self.head_setup = head_setup
         self.ignore_empty = ignore_empty
-        self.skip_layers = None if skip_layers is None else tuple(skip_layers)
+        # what is no list is refused where the number of blocks is known
+        self.skip_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else skip_layers
         self._entered = _Entered()
 
     def __enter__(self) -> Self:

@@ -33,7 +33,7 @@ class TrainingMixin(AdaptersMixin):
         # what a forward of a sharded model has left whole is not what an optimizer shall get
         rest(self)
         setup = parse(adapter_setup)
-        if setup is None:
+        if setup is None or not setup.flatten():
             raise StateError(
                 f"train_adapter({adapter_setup!r}): there is no adapter to train. Write "
                 f"add_adapter('my_task', 'seq_bn') and then train_adapter('my_task')."

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import nn
 
 from adapterzoo import inject
-from adapterzoo.composition import Stack, fusion_key
+from adapterzoo.composition import Stack, fusion_key, parse
 from adapterzoo.errors import StateError, listing
 from adapterzoo.selection import Plan
 
@@ -35,6 +35,7 @@ class UnloadingMixin(FusionMixin, MergingMixin):
             safe_merge: PEFT's switch; weights that are not finite are refused in any case.
 
         Raises:
+            CompositionError: `adapter_names` are no names.
             StateError: nothing is active, the active composition is no stack, an adapter is no
                 change of a weight, or as `merge_adapter`; nothing has changed then.
             UnknownNameError: there is no adapter of a name.
@@ -59,12 +60,13 @@ class UnloadingMixin(FusionMixin, MergingMixin):
 
     def _to_merge(self, names: Sequence[str] | None, call: str) -> tuple[str, ...]:
         """The names of the adapters that are to be merged and are not."""
-        if isinstance(names, str):
-            names = (names,)
-        plan = self._selection.default.plan
-        asked = self._active_stack(plan, call) if names is None else tuple(dict.fromkeys(names))
-        for name in asked:
-            self._find(name, call)
+        if names is None:
+            asked = self._active_stack(self._selection.default.plan, call)
+        else:
+            listed = names if isinstance(names, (list, tuple)) else self._stacked(names, call)
+            for name in listed:
+                self._find(name, call)
+            asked = tuple(dict.fromkeys(listed))
         if not asked and not self._zoo.merged:
             raise StateError(
                 f"{call}: no adapter is active. Write merge_and_unload(['a']); adapters: "
@@ -82,6 +84,11 @@ class UnloadingMixin(FusionMixin, MergingMixin):
                 f"{list(plan.skip_layers)!r} says, and would be merged in all. Write "
                 f"set_active_adapters({setup!r}), or merge_and_unload({list(setup.flatten())!r})."
             )
+        return self._stacked(setup, call)
+
+    def _stacked(self, asked: object, call: str) -> tuple[str, ...]:
+        """The names in a stack of names, the only composition that weights can express."""
+        setup = parse(asked)
         if not isinstance(setup, Stack) or not all(isinstance(c, str) for c in setup):
             raise StateError(
                 f"{call}: {setup!r} is no stack of adapters, and no weight can express it. Write "

@@ -42,6 +42,7 @@ class UnloadingHeadsMixin(ShelfMixin):
 
         Raises:
             CheckpointError: transformers has no class with such a head, or not the one asked for.
+            CompositionError: `adapter_names` are no names.
             ConfigError: transformers has no class of the name.
             StateError: nothing is active, the active composition is no stack, an adapter is no
                 change of a weight, several heads are active, or as `merge_adapter`.

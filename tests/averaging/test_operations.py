@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft.utils import merge_utils
 
+from adapterzoo import Average
 from adapterzoo.averaging import (
     STRATEGIES,
     combination,
@@ -179,6 +181,8 @@ def test_weights_are_those_of_a_list_or_a_dict():
     assert weighted("", ["a", "b"], [3, 1], True) == (("a", "b"), (0.75, 0.25))
     assert weighted("", ["a", "b"], [3, -1], False) == (("a", "b"), (3.0, -1.0))
     assert weighted("", {"a": 3, "b": 1}, None, True) == (("a", "b"), (0.75, 0.25))
+    of_numpy = np.array([3, 1], dtype=np.float32)
+    assert weighted("", ["a", "b"], of_numpy, True) == (("a", "b"), (0.75, 0.25))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +195,9 @@ def test_weights_are_those_of_a_list_or_a_dict():
         (["a"], [float("nan")], ["nan is no finite number", "weights=[0.5, 0.5]"]),
         (["a"], ["1"], ["'1' is no finite number", "weights=[0.5, 0.5]"]),
         ({"a": 1.0}, [1.0], ["stand beside a dict", "the dict alone"]),
+        (5, None, ["5 is no list of names", "['a', 'b']"]),
+        (Average("a", "b"), None, ["Average('a', 'b', ", "no list of names", "['a', 'b']"]),
+        (["a", "b"], 0.5, ["weights=0.5 is no list", "weights=[1.0, 1.0]"]),
     ],
 )
 def test_weights_that_are_none(names, weights, says):
@@ -234,3 +241,5 @@ def test_options_that_are_none(name, given, says):
 def test_an_unknown_strategy_has_its_neighbours():
     with pytest.raises(UnknownNameError, match="Did you mean 'ties'"):
         combination("average_adapter('c')", "tie")
+    with pytest.raises(UnknownNameError, match="Known combination strategies: 'cat'"):
+        combination("average_adapter('c')", ["linear"])

@@ -13,7 +13,7 @@ from families import tiny_inputs
 from snapshots import changes, refused, snapshot, stir
 from transformers import AutoConfig
 
-from adapterzoo import AutoAdapterModel, LoRAConfig, SeqBnConfig, Stack, init
+from adapterzoo import AutoAdapterModel, LoRAConfig, Parallel, SeqBnConfig, Stack, init
 from adapterzoo.errors import (
     CompositionError,
     ConfigError,
@@ -151,7 +151,7 @@ def test_compositions(model):
         Stack()
 
 
-@pytest.mark.parametrize("setup", [None, [], ()])
+@pytest.mark.parametrize("setup", [None, [], (), Parallel(None, None)])
 def test_training_without_an_adapter(model, tiny, setup):
     for m in (model, tiny()):
         with refused(
@@ -226,6 +226,12 @@ LABELS = [
 def test_labels_that_do_not_fit(model, labels, says):
     with refused(model, ConfigError, *says):
         model(**tiny_inputs("bert"), labels=torch.tensor(labels))
+
+
+def test_labels_for_a_head_that_is_none(model):
+    given = {"sst2": torch.tensor([0, 1]), "sts2": torch.tensor([0, 1])}
+    with refused(model, UnknownNameError, "labels={'sts2': …}", "Did you mean 'sst2'?"):
+        model(**tiny_inputs("bert"), labels=given)
 
 
 def test_labels_of_the_wrong_argument(model):

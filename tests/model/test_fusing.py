@@ -26,6 +26,7 @@ from adapterzoo import (
 )
 from adapterzoo.errors import (
     CheckpointError,
+    CompositionError,
     ConfigError,
     DuplicateNameError,
     SiteError,
@@ -348,6 +349,8 @@ def test_what_cannot_be_fused_is_refused():
     for call, error, *says in (
         (lambda: add(AB), DuplicateNameError, "there is a fusion 'a,b'", "overwrite_ok=True"),
         (lambda: add(["a", "z"]), UnknownNameError, "'z'", "Known adapters"),
+        (lambda: add(Fuse(Stack("z", "b"), "c")), UnknownNameError, "'z'", "Known adapters"),
+        (lambda: add(3), CompositionError, "Fuse(3)", "Write Fuse('a', 'b')"),
         (lambda: add("a,wide"), SiteError, "'a' and 'wide'", "leave_out"),
         (lambda: add("lora,lorb"), ConfigError, "'lora' is a LoRA", "'seq_bn'"),
         (lambda: add("b,c", "dinamic"), UnknownNameError, "'dinamic'", "'dynamic'"),
@@ -373,6 +376,9 @@ def test_what_cannot_be_fused_is_refused():
             call()
     with AdapterSetup(AB), refused(model, StateError, "'a,b' is active", "Leave the"):
         model.delete_adapter_fusion(AB)
+    model.merge_adapter("lora")
+    with refused(model, StateError, "'lora' in the base weights", "Write reset_adapter()"):
+        add(Fuse(Stack("lora", "b"), "c"), set_active=True)
 
 
 # --- training checkpoints ---

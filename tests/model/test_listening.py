@@ -30,7 +30,7 @@ from adapterzoo import (
     Stack,
     init,
 )
-from adapterzoo.errors import UnknownNameError
+from adapterzoo.errors import CompositionError, UnknownNameError
 
 HEARD = Path(__file__).parents[1] / "data" / "heard.safetensors"
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -179,6 +179,8 @@ def test_a_forward_that_fails_leaves_no_hooks():
         model(input_ids=torch.full((1, 3), 10**6), **BOTH)
     with pytest.raises(UnknownNameError):
         model(**tiny_inputs("bert"), adapter_names=["a", "nobody"], **BOTH)
+    with pytest.raises(CompositionError, match=r"Write adapter_names=\['a', None, 'b'\]"):
+        model(**tiny_inputs("bert"), adapter_names=5, **BOTH)
     assert not any(m._forward_hooks for m in model.modules())
 
 

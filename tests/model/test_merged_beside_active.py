@@ -52,6 +52,14 @@ def test_half_a_stack_is_not_merged_where_the_order_matters(a, b, merged):
         model.set_active_adapters("b")
 
 
+def test_nothing_is_merged_under_what_a_setup_lets_act():
+    model = bert(a="boft", b="boft")
+    before = run(model)
+    with AdapterSetup("b"), pytest.raises(StateError, match=r"would act on weights that hold 'a'"):
+        model.merge_adapter("a")
+    assert torch.equal(run(model), before)
+
+
 def test_additive_adapters_may_be_merged_one_by_one():
     model = bert(a="lora", b="lora")
     model.set_active_adapters(Stack("a", "b"))
@@ -127,6 +135,9 @@ def test_layers_to_skip_are_numbers_of_blocks(layers):
     model = bert(a="lora")
     with pytest.raises(ConfigError, match=r"blocks 0 to 1.*skip_layers=\[0, 1\]"):
         model.set_active_adapters("a", skip_layers=layers)
+    assert model.active_adapters is None
+    with pytest.raises(ConfigError, match=r"blocks 0 to 1"), AdapterSetup("a", skip_layers=layers):
+        pass
     assert model.active_adapters is None
 
 

@@ -24,12 +24,13 @@ from adapterzoo import (
     AutoAdapterModel,
     Average,
     BatchSplit,
+    Fuse,
     Parallel,
     Split,
     Stack,
     init,
 )
-from adapterzoo.errors import CompositionError, StateError, UnknownNameError
+from adapterzoo.errors import CompositionError, ConfigError, StateError, UnknownNameError
 from adapterzoo.inject import Adapted
 
 CONFIGS = {"a": "lora", "b": "lora[r=4,alpha=16]", "c": "double_seq_bn", "d": "boft", "e": "dora",
@@ -475,6 +476,8 @@ def test_names_that_do_not_fit_are_refused_before_anything_happens():
             "Write a name",
         ),
         ([Stack("a", "z"), None], UnknownNameError, "'z'", "Known adapters"),
+        ([Fuse("a", "b"), None], CompositionError, "Fuse('a', 'b') cannot be", "Write a name"),
+        ([{"a": 1}, None], UnknownNameError, "{'a': 1}", "Known adapters"),
     ]
     for names, error, *says in cases:
         with refused(model, error, *says):
@@ -671,6 +674,43 @@ def test_several_tasks_are_trained_in_one_pass():
     model.set_active_adapters(Parallel("a", "b"))
     both = model(**inputs, labels=labels["a"])
     torch.testing.assert_close(both[0].loss, loss, rtol=0, atol=1e-12)
+
+
+def test_labels_of_another_number_of_rows_are_refused():
+    model = with_heads(a=2, b=3).float()
+    inputs, labels = tiny_inputs("bert", batch=4), torch.tensor([0, 1, 1])
+    for given in (labels, {"a": labels}):
+        with refused(model, ConfigError, "4 rows, of which the head 'a' answers 2", "labels={'a'"):
+            model(**inputs, adapter_names=["a", "b"] * 2, labels=given)
+    says = r"shape \[3\]\. Write labels of 4 rows"
+    with AdapterSetup(Parallel("a", "b")), pytest.raises(ConfigError, match=says):
+        model(**inputs, labels=labels)
+
+
+def test_a_batch_of_no_rows_is_refused():
+    model = with_heads(a=2, b=3).float()
+    nothing = {key: value[:0] for key, value in tiny_inputs("bert").items()}
+    says = "the batch has 0 rows, legal are 1"
+    with AdapterSetup(Parallel("a", "b")), pytest.raises(CompositionError, match=says):
+        model(**nothing)
+
+
+@pytest.mark.parametrize("setup", [Parallel("a", "b"), Parallel("a", "a"), Parallel("b", None)])
+def test_one_head_answers_all_that_parallel_says(setup):
+    model = with_heads(a=2, b=3)
+    inputs, labels = tiny_inputs("bert", batch=4), torch.tensor([0, 1, 1, 0])
+    with AdapterSetup(setup, head_setup="a"):
+        found = model(**inputs, labels=labels)
+        of_dict = model(**inputs, labels={"a": labels})
+    losses = []
+    for part, name in zip(found.logits.chunk(2), setup, strict=True):
+        with AdapterSetup(name, head_setup="a"):
+            expected = model(**inputs, labels=labels)
+        torch.testing.assert_close(part, expected.logits, rtol=0, atol=1e-12)
+        losses.append(expected.loss)
+    # the loss of a head is the mean of what it answers
+    torch.testing.assert_close(found.loss, sum(losses) / 2, rtol=0, atol=1e-12)
+    torch.testing.assert_close(of_dict.loss, found.loss, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}])

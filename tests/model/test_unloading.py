@@ -16,7 +16,13 @@ from torch import nn
 import adapterzoo
 from adapterzoo import AdapterModelMixin, AdapterSetup, Average, Fuse, LoRAConfig, Stack
 from adapterzoo.auto import AutoAdapterModel
-from adapterzoo.errors import CheckpointError, ConfigError, StateError, UnknownNameError
+from adapterzoo.errors import (
+    CheckpointError,
+    CompositionError,
+    ConfigError,
+    StateError,
+    UnknownNameError,
+)
 from adapterzoo.inject import Adapted
 
 ALL = LoRAConfig(target_modules="all-linear", lora_bias=True)
@@ -149,6 +155,8 @@ def refusals():
         (None, None, StateError, ["no adapter is active", "merge_and_unload(['a'])", "'b'"]),
         (Average("a", "b"), None, StateError, ["is no stack", "combine_strategy='cat'"]),
         (Stack("a", "n"), None, StateError, ["a NormBottleneck adapter is no change", "Keep it"]),
+        (None, Average("a", "b"), StateError, ["is no stack", "combine_strategy='cat'"]),
+        (None, 3, CompositionError, ["got a int", "Stack('a', 'b')"]),
         (None, ["aa"], UnknownNameError, ["'aa'", "Did you mean 'a'"]),
         (None, ["a", "nan"], StateError, ["is not finite", "Look for NaN"]),
         (None, ["a", "gate"], StateError, ["use_gating=True", "Keep it active"]),
