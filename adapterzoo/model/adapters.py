@@ -30,7 +30,7 @@ from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Plan, Selection
 
 from .building import at_hand, build, check_layers, inject_path
-from .installed import AdaptersConfig, Installed, State, families_of
+from .installed import AdaptersConfig, Installed, State, families_of, is_whole
 from .refusals import RefusalsMixin
 from .setup import announce
 from .sharding import refuse_if_sharded
@@ -74,7 +74,9 @@ class AdaptersMixin(RefusalsMixin):
 
     @property
     def _backbone(self) -> nn.Module:
-        return cast("nn.Module", cast("Any", self).base_model)
+        if self._zoo.whole is None:
+            self._zoo.whole = is_whole(cast("nn.Module", self))
+        return cast("nn.Module", self if self._zoo.whole else cast("Any", self).base_model)
 
     def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
         """The modules of an adapter with the paths of their layers, in model order.
