@@ -28,7 +28,8 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart notebooks bench bench-gpu test lint types floors docs links tests coverage devices format clean
+.PHONY: help quickstart notebooks bench bench-gpu test lint types floors docs links tests coverage \
+	devices architectures format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -76,8 +77,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes of many threads each slow one another down tenfold: one thread each
-tests coverage devices: export OMP_NUM_THREADS = 1
-tests coverage devices: export HF_HUB_OFFLINE = 1
+tests coverage devices architectures: export OMP_NUM_THREADS = 1
+tests coverage devices architectures: export HF_HUB_OFFLINE = 1
 tests: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
@@ -87,6 +88,10 @@ coverage: $(VENV)/.test-$(KEY)
 # the table that tests/test_devices.py compares with what it finds
 devices: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/devices_table.py
+
+# the table that tests/test_anatomy.py and tests/test_architectures.py compare with what they find
+architectures: $(VENV)/.test-$(KEY)
+	$(BIN)/python -m adapterzoo.testing.architectures docs/architectures.md --workers $(WORKERS)
 
 format: $(VENV)/.test-$(KEY)
 	$(BIN)/ruff check --fix .

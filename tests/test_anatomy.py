@@ -569,7 +569,9 @@ def test_every_model_type_of_transformers(capsys):
     assert [f"{x.model_type}: {x.wrong}" for x in lines if x.wrong] == []
 
     def rows(markdown):
-        return {x.split(" | ")[0]: x for x in markdown.splitlines() if x.startswith("| ")}
+        # the columns behind the remark are those of test_architectures.py
+        table = [x.split("|") for x in markdown.splitlines() if x.startswith("| ")]
+        return {row[1].strip(): "|".join(row[1:8]) for row in table}
 
     committed, found = rows(TABLE.read_text(encoding="utf-8")), rows(text)
     assert committed.keys() == found.keys()
@@ -580,5 +582,5 @@ def test_every_model_type_of_transformers(capsys):
     assert len(attentive) >= 519
     assert sum(x.complete for x in attentive) >= 514
     assert sum(x.plain for x in attentive) >= 480
-    assert sum(x.proven[0] for x in lines) >= 892
+    assert sum(x.proven[0] for x in lines) >= 896
     assert all(x.remark for x in attentive if not x.complete)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .experts import stores_turned
 from .layouts import parts_of
 from .names import below, parent
 from .patterns import (
@@ -259,12 +260,7 @@ def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
     }
     if "down_proj" not in stored:
         return
-    down = stored["down_proj"]
-    into = next((shape for name, shape in stored.items() if name != "down_proj"), down)
-    # [experts, d_model, d_inner] and [experts, (2) d_inner, d_model], or the other way round
-    upright = into[2] == down[1] and into[1] in (down[2], 2 * down[2])
-    turned = into[1] == down[2] and into[2] in (down[1], 2 * down[1])
-    transposed = bool(getattr(module, "is_transposed", turned)) if upright else turned
+    transposed = stores_turned(module, stored)
     for name, (count, rows, columns) in stored.items():
         d_out, d_in = (columns, rows) if transposed else (rows, columns)
         yield _Shape(path, "experts", d_in, d_out, name, transposed, count)

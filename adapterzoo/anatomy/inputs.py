@@ -7,6 +7,7 @@ needs it fails, which its line in the survey then says.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,30 +17,61 @@ from torch import Tensor, nn
 from .sites import Block
 
 _TOKENS = 16
+# patches of an image, for towers that take one row for each
+_GRID = (4, 4)
+_GRIDS = ("grid_thw", "image_grid_thw", "target_sizes", "spatial_shapes")
+_COMPANIONS = ("input_features_mask", "qformer_input_ids", "qformer_attention_mask")
 _MODAL = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "audio_values")
 
 
-def of_model(model: nn.Module) -> dict[str, Any]:
-    """Keyword arguments for a model's forward: text where it reads text, else its own kind."""
+def of_model(model: nn.Module, *, modal: bool = False) -> dict[str, Any]:
+    """Keyword arguments for a model's forward: text where it reads text, else its own kind.
+
+    Args:
+        model: of real or meta tensors.
+        modal: whether a model that reads text gets its other kinds of input too.
+    """
     config = getattr(model, "config", None)
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
+    text_alone = "input_ids" in parameters and not modal
+    gridded = not text_alone and not parameters.keys().isdisjoint(_GRIDS)
     made: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        if name in _MODAL and name != main and "input_ids" in parameters:
+        if name in _MODAL and name != main and text_alone:
             continue
-        needed = parameter.default is inspect.Parameter.empty
-        if (value := _named(name, config, needed=needed)) is not None:
+        needed = parameter.default is inspect.Parameter.empty or (modal and name in _COMPANIONS)
+        value = _gridded(name, config) if gridded else None
+        value = _named(name, config, needed=needed) if value is None else value
+        if value is not None:
             made[name] = value
     return made
 
 
+def _gridded(name: str, config: Any) -> Any:
+    """Inputs of a vision tower that takes one row for each patch, beside how many there are."""
+    vision = getattr(config, "vision_config", None) or config
+    if name in _GRIDS:
+        # real numbers: positions are counted by them
+        return torch.tensor([[1, *_GRID]] if name.endswith("thw") else [_GRID])
+    if name == "merge_sizes":
+        return torch.tensor([2])
+    if name in ("pixel_values", "hidden_states"):
+        patch = _get(vision, "patch_size") or 14
+        times = _get(vision, "temporal_patch_size", "patch_temporal") or 1
+        channels = _get(vision, "num_channels", "in_channels", "in_chans") or 3
+        rows = _GRID[0] * _GRID[1]
+        return _zeros(rows, channels * times * patch * patch)
+    return None
+
+
 def _named(name: str, config: Any, *, needed: bool) -> Any:
-    if name in ("input_ids", "decoder_input_ids"):
+    text = getattr(config, "text_config", None) or config
+    if name in ("input_ids", "decoder_input_ids") or (name == "qformer_input_ids" and needed):
         return _zeros(1, _TOKENS, dtype=torch.long)
     if name == "bbox":
         return _zeros(1, _TOKENS, 4, dtype=torch.long)
-    if name == "attention_mask" and needed:
+    if name in ("attention_mask", "qformer_attention_mask") and needed:
         return torch.ones(1, _TOKENS, dtype=torch.long, device="meta")
     if name in ("pixel_values", "pixel_values_videos"):
         vision = getattr(config, "vision_config", None) or config
@@ -54,15 +86,63 @@ def _named(name: str, config: Any, *, needed: bool) -> Any:
         bins, length = _get(config, "num_mel_bins"), _get(config, "max_length")
         return _zeros(1, length, bins) if bins and length else _zeros(1, 16000)
     if name in ("input_features", "audio_values"):
-        bins = _get(config, "num_mel_bins", "feature_size", "input_feat_per_channel") or 80
-        if positions := _get(config, "max_source_positions"):
-            return _zeros(1, bins, 2 * positions)
-        wide = _get(config, "feature_projection_input_dim")
-        return _zeros(1, 200, wide or bins)
+        return _zeros(1, *_features(config))
+    if name == "input_features_mask" and needed:
+        return torch.ones(1, max(_features(config)), dtype=torch.long, device="meta")
+    if name in ("past_values", "past_observed_mask") and needed:
+        channels = _get(config, "num_input_channels") or 1
+        return _zeros(1, _get(config, "context_length") or _TOKENS, channels)
     if needed and ("hidden" in name or "embeds" in name):
-        text = getattr(config, "text_config", None) or config
         return _zeros(1, _TOKENS, _get(text, "hidden_size", "d_model") or _TOKENS)
     return None
+
+
+def _features(config: Any) -> tuple[int, int]:
+    """Sizes of the features of a sound: bins before time where the length is fixed."""
+    audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None)
+    for part in (config, audio):
+        bins = _get(part, "num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim")
+        if positions := _get(part, "max_source_positions"):
+            return bins or 80, 2 * positions
+        if wide := _get(part, "feature_projection_input_dim"):
+            return 200, wide
+        if bins:
+            return 200, bins
+    return 200, 80
+
+
+def of_first_layer(model: nn.Module) -> dict[str, Any]:
+    """The main input alone, in the shape that the model's first layer reads, and masks for it."""
+    weighty = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm)
+    first = next((m for m in model.modules() if isinstance(m, weighty)), None)
+    parameters = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", "input_ids")
+    main = main if main in parameters else next(iter(parameters))
+    gridded = not parameters.keys().isdisjoint(_GRIDS)
+    rows = _GRID[0] * _GRID[1] if gridded else 200
+    if isinstance(first, nn.LayerNorm):
+        shape: tuple[int, ...] = (rows, *first.normalized_shape)
+    elif isinstance(first, nn.Linear):
+        shape = (rows, first.in_features)
+    elif isinstance(first, nn.Conv1d):
+        shape = (first.in_channels, rows)
+    elif isinstance(first, nn.Conv2d | nn.Conv3d):
+        width = first.in_channels
+        shape = (rows, width, *first.kernel_size) if gridded else (width, 64, 64)
+        if isinstance(first, nn.Conv3d):
+            shape = (rows, width * math.prod(first.kernel_size))
+    else:
+        return {}
+    config = getattr(model, "config", None)
+    made: dict[str, Any] = {main: _zeros(*(() if gridded else (1,)), *shape)}
+    for name, parameter in parameters.items():
+        if name == main:
+            continue
+        if name in _GRIDS or name == "merge_sizes":
+            made[name] = _gridded(name, config)
+        elif "mask" in name and (parameter.default is inspect.Parameter.empty or "feat" in name):
+            made[name] = torch.ones(1, rows, dtype=torch.long, device="meta")
+    return made
 
 
 def of_block(block: Block, module: nn.Module) -> Iterator[dict[str, Any]]:

@@ -2,17 +2,15 @@
 
 Every model type that `AutoModel.from_config` builds on the meta device from its default
 configuration is searched, and its stream sites are proven by following the residual stream
-through a run (`flow`). `python -m adapterzoo.anatomy.survey docs/architectures.md` writes the
-table that a test compares with what it finds.
+through a run (`flow`). `adapterzoo.testing.architectures` writes the table, which a test compares
+with what it finds.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -184,9 +182,34 @@ def _towers(model: nn.Module, blocks: Iterable[Block]) -> list[str]:
     return list(towers)
 
 
-def render(lines: Iterable[Line], version: str) -> str:
-    """The table as Markdown, totals on top."""
-    lines = list(lines)
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Further columns of the table, of those who see more than anatomy does.
+
+    Attributes:
+        names: of the columns.
+        cells: model type to its cells.
+        totals: lines for the top of the page.
+        notes: what the columns mean.
+    """
+
+    names: tuple[str, ...] = ()
+    cells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    totals: tuple[str, ...] = ()
+    notes: str = ""
+
+
+def render(lines: Iterable[Line], version: str, more: Columns | None = None) -> str:
+    """The table as Markdown, totals on top.
+
+    Args:
+        lines: of the survey.
+        version: of transformers.
+        more: further columns.
+    """
+    lines, more = list(lines), more or Columns()
+    names = "".join(f" {name} |" for name in more.names)
+    totals = "".join(f"- {total}\n" for total in more.totals)
     built = [x for x in lines if not x.remark.startswith("not built")]
     attentive = [x for x in built if x.has_attention]
     complete = [x for x in attentive if x.complete]
@@ -196,8 +219,7 @@ def render(lines: Iterable[Line], version: str) -> str:
     share = 100 * len(complete) / max(1, len(attentive))
     head = f"""# Where adapters can sit, for every model type of transformers {version}
 
-Made by `python -m adapterzoo.anatomy.survey docs/architectures.md`; a test compares it with what
-anatomy finds.
+Made by `make architectures`; tests compare it with what they find.
 
 - model types: {len(lines)}
 - built on the meta device from their default configuration: {len(built)}
@@ -205,40 +227,26 @@ anatomy finds.
 - of these with all roles and stream sites: {len(complete)} ({share:.1f} %)
 - of these with sub-layers that all read the stream alone and are plainly added to it: {plain}
 - different blocks whose stream sites were proven by a run: {proven} of {kinds}
-
+{totals}
 `q k v qkv o` are query, key, value, the fused layer that holds them, and attention's output
 projection; `in gate out` the feed-forward part's. *Stream* says whether norms stand before the
 sub-layers (`pre`) or behind the residual additions (`post`). *Proven* counts the different blocks
 of the model that ran with the default configuration and whose every stream site was followed;
 what the remark says of attention or of the feed-forward part is left out of the proof.
-
-| model type | blocks | roles | stream | complete | proven | remark |
-| --- | --- | --- | --- | --- | --- | --- |
+{more.notes}
+| model type | blocks | roles | stream | complete | proven | remark |{names}
+| --- | --- | --- | --- | --- | --- | --- |{" --- |" * len(more.names)}
 """
-    return head + "".join(_row(x) for x in lines)
+    blank = ("",) * len(more.names)
+    return head + "".join(_row(x, more.cells.get(x.model_type, blank)) for x in lines)
 
 
 _SHORT = {"query": "q", "key": "k", "value": "v", "qkv": "qkv", "attention_out": "o"}
 
 
-def _row(x: Line) -> str:
+def _row(x: Line, more: tuple[str, ...]) -> str:
     roles = " ".join(_SHORT.get(role, role.removeprefix("mlp_")) for role in x.roles)
     complete = ("yes" if x.complete else "no") if x.has_attention else ""
     proven = f"{x.proven[0]}/{x.proven[1]}" if x.blocks else ""
-    cells = (x.model_type, str(x.blocks or ""), roles, x.stream, complete, proven, x.remark)
+    cells = (x.model_type, str(x.blocks or ""), roles, x.stream, complete, proven, x.remark, *more)
     return f"| {' | '.join(cells)} |\n"
-
-
-def main(path: str) -> int:
-    """Write the table, and say what the proof found wrong."""
-    import transformers
-
-    lines = list(survey())
-    Path(path).write_text(render(lines, transformers.__version__), encoding="utf-8")
-    wrong = [f"{x.model_type}: {x.wrong}" for x in lines if x.wrong]
-    sys.stderr.write("\n".join(wrong) + "\n" if wrong else "")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

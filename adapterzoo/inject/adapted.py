@@ -248,7 +248,8 @@ def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
         return adapter.changed(parameter, w, base) if isinstance(adapter, ParameterParts) else w
 
     w = fold(step, w, change).to(plain.dtype)
-    return w.mT if stores_transposed(layer, parameter) else w
+    # in memory as well: products of equal numbers differ in the last bit with another layout
+    return w.mT.contiguous() if stores_transposed(layer, parameter) else w
 
 
 def _set(layer: Adapted, value: object, parameter: str) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Rows
+from adapterzoo.anatomy.experts import stores_turned
+from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.contracts import Base, SharingAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.families import Family
@@ -186,7 +188,9 @@ def own(layer: nn.Module, parameter: str) -> Tensor | None:
 def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
     """Whether a weight is stored `[d_in, d_out]`: embeddings, GPT-2's Conv1D, some experts."""
     if parameter != "weight":
-        return bool(getattr(layer, "is_transposed", False))
+        found = {name: own(layer, name) for name in EXPERTS}
+        shapes = {n: tuple(t.shape) for n, t in found.items() if t is not None and t.dim() == 3}
+        return stores_turned(layer, shapes)
     if isinstance(layer, nn.Linear):
         return False
     names = {cls.__name__ for cls in type(layer).__mro__}

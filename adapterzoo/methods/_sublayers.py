@@ -71,14 +71,19 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, taps: bool) -> Site:
         taps: whether the adapter needs the residual stream before the sub-layer.
     """
     path = {"output": sub.out, "norm": sub.norm, "block": block.path}[kind]
+    role, width = _SIGN[sub.kind][0], block.d_model
+    if kind != "block":
+        # a second stream beside the text's may be narrower (the layout's in LiLT)
+        ways_out = (s for s in block.sites if s.path == sub.out and s.role == role)
+        width = next((site.d_out for site in ways_out), width)
     return Site(
         path=path or sub.out,
-        role=_SIGN[sub.kind][0],
+        role=role,
         layer=block.layer,
         stack=block.stack,
         kind=kind,
-        d_in=block.d_model,
-        d_out=block.d_model,
+        d_in=width,
+        d_out=width,
         cross=sub.kind == "cross",
         source=sub.source if taps else None,
     )

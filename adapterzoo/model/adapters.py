@@ -21,7 +21,7 @@ from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Selection
 
 from .building import at_hand, build, check_layers, inject_path, layer_at
-from .installed import AdaptersConfig, Installed, State, families_of
+from .installed import AdaptersConfig, Installed, State, families_of, is_whole
 from .planning import PlanningMixin
 from .setup import announce
 from .sharding import refuse_if_sharded
@@ -68,7 +68,9 @@ class AdaptersMixin(PlanningMixin):
 
     @property
     def _backbone(self) -> nn.Module:
-        return cast("nn.Module", cast("Any", self).base_model)
+        if self._zoo.whole is None:
+            self._zoo.whole = is_whole(cast("nn.Module", self))
+        return cast("nn.Module", self if self._zoo.whole else cast("Any", self).base_model)
 
     def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
         """The modules of an adapter with the paths of their layers, in model order.

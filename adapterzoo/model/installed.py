@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig, Placement
@@ -98,6 +98,25 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
         return f"AdaptersConfig({dict(self)!r})"
 
 
+def is_whole(model: nn.Module) -> bool:
+    """Whether a model is the base model itself, although it has a part of its prefix's name.
+
+    DINOv3 calls its encoder as other families call their base model. What is beside a base model
+    is a head, and a head does not embed the inputs.
+
+    Args:
+        model: a `PreTrainedModel`.
+    """
+    base = cast("Any", model).base_model
+    if base is model:
+        return True
+    try:
+        embeddings = cast("Any", model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return False
+    return embeddings is not None and all(embeddings is not m for m in base.modules())
+
+
 @dataclass(slots=True)
 class State:
     """What the library knows of one model.
@@ -111,6 +130,7 @@ class State:
         fusions: the fusion layers by name.
         plans: of mixed batches that came before, by what their rows take; dropped whenever
             adapters come, go or move.
+        whole: whether the model is its own base model; None: not looked yet.
     """
 
     installed: dict[str, Installed] = field(default_factory=dict)
@@ -120,3 +140,4 @@ class State:
     originals: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     fusions: dict[str, InstalledFusion] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)
+    whole: bool | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.errors import StateError
@@ -54,6 +55,26 @@ class TrainingMixin(AdaptersMixin):
             # the table alone: adapters may sit there, too
             for parameter in cast("Any", self).get_input_embeddings()._parameters.values():
                 parameter.requires_grad_(True)
+        self._hold_statistics()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, as torch does; frozen norms with running statistics stay in evaluation.
+
+        They are part of the base model, and would be changed by every forward in training.
+
+        Args:
+            mode: whether to train.
+        """
+        cast("Any", super()).train(mode)
+        if mode and self.has_adapters():
+            self._hold_statistics()
+        return self
+
+    def _hold_statistics(self) -> None:
+        for module in self._backbone.modules():
+            tracks = isinstance(module, _NormBase) and module.track_running_stats
+            if tracks and not any(p.requires_grad for p in module.parameters(recurse=False)):
+                module.training = False
 
     def freeze_model(self, freeze: bool = True) -> None:
         """Freeze the base model and all adapters, or make the base model trainable.

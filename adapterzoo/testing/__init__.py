@@ -15,11 +15,15 @@ def test_my_method(name):
     failures = report(MyConfig(rank=4), only=[name])
     assert not failures, failures
 ```
+
+`report_on(tiny_model("llama"), MyConfig(rank=4))` runs the checks of where adapters sit on a tiny
+model of any model type of transformers; `python -m adapterzoo.testing.architectures` runs them for
+every registered method on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
@@ -29,18 +33,23 @@ from adapterzoo.configs import AdapterConfig
 from . import _configs, _state, _values, _world  # noqa: F401
 from ._case import DTYPES, Case, Check, ConformanceError, cases, checks
 from ._host import KINDS
+from ._models import MODEL_CHECKS, ModelCase, TinyModel, tiny_model
 
 __all__ = [
     "DTYPES",
     "KINDS",
+    "MODEL_CHECKS",
     "Case",
     "Check",
     "ConformanceError",
     "Failure",
+    "TinyModel",
     "cases",
     "check_method",
     "checks",
     "report",
+    "report_on",
+    "tiny_model",
 ]
 
 
@@ -89,16 +98,46 @@ def report(
             f"k_proj, v_proj, out_proj, fc1, fc2, or up_proj and down_proj, or c_attn, c_proj, "
             f"c_fc; hidden states have 32 features. Check a config that can be placed there."
         )
-    failures: list[Failure] = []
+    return list(_failures(chosen, found))
+
+
+def report_on(
+    tiny: TinyModel, config: AdapterConfig | str, only: Iterable[str] = MODEL_CHECKS
+) -> list[Failure]:
+    """Run the checks on a model of transformers: that a method sits where it should.
+
+    ```python
+    for model_type in ("bert", "llama", "vit"):
+        assert not report_on(tiny_model(model_type), "my_method")
+    ```
+
+    Args:
+        tiny: the model and its inputs: of `tiny_model`, or of your own.
+        config: a config, or a config string.
+        only: names of the checks to run.
+
+    Returns:
+        What failed; empty for a method that is right.
+
+    Raises:
+        UnknownNameError: there is no check of a name in `only`.
+        SiteError: the model has no place that the config asks for.
+    """
+    case = ModelCase(AdapterConfig.load(config), tiny=tiny)
+    chosen = [checks.find(n, "report_on(only=…)") for n in only]
+    case.host("a")
+    return list(_failures(chosen, [case]))
+
+
+def _failures(chosen: Iterable[Check], found: Iterable[Case]) -> Iterator[Failure]:
     for check in chosen:
         for case in filter(check.wants, found):
             try:
                 check(case)
             except ConformanceError as error:
-                failures.append(Failure(check.name, case, str(error)))
+                yield Failure(check.name, case, str(error))
             except Exception as error:  # noqa: BLE001  whatever a method raises is its failure
-                failures.append(Failure(check.name, case, f"{type(error).__name__}: {error}"))
-    return failures
+                yield Failure(check.name, case, f"{type(error).__name__}: {error}")
 
 
 def check_method(config: AdapterConfig | str, only: Iterable[str] | None = None) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.registry import Registry
@@ -31,7 +34,10 @@ class Case:
         kind: one of `KINDS`: how the layers of the model are stored.
         dtype: of the model.
         device: of the model.
+        margin: how many times as far from float64 a merged model may be as one that is not.
     """
+
+    margin: ClassVar[float] = 2.0
 
     config: AdapterConfig
     kind: str = "linear"
@@ -65,6 +71,20 @@ class Case:
         for i, name in enumerate(names):
             stir(model, name, seed=i)
         return model
+
+    def exact(self, *names: str) -> Callable[[Tensor], Tensor]:
+        """The model with a stack of these adapters, with the same values, in float64."""
+        model = copy.deepcopy(self.trained(*names)).double()
+        model.set_active_adapters(Stack(*names))
+        return lambda x: run(model, x.double() if x.is_floating_point() else x)
+
+    def silent(self, model: Host) -> frozenset[str]:
+        """Paths of the modules that no gradient of the model's output reaches: here there are none.
+
+        Args:
+            model: with adapters, as they are active.
+        """
+        return frozenset()
 
     def fitted(self, config: AdapterConfig | None = None) -> AdapterConfig:
         """The config, aimed at the embedding where that is the kind."""
@@ -170,6 +190,13 @@ def stir(model: Host, name: str, seed: int = 0, size: float = 0.1) -> None:
             noise = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
             noise.normal_(0.0, size, generator=source)
             parameter.add_(noise.to(parameter.device, parameter.dtype))
+
+
+def like(tensor: Tensor, seed: int = 1) -> Tensor:
+    """Random numbers to weigh a tensor with: behind a norm its sum of squares is constant."""
+    source = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(tensor.shape, generator=source, device="cpu", dtype=torch.float64)
+    return drawn.to(tensor.device, tensor.dtype)
 
 
 def bits(model: Host, name: str) -> dict[str, Tensor]:

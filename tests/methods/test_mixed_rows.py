@@ -196,12 +196,12 @@ def test_rows_are_as_exact_as_each_adapter_alone_in_every_dtype(name, dtype):
 
 @pytest.mark.parametrize("name", ["boft of 2", "boft, wide"])
 def test_rotations_are_kept_in_evaluation(name, monkeypatch):
-    from adapterzoo.methods import boft
+    from adapterzoo.methods import _blocks
 
     adapters, layer = built(name)
     solved = []
-    plain = boft.cayley
-    monkeypatch.setattr(boft, "cayley", lambda R: solved.append(R.shape[0]) or plain(R))
+    plain = _blocks.cayley
+    monkeypatch.setattr(_blocks, "cayley", lambda R: solved.append(R.shape[0]) or plain(R))
     x, residual = tensors(3, layer)
     base = Host(layer, residual)
     for adapter in adapters:

@@ -1,0 +1,273 @@
+"""Every registered method on a tiny model of every model type of transformers, as table columns.
+
+`python -m adapterzoo.testing.architectures docs/architectures.md` writes the table of anatomy's
+survey with a column for each method. Model types run in processes of their own, so that one that
+crashes or takes long costs its own line only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from adapterzoo.anatomy import survey
+from adapterzoo.configs import AdapterConfig, ConfigUnion, config_strings
+from adapterzoo.errors import ConfigError, SiteError
+
+from . import TinyModel, report_on, tiny_model
+from ._case import fields_of
+from ._models import ModelCase
+
+GREEN, RED = "✓", "✗"
+# of one core, for all methods on one model
+SECONDS = 20
+_BATCH = 20
+
+Cells = dict[str, str]
+"""Name of a column to its text."""
+
+_NOTES = """
+The columns of methods say what a tiny model of the type did with an adapter of the method on every
+sub-layer, or at all query, key, value and output projections and in the feed-forward part: a fresh
+adapter is the identity where it says so, one with other values acts, gradients reach all and only
+the adapter (where they reach the layer at all), merging equals the forward or is refused, and after
+deletion the model has its bits again. `✓` holds; `✓ some` holds with the method's default config or
+at all linear layers, where the model has not all of these places; `✗` does not hold; empty did not
+run. Models are in float32, merges are compared with float64. The last column says why not.
+"""
+
+
+class _Late(BaseException):
+    """A model type has taken too long; no error of a method, so that no check catches it."""
+
+
+def methods() -> dict[str, list[AdapterConfig]]:
+    """Architecture of a method to the configs to try, the widest first.
+
+    A new method enters by itself, under its first config string.
+    """
+    found: dict[str, dict[type, AdapterConfig]] = {}
+    for text in config_strings:
+        if text != "union":
+            config = AdapterConfig.load(text)
+            if "non_linearity" in fields_of(config):
+                # a few ReLUs may be off for all of a few tokens, and give no gradient
+                config = config.replace(non_linearity="gelu", reduction_factor=4)
+            found.setdefault(config.architecture, {}).setdefault(type(config), config)
+    return {name: list(_widths(list(found[name].values()))) for name in sorted(found)}
+
+
+def _widths(configs: list[AdapterConfig]) -> Iterator[AdapterConfig]:
+    first = configs[0]
+    if "attn_matrices" in fields_of(first):
+        yield first.replace(
+            attn_matrices=("q", "k", "v", "o"), intermediate_lora=True, output_lora=True
+        )
+    elif len(configs) > 1:
+        # sites of every kind in one run, but for those that cannot share a layer
+        yield from (ConfigUnion(*configs[:n]) for n in range(len(configs), 1, -1))
+    yield first
+    if "target_modules" in fields_of(first):
+        yield first.replace(target_modules="all-linear")
+
+
+def columns() -> tuple[str, ...]:
+    """Names of the columns."""
+    return (*methods(), "why not")
+
+
+def cells(model_type: str) -> Cells:
+    """The cells of one model type; empty ones did not run."""
+    try:
+        tiny = tiny_model(model_type)
+    except ConfigError as error:
+        return unrun(str(error).partition(": ")[2].partition(". Make")[0])
+    tried = methods()
+    try:
+        case = ModelCase(next(iter(tried.values()))[0], tiny=tiny)
+        case.silent(case.host())
+    except RuntimeError:
+        return unrun("without adapters, it has no backward in evaluation")
+    found: Cells = {}
+    reasons: dict[str, list[str]] = {}
+    for name, configs in tried.items():
+        found[name], reason = _cell(tiny, configs)
+        if reason:
+            reasons.setdefault(reason, []).append(name)
+    everywhere = next(iter(reasons), "") if len(reasons) == 1 else ""
+    if everywhere and len(reasons[everywhere]) == len(found):
+        return found | {"why not": everywhere}
+    return found | {"why not": "; ".join(f"{', '.join(n)}: {r}" for r, n in reasons.items())}
+
+
+def _cell(tiny: TinyModel, configs: Sequence[AdapterConfig]) -> tuple[str, str]:
+    """(text of a cell, why it is not green)."""
+    refusal = ""
+    for config in configs:
+        try:
+            failures = report_on(tiny, config)
+        except SiteError as error:
+            refusal = refusal or _short(error)
+            continue
+        except ConfigError:
+            continue
+        except Exception as error:  # noqa: BLE001  whatever a method raises is its failure
+            return RED, type(error).__name__
+        if failures:
+            return RED, ", ".join(dict.fromkeys(f.check for f in failures))
+        return (f"{GREEN} some" if refusal else GREEN), refusal
+    return "", refusal
+
+
+def _short(error: SiteError) -> str:
+    """What the message says of the model."""
+    text = str(error)
+    if "no transformer blocks: " in text:
+        return text.partition("no transformer blocks: ")[2].partition(". ")[0]
+    for words, said in (
+        ("is not known", "where a sub-layer meets the residual stream is not known"),
+        ("none of the", "no block has such a sub-layer"),
+    ):
+        if words in text:
+            return said
+    return "not all places in every block"
+
+
+def of_types(model_types: Iterable[str]) -> Iterator[tuple[str, Cells]]:
+    """The cells of model types, one after the other, each within `SECONDS` of one core."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise _Late
+
+    torch.set_num_threads(1)
+    before = signal.signal(signal.SIGPROF, late)
+    try:
+        for model_type in model_types:
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            try:
+                found = cells(model_type)
+            except _Late:
+                found = unrun(f"takes more than {SECONDS} s")
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            yield model_type, found
+    finally:
+        signal.signal(signal.SIGPROF, before)
+
+
+def unrun(reason: str) -> Cells:
+    """The cells of a model type that no method ran on."""
+    return dict.fromkeys(methods(), "") | {"why not": reason}
+
+
+def sweep(model_types: Sequence[str], workers: int) -> dict[str, Cells]:
+    """The cells of model types, from processes of their own.
+
+    Args:
+        model_types: which.
+        workers: how many processes at a time.
+    """
+    batches = [model_types[i : i + _BATCH] for i in range(0, len(model_types), _BATCH)]
+    found: dict[str, Cells] = {}
+    with ThreadPoolExecutor(workers) as pool:
+        for part in pool.map(_batch, batches):
+            found.update(part)
+    return found
+
+
+def _batch(model_types: Sequence[str]) -> dict[str, Cells]:
+    found: dict[str, Cells] = {}
+    while left := [t for t in model_types if t not in found]:
+        process = subprocess.run(
+            [sys.executable, "-m", __spec__.name, "--types", *left],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=False,
+        )
+        rows = [json.loads(x) for x in process.stdout.splitlines() if x.startswith("[")]
+        found.update(rows)
+        if len(rows) < len(left):
+            found[left[len(rows)]] = unrun("ends its process")
+    return found
+
+
+def more(found: Mapping[str, Cells]) -> survey.Columns:
+    """The columns and their totals."""
+    names = columns()
+    ran = [x for x in found.values() if any(x[n] for n in names[:-1])]
+    count = collections.Counter(n for x in ran for n in names[:-1] if x[n].startswith(GREEN))
+    whole = sum(all(x[n].startswith(GREEN) for n in names[:-1]) for x in ran)
+    each = ", ".join(f"{n} {count[n]}" for n in names[:-1])
+    return survey.Columns(
+        names,
+        {name: tuple(x[n] for n in names) for name, x in found.items()},
+        (
+            f"model types whose tiny model ran with adapters: {len(ran)}",
+            f"of these with all methods green: {whole} ({each})",
+        ),
+        _NOTES,
+    )
+
+
+def read(page: str) -> dict[str, Cells]:
+    """The cells of a page."""
+    names = columns()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    table = {row[1].strip(): [c.strip() for c in row[8:-1]] for row in rows}
+    return {
+        name: dict(zip(names, row, strict=True))
+        for name, row in table.items()
+        if name not in ("model type", "---") and len(row) == len(names)
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the table; 1 if a row is red that was not, or the survey found something wrong."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("page", nargs="?", type=Path)
+    parser.add_argument("--types", nargs="+", help="print the cells of these model types as JSON")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    chosen = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    if chosen.types:
+        for row in of_types(chosen.types):
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+        return 0
+    found = sweep(sorted(MODEL_MAPPING_NAMES), chosen.workers)
+    lines = list(survey.survey())
+    known: dict[str, Cells] = {}
+    if chosen.page is not None:
+        known = read(chosen.page.read_text(encoding="utf-8")) if chosen.page.exists() else {}
+        text = survey.render(lines, transformers.__version__, more(found))
+        chosen.page.write_text(text, encoding="utf-8")
+    wrong = [f"{x.model_type}: {x.wrong}" for x in lines if x.wrong]
+    wrong += [
+        f"{name}: {row['why not']}"
+        for name, row in found.items()
+        if RED in row.values() and row != known.get(name)
+    ]
+    sys.stderr.write("\n".join(wrong) + "\n" if wrong else "")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

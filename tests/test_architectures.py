@@ -1,0 +1,147 @@
+"""Every method on a tiny model of every model type: the columns of `docs/architectures.md`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from adapterzoo import ConfigUnion
+from adapterzoo.anatomy import survey
+from adapterzoo.configs import architectures as registered
+from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.model import installed
+from adapterzoo.model.training import TrainingMixin
+from adapterzoo.testing import TinyModel, report_on, tiny_model
+from adapterzoo.testing import architectures as tables
+
+PAGE = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text(encoding="utf-8")
+COMMITTED = tables.read(PAGE)
+METHODS = tables.columns()[:-1]
+RAN = [name for name, row in COMMITTED.items() if any(row[m] for m in METHODS)]
+same_version = pytest.mark.skipif(
+    PAGE.splitlines()[0].rpartition(" ")[2] != transformers.__version__,
+    reason="docs/architectures.md was made with another transformers",
+)
+
+
+@same_version
+@pytest.mark.parametrize("model_type", RAN)
+def test_methods_do_on_the_model_what_the_page_says(model_type):
+    ((_, found),) = tables.of_types([model_type])
+    assert found == COMMITTED[model_type], "docs/architectures.md is stale: make architectures"
+
+
+def test_the_page_has_the_promised_number_of_green_rows():
+    green = [n for n in RAN if all(COMMITTED[n][m].startswith(tables.GREEN) for m in METHODS)]
+    assert len(green) >= 300
+    assert all(row["why not"] for n, row in COMMITTED.items() if n not in green)
+    totals = tables.more(COMMITTED).totals
+    assert [f"- {total}" for total in totals] == [
+        x
+        for x in PAGE.splitlines()
+        if x.startswith(("- model types whose", "- of these with all m"))
+    ]
+
+
+def test_every_registered_method_has_a_column():
+    assert set(METHODS) == set(registered) - {"union"}
+    assert isinstance(tables.methods()["bottleneck"][0], ConfigUnion)
+
+
+def test_a_rendered_row_is_read_back():
+    found = {"bert": tables.unrun("some reason"), "vit": dict.fromkeys(tables.columns(), "x")}
+    lines = [survey.Line("bert", remark="a remark"), survey.Line("vit", blocks=2)]
+    assert tables.read(survey.render(lines, "5", tables.more(found))) == found
+
+
+@pytest.fixture(scope="module")
+def bert():
+    return tiny_model("bert")
+
+
+def test_equal_calls_give_equal_models(bert):
+    again = tiny_model("bert")
+    ours, theirs = bert.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert sum(t.numel() for t in ours.values()) < 500_000
+    assert all(torch.equal(bert.inputs[key], again.inputs[key]) for key in bert.inputs)
+
+
+def test_a_report_leaves_the_model_alone(bert):
+    before = {k: v.clone() for k, v in bert.model.state_dict().items()}
+    kind = type(bert.model)
+    assert report_on(bert, "lora") == []
+    assert type(bert.model) is kind
+    after = bert.model.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_place_that_the_model_lacks_is_an_error(bert):
+    with pytest.raises(SiteError, match=r"no layer matches .*nowhere"):
+        report_on(bert, "lora[target_modules=['nowhere']]")
+
+
+def test_a_model_type_that_cannot_be_made_says_why_and_what_to_write():
+    with pytest.raises(ConfigError, match=r"needs a package.*report_on\(TinyModel\(model"):
+        tiny_model("timm_wrapper")
+
+
+def failed(tiny: TinyModel, config: str) -> set[str]:
+    return {failure.check for failure in report_on(tiny, config)}
+
+
+def test_norms_that_are_changed_by_training_are_seen(monkeypatch):
+    tiny = tiny_model("wav2vec2-conformer")
+    assert failed(tiny, "lora") == set()
+    monkeypatch.setattr(TrainingMixin, "_hold_statistics", lambda self: None)
+    assert failed(tiny, "lora") == {"inactive_is_base"}
+
+
+def test_base_weights_that_are_taken_for_a_head_are_seen(monkeypatch):
+    tiny = tiny_model("dinov3_vit")
+    assert failed(tiny, "lora") == set()
+    monkeypatch.setattr("adapterzoo.model.adapters.is_whole", lambda model: False)
+    assert installed.is_whole(tiny.model) is True
+    assert "gradients" in failed(tiny, "lora")
+
+
+def test_experts_in_another_memory_layout_are_seen(monkeypatch):
+    tiny = tiny_model("aria_text")
+    config = "lora[selfattn_lora=False,intermediate_lora=True,output_lora=True]"
+    assert failed(tiny, config) == set()
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda self: self)
+    assert failed(tiny, config) == {"identity_at_birth"}
+
+
+def test_a_model_type_that_ends_its_process_costs_its_own_row(monkeypatch):
+    def dies_at_b(command, **kwargs):
+        types = command[command.index("--types") + 1 :]
+        done = types[: types.index("b")] if "b" in types else types
+        out = "".join(json.dumps([name, tables.unrun("ran")]) + "\n" for name in done)
+        return subprocess.CompletedProcess(command, -11, stdout=out)
+
+    monkeypatch.setattr(subprocess, "run", dies_at_b)
+    found = tables.sweep(["a", "b", "c"], workers=1)
+    reasons = {name: row["why not"] for name, row in found.items()}
+    assert reasons == {"a": "ran", "b": "ends its process", "c": "ran"}
+
+
+def test_a_model_type_that_takes_long_costs_its_own_row(monkeypatch):
+    def endless(model_type):
+        try:
+            while model_type == "a":
+                pass
+        except Exception:  # noqa: BLE001  as checks do
+            return tables.unrun("caught")
+        return tables.unrun("ran")
+
+    monkeypatch.setattr(tables, "cells", endless)
+    monkeypatch.setattr(tables, "SECONDS", 0.05)
+    reasons = {name: row["why not"] for name, row in tables.of_types(["a", "b"])}
+    assert reasons == {"a": "takes more than 0.05 s", "b": "ran"}
