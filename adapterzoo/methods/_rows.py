@@ -30,7 +30,7 @@ def taken(tensors: Sequence[Tensor], groups: Groups) -> Tensor:
 def features(vectors: Sequence[Tensor], groups: Groups, dim: int) -> Tensor:
     """`taken` of vectors, `[rows, 1, …, width]` with so many dimensions."""
     rows = taken(vectors, groups)  # [rows, width]
-    return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])
+    return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])  # [rows, 1, …, width]
 
 
 def restored(out: Tensor, plain: Tensor, groups: Groups) -> Tensor:

@@ -196,7 +196,7 @@ def test_weights_are_those_of_a_list_or_a_dict():
         (["a"], ["1"], ["'1' is no finite number", "weights=[0.5, 0.5]"]),
         ({"a": 1.0}, [1.0], ["stand beside a dict", "the dict alone"]),
         (5, None, ["5 is no list of names", "['a', 'b']"]),
-        (Average("a", "b"), None, ["Average('a', 'b', ", "no list of names", "['a', 'b']"]),
+        (Average("a", "b"), None, ["Average('a', 'b') is no list of names", "['a', 'b']"]),
         (["a", "b"], 0.5, ["weights=0.5 is no list", "weights=[1.0, 1.0]"]),
     ],
 )

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
+from safetensors.torch import load, load_file
 
 CALL = """
 from click.testing import CliRunner
@@ -56,7 +58,12 @@ def test_push_then_info_list_and_predict(
     for said in ("license: mit", "- ann/reviews", "0.91", "base_model: ann/tiny", "language: en"):
         assert said in card
     name = "adapter.safetensors"
-    assert repo.files()[name] == (trained["folder"] / name).read_bytes()
+    pushed, kept = load(repo.files()[name]), load_file(trained["folder"] / name)
+    assert pushed.keys() == kept.keys()
+    assert all(torch.equal(tensor, kept[key]) for key, tensor in pushed.items())
+    # a path of here would help nobody there
+    assert str(base).encode() not in b"".join(repo.files().values())
+    assert json.loads(repo.files()["adapter_config.json"])["model_name"] == "ann/tiny"
     # and what a reader sees
     found = json.loads(over_there("info", "ann/films", "--json")[0])
     assert found["fingerprint"] == trained["fingerprint"]
@@ -67,7 +74,8 @@ def test_push_then_info_list_and_predict(
     assert [line.split()[0] for line in table] == ["adapter", "ann/films"]
     assert over_there("list", "--author", "nobody")[0] == "No adapter found.\n"
     local = run("predict", trained["folder"], "--text", "a fine plot").stdout
-    assert over_there("predict", "ann/films", "--text", "a fine plot")[0] == local
+    options = ["--text", "a fine plot", "--model", base]
+    assert over_there("predict", "ann/films", *options)[0] == local
 
 
 def test_push_private_and_json(
@@ -126,12 +134,15 @@ def test_an_adapter_without_a_name_gets_that_of_its_repository(
 
 
 def test_a_branch_is_pushed_to_and_read(
-    over_there: Callable[..., list[str]], hub_client: tuple[Any, Any], trained: dict[str, Any]
+    over_there: Callable[..., list[str]],
+    hub_client: tuple[Any, Any],
+    trained: dict[str, Any],
+    base: Path,
 ) -> None:
     hub, _ = hub_client
     over_there("push", trained["folder"], "ann/two", "--revision", "v2")
     assert "adapter.safetensors" not in hub.repos["ann/two"].files("main")
     over_there("info", "ann/two", code=1)
-    for command in (["info"], ["verify"], ["predict", "--text", "fine"]):
+    for command in (["info"], ["verify"], ["predict", "--text", "fine", "--model", base]):
         name, *options = command
         over_there(name, "ann/two", "--revision", "v2", *options)
