@@ -173,7 +173,7 @@ def test_arguments_that_are_gone_are_not_taken_for_others():
             wrong.update({name: found} if found else {})
     # one argument that is another one here, or the same one under another name
     formats = {name: ["use_safetensors is format"] for name in ("save_head", "save_all_heads")}
-    loaders = ("save_adapter", "save_all_adapters")
+    loaders = ("save_adapter", "save_adapter_fusion", "save_all_adapters")
     formats |= {name: ["custom_weights_loaders is format"] for name in loaders}
     assert wrong == {
         **formats,
