@@ -18,7 +18,7 @@ import safetensors
 from safetensors.torch import save
 from torch import Tensor
 
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, ConfigError
 
 from . import folders
 
@@ -217,4 +217,4 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ConfigError(f"{text} is no number of JSON")
