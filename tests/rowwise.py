@@ -2,8 +2,8 @@
 
 BLAS sums a row's products in an order that depends on how many rows there are, and on where they
 lie in memory: of plain transformers, too, a row of a batch differs from that row alone in its last
-bits. Here every matrix product is summed term by term, in one order for all shapes. Attention that
-is one operation treats each row by itself anyway.
+bits. Here every matrix product is summed term by term, in one order for all shapes. Products inside
+of attention are seen only where it is made of them: `sdpa_kernel(SDPBackend.MATH)`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ fusion, mixed batches and kernels have their tests where these live.
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -190,15 +191,16 @@ def test_the_same_request_finds_the_same_layers_everywhere(tiny, family):
 # wav2vec2 has weight norm as a parametrisation, which torch itself does not pickle
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "wav2vec2"])
 def test_models_can_be_pickled(tiny, family):
-    """9: after `init`, with adapters, active and merged."""
+    """9: those with heads and, after `init`, those of transformers' own classes."""
     model = tiny(family)
-    model.add_adapter("a", "lora", set_active=True)
-    stir(model, "a")
-    if family not in ("clip", "siglip"):
-        init(model.base_model)
-    made = pickle.loads(pickle.dumps(model))
-    assert type(made) is type(model)
-    assert same_bits(output(model), output(made))
+    for one in (model, init(copy.deepcopy(model.base_model))):
+        one.add_adapter("a", "lora", set_active=True)
+        stir(one, "a")
+        for change in (lambda: None, lambda one=one: one.merge_adapter("a")):
+            change()
+            made = pickle.loads(pickle.dumps(one))
+            assert type(made) is type(one)
+            assert same_bits(output(one), output(made))
 
 
 def test_a_thread_inside_a_setup_runs_what_it_says(tiny):
@@ -359,9 +361,11 @@ def test_nothing_active_costs_nothing(family):
     assert [name for name in found if name not in entry] == expected
     assert sorted(name for name in found if name in entry) == entry
     plain.add_adapter("a", "lora")
-    # one look at the plan for each layer that has an adapter
-    more = sorted(set(calls(plain)) - set(expected))
-    assert more == ["Adapted.forward", *entry]
+    # one look at the plan for each layer that has an adapter, one at the base model's arguments
+    found_more = calls(plain)
+    more = sorted(set(found_more) - set(expected))
+    assert more == sorted(["Adapted.forward", "_refusing.<locals>.forward", *entry])
+    assert found_more.count("_refusing.<locals>.forward") == 1
     plain.delete_adapter("a")
     assert calls(plain) == found
 

@@ -114,6 +114,16 @@ def plain_class(layer: nn.Module) -> type[nn.Module]:
     return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
 
 
+def belongs(layer: nn.Module, selection: Selection) -> bool:
+    """Whether no other model's adapters are at the layer.
+
+    Args:
+        layer: any module.
+        selection: the model's.
+    """
+    return not isinstance(layer, Adapted) or layer._link.selection is selection
+
+
 def base_of(layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None) -> Base:
     """The layer as its adapters see it, outside of a forward.
 

@@ -16,7 +16,7 @@ from adapterzoo.anatomy import Anatomy, find
 from adapterzoo.composition import Composition, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import AdapterZooError
+from adapterzoo.errors import AdapterZooError, StateError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Selection
 
@@ -206,7 +206,16 @@ class AdaptersMixin(PlanningMixin):
         Args:
             config: of the adapter.
             device: where they are made; None: each on that of its layer.
+
+        Raises:
+            StateError: a model inside has adapters that this one does not know.
         """
+        for _, part in self._models_inside():
+            if isinstance(part, AdaptersMixin) or not inject.belongs(part, self._selection):
+                raise StateError(
+                    f"add_adapter(): the {type(part).__name__} in this {type(self).__name__} has "
+                    f"adapters of its own or of another model. Write add_adapter(…) of that one."
+                )
         by_path: dict[str, list[Placement]] = {}
         for placement in config.placements(self.anatomy):
             by_path.setdefault(inject_path(placement.site), []).append(placement)

@@ -208,8 +208,8 @@ def init(model: M) -> M:
         The same object.
 
     Raises:
-        StateError: it is no `PreTrainedModel`, or was loaded without the adapters that it was
-            saved with.
+        StateError: it is no `PreTrainedModel`, is a part of a model that has adapters, or was
+            loaded without the adapters that it was saved with.
     """
     if isinstance(model, AdapterModelMixin):
         return model
@@ -217,6 +217,11 @@ def init(model: M) -> M:
         raise StateError(
             f"init({type(model).__name__}): adapters are named for a transformers PreTrainedModel. "
             f"Write init(AutoModel.from_pretrained(…))."
+        )
+    if isinstance(model, Adapted):
+        raise StateError(
+            f"init({type(model).__name__}): it is a part of a model that has adapters. Call the "
+            f"methods of that model, or delete its adapters first."
         )
     saved = vars(cast("Any", model).config).get("adapters")
     if isinstance(saved, Mapping) and saved.get("format") == FORMAT:

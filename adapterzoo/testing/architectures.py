@@ -32,7 +32,7 @@ from ._models import ModelCase
 
 GREEN, RED = "✓", "✗"
 # of one core, for all methods on one model
-SECONDS = 20
+SECONDS = 60
 _BATCH = 20
 
 Cells = dict[str, str]

@@ -73,7 +73,8 @@ def check_rows(model, inputs, names, atol=1e-12):
         for i, name in enumerate(names):
             expected = alone(model, name, row(inputs, i))
             torch.testing.assert_close(found[i : i + 1], expected, rtol=0, atol=atol)
-            assert torch.allclose(found[i], plain[i], rtol=0, atol=1e-9) == (name is None)
+            same = torch.allclose(found[i], plain[i], rtol=0, atol=max(atol, 1e-9))
+            assert same == (name is None)
 
 
 # --- rows are rows alone ---
@@ -805,6 +806,29 @@ def test_encoders_and_decoders_refuse_what_only_the_whole_understands(family, au
     model.delete_adapter("b")
     assert type(part) is plain
     assert not [m for m in model.modules() if isinstance(m, Adapted)]
+
+
+def test_adapters_belong_to_the_whole_or_to_its_part():
+    """Those of the one would never act for the other."""
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    part = model.base_model
+    init(model).add_adapter("a", "lora")
+    with refused(model, StateError, "init(LlamaModel): it is a part", "methods of that model"):
+        init(part)
+    model.delete_adapter("a")
+    init(part).add_adapter("b", "lora")
+    with refused(model, StateError, "LlamaModel in this LlamaForCausalLM", "Write add_adapter"):
+        model.add_adapter("a", "seq_bn")
+    part.delete_adapter("b")
+    assert not [m for m in model.modules() if isinstance(m, Adapted)]
+
+
+def test_two_models_that_share_a_part_do_not_both_adapt_it():
+    model, other = (AutoModelForCausalLM.from_config(tiny_config("llama")) for _ in range(2))
+    other.model = model.model
+    init(model).add_adapter("a", "lora")
+    with refused(model, StateError, "of its own or of another model", "Write add_"):
+        init(other).add_adapter("b", "lora")
 
 
 @pytest.mark.parametrize("static", [True, False])

@@ -297,7 +297,11 @@ def test_a_static_head_that_became_a_named_one_goes_back(family, tmp_path):
     found = model.merge_and_unload()
     assert type(found) is type(static)
     close(output(found), expected)
-    assert same_bits(output(reloaded(found, tmp_path / "merged")), output(found))
+    loaded = reloaded(found, tmp_path / "merged")
+    kept = loaded.state_dict()
+    assert all(same_bits(kept[key], value) for key, value in found.state_dict().items())
+    # a product with one row depends on where in memory it lies
+    close(output(loaded), output(found), 1e-6)
     assert found.generation_config.to_dict() == model.generation_config.to_dict()
     plain_again = model.unload()
     close(output(plain_again), output(static), 1e-6)
