@@ -187,7 +187,7 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
 
         Raises:
             CompositionError: the rows do not fit the batch.
-            ConfigError: more inputs by position than have one.
+            ConfigError: more inputs by position than have one, or one by position and by name.
             StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
             UnknownNameError: there is no adapter of a name.
         """
@@ -203,7 +203,12 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
                 f"forward(): {len(args)} inputs are given by position and {len(self.input_names)} "
                 f"have one: {listing(self.input_names, limit=30)}. Write the others by name."
             )
-        inputs = dict(zip(self.input_names, args, strict=False)) | kwargs
+        inputs = dict(zip(self.input_names, args, strict=False))
+        if twice := sorted(inputs.keys() & kwargs.keys()):
+            raise ConfigError(
+                f"forward(): {listing(twice)} by position and by name. Write it once."
+            )
+        inputs |= kwargs
         if not self._rows_start(adapter_names):
             return self._answer(inputs, head, return_dict)
         plan, times = self._rows_plan(inputs, adapter_names, "forward", head is not None)
@@ -282,15 +287,17 @@ def _blank(backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
     return made.__new__(made)
 
 
-_classes: dict[type[PreTrainedModel], type[AdapterModel]] = {}
+_classes: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], type[AdapterModel]] = {}
 
 
 def _class_for(
     backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[AdapterModel]:
-    if backbone not in _classes:
-        _classes[backbone] = _make_class(backbone, config_class)
-    return _classes[backbone]
+    # several types of configs may have one base model
+    key = backbone, config_class
+    if key not in _classes:
+        _classes[key] = _make_class(backbone, config_class)
+    return _classes[key]
 
 
 def _make_class(
@@ -299,13 +306,14 @@ def _make_class(
     family: Any = next(
         (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel
     )
+    _, *parameters = inspect.signature(backbone.forward).parameters.values()
     generating = _language_model(config_class)
     bases: list[type] = [AdapterModel]
     members: dict[str, Any] = {
         "__module__": __name__,
         "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
         "backbone_class": backbone,
-        "input_names": tuple(inspect.signature(backbone.forward).parameters)[1:],
+        "input_names": tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
         "config_class": config_class,
         "base_model_prefix": family.base_model_prefix or "model",
         "_tied_weights_keys": None,

@@ -266,8 +266,9 @@ class ConfigUnion(AdapterConfig):
         members = fields.pop("configs", [])
         if fields or not isinstance(members, Sequence):
             raise ConfigError(
-                f"union config: 'configs' is a list of configs and the only field, got also "
-                f"{listing(fields)}. Write {{'architecture': 'union', 'configs': […]}}."
+                f"union config: 'configs' is a list of configs and the only field, got "
+                f"configs={members!r} and beside it {listing(fields)}. "
+                f"Write {{'architecture': 'union', 'configs': […]}}."
             )
         return cls(*(AdapterConfig.from_dict(c) for c in members))
 
@@ -358,10 +359,15 @@ def _as_field(value: Any) -> Any:
 
 
 _CONFIG_STRING = re.compile(r"(?P<name>[^\[\]|]+)(?:\[(?P<fields>.*)\])?", re.DOTALL)
+_QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
 
 
 def _parse(text: str) -> AdapterConfig:
-    parts = [_parse_one(part.strip()) for part in re.split(r"\|(?![^\[]*\])", text)]
+    # what stands in quotes may have any signs, the two that divide a union among them
+    blank = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
+    bars = [match.start() for match in re.finditer(r"\|(?![^\[]*\])", blank)]
+    ends = zip([-1, *bars], [*bars, len(text)], strict=True)
+    parts = [_parse_one(text[bar + 1 : end].strip()) for bar, end in ends]
     return parts[0] if len(parts) == 1 else ConfigUnion(*parts)
 
 

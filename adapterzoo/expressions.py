@@ -23,7 +23,8 @@ def steps(pattern: str, length: int) -> float:
         length: of the text.
 
     Returns:
-        Infinity where no bound is known: repeated groups, and references to groups.
+        Infinity where no bound is known: repeated groups, references to groups, and expressions
+        with the flag x, whose blanks say nothing.
     """
     ways, repeats = 1.0, 0
     bars, last = [0], ""
@@ -48,8 +49,15 @@ def steps(pattern: str, length: int) -> float:
         elif re.fullmatch(r"\\[1-9]", text) or (last == "(?" and text in "P("):
             # what refers to a group, or names one: nobody needs it here
             return math.inf
+        elif re.fullmatch(r"\(\?[a-zA-Z-]*", last) and re.fullmatch("[a-zA-Z-]", text):
+            # a group's flags; with x a blank may stand between a group and its repeat
+            if text == "x":
+                return math.inf
+            text = last + text
         last = "repeat" if token["repeat"] else text
     for count in bars:
         ways *= count + 1
-    ways *= float(length + 1) ** repeats / math.factorial(repeats)
+    for i in range(repeats):
+        # how the text can be shared out among them, a binomial, which may be too large for a float
+        ways *= (length + 1 + i) / (i + 1)
     return max(ways, float(len(pattern)))

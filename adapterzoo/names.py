@@ -11,7 +11,7 @@ from .errors import ConfigError
 _LENGTH = 128
 # a name is a folder name, a part of a state-dict key, which transformers reads as a regular
 # expression, and an element of a comma-joined list
-_FORBIDDEN = r"./\\,:;|()\[\]*?\"'<>\x00-\x1f\x7f"
+_FORBIDDEN = r"./\\,:;|()\[\]*?\"'<>\x00-\x1f\x7f\ud800-\udfff"
 _LEGAL = re.compile(rf"[^\s{_FORBIDDEN}](?:[^{_FORBIDDEN}]*[^\s{_FORBIDDEN}])?")
 
 # transformers finds modules by getattr

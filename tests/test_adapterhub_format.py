@@ -350,6 +350,19 @@ def test_folders_are_not_mixed(model, tmp_path):
     with refused(model, UnknownNameError, "'adapterhubb'", "Did you mean 'adapterhub'?"):
         model.save_adapter(tmp_path / "x", "golden", format="adapterhubb")
     assert {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()} == before
+    # both formats have a config of this name
+    model.save_head(tmp_path / "h", "golden")
+    with refused(model, CheckpointError, "a head in the format 'native'", "Write another folder"):
+        model.save_adapter(tmp_path / "h", "golden", format="adapterhub")
+    model.save_adapter(tmp_path / "a", "golden", with_head=False, format="adapterhub")
+    with refused(model, CheckpointError, "an adapter in the format 'adapterhub'", "empty this one"):
+        model.save_head(tmp_path / "a", "golden")
+    model.load_head(tmp_path / "h", load_as="again")
+    model.load_adapter(tmp_path / "a", load_as="again")
+    # PEFT's files and those of a native head have other names
+    model.add_adapter("l", "lora[r=2]")
+    model.save_adapter(tmp_path / "p", "l", with_head=False, format="peft")
+    model.save_head(tmp_path / "p", "golden")
     # without its head the folder has none
     model.save_adapter(tmp_path / "y", "golden", format="adapterhub")
     model.save_adapter(tmp_path / "y", "golden", with_head=False, format="adapterhub")

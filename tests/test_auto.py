@@ -22,9 +22,11 @@ from transformers import (
     BertModel,
     PreTrainedModel,
 )
+from transformers.models.auto import modeling_auto
 
 import adapterzoo
 from adapterzoo import AutoAdapterModel
+from adapterzoo.auto import adapter_class
 from adapterzoo.errors import ConfigError, StateError
 
 STATIC = {
@@ -97,6 +99,18 @@ def test_classes_are_made_once_and_belong_to_the_family():
     assert isinstance(model, adapterzoo.AdapterModelMixin)
 
 
+def test_types_of_configs_that_share_a_base_model_have_a_class_each(monkeypatch):
+    class SharingConfig(transformers.LlamaConfig):
+        model_type = "sharing"
+
+    shared = modeling_auto.MODEL_MAPPING._extra_content
+    monkeypatch.setitem(shared, SharingConfig, transformers.LlamaModel)
+    for config in (transformers.LlamaConfig(), SharingConfig()):
+        made = adapter_class(config)
+        assert made.config_class is type(config)
+        assert made is adapter_class(config)
+
+
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "vit"])
 def test_forward_shows_the_arguments_of_the_base_model_and_the_labels(family):
     model = AutoAdapterModel.from_config(tiny_config(family))
@@ -122,6 +136,17 @@ def test_more_inputs_than_have_a_position_are_an_error():
     model = AutoAdapterModel.from_config(tiny_config("bert"))
     with pytest.raises(ConfigError, match=r"40 inputs .*'input_ids', 'attention_mask'.*by name"):
         model(*[None] * 40)
+    # a place that only **kwargs would fill is none
+    with pytest.raises(ConfigError, match="Write the others by name"):
+        model(*[None] * (len(model.input_names) + 1))
+    assert "kwargs" not in model.input_names
+
+
+def test_an_input_by_position_and_by_name_is_an_error():
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    ids = tiny_inputs("bert")["input_ids"]
+    with pytest.raises(ConfigError, match=r"'input_ids' by position and by name.*once"):
+        model(ids, input_ids=ids)
 
 
 def test_without_a_head_the_output_is_that_of_the_base_model():

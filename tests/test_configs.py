@@ -89,6 +89,13 @@ def test_strings_mean_what_the_classes_mean():
     assert load('seq_bn[reduction_factor={"0":8,"default":16}]') == SeqBnConfig(
         reduction_factor={"0": 8, "default": 16}
     )
+    # bars and brackets in quotes are no others'
+    assert load('lora[target_modules="query|[kv]ey"]|seq_bn') == ConfigUnion(
+        LoRAConfig(target_modules="query|[kv]ey"), SeqBnConfig()
+    )
+    assert load('lora[target_modules="q|v",layers_to_transform=[0]]') == LoRAConfig(
+        target_modules="q|v", layers_to_transform=(0,)
+    )
     assert load("seq_bn|lora[r=2]") == ConfigUnion(SeqBnConfig(), LoRAConfig(r=2))
     assert load("par_bn[leave_out=[0,1]] | lora") == ConfigUnion(
         ParBnConfig(leave_out=(0, 1)), LoRAConfig()
@@ -258,6 +265,12 @@ def test_patterns_hold_legal_values(alpha):
 def test_a_union_wants_two_plain_configs(members):
     with pytest.raises(ConfigError, match=r"Write ConfigUnion\("):
         ConfigUnion(*members)
+
+
+def test_the_dict_of_a_union_has_a_list_and_nothing_else():
+    for fields, says in (({"configs": 5}, "configs=5"), ({"configs": [], "r": 8}, "'r'")):
+        with pytest.raises(ConfigError, match=rf"{says}.*Write .'architecture': 'union'"):
+            AdapterConfig.from_dict({"architecture": "union", **fields})
 
 
 def test_a_union_is_the_identity_when_all_members_are():

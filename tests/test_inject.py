@@ -18,6 +18,7 @@ from adapterzoo.anatomy import Rows
 from adapterzoo.composition import Stack
 from adapterzoo.contracts import Adapter, Base, WeightAdapter
 from adapterzoo.errors import DuplicateNameError, StateError
+from adapterzoo.inject import ParameterParts, Parts
 from adapterzoo.selection import Default, Plan, Selection
 
 # each means something to nn.Module, to a layer or to the library
@@ -148,6 +149,12 @@ def test_a_taken_name_is_refused_and_the_first_adapter_stays() -> None:
     with pytest.raises(DuplicateNameError, match=r"put\('a'\).*'at'.*another name"):
         inject.put(plain, "a", Times(3.0), Selection(Default()), "at")
     assert plain.adapters["a"] is first
+    # the layer does not learn which parameters the refused one wanted to change
+    kind = type(plain)
+    parts = ParameterParts({"weight": Parts([])})
+    with pytest.raises(DuplicateNameError, match=r"put\('a'\)"):
+        inject.put(plain, "a", parts, Selection(Default()), "at")
+    assert type(plain) is kind
 
 
 def test_taking_what_is_not_there_is_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from snapshots import same_bits
 from transformers import AutoConfig, AutoModel
 
-from adapterzoo import init
+from adapterzoo import Fuse, init
 
 
 @pytest.fixture
@@ -50,3 +50,14 @@ def test_a_norm_that_is_trained_keeps_its_mode(conformer):
     conformer.freeze_model(True)
     conformer.train()
     assert all(m.training for m in norms(conformer))
+
+
+def test_training_a_fusion_keeps_the_statistics(conformer):
+    for name in ("b", "c"):
+        conformer.add_adapter(name, "seq_bn")
+    conformer.add_adapter_fusion(["b", "c"])
+    before = {k: v.clone() for k, v in conformer.named_buffers()}
+    conformer.train_adapter_fusion(Fuse("b", "c"))
+    conformer(torch.randn(2, 320))
+    assert not any(m.training for m in norms(conformer))
+    assert all(same_bits(before[k], v) for k, v in conformer.named_buffers())

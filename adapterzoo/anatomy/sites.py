@@ -249,12 +249,16 @@ class Anatomy:
         """
         call = f"select({', '.join(map(repr, roles))})"
         if unknown := [role for role in roles if role not in ROLES]:
-            raise SiteError(f"{call}: {unknown[0]!r} is no role. Legal roles: {', '.join(ROLES)}.")
+            raise SiteError(
+                f"{call}: {unknown[0]!r} is no role. Legal roles: {', '.join(ROLES)}. "
+                f"Write select('query')."
+            )
         wanted = None if layers is None else frozenset(layers)
         blocks = [b for b in self.blocks if wanted is None or b.layer in wanted]
         chosen: list[Site] = []
         for block in blocks:
-            for role in roles:
+            # a role asked for twice has its sites once
+            for role in dict.fromkeys(roles):
                 filtered = cross if role in ATTENTION_ROLES else None
                 found = block.named(role, filtered)
                 if not found and block.has(role, filtered):
@@ -285,7 +289,7 @@ class Anatomy:
         known = sorted({site.role for block in blocks for site in (*block.sites, *block.parts)})
         return (
             f"no layer with the role {role!r}: {searched}. "
-            f"Roles that are there: {', '.join(known) or 'none'}."
+            f"Roles that are there: {', '.join(known) or 'none'}. Write one of these."
         )
 
 

@@ -163,9 +163,10 @@ class Combination:
         for field in dict.fromkeys(field for values in dicts for field in values):
             found = [values.get(field) for values in dicts]
             if field not in but and any(value != found[0] for value in found):
+                given = [config.get(field) for config in configs]
                 raise CompositionError(
                     f"{self.call}: {self.name!r} takes one {field}, and these have "
-                    f"{' and '.join(map(str, found))}. Write {cure}."
+                    f"{' and '.join(map(str, given))}. Write {cure}."
                 )
 
     def refusal(self, why: str) -> CompositionError:
@@ -243,6 +244,9 @@ def combination(
         raise wrong("svd_rank", svd_rank, f"is no rank from 1 to {MAX_WIDTH}", "svd_rank=8")
     if svd_clamp is not None and not (_is_number(svd_clamp) and 0 <= svd_clamp <= 1):
         raise wrong("svd_clamp", svd_clamp, "is no quantile from 0 to 1", "svd_clamp=0.99")
+    if type(svd_full_matrices) is not bool:
+        why = "is neither True nor False"
+        raise wrong("svd_full_matrices", svd_full_matrices, why, "svd_full_matrices=False")
     if svd_driver not in _DRIVERS:
         raise wrong("svd_driver", svd_driver, f"is none of {listing(_DRIVERS)}", "svd_driver=None")
     if seed is not None and type(seed) is not int:

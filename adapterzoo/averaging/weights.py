@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Real
 
 from adapterzoo.errors import ConfigError
@@ -25,7 +25,7 @@ def weighted(
 
     Raises:
         ConfigError: there are none, not one for each name, one is no finite number, or they
-            cannot be divided by their sum, which is zero.
+            cannot be divided by their sum, which is zero or infinite.
     """
     if isinstance(names, str):
         raise ConfigError(
@@ -48,7 +48,9 @@ def weighted(
                 f"Write the dict alone, or a list of names with weights=[…]."
             )
         weights = list(names.values())
-    if weights is not None and (isinstance(weights, str) or not isinstance(weights, Iterable)):
+    # a set has no order in which they could stand for names
+    unordered = isinstance(weights, (str, Set, Mapping)) or not isinstance(weights, Iterable)
+    if weights is not None and unordered:
         raise ConfigError(
             f"{call}: weights={weights!r} is no list of numbers. Write one for each of the "
             f"{len(names)} names: weights={[1.0] * len(names)!r}."
@@ -67,10 +69,10 @@ def weighted(
         if not math.isfinite(weight):
             raise _no_number(call, weight)
     total = float(sum(weights)) if normalize else 1.0
-    if total == 0:
+    if total == 0 or math.isinf(total):
         raise ConfigError(
-            f"{call}: the weights {list(weights)!r} have the sum 0 and cannot be divided by it. "
-            f"Write normalize_weights=False, which takes them as they are."
+            f"{call}: the weights {list(weights)!r} have the sum {total:g} and cannot be divided "
+            f"by it. Write normalize_weights=False, which takes them as they are."
         )
     return tuple(names), tuple(float(weight) / total for weight in weights)
 

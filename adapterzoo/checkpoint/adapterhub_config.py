@@ -28,7 +28,7 @@ _FORGOTTEN = ("attention_type", "new_attention_norm")
 _OLD_NAMES = {"LN_after": "ln_after", "LN_before": "ln_before", "MH_Adapter": "mh_adapter",
               "Output_Adapter": "output_adapter"}  # fmt: skip
 _OLD_ACTIVATIONS = {"gelu": "gelu_new", "gelu_orig": "gelu"}
-_RELEASE = re.compile(r"adapters\.(\d+)\.(\d+)(?:\.(\d+))?(.*)")
+_RELEASE = re.compile(r"adapters\.(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)")
 
 _LORA_FIELDS = (
     "selfattn_lora", "intermediate_lora", "output_lora", "attn_matrices", "leave_out", "r",

@@ -9,6 +9,7 @@ of texts no more is read than a config can have.
 from __future__ import annotations
 
 import json
+import math
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -209,12 +210,19 @@ def _check_size(what: str, size: int, limit: int) -> None:
 def parse_json(text: str | bytes) -> Any:
     """What a JSON text says; NaN and infinities, which Python's reader takes, are none.
 
+    1e999 is one, too: it would be an infinity in memory, and nothing that can be written again.
+
     Raises:
         ValueError: it is no JSON.
         RecursionError: it has objects in objects without end.
     """
-    return json.loads(text, parse_constant=_no_number)
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
 
 
 def _no_number(text: str) -> float:
-    raise ConfigError(f"{text} is no number of JSON")
+    raise ConfigError(f"{text[:60]} is no number of JSON")

@@ -7,6 +7,7 @@ the rebuilding of tensors; what asks for more is refused.
 from __future__ import annotations
 
 import pickle
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,9 @@ def read_tensors(call: str, file: Path) -> dict[str, Tensor]:
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
     # a damaged pickle raises whatever its bytes say
     except (
-        safetensors.SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError,
-        ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, RuntimeError,
-        TypeError, ValueError,
+        safetensors.SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+        OSError, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError,
+        MemoryError, RecursionError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
         if isinstance(error, CheckpointError):
             raise
@@ -148,7 +149,9 @@ def _check_header(call: str, file: Path) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return not (value.is_meta or value.is_quantized or value.is_complex())
 
 
 def _refuse_compressed(call: str, file: Path) -> None:
@@ -156,7 +159,14 @@ def _refuse_compressed(call: str, file: Path) -> None:
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as opened:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in opened.infolist()):
-            raise CheckpointError(
-                f"{call}: {file.name} is compressed, which torch.save never does. {_AGAIN}."
-            )
+        entries = opened.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise CheckpointError(
+            f"{call}: {file.name} is compressed, which torch.save never does. {_AGAIN}."
+        )
+    # entries may lie over each other: each of a thousand as large as the file
+    if sum(entry.file_size for entry in entries) > file.stat().st_size:
+        raise CheckpointError(
+            f"{call}: {file.name} holds more than it has bytes, as its entries share them, which "
+            f"those of torch.save never do. {_AGAIN}."
+        )

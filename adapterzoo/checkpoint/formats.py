@@ -167,11 +167,18 @@ def write(folder: Path, stored: Stored, stem: Stem, name: str, facts: Facts) -> 
     """
     chosen = formats.find(name, facts.call)
     contents = chosen.encode(stored, stem, facts)
+    touched = {*contents, *chosen.owned(stem)}
     with folders.saving(facts.call, folder):
-        there = of(folder, stem)
-        if there not in (None, name):
-            raise CheckpointError(
-                f"{facts.call}: the folder {str(folder)!r} holds an {stem} in the format "
-                f"{there!r}; files of both would be mixed. Write another folder, or empty this one."
-            )
+        for held in STEMS:
+            there = of(folder, held)
+            if there in (None, name):
+                continue
+            # of the other kind, it may lie beside: where no file is one of both
+            if held == stem or touched & {*formats[there].owned(held)}:
+                what = "an adapter" if held == "adapter" else "a head"
+                raise CheckpointError(
+                    f"{facts.call}: the folder {str(folder)!r} holds {what} in the format "
+                    f"{there!r}; files of both would be mixed. Write another folder, or empty "
+                    f"this one."
+                )
         folders.replace_files(facts.call, folder, contents, chosen.owned(stem))

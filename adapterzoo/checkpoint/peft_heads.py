@@ -124,7 +124,7 @@ def _class_in(theirs: PeftConfig, facts: Facts) -> str:
             f"is not known what the head does; legal are {listing(_TASKS)}. Write with_head=False, "
             f"or load it into the class that it was trained on after adapterzoo.init(model)."
         )
-    return next(_classes(_TASKS[task], facts), f"{task}")
+    return next(_classes(_TASKS[task], facts), task)
 
 
 def _classes(mapping: Mapping[str, Any], facts: Facts) -> Iterator[str]:

@@ -15,6 +15,8 @@ import click
 from adapterzoo import __version__
 from adapterzoo.errors import AdapterZooError
 
+from .output import printable
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 # where each command lives, in the order in which a user meets them
@@ -42,7 +44,9 @@ class RefusedError(click.ClickException):
         Args:
             file: instead of standard error.
         """
-        click.echo(f"adapterzoo: {self.message}", file=file, err=True)
+        # names out of files may stand in it; some messages have several lines
+        message = printable(self.message, kept="\n")
+        click.echo(f"adapterzoo: {message}", file=file, err=True)
 
 
 class ExampleCommand(click.Command):

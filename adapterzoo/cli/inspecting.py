@@ -13,6 +13,8 @@ from .app import command, json_option
 from .output import be_quiet, print_facts, print_json
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .checkpoints import Checkpoint
 
 _revision = click.option("--revision", help="Branch, tag or commit on the Hub.")
@@ -108,13 +110,19 @@ def _check_files(checkpoint: Checkpoint) -> None:
 
 
 def _check_finite(checkpoint: Checkpoint) -> None:
-    wrong = [k for k, t in checkpoint.tensors.items() if not bool(t.isfinite().all())]
+    wrong = [k for k, t in checkpoint.tensors.items() if not _is_finite(t)]
     if wrong:
         raise CheckpointError(
             f"{checkpoint.call}: NaN or infinite values in {len(wrong)} of "
             f"{len(checkpoint.tensors)} tensors: {listing(wrong)}. Train it "
             f"again with a smaller learning rate."
         )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # torch answers for no dtype of eight bits
+    asked = tensor.float() if tensor.element_size() == 1 else tensor
+    return bool(asked.isfinite().all())
 
 
 def _check_fingerprint(call: str, found: str | None, expected: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -139,6 +140,9 @@ def predict_command(
     call = f"predict {path}"
     if (file is None) == (not texts):
         raise click.UsageError("Write --text or --file, one of the two.")
+    if output is not None and not _can_be_written(Path(output)):
+        # found after the work, it would cost all answers
+        raise _unwritable(call, output, "it is a folder, or there is none that can be written")
     rows = list(texts) if file is None else read_rows(call, Path(file), text_column, None).texts
 
     from .checkpoints import open_checkpoint
@@ -159,11 +163,20 @@ def predict_command(
         with Path(output).open("w", encoding="utf-8", newline="") as stream:
             write(stream, answers, kind)
     except OSError as error:
-        raise ConfigError(
-            f"{call}: --output {output!r} cannot be written ({error.strerror or error}). Write a "
-            f"path in a folder that is there."
-        ) from error
+        raise _unwritable(call, output, str(error.strerror or error)) from error
     note(f"{output}: {len(rows):,} rows")
+
+
+def _can_be_written(file: Path) -> bool:
+    there = file if file.exists() else file.absolute().parent
+    return not file.is_dir() and os.access(there, os.W_OK)
+
+
+def _unwritable(call: str, output: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{call}: --output {output!r} cannot be written ({reason}). Write a path in a folder that "
+        f"is there."
+    )
 
 
 def _shown(value: object) -> object:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
@@ -214,7 +215,7 @@ def _structure(checkpoint: Checkpoint, base: str) -> Any:
     cls = _class_of(checkpoint)
     make = cls.from_config if cls is AutoAdapterModel else cls._from_config
     # what other kinds of attention need is not there on the meta device
-    with torch.device("meta"):
+    with _told(checkpoint.call, base), torch.device("meta"):
         model = make(config, dtype=checkpoint.dtype, attn_implementation="eager")
     return init(model).eval()
 
@@ -255,10 +256,15 @@ def _told(call: str, base: str, what: str = "base model") -> Iterator[None]:
     """Tell what transformers says of a model that cannot be had as one error of this library."""
     try:
         yield
-    except AdapterZooError:
+    # `fitted` takes up the second
+    except (AdapterZooError, NotImplementedError):
         raise
-    # a name that nobody has, a folder without config, a type that this release does not know
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    # a name that nobody has, a folder without config, a type that this release does not know,
+    # weights that are cut off, a config of other weights
+    except (
+        safetensors.SafetensorError, ArithmeticError, ImportError, KeyError, OSError, RuntimeError,
+        TypeError, ValueError,
+    ) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = reason if len(reason) <= 200 else f"{reason[:199]}…"
         raise CheckpointError(

@@ -30,7 +30,7 @@ def print_facts(facts: Mapping[str, object]) -> None:
     shown = {name: value for name, value in facts.items() if value is not None}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
-        click.echo(f"{name:<{width}}  {_printable(str(value))}")
+        click.echo(f"{name:<{width}}  {printable(str(value))}")
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -59,7 +59,7 @@ def note(text: str) -> None:
     Args:
         text: one line.
     """
-    click.echo(text, err=True)
+    click.echo(printable(text), err=True)
 
 
 def wants_progress(as_json: bool) -> bool:
@@ -104,9 +104,14 @@ def be_quiet(shown: bool) -> None:
 def _shown(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else _printable(str(value))
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
 
 
-def _printable(text: str) -> str:
-    """Text of strangers without what a terminal would obey."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def printable(text: str, kept: str = "") -> str:
+    """Text of strangers without what a terminal would obey.
+
+    Args:
+        text: any.
+        kept: of the characters that do not print, those that stay.
+    """
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)

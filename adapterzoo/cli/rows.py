@@ -107,6 +107,13 @@ def _records(call: str, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if ending in _SEPARATORS:
             reader = csv.DictReader(stream, delimiter=_SEPARATORS[ending], strict=True)
             for row in reader:
+                # what is in no column: a separator stands in a text that is not quoted
+                if any(row.get(reader.restkey) or ()):
+                    raise ConfigError(
+                        f"{call}: line {reader.line_num} of {str(file)!r} has more values than "
+                        f"there are columns: {listing(reader.fieldnames or ())}. Write texts with "
+                        f"{_SEPARATORS[ending]!r} in double quotes."
+                    )
                 yield reader.line_num, row
             return
         for number, line in enumerate(stream, 1):

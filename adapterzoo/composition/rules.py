@@ -28,7 +28,7 @@ def parse(setup: object) -> Node | None:
     Raises:
         CompositionError: it is none of these.
     """
-    if setup is None or setup == [] or setup == ():
+    if setup is None or (isinstance(setup, (list, tuple)) and not setup):
         return None
     if isinstance(setup, Node):
         return setup

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.activations import activation
+from adapterzoo.configs import construct
 from adapterzoo.contracts import Head
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.errors import ConfigError
 from adapterzoo.registry import Registry
 
 from ._pooling import Pooling
@@ -150,27 +151,26 @@ class HeadConfig(ABC):
         """
         fields = dict(values)
         head_type = fields.pop("head_type", None)
-        target = cls
         if cls is HeadConfig:
-            target = head_types.find(str(head_type), "head config")
+            return head_types.find(str(head_type), "head config").from_dict(values)
+        if head_type not in (None, cls.head_type):
+            raise ConfigError(
+                f"{cls.__name__}.from_dict: the dict is of head_type={head_type!r}, not "
+                f"{cls.head_type!r}. Write HeadConfig.from_dict(…)."
+            )
         id2label = fields.pop("id2label", None)
         if id2label is not None:
             fields["label2id"] = labels_from(id2label)
-        known = [f.name for f in dataclasses.fields(target)]
-        if unknown := sorted(set(fields) - set(known)):
-            raise ConfigError(
-                f"head config of type {target.head_type!r}: there is no field {listing(unknown)}. "
-                f"Its fields: {listing(sorted(known), limit=40)}."
-            )
-        return target(**fields)
+        return construct(cls, f"head config of type {cls.head_type!r}", fields)
 
     def replace(self, **changes: Any) -> Self:
         """The same config with some fields changed.
 
         Raises:
-            ConfigError: a value is not legal.
+            ConfigError: a field is unknown, or a value is not legal.
         """
-        return dataclasses.replace(self, **changes)
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return construct(type(self), type(self).__name__, kept | changes)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the config's dict, the default where the dict does not have it."""

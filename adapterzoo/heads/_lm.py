@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adapterzoo.activations import activation
+from adapterzoo.configs import MAX_WIDTH
 from adapterzoo.errors import ConfigError
 
 from ._base import (
@@ -68,19 +71,19 @@ class LMConfig(HeadConfig):
             self._check("vocab_size", 1, _MAX_VOCAB)
         self._check("layers", 1, _MAX_LAYERS)
         activation(self.activation_function)
-        for name in (
-            "hidden_scale",
-            "logit_scale",
-            "logit_divisor",
-            "logit_softcap",
-            "layer_norm_eps",
-        ):
+        for name in _POSITIVE:
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            # not isinstance: True is an int
+            if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
                 raise ConfigError(
                     f"{type(self).__name__}({name}={value!r}): {name} is a number above 0, or "
                     f"None. Write {name}=None."
                 )
+
+    def _check_width(self) -> None:
+        """Check the `embedding_size` of those that have one."""
+        if self.get("embedding_size") is not None:
+            self._check("embedding_size", 1, MAX_WIDTH)
 
     def build(self, backbone: Backbone) -> LMHead:
         """A fresh head, not yet tied."""
@@ -135,14 +138,21 @@ class LMHead(PredictionHead):
 
     @property
     def output_embeddings(self) -> nn.Linear:
-        """The layer onto the vocabulary; it can be set to another one."""
-        last = next(reversed(self._modules.values()))
-        if not isinstance(last, nn.Linear):
-            raise ConfigError(f"output embeddings: {type(last).__name__} is no linear layer.")
-        return last
+        """The layer onto the vocabulary."""
+        return cast("nn.Linear", next(reversed(self._modules.values())))
 
-    @output_embeddings.setter
-    def output_embeddings(self, layer: nn.Linear) -> None:
+    # no setter: nn.Module takes what is assigned for one more child
+    def replace_output(self, layer: nn.Module) -> None:
+        """Put another layer onto the vocabulary in the place of the last one.
+
+        Raises:
+            ConfigError: it is no linear layer.
+        """
+        if not isinstance(layer, nn.Linear):
+            raise ConfigError(
+                f"set_output_embeddings({layer!r}): the scores of tokens are those of a linear "
+                f"layer. Write set_output_embeddings(nn.Linear(d_model, vocab_size))."
+            )
         self._modules[next(reversed(self._modules))] = layer
 
     def tie(self, weight: nn.Parameter) -> bool:

@@ -39,6 +39,7 @@ class CausalLMConfig(LMConfig):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
+        self._check_width()
         check_probability(self, "dropout_prob")
 
     def build(self, backbone: Backbone) -> LMHead:
@@ -63,6 +64,11 @@ class MaskedLMConfig(LMConfig):
     activation_function: str | None = "gelu"
     layer_norm: bool = True
     bias: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        self._check_width()
 
     def build(self, backbone: Backbone) -> LMHead:
         """A fresh head, not yet tied."""

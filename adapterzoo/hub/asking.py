@@ -29,15 +29,18 @@ T = TypeVar("T")
 # the library under huggingface_hub: httpx for its 1.x, httpx2 for its 2.x
 _http: Any = importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
 
-# a question without an answer ends in one of these; RuntimeError: what failed in a thread
+# a question without an answer ends in one of these; RuntimeError: what failed in a thread;
+# AttributeError and TypeError: what is JSON, but none of the Hub's
 _FAILURES: tuple[type[Exception], ...] = (
     _http.HTTPError,
     _http.StreamError,
     EntryNotFoundError,
     OSError,
     ValueError,
+    AttributeError,
     KeyError,
     RuntimeError,
+    TypeError,
 )
 
 _PASSING = (408, 429, 500, 502, 503, 504)
@@ -87,10 +90,12 @@ class Caller:
             try:
                 return question()
             except _FAILURES as error:
-                pause = next(pauses, None)
-                wait = None if pause is None else _wait(_root(error), pause, once)
-                if wait is None or time.monotonic() - start + wait > _PATIENCE:
-                    raise self.error(error) from (None if self._leaks(error) else error)
+                failure = error
+            pause = next(pauses, None)
+            wait = None if pause is None else _wait(_root(failure), pause, once)
+            if wait is None or time.monotonic() - start + wait > _PATIENCE:
+                # not within `except`: the new error would keep the old one, and its token
+                raise self.error(failure) from (None if self._leaks(failure) else failure)
             time.sleep(wait)
 
     def error(self, error: Exception) -> HubError:

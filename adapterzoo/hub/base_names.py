@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adapterzoo.checkpoint import native
 from adapterzoo.checkpoint.files import json_bytes
+from adapterzoo.checkpoint.foreign import read_json
 from adapterzoo.checkpoint.stored import Stored
 
 from .places import is_public_name
@@ -29,21 +29,22 @@ def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
 
 
 def with_base_name(
-    folder: Path, contents: Mapping[str, bytes], given: str | None
+    call: str, folder: Path, contents: Mapping[str, bytes], given: str | None
 ) -> dict[str, bytes]:
     """The files of an adapter, with that name in place of another one.
 
     Args:
-        folder: from which they were read; what is of the native format is read once more.
-        contents: names to contents, configs of JSON objects among them.
+        call: what the user wrote, for messages.
+        folder: from which they were read; configs and the native format are read once more.
+        contents: names to contents.
         given: as for `base_name`.
 
     Raises:
-        CheckpointError: a checkpoint of the native format is damaged.
+        CheckpointError: a config, or a checkpoint of the native format, is damaged.
     """
     named = dict(contents)
     for file in [name for name in contents if name.endswith("_config.json")]:
-        document = json.loads(contents[file])
+        document = read_json(call, folder / file)
         base = base_name(document, given)
         others = [key for key in BASE_NAMES if key in document and document[key] != base]
         if not others:

@@ -70,9 +70,16 @@ def check_card(call: str, text: CardText) -> None:
     """Raise before anything is sent where the card could not be written.
 
     Raises:
-        ConfigError: a result is no finite number, a metric has no name, or the base model is no
-            name of the Hub.
+        ConfigError: a result is no finite number, a metric has no name, a text stands where
+            several belong, or the base model is no name of the Hub.
     """
+    for field_name in ("datasets", "tags", "metrics"):
+        # a text is a sequence too: of letters
+        if isinstance(value := getattr(text, field_name), str):
+            raise ConfigError(
+                f"{call}: {field_name}={value!r} is one text, and several are legal. Write "
+                f"{field_name}=[{value!r}]."
+            )
     for metric in (*text.results, *text.metrics):
         if not isinstance(metric, str) or not metric.strip():
             raise ConfigError(

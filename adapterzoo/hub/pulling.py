@@ -83,12 +83,10 @@ def resolve(
             raise
         _LOG.warning("%s What is in the cache is used.", error)
         return found
-    for name in wanted(digests):
-        found = kept.fetch(name, commit, digests[name], force_download).parent
-    if found is None:
-        raise HubError(f"{call}: the repository changed in between. Try again.")
-    kept.remember(wanted(digests)[-1], commit)
-    return found
+    names = wanted(digests)
+    files = [kept.fetch(name, commit, digests[name], force_download) for name in names]
+    kept.remember(names[-1], commit)
+    return files[-1].parent
 
 
 def fetch_file(caller: Caller, place: Place, name: str, commit: str, digest: str | None) -> Path:

@@ -128,4 +128,4 @@ def _contents(
                 f"{call}: {str(error.filename or folder)!r} cannot be read: "
                 f"{error.strerror or error}. Make it readable, or write another folder."
             ) from error
-        return {CARD: card} | with_base_name(folder, contents, text.base_model)
+        return {CARD: card} | with_base_name(call, folder, contents, text.base_model)

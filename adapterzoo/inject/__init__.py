@@ -62,14 +62,15 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: Selection, p
         StateError: the layer has an attribute `adapters` of its own.
     """
     check_put(layer, path)
-    parameters = tuple(adapter._modules) if isinstance(adapter, ParameterParts) else ()
-    swap(layer, selection, path, parameters)
-    shelf = cast("Shelf", layer._modules.setdefault("adapters", Shelf().train(layer.training)))
-    if name in shelf:
+    there = layer._modules.get("adapters")
+    if isinstance(there, Shelf) and name in there:
         raise DuplicateNameError(
             f"put({name!r}): there is one at {path!r} already. Write take(layer, {name!r}) "
             f"first, or another name."
         )
+    parameters = tuple(adapter._modules) if isinstance(adapter, ParameterParts) else ()
+    swap(layer, selection, path, parameters)
+    shelf = cast("Shelf", layer._modules.setdefault("adapters", Shelf().train(layer.training)))
     shelf[name] = adapter.train(layer.training)
 
 

@@ -234,4 +234,5 @@ def put_rows(t: Tensor, part: Tensor, rows: Rows, dim: int) -> Tensor:
     before = grouped.narrow(dim + 1, 0, rows.start)
     after = grouped.narrow(dim + 1, rows.stop, rows.width - rows.stop)
     middle = part.unflatten(dim, (rows.groups, size))  # [.., groups, size, ..]
-    return torch.cat([before, middle, after], dim + 1).flatten(dim, dim + 1)
+    whole = torch.cat([before, middle, after], dim + 1)  # [.., groups, width, ..]
+    return whole.flatten(dim, dim + 1)  # [.., groups · width, ..]

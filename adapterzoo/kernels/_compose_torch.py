@@ -30,7 +30,7 @@ def compose(
     if t is not None and b is not None:
         # the gain of an output feature is that of its row of b
         b = gain.unsqueeze(-1) * b.to(gain.dtype)  # [d_out, rank]
-        out = out.view(-1, out.shape[-1]).addmm_(rows_of(t).to(gain.dtype), b.T, alpha=scaling)
+        out = rows_of(out).addmm_(rows_of(t).to(gain.dtype), b.T, alpha=scaling)  # [rows, d_out]
     return out.view(y.shape).to(y.dtype)  # [*batch, d_out]
 
 

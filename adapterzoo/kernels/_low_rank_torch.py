@@ -68,8 +68,8 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     """
     if is_small(y) and y.dtype is t.dtype is b.dtype:
         return torch.add(y, linear(t, b), alpha=scaling)
-    # a y that is wider than the products is not rounded to their dtype
-    dtype = y.dtype if y.dtype.itemsize > t.dtype.itemsize else t.dtype
+    # y is not rounded to the dtype of the products: of the two halves each loses bits of the other
+    dtype = y.dtype if y.dtype is t.dtype else torch.promote_types(y.dtype, t.dtype)
     # no view at the end: a model may write into its layer's output in place
     out = y.to(dtype, copy=True, memory_format=torch.contiguous_format)
     rows_of(out).addmm_(rows_of(t).to(dtype), b.T.to(dtype), alpha=scaling)  # [rows, d_out]

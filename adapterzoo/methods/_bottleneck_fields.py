@@ -188,15 +188,15 @@ class BottleneckFields(AdapterConfig):
                     f"there is no number for block {layer} and no default",
                     f"reduction_factor={ {**factors, 'default': 16}!r}",
                 )
-        width = max(1, int(d_model // factor))
+        width = d_model // factor
         if width > MAX_WIDTH:
             raise self._error(
                 f"reduction_factor={factor!r}",
-                f"makes a bottleneck of width {width} out of {d_model} features; at most "
+                f"makes a bottleneck of width {width:.12g} out of {d_model} features; at most "
                 f"{MAX_WIDTH} are legal",
                 "reduction_factor=16",
             )
-        return width
+        return max(1, int(width))
 
     def _check_reduction(self) -> None:
         value = self.reduction_factor

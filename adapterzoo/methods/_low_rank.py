@@ -91,7 +91,8 @@ class LowRankConfig(TargetedConfig):
         """
         placements = super().placements(anatomy)
         # a key may mean a layer of a block that is left out
-        sites = list(anatomy) if self.leave_out else [p.site for p in placements]
+        by_layer = self.leave_out or self.layers_to_transform is not None
+        sites = list(anatomy) if by_layer else [p.site for p in placements]
         for field_name in ("rank_pattern", "alpha_pattern"):
             for key in getattr(self, field_name):
                 if not any(_fits(key, site.path) for site in sites):
@@ -112,7 +113,7 @@ class LowRankConfig(TargetedConfig):
             )
         # the caller's dict may change later
         object.__setattr__(self, name, dict(patterns))
-        check_pattern(self, name, *patterns)
+        check_pattern(self, name, *patterns, names="{'query': 4}")
 
     def __eq__(self, other: object) -> bool:
         """Whether class and all fields are equal."""
@@ -265,4 +266,6 @@ def _matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:
 
 def _fits(pattern: str, path: str) -> bool:
     """PEFT's rule for the keys of patterns: a regular expression for the end of a path."""
-    return re.fullmatch(rf"(.*\.)?({pattern})", path) is not None
+    # from each name on, not behind a prefix: `(?i)` has to stand first, and groups keep numbers
+    expression, starts = re.compile(pattern), [0, *(i + 1 for i, c in enumerate(path) if c == ".")]
+    return any(expression.fullmatch(path, start) is not None for start in starts)

@@ -54,11 +54,12 @@ def combined_config(configs: Sequence[_C], how: Combination, anatomy: Anatomy) -
     """
     first = configs[0]
     trained, dicts = type(first).training_fields, [config.to_dict() for config in configs]
+    # what no strategy takes, before what another one does
+    how.refuse_differing(dicts, trained | _SIZES | TARGETS)
     if how.keeps_scaling:
         how.refuse_differing(dicts, trained, _ANY_RANK)
         return first
     # scalings become a part of the factors, and PEFT's strategies leave out who is not there
-    how.refuse_differing(dicts, trained | _SIZES | TARGETS)
     places = [{p.site.path: p.site for p in c.placements(anatomy)} for c in configs]
     ranks: dict[str, list[int]] = {}
     for config, sites in zip(configs, places, strict=True):

@@ -66,7 +66,7 @@ class TargetedConfig(AdapterConfig):
         asked = self.attn_matrices
         matrices = tuple(asked) if isinstance(asked, Iterable) else (asked,)
         object.__setattr__(self, "attn_matrices", matrices)
-        if unknown := [m for m in matrices if m not in MATRICES]:
+        if unknown := [m for m in matrices if not (isinstance(m, str) and m in MATRICES)]:
             raise ConfigError(
                 f"{self._name}(attn_matrices={asked!r}): there is no attention "
                 f"matrix {listing(unknown)}; legal are {listing(MATRICES)}. "
@@ -168,8 +168,16 @@ class TargetedConfig(AdapterConfig):
         return type(self).__name__
 
 
-def check_pattern(config: AdapterConfig, field: str, *patterns: str) -> None:
+def check_pattern(
+    config: AdapterConfig, field: str, *patterns: str, names: str = "['query', 'value']"
+) -> None:
     """Check that a field holds regular expressions, which come to an end soon.
+
+    Args:
+        config: that has the field.
+        field: its name.
+        patterns: the expressions.
+        names: what to write without them.
 
     Raises:
         ConfigError: one does not compile, or they could search for hours.
@@ -180,20 +188,23 @@ def check_pattern(config: AdapterConfig, field: str, *patterns: str) -> None:
         if total > _MAX_STEPS:
             raise ConfigError(
                 f"{type(config).__name__}({field}={pattern[:80]!r}): the expression could search "
-                f"for hours: it repeats a group, refers to one, or repeats too often. Write a list "
-                f"of layer names instead: {field}=['query', 'value'], or fewer of '*' and '+'."
+                f"for hours: it repeats a group, refers to one, or repeats too often. Write names "
+                f"of layers instead: {field}={names}, or fewer of '*' and '+'."
             )
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise ConfigError(
                 f"{type(config).__name__}({field}={pattern[:80]!r}): not a regular expression "
-                f"({error}). Write a list of layer names instead: {field}=['query', 'value']."
+                f"({error}). Write names of layers instead: {field}={names}."
             ) from error
 
 
 def matches(path: str, wanted: str | Iterable[str]) -> bool:
-    """PEFT's rule: a string is a regular expression for the whole path, a list holds endings."""
+    """PEFT's rule: a string is a regular expression for the whole path, a list holds endings.
+
+    A string may be the last name of a path as well.
+    """
     if isinstance(wanted, str):
         return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
     return any(path == name or path.endswith(f".{name}") for name in wanted)

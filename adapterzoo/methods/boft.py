@@ -175,8 +175,8 @@ class BOFT(SharingAdapter, WeightAdapter):
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
         with exactly(w.device):
-            turned = butterfly(w, self.rotations(w.dtype), transposed=True)
-        return (turned * self.boft_s).to(w.dtype)
+            rotated = butterfly(w, self.rotations(w.dtype), transposed=True)
+        return (rotated * self.boft_s).to(w.dtype)
 
     def bias(self, b: Tensor, base: Base) -> Tensor:
         """The merged bias `[d_out]`: the layer's own stays, what was added to it is scaled."""

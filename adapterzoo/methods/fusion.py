@@ -4,9 +4,8 @@ Paper: Pfeiffer et al. 2021, arXiv:2005.00247, eq. 3–5.
 o = softmax(Q x · K z_i) over the adapters i, and Σ o_i V z_i takes the place of a bottleneck's f,
 where z_i are the adapters' own f_i(x) and x is what they read.
 
-Differs from the paper: a dropout on the scores, as in adapters. Differs from adapters: the
-temperature decays in training only; gates and dropouts of the fused adapters are left out of z_i
-here as there.
+Differs from the paper: a dropout on the scores, and z_i without gates and dropouts of the fused
+adapters, as in adapters. Differs from adapters: the temperature decays in training only.
 Cost per site: 3 · d_model² + 2 · d_model parameters. Cannot do: `query_before_ln`,
 `residual_before`, which no published config turns on.
 """
@@ -24,6 +23,7 @@ from torch.nn.functional import dropout
 
 from adapterzoo.configs import construct
 from adapterzoo.errors import ConfigError
+from adapterzoo.kernels.exact import is_autocast
 from adapterzoo.registry import Registry
 
 from ._bottleneck_layer import Affine
@@ -70,14 +70,12 @@ class AdapterFusionConfig:
             ConfigError: one is not legal.
         """
         kind = type(self).__name__
-        for name in ("query_before_ln", "residual_before"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{kind}({name}=True): a fusion reads and adds to what its adapters do, only "
-                    f"False is possible. Write {name}=False."
-                )
-        p = self.dropout_prob
-        if p is not None and (not isinstance(p, (int, float)) or not 0 <= p < 1):
+        for name, value in vars(self).items():
+            if name != "dropout_prob" and not isinstance(value, bool):
+                raise ConfigError(f"{kind}({name}={value!r}): True or False. Write {name}=False.")
+            if value and name in ("query_before_ln", "residual_before"):
+                raise ConfigError(f"{kind}({name}=True): only False exists. Write {name}=False.")
+        if (p := self.dropout_prob) is not None and not (isinstance(p, int | float) and 0 <= p < 1):
             raise ConfigError(
                 f"{kind}(dropout_prob={p!r}): it is a number from 0 to below 1, or None for that "
                 f"of the model's attention. Write dropout_prob=0.1."
@@ -167,9 +165,11 @@ class Fusion(nn.Module):
 
         Args:
             x: what the adapters read, `[*batch, d_model]`.
-            said: z_i of each of the n adapters, each of the shape of x.
+            said: z_i of each of the n adapters, each of the shape of x, in any dtypes.
         """
         z = torch.stack(list(said), -2)  # [*batch, n, d_model]
+        if (own := self.query or self.key or self.value) and not is_autocast(z.device):
+            z = z.to(own.weight.dtype)
         query = x.to(z.dtype) if self.query is None else self.query(x.to(z.dtype))
         keys = z if self.key is None else self.key(z)  # [*batch, n, d_model]
         scores = torch.matmul(keys, query.unsqueeze(-1)).squeeze(-1)  # [*batch, n]

@@ -291,7 +291,9 @@ class AdaptersMixin(PlanningMixin):
             skip_layers: numbers of blocks in which no adapter acts (AdapterDrop).
 
         Raises:
-            CompositionError: it is no composition.
+            CompositionError: it is no composition, or does not fit where the adapters sit.
+            ConfigError: the model has no block of a number in `skip_layers`.
+            StateError: there are no layers of a fusion, or it does not fit what is merged.
             UnknownNameError: there is no adapter of this name.
         """
         setup = parse(adapter_setup)

@@ -61,7 +61,15 @@ class AveragingHeadsMixin(ShelfMixin):
         model = cast("Any", self)
         made = model._built(heads[0].config)
         theirs = [model._own_tensors(head) for head in heads]
-        for key, target in model._own_tensors(made).items():
+        own_tensors = model._own_tensors(made)
+        for name, tensors in zip(names, theirs, strict=True):
+            if tensors.keys() != own_tensors.keys():
+                raise CompositionError(
+                    f"{call}: a new head has the tensors {listing(own_tensors)} beside those of "
+                    f"the base model, and {name!r} has {listing(tensors)}. Write the names of "
+                    f"heads whose output layer was not replaced."
+                )
+        for key, target in own_tensors.items():
             first = theirs[0][key]
             if not first.is_floating_point():
                 target.copy_(first)

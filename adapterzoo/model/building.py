@@ -24,12 +24,15 @@ def layer_at(model: nn.Module, path: str) -> nn.Module:
     return model
 
 
-def check_layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:
+def check_layers(
+    layers: Iterable[int] | None, blocks: int, argument: str = "skip_layers"
+) -> tuple[int, ...]:
     """Numbers of blocks, as a user gave them.
 
     Args:
         layers: None for no block.
         blocks: how many the model has.
+        argument: what the user called them.
 
     Raises:
         ConfigError: they are no list of numbers of blocks.
@@ -39,8 +42,8 @@ def check_layers(layers: Iterable[int] | None, blocks: int) -> tuple[int, ...]:
     numbers = tuple(layers) if isinstance(layers, Iterable) else (None,)
     if not all(type(n) is int and 0 <= n < blocks for n in numbers):
         raise ConfigError(
-            f"skip_layers={layers!r}: the model has blocks 0 to {blocks - 1}. "
-            f"Write a list of their numbers: skip_layers=[0, 1]."
+            f"{argument}={layers!r}: the model has blocks 0 to {blocks - 1}. "
+            f"Write a list of their numbers: {argument}=[0, 1]."
         )
     return tuple(n for n in numbers if n is not None)
 

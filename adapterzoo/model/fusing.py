@@ -16,6 +16,7 @@ from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.composition import Fuse, fusion_key, fusions_of, parse, without
 from adapterzoo.contracts import FusibleAdapter
 from adapterzoo.errors import (
+    AdapterZooError,
     CheckpointError,
     CompositionError,
     ConfigError,
@@ -61,6 +62,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
             set_active: whether it becomes what is active.
 
         Raises:
+            CompositionError: with `set_active`, stacks that do not sit in the same places.
             ConfigError: the config is not legal, or an adapter cannot be fused.
             DuplicateNameError: there is a fusion of this name.
             SiteError: the adapters do not sit in the same places.
@@ -80,9 +82,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
             # what cannot be active shall not be added either
             self._refuse_merged_part(fuse, self._zoo.merged, call)
         made = self._make_fusion(lasts_of(fuse), loaded, call)
-        self._enter_fusion(fuse.name, lasts_of(fuse), loaded, made)
-        if set_active:
-            self.set_active_adapters(fuse)
+        self._enter_fusion(fuse, loaded, made, set_active)
 
     def delete_adapter_fusion(self, adapter_names: Fuse | Sequence[str] | str) -> None:
         """Delete fusion layers; the adapters stay.
@@ -131,6 +131,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
             for parameter in self._parameters_of(adapter):
                 parameter.requires_grad_(True)
         self._train_heads()
+        self._hold_statistics()
 
     def get_fusion_regularization_loss(self) -> Tensor | None:
         """What the trainer adds to the loss so that V stays near the identity.
@@ -241,9 +242,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
         for path, layer in made.items():
             own = {k.partition("/")[2]: t for k, t in stored.adapter.items() if _is_at(k, path)}
             native.fill(layer.to(dtype), own)
-        self._enter_fusion(fuse.name, tuple(names), config, made)
-        if set_active:
-            self.set_active_adapters(fuse)
+        self._enter_fusion(fuse, config, made, set_active)
         return fuse.name
 
     # --- machinery ---
@@ -279,23 +278,39 @@ class FusionMixin(StoringMixin, TrainingMixin):
 
     def _enter_fusion(
         self,
-        name: str,
-        adapters: tuple[str, ...],
+        fuse: Fuse,
         config: AdapterFusionConfig,
         made: Mapping[str, Fusion],
+        set_active: bool,
     ) -> None:
-        before = self._selection.default.plan
-        if name in self._zoo.fusions:
+        """Put fusion layers, in the place of those of their name; what fails changes nothing."""
+        before, fusions = self._selection.default.plan, dict(self._zoo.fusions)
+        name, adapters = fuse.name, lasts_of(fuse)
+        replaced = dict(self.fusion_modules(name)) if name in fusions else {}
+        if name in fusions:
             self._take_fusion(name)
-        for path, fusion in made.items():
-            layer = self._backbone.get_submodule(path)
-            inject.put(layer, fusion_key(name), fusion, self._selection, path)
+        self._put_fusion(name, made)
         self._zoo.fusions[name] = InstalledFusion(config, adapters, tuple(made))
         # one that was active and is replaced stays active
         active = fusions_of(before.setup)
-        if any(fuse.name == name and lasts_of(fuse) == adapters for fuse in active):
-            plan = self.make_plan(before.setup, list(before.heads), before.skip_layers)
-            self._selection.default.plan = plan
+        try:
+            if set_active:
+                self.set_active_adapters(fuse)
+            elif any(each.name == name and lasts_of(each) == adapters for each in active):
+                plan = self.make_plan(before.setup, list(before.heads), before.skip_layers)
+                self._selection.default.plan = plan
+        except AdapterZooError:
+            self._take_fusion(name)
+            self._put_fusion(name, replaced)
+            # the order too
+            self._zoo.fusions = fusions
+            self._selection.default.plan = before
+            raise
+
+    def _put_fusion(self, name: str, layers: Mapping[str, Fusion]) -> None:
+        for path, fusion in layers.items():
+            layer = self._backbone.get_submodule(path)
+            inject.put(layer, fusion_key(name), fusion, self._selection, path)
 
     def _take_fusion(self, name: str) -> None:
         for path in self._zoo.fusions.pop(name).paths:

@@ -72,6 +72,14 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin):
                 f"answers to labels. Heads: {listing(self.heads)}. "
                 f"Write add_classification_head('my_task') or model.active_head = 'my_task'."
             )
+        labels = [n for n in given if any(n in cls.label_names for cls in head_types.values())]
+        answers = [n for h in used.values() for n in h.config.label_names]
+        if labels and not any(n in answers for n in labels):
+            raise StateError(
+                f"forward({', '.join(f'{n}=…' for n in labels)}): the head {listing(used)} does "
+                f"not take these labels, it takes {listing(answers)}. Write those, or "
+                f"model.active_head = '…'; heads: {listing(self.heads)}."
+            )
         return taken
 
     def _prepare_inputs(

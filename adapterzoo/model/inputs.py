@@ -151,7 +151,7 @@ def labels_of(head: PredictionHead, name: str, given: Mapping[str, Any]) -> Tens
         given: arguments of `forward`.
 
     Raises:
-        ConfigError: some of the arguments are there and others not.
+        ConfigError: some of the arguments are there and others not, or their shapes differ.
     """
     found = {}
     for argument in head.config.label_names:
@@ -173,4 +173,10 @@ def labels_of(head: PredictionHead, name: str, given: Mapping[str, Any]) -> Tens
         return cast("Tensor", labels[0])
     # positions of spans come as [batch] or [batch, 1]
     flat = [x.squeeze(-1) if x.shape[1:] == (1,) else x for x in labels]  # [batch, …] each
+    if len({x.shape for x in flat}) > 1:
+        shapes = ", ".join(f"{a}: {list(x.shape)}" for a, x in zip(found, flat, strict=True))
+        raise ConfigError(
+            f"forward(): the labels of the head {name!r} have different shapes, {shapes}. Write "
+            f"all of them with one entry for each row."
+        )
     return torch.stack(flat, dim=1)  # [batch, arguments, …]

@@ -186,7 +186,7 @@ def repeated(value: Any, times: int, batch: int, name: str = "") -> Any:
     if isinstance(value, Tensor):
         if name in _NO_ROWS or value.dim() == 0 or value.shape[0] != batch:
             return value
-        return value.repeat(times, *(1 for _ in value.shape[1:]))
+        return value.repeat(times, *(1 for _ in value.shape[1:]))  # [times · batch, …]
     if isinstance(value, Mapping):
         made = {key: repeated(v, times, batch, key) for key, v in value.items()}
         return made if type(value) is dict else type(value)(**made)

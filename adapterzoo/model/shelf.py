@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -114,7 +114,9 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
             skip_layers: numbers of blocks in which no adapter acts (AdapterDrop).
 
         Raises:
-            CompositionError: it is no composition.
+            CompositionError: it is no composition, or does not fit where the adapters sit.
+            ConfigError: the model has no block of a number in `skip_layers`.
+            StateError: there are no layers of a fusion, or it does not fit what is merged.
             UnknownNameError: there is no adapter of this name.
         """
         super().set_active_adapters(adapter_setup, skip_layers)
@@ -156,8 +158,11 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         return [name if name is not None and name in self.heads else None for name in names]
 
     def _names(self, setup: str | list[str] | None, call: str) -> tuple[str, ...]:
-        names = (setup,) if isinstance(setup, str) else tuple(setup or ())
-        names = tuple(name for name in names if name != "")
+        if setup is None:
+            return ()
+        one = isinstance(setup, str) or not isinstance(setup, Iterable)
+        given = cast("Iterable[str]", (setup,) if one else setup)
+        names = tuple(name for name in given if name != "")
         for name in names:
             self._find_head(name, call)
         return names
@@ -223,7 +228,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
             raise ConfigError(
                 f"register_custom_head({head_type!r}, {cls!r}): a head type is registered by its "
                 f"config class. Derive one from adapterzoo.heads.HeadConfig whose build(backbone) "
-                f"makes the head, a adapterzoo.heads.PredictionHead."
+                f"makes the head, an adapterzoo.heads.PredictionHead."
             )
         if cls.head_type != head_type:
             raise ConfigError(
@@ -278,6 +283,11 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         self._list_tied()
 
     def _config_from(self, values: Mapping[str, Any], call: str) -> HeadConfig:
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{call}: the config of a head is a dict or a HeadConfig, not {values!r}. "
+                f"Write {{'head_type': 'classification', 'num_labels': 2}}."
+            )
         head_type = str(values.get("head_type"))
         cls = self.custom_heads.get(head_type)
         return (cls or head_types.find(head_type, call)).from_dict(values)
@@ -312,6 +322,9 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         self._list_tied()
         if set_active:
             self.active_head = name
+        elif name in (active := self._selection.default.plan.heads):
+            # it has replaced one that answers
+            self._show_labels(active)
 
     # --- language models ---
 
@@ -338,11 +351,16 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         return None
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the last layer of the active language modelling heads."""
-        for name in self._current_heads():
-            head = self.get_head(name)
-            if isinstance(head, LMHead):
-                head.output_embeddings = new_embeddings
+        """Replace the last layer of the first active language modelling head.
+
+        Raises:
+            ConfigError: it is no linear layer.
+        """
+        heads = map(self.get_head, self._current_heads())
+        head = next((head for head in heads if isinstance(head, LMHead)), None)
+        if head is not None:
+            head.replace_output(new_embeddings)
+            self._list_tied()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """What shares its parameter with what: the base model's pairs and those of heads."""

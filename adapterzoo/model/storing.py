@@ -19,7 +19,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError
 from adapterzoo.methods import undrawn
 
 from . import sharding
-from .building import build, device_of, give_memory, inject_path, layer_at
+from .building import build, check_layers, device_of, give_memory, inject_path, layer_at
 from .facts import facts_of
 from .records import Loaded, check_meta, leaving_out, meta_of, name_in, record_of
 from .storing_heads import StoringHeadsMixin
@@ -129,13 +129,13 @@ class StoringMixin(StoringHeadsMixin):
                 f"{call}: version={version!r} and revision={revision!r} mean the same thing and "
                 f"differ. Write revision={revision!r} alone."
             )
+        left_out = check_layers(leave_out, len(self.anatomy.blocks), "leave_out")
         folder = hub.resolve(
             adapter_name_or_path, revision or version, source, call=call, **hub_kwargs
         )
         name = None if folder == Path(adapter_name_or_path) else str(adapter_name_or_path)
         loaded = self._fitting(
-            folder, load_as, with_head, tuple(leave_out or ()), id2label, set_active,
-            overwrite_ok, dtype, name,
+            folder, load_as, with_head, left_out, id2label, set_active, overwrite_ok, dtype, name,
         )  # fmt: skip
         self._enter(loaded, set_active)
         return loaded.name
@@ -173,9 +173,10 @@ class StoringMixin(StoringHeadsMixin):
         return Loaded(name, config, made, meta_of(stored), enter_head)
 
     def _enter(self, loaded: Loaded, set_active: bool = False) -> None:
+        # what may fail comes first
+        self._bring_in(loaded.name, loaded.config, loaded.made, set_active, loaded.meta)
         if loaded.enter_head is not None:
             loaded.enter_head()
-        self._bring_in(loaded.name, loaded.config, loaded.made, set_active, loaded.meta)
 
     def save_all_adapters(
         self,

@@ -13,6 +13,7 @@ from adapterzoo.errors import StateError
 from adapterzoo.inject.quantised import packing_of, settle
 
 from .adapters import AdaptersMixin
+from .building import own_parameters
 from .sharding import rest
 
 
@@ -52,8 +53,8 @@ class TrainingMixin(AdaptersMixin):
                 module.requires_grad_(True)
         self._train_heads()
         if train_embeddings:
-            # the table alone: adapters may sit there, too
-            for parameter in cast("Any", self).get_input_embeddings()._parameters.values():
+            # not the adapters, which may sit there, too; images are embedded by a layer further in
+            for parameter in own_parameters(cast("Any", self).get_input_embeddings()):
                 parameter.requires_grad_(True)
         self._hold_statistics()
 

@@ -81,9 +81,10 @@ def tiny_configs(model_type: str) -> Iterator[Any]:
     default = AutoConfig.for_model(model_type)
     for rules in _TRIED:
         try:
-            yield _Shrinking(default, rules).config(default)
+            config = _Shrinking(default, rules).config(default)
         except Exception:  # noqa: BLE001  configs refuse values in every way
             continue
+        yield config
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def device_follows(case: Case) -> None:
         model.set_active_adapters("a")
         try:
             y = run(model, case.input(2, 5).to("meta"))
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             require(False, f"{how} on meta: the forward meets another device: {error}")
         require(y.is_meta, f"{how} on meta: the output is on {y.device}")
         require(

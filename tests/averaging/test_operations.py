@@ -198,6 +198,9 @@ def test_weights_are_those_of_a_list_or_a_dict():
         (5, None, ["5 is no list of names", "['a', 'b']"]),
         (Average("a", "b"), None, ["Average('a', 'b') is no list of names", "['a', 'b']"]),
         (["a", "b"], 0.5, ["weights=0.5 is no list", "weights=[1.0, 1.0]"]),
+        (["a", "b"], {0.25, 0.75}, ["is no list of numbers", "weights=[1.0, 1.0]"]),
+        (["a", "b"], {"b": 1.0, "a": 2.0}, ["is no list of numbers", "weights=[1.0, 1.0]"]),
+        (["a", "b"], [1e308, 1e308], ["have the sum inf", "normalize_weights=False"]),
     ],
 )
 def test_weights_that_are_none(names, weights, says):
@@ -226,6 +229,8 @@ def test_weights_that_are_none(names, weights, says):
          "'mean' is none of 'total', 'frequency'. Write majority_sign_method='total'"),
         ("linear", {"majority_sign_method": "frequency"},
          "'frequency' has no effect on 'linear'. Write majority_sign_method='total'"),
+        ("svd", {"svd_full_matrices": "no"},
+         "svd_full_matrices='no' is neither True nor False. Write svd_full_matrices=False"),
         ("cat", {"svd_full_matrices": True},
          "svd_full_matrices=True has no effect on 'cat'. Write svd_full_matrices=False"),
     ],

@@ -101,6 +101,7 @@ def test_names_of_activations(model, golden, version, written, means):
         ("adapters.1.10.0", 2.0),
         ("adapters.2.0.0", 2.0),
         ("3.2.1", 2.0),
+        ("adapters." + "9" * 5000 + ".0", 2.0),
         (None, 2.0),
     ],
 )

@@ -68,6 +68,15 @@ def test_a_document_that_changed_in_its_file_is_refused(model: Any, saved: Path)
         model.load_adapter(saved, load_as="b")
 
 
+def test_a_number_too_large_for_a_float_is_refused(saved: Path):
+    text = json.dumps(metadata_of(saved))
+    assert text.count("2.5") == 1
+    text = text.replace("2.5", "1e999")
+    save_file(load_file(saved / FILE), saved / FILE, metadata={"adapterzoo": text})
+    with pytest.raises(CheckpointError, match=r"1e999 is no number.*Save it again"):
+        native.load(saved, "adapter")
+
+
 def test_a_document_of_an_older_release_has_no_digest_and_is_read(model: Any, saved: Path):
     document = metadata_of(saved)
     del document["digest"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import zipfile
@@ -94,6 +97,25 @@ def test_a_bomb_is_not_unpacked(tmp_path):
         foreign.read_tensors("load", tmp_path / "x.bin")
 
 
+def test_entries_that_share_their_bytes_are_not_read(tmp_path):
+    whole = io.BytesIO()
+    torch.save({"w": torch.zeros(9999), "x": torch.zeros(9999)}, whole)
+    file = tmp_path / "x.bin"
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(file, "w") as new:
+        for entry in old.infolist():
+            if entry.filename.endswith("/data/1"):
+                # the list of entries has one more, at the place of another
+                shared = copy.copy(new.getinfo(entry.filename[:-1] + "0"))
+                shared.filename = entry.filename
+                new.filelist.append(shared)
+            else:
+                new.writestr(entry.filename, old.read(entry))
+    # torch reads such a file, and doubles it
+    assert len(torch.load(file, weights_only=True)["x"]) * 8 > file.stat().st_size
+    with pytest.raises(CheckpointError, match=r"entries share them.*Copy the checkpoint"):
+        foreign.read_tensors("load", file)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -104,11 +126,21 @@ def test_a_bomb_is_not_unpacked(tmp_path):
         {"w": {"x": torch.ones(1)}},
         {"w": torch.eye(2).to_sparse()},
         {"w": torch.empty(1, device="meta")},
+        {"w": torch.ones(1, dtype=torch.complex64)},
     ],
 )
 def test_other_things_than_tensors_by_name(tmp_path, content):
     torch.save(content, tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=r"no object of names and plain tensors.*Copy"):
+        foreign.read_tensors("load", tmp_path / "x.bin")
+
+
+# torch says that it will remove them
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantised_tensors_are_refused(tmp_path):
+    quantised = torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8)
+    torch.save({"w": quantised}, tmp_path / "x.bin")
+    with pytest.raises(CheckpointError, match=r"plain tensors.*Copy the checkpoint"):
         foreign.read_tensors("load", tmp_path / "x.bin")
 
 
@@ -197,6 +229,21 @@ def test_every_cut_is_noticed(tmp_path):
             foreign.read_tensors("load", tmp_path / "x.bin")
 
 
+def test_every_cut_of_a_pickle_of_old_releases_is_noticed(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.bin", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "x.bin").read_bytes()
+    for size in range(0, len(whole), 5):
+        (tmp_path / "x.bin").write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match="Copy the checkpoint again"):
+            foreign.read_tensors("load", tmp_path / "x.bin")
+    # the name of the storage stands where it is used and, last, where its numbers follow
+    name = re.findall(rb"\d{6,}", whole)[-1]
+    start = whole.rindex(name)
+    (tmp_path / "x.bin").write_bytes(whole[:start] + b"0" * len(name) + whole[start + len(name) :])
+    with pytest.raises(CheckpointError, match="Copy the checkpoint again"):
+        foreign.read_tensors("load", tmp_path / "x.bin")
+
+
 def test_pickles_of_old_releases_of_torch_are_read(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "x.bin", _use_new_zipfile_serialization=False)
     assert torch.equal(foreign.read_tensors("load", tmp_path / "x.bin")["w"], torch.ones(3))
@@ -222,6 +269,7 @@ def test_safetensors_are_taken_before_a_pickle(tmp_path):
         (b"[1]", "holds a list"),
         (b'{"a": NaN}', "NaN is no number of JSON"),
         (b'{"a": -Infinity}', "-Infinity is no number"),
+        (b'{"a": 1e999}', "1e999 is no number"),
         (b"[" * 200_000, "is no JSON"),
         (b'{"a":' * 100_000, "is no JSON"),
         (b"\xff\xfe\x00", "is no JSON"),

@@ -417,6 +417,26 @@ def test_merge_refuses(
     assert not (tmp_path / "o").exists()
 
 
+def test_a_damaged_base_model_is_told(
+    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    said = run("merge", folder, trained["folder"], tmp_path / "o", "--no-head", code=1).stderr
+    assert "the base model" in said
+    assert "cannot be loaded (Error while deserializing" in said
+    weights.write_bytes(whole)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    said = run("convert", trained["folder"], tmp_path / "o", "--to", "peft", "--model", folder,
+               code=1).stderr  # fmt: skip
+    assert "cannot be loaded" in said
+    assert not (tmp_path / "o").exists()
+
+
 # --- what needs weights of the base model ---
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -294,3 +295,26 @@ def test_a_terminal_obeys_no_name(run: Callable[..., Any], tmp_path: Path) -> No
     said = run("info", folder).stdout
     assert "\\x1b[2Jgone\\r\\n" in said
     assert "\x1b" not in said
+
+
+def test_a_terminal_obeys_no_error(run: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(HUB / "bert/lora", folder)
+    file = folder / "pytorch_adapter.bin"
+    torch.save(torch.load(file, weights_only=True) | {"\x1b[2Jgone": torch.ones(1)}, file)
+    said = run("verify", folder, "--model", HUB / "bert/base", code=1).stderr
+    assert "\\x1b[2Jgone   in the file only" in said
+    assert "\x1b" not in said
+    # one difference in each line
+    assert said.count("\n") > 1
+
+
+def test_verify_looks_at_numbers_of_eight_bits(run: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(HUB / "bert/lora", folder)
+    file = folder / "pytorch_adapter.bin"
+    tensors = {k: t.to(torch.float8_e4m3fn) for k, t in torch.load(file, weights_only=True).items()}
+    torch.save(tensors, file)
+    assert "all values finite" in run("verify", folder).stdout
+    torch.save({key: torch.full_like(tensor, math.nan) for key, tensor in tensors.items()}, file)
+    assert "NaN or infinite" in run("verify", folder, code=1).stderr

@@ -134,6 +134,10 @@ CASES = {
     "no labels": ("text\nfine\n", "no column 'label' (line 2); it has 'text'"),
     "no texts": ("label\nfresh\n", "no column 'text' (line 2); it has 'label'"),
     "an empty text": ("text,label\nfine,a\n ,b\n", "line 3 of 'rows.csv' has ' '"),
+    "a long row": (
+        "text,label\nfine,a\ndull, really,b\n",
+        "line 3 of 'rows.csv' has more values than there are columns: 'text', 'label'. Write",
+    ),
     "a short row": ("text,label\nfine,a\ndull\n", "line 3 of 'rows.csv' has None"),
     "one label": ("text,label\nfine,a\ndull,a\n", "have the label 'a'"),
     "an open quote": ('text,label\nfine,a\n"dull,b\n', "is damaged after line"),
@@ -223,6 +227,16 @@ def test_predict_asks_for_a_text_or_a_file(run: Callable[..., Any], tmp_path: Pa
     assert "--text or --file" in run("predict", tmp_path, code=2).stderr
     both = run("predict", tmp_path, "--text", "a", "--file", "b.csv", code=2)
     assert "--text or --file" in both.stderr
+
+
+@pytest.mark.parametrize("name", ["none/out.csv", "."])
+def test_predict_looks_at_its_output_before_the_work(
+    run: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    # there is no adapter: whoever reads it first says so
+    said = run("predict", tmp_path, "--text", "a", "--output", tmp_path / name, code=1).stderr
+    assert "cannot be written" in said
+    assert "Write a path in a folder that is there" in said
 
 
 def test_predict_refuses_an_adapter_without_a_head(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 from itertools import pairwise
 
@@ -195,7 +196,13 @@ def test_a_word_without_tokens_is_zero_and_missing_starts_are_named():
         (lambda: labels_from("ab"), "Write id2label="),
         (lambda: QuestionAnsweringConfig(num_labels=3), "Write num_labels=2"),
         (lambda: CausalLMConfig(logit_softcap=0.0), "logit_softcap=0.0.*Write logit_softcap=None"),
+        (lambda: CausalLMConfig(logit_scale="2"), "logit_scale='2'.*Write logit_scale=None"),
+        (lambda: CausalLMConfig(logit_divisor=math.inf), "logit_divisor=inf.*a number above 0"),
+        (lambda: CausalLMConfig(embedding_size="8"), "embedding_size='8'.*Write embedding_size=1"),
+        (lambda: MaskedLMConfig(embedding_size=10**9), "Write embedding_size=65536"),
         (lambda: MaskedLMConfig(vocab_size=-1), "Write vocab_size=1"),
+        (lambda: TaggingConfig().replace(lables=2), "'lables'.*'num_labels'.*Write one of these"),
+        (lambda: TaggingConfig.from_dict({"head_type": "causal_lm"}), "Write HeadConfig.from_dict"),
         (lambda: HeadConfig.from_dict({"head_type": "tagging", "lables": 2}), "'lables'.*layers"),
         (lambda: MaskedLMConfig().build(Backbone(hidden_size=4)), "Write vocab_size="),
         (lambda: head_types["seq2seq_lm"]().build(BACKBONE), "Write add_causal_lm_head"),

@@ -7,11 +7,19 @@ from typing import ClassVar
 
 import pytest
 import torch
+from families import tiny_config, tiny_inputs
+from snapshots import refused
 from torch import nn
 from transformers import BartConfig, BertConfig, GPT2Config, ViTConfig
 
 from adapterzoo import AdapterSetup, AutoAdapterModel
-from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, UnknownNameError
+from adapterzoo.errors import (
+    CompositionError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    UnknownNameError,
+)
 from adapterzoo.heads import HeadConfig, PredictionHead, pool
 
 SMALL = {
@@ -207,6 +215,43 @@ def test_language_models_share_the_embedding_and_say_so():
     free = bert(tie_word_embeddings=False)
     free.add_masked_lm_head("a")
     assert free.heads["a"].output_embeddings.weight is not free.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_language_models_grow_with_the_vocabulary(family):
+    config = tiny_config(family)
+    config.tie_word_embeddings = family == "bert"
+    model = AutoAdapterModel.from_config(config).eval()
+    model.add_causal_lm_head("a", layers=1)
+    inputs = tiny_inputs(family)
+    before, rows = model(**inputs).logits, config.vocab_size
+    model.resize_token_embeddings(rows + 5)
+    after = model(**inputs).logits
+    assert after.shape[-1] == rows + 5
+    torch.testing.assert_close(after[..., :rows], before)
+    shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert shared == (family == "bert")
+
+
+def test_the_output_layer_of_one_head_is_replaced():
+    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
+    for name in ("a", "b"):
+        model.add_masked_lm_head(name)
+    model.active_head = ["a", "b"]
+    other = model.heads["b"].output_embeddings
+    layer = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    model.set_output_embeddings(layer)
+    assert model.get_output_embeddings() is layer
+    assert model.heads["b"].output_embeddings is other
+    model.active_head = "a"
+    inputs = tiny_inputs("bert")
+    hidden = model.base_model(**inputs).last_hidden_state
+    assert torch.equal(model(**inputs).logits, layer(model.heads["a"].features(hidden)))
+    with refused(model, ConfigError, "ReLU()", "Write set_output_embeddings(nn.Linear("):
+        model.set_output_embeddings(torch.nn.ReLU())
+    # an average would be of what a new head has, and leave the layer out
+    with refused(model, CompositionError, "'a' has", "was not replaced"):
+        model.average_head("c", ["a", "b"])
 
 
 def test_a_deleted_head_leaves_no_trace():

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 from driver import Client
+from huggingface_hub import ModelInfo
 from server import OWNER, Fault, Hub, git, sha256
+
+from adapterzoo.errors import HubError
+from adapterzoo.hub.asking import Caller
 
 LOADED = "the adapter is loaded"
 DOCS = Path(__file__).parents[2] / "docs" / "hub.md"
@@ -145,3 +149,16 @@ def test_the_table_has_no_other_rows() -> None:
     start = lines.index("| fault | what the user sees | what is on disk then |")
     named = [line.split(" | ")[0].removeprefix("| ") for line in lines[start + 2 :] if line]
     assert named == list(FAULTS)
+
+
+@pytest.mark.parametrize("answer", [[], ["a"], None, 1])
+def test_json_that_is_no_answer_is_told(answer: object) -> None:
+    asked: list[object] = []
+
+    def ask() -> ModelInfo:
+        asked.append(answer)
+        return ModelInfo(**answer)  # type: ignore[arg-type]
+
+    with pytest.raises(HubError, match=r"for 'ann/a' cannot be used \(TypeError: .*HF_ENDPOINT"):
+        Caller("load_adapter('ann/a')", "ann/a").ask(ask)
+    assert len(asked) == 1

@@ -330,6 +330,21 @@ def test_a_result_that_is_not_finite_is_refused(tmp_path: Path, value: float) ->
         package.push(tmp_path, "ann/a", text=package.CardText(results={"f1": value}))
 
 
+@pytest.mark.parametrize("field", ["datasets", "metrics", "tags"])
+def test_a_text_is_no_list_of_letters(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{field}='glue' is one .* Write {field}=\['glue'\]"):
+        package.push(tmp_path, "ann/a", text=package.CardText(**{field: "glue"}))
+
+
+@pytest.mark.parametrize(("content", "wrong"), [(b"{", "no JSON"), (b"[1]", "not an object")])
+def test_no_damaged_config_is_sent(tmp_path: Path, content: bytes, wrong: str) -> None:
+    (tmp_path / "adapter.safetensors").write_bytes(b"")
+    (tmp_path / "adapter_config.json").write_bytes(b"{}")
+    (tmp_path / "adapter_fusion_config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"adapter_fusion_config\.json .*{wrong}"):
+        package.push(tmp_path, "ann/a")
+
+
 @pytest.mark.parametrize("status", [403, 500])
 def test_a_commit_that_fails_leaves_the_repository(hub: Hub, model: Client, status: int) -> None:
     push(model)

@@ -85,3 +85,16 @@ def test_a_caller_does_not_show_its_token() -> None:
     from adapterzoo.hub.asking import Caller
 
     assert tokens_in(repr(Caller("load_adapter('ann/a')", "ann/a", token=OWNER))) == []
+
+
+def test_an_error_does_not_keep_one_that_shows_a_token() -> None:
+    from adapterzoo.errors import HubError
+    from adapterzoo.hub.asking import Caller
+
+    def refuse() -> None:
+        raise ValueError(f"{OWNER} is refused")
+
+    with pytest.raises(HubError, match="<token> is refused") as caught:
+        Caller("load_adapter('ann/a')", "ann/a", token=OWNER).ask(refuse)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None

@@ -51,6 +51,28 @@ def truth(of: dict[str, Tensor | None]) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize(("bias", "update"), CASES)
+@pytest.mark.parametrize("of_gain", [1.0, 1e-3])  # what is kept is the output, or y
+@pytest.mark.parametrize("batch", [(3, 4), (30, 70)])  # the first is below the size of large ones
+def test_sequences_may_stand_before_rows_in_memory(bias, update, of_gain, batch):
+    source = torch.Generator().manual_seed(0)
+    shapes = {"y": (*batch[::-1], OUT), "gain": (OUT,), "bias": (OUT,)}
+    shapes |= {"t": (*batch[::-1], RANK), "b": (OUT, RANK)}
+    of = {k: torch.randn(shape, generator=source) for k, shape in shapes.items()}
+    of["y"], of["t"] = of["y"].transpose(0, 1), of["t"].transpose(0, 1)
+    of["gain"] = of_gain * (of["gain"].abs() + 0.5)
+    of |= {} if bias else {"bias": None}
+    of |= {} if update else {"t": None, "b": None}
+    of = {k: v if v is None else v.requires_grad_() for k, v in of.items()}
+    out = compose(*of.values(), 0.7)
+    with torch.no_grad():
+        assert torch.equal(compose(*of.values(), 0.7), out)
+    expected, wanted = truth(of)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    for got, want in zip(gradients(out, of), wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("bias", "update"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", ["auto", "reference"])
 def test_values_and_gradients_are_those_of_the_formula(bias, update, dtype, mode):

@@ -97,6 +97,17 @@ def test_the_layout_does_not_matter(layout, factor):
         near(got, wanted, 3e-6)
 
 
+@pytest.mark.parametrize(
+    ("outer", "factor"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)]
+)
+def test_a_half_is_not_rounded_to_the_other_half(outer, factor):
+    y, x, a, b = drawn((4, 5), 12, 8, 3, outer, factor)
+    if outer is torch.bfloat16:
+        # more than float16 holds
+        y = y * 1e6
+    assert torch.equal(low_rank.low_rank(y, x, a, torch.zeros_like(b), S), y)
+
+
 @pytest.mark.parametrize("batch", [(2, 3), (30, 30)])
 def test_gradients_and_their_gradients_are_those_of_differences(batch):
     shape = (batch, 3, 4, 2) if batch == (2, 3) else ((6, 500), 1, 6, 1)

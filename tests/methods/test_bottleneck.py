@@ -571,6 +571,8 @@ def test_a_width_that_does_not_exist_or_fit_is_an_error():
         built(SeqBnConfig(reduction_factor={"0": 8}), layer=3)
     with pytest.raises(ConfigError, match=r"width 7\d{11} .* at most 65536.*=16"):
         built(SeqBnConfig(reduction_factor=1e-9), d_model=768)
+    with pytest.raises(ConfigError, match=r"width inf .* at most 65536.*=16"):
+        built(SeqBnConfig(reduction_factor=5e-324), d_model=768)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_config_strings_and_dicts():
         ({"keys": True}, ConfigError, "'keys'", "'key'"),
         ({"query_before_ln": True}, ConfigError, "query_before_ln=True", "query_before_ln=False"),
         ({"residual_before": True}, ConfigError, "residual_before=True", "residual_before=False"),
+        ({"key": "false"}, ConfigError, "(key='false')", "Write key=False"),
+        ({"value_initialized": 1}, ConfigError, "value_initialized=1", "Write value_initialized=F"),
         ({"dropout_prob": 1.0}, ConfigError, "dropout_prob=1.0", "Write dropout_prob=0.1"),
     ],
 )
@@ -121,3 +123,18 @@ def test_what_is_not_legal_is_refused(config, error, wrong, cure):
         AdapterFusionConfig.load(config)
     assert wrong in str(caught.value)
     assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize("without", [{}, {"query": False}, {"query": False, "key": False}], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float64), (torch.float32, torch.float32)], ids=str
+)
+def test_what_is_said_may_be_of_other_dtypes(dtypes, without):
+    layer = fusion(**without)
+    x = torch.randn(2, 3, 6)
+    said = [torch.randn(2, 3, 6).to(dtype).requires_grad_() for dtype in dtypes]
+    found, shares = layer(x, said)
+    expected = layer(x.double(), [z.double() for z in said])
+    torch.testing.assert_close((found, shares), expected, rtol=0, atol=0)
+    found.sum().backward()
+    assert all(z.grad.dtype is z.dtype and z.grad.any() for z in said)

@@ -435,6 +435,7 @@ def test_parameters_are_of_their_layers_dtype_or_as_said(dtype: torch.dtype) -> 
         ({"init_weights": "pissa"}, ["init_weights='pissa'", "'lora', 'bert'"]),
         ({"dtype": "int8"}, ["dtype='int8'", "float32"]),
         ({"attn_matrices": ["q", "x"]}, ["'x'", "'q', 'k', 'v', 'o'", "Write attn_matrices"]),
+        ({"attn_matrices": [["q"]]}, ["no attention matrix ['q']", "Write attn_matrices"]),
         ({"selfattn_lora": False}, ["nothing is left to adapt", "target_modules='all-linear'"]),
         ({"attn_matrices": []}, ["nothing is left to adapt", "target_modules='all-linear'"]),
         ({"target_modules": []}, ["target_modules=[]", "Write target_modules"]),
@@ -446,7 +447,7 @@ def test_parameters_are_of_their_layers_dtype_or_as_said(dtype: torch.dtype) -> 
         ({"leave_out": "0"}, ["leave_out='0'", "Write leave_out=[0, 1]"]),
         ({"layers_to_transform": [0.5]}, ["layers_to_transform=[0.5]"]),
         ({"rank_pattern": {"query": 0}}, ["r=0"]),
-        ({"rank_pattern": {"(query": 2}}, ["'(query'", "not a regular expression"]),
+        ({"rank_pattern": {"(query": 2}}, ["'(query'", "Write names", "={'query': 4}"]),
         ({"rank_pattern": 3}, ["rank_pattern=3", "Write rank_pattern={'query': 4}"]),
         ({"alpha_pattern": {3: 4}}, ["alpha_pattern={3: 4}", "Write alpha_pattern"]),
         ({"alpha_pattern": {"query": "a"}}, ["alpha='a'"]),
@@ -531,7 +532,42 @@ def test_a_pattern_that_matches_no_adapted_layer_is_an_error(field: str) -> None
     assert not model.has_adapters()
 
 
+@pytest.mark.parametrize("fields", [{"leave_out": [1]}, {"layers_to_transform": [0]}], ids=str)
+def test_a_pattern_may_be_of_a_block_without_adapters(fields: dict[str, Any]) -> None:
+    key = "layer.1.attention.self.query"
+    made = adapterzoo.init(model())
+    made.add_adapter("a", LoRAConfig(rank_pattern={key: 4, "value": 2}, **fields))
+    ranks = {path: module.lora_A.shape[0] for path, module in made.adapter_modules("a")}
+    assert ranks == {
+        f"encoder.layer.0.attention.self.{k}": r for k, r in (("query", 8), ("value", 2))
+    }
+
+
 @pytest.mark.parametrize("matrices", [None, 3, "x"])
 def test_matrices_that_are_none_are_an_error(matrices: Any) -> None:
     with pytest.raises(ConfigError, match=r"attn_matrices=\['q', 'v'\]"):
         LoRAConfig(attn_matrices=matrices)
+
+
+def test_a_matrix_named_twice_is_adapted_once() -> None:
+    twice, once = (adapted(LoRAConfig(attn_matrices=m)) for m in (["q", "v", "q"], ["q", "v"]))
+    assert parameters_of(twice).keys() == parameters_of(once).keys()
+    inputs = tiny_inputs("bert", BATCH)
+    assert torch.equal(twice(**inputs)[0], once(**inputs)[0])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "rank"),
+    [
+        ("(?i)QUERY", "layer.0.self.query", 3),
+        ("self.query", "layer.0.self.query", 3),
+        (r"layer\.\d.*", "layer.0.self.query", 3),
+        (r"layer.*|key", "encoder.layer.0.self.query", 3),
+        ("^query", "layer.0.self.query", 8),
+        ("^query", "query", 3),
+        ("uery", "layer.0.self.query", 8),
+        ("self", "layer.0.self.query", 8),
+    ],
+)
+def test_the_key_of_a_pattern_fits_from_a_name_on(pattern: str, path: str, rank: int) -> None:
+    assert LoRAConfig(rank_pattern={pattern: 3}).rank_at(path) == rank

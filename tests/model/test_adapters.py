@@ -244,6 +244,15 @@ def test_embeddings_are_trained_on_request(model):
     assert names == {"bert.embeddings.word_embeddings.weight"}
 
 
+def test_embeddings_of_patches_are_trained_on_request(tiny):
+    model = tiny("vit")
+    model.add_adapter("a", "lora")
+    model.train_adapter("a", train_embeddings=True)
+    names = {n for n, p in model.named_parameters() if p.requires_grad and ".adapters." not in n}
+    below = "vit.embeddings.patch_embeddings.projection."
+    assert names == {f"{below}weight", f"{below}bias"}
+
+
 def test_freezing_and_thawing_the_base_model(model):
     model.add_adapter("a", "lora")
     model.freeze_model(True)
@@ -261,6 +270,14 @@ def test_the_labels_of_the_trained_head_are_shown(model):
     model.train_adapter("a")
     assert model.config.id2label == {0: "no", 1: "yes"}
     assert model.config.label2id == {"no": 0, "yes": 1}
+
+
+def test_the_labels_of_a_replaced_active_head_are_shown(model):
+    model.add_classification_head("a", num_labels=2)
+    config = {"head_type": "classification", "num_labels": 3}
+    model.add_prediction_head_from_config("a", config, overwrite_ok=True, set_active=False)
+    assert model.active_head == "a"
+    assert model.config.id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
 
 
 def test_a_static_head_is_trained_with_the_adapter():

@@ -531,7 +531,10 @@ def test_activation_and_overwriting(tiny):
          ["one rank", "have 4, 8", "'cat' or 'svd'"]),
         (["lora[alpha=4]", "lora"], {"combine_strategy": "lora_linear_only_negate_b"},
          ["one alpha, and these have 4 and 8", "'cat' or 'svd'"]),
-        (["lora", "lora[attn_matrices=['k']]"], {}, ["attn_matrices", "'cat' or 'svd'"]),
+        (["lora", "lora[attn_matrices=['k']]"], {},
+         ["one attn_matrices, and these have ['q', 'v'] and ['k']", "'cat' or 'svd'"]),
+        # no strategy takes these
+        (["dora", "dora[convention='adapterhub']"], {}, ["one convention", "Average('a', 'b')"]),
         (["lora", "dora"], {}, ["methods lora, dora", "Average('a', 'b')"]),
         (["lora", "lora|seq_bn"], {}, ["methods lora, union", "Average('a', 'b')"]),
         (["lora|boft", "lora|seq_bn"], {}, ["'lora|boft', 'lora|bottleneck'", "same order"]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from families import tiny_inputs
@@ -80,7 +81,7 @@ def test_adding(model, config, error, says, replaces):
 
 
 @pytest.mark.parametrize(
-    "name", ["a/b", "../evil", "..", "", " a", "a.b", "train", "a" * 129, None, 5]
+    "name", ["a/b", "../evil", "..", "a\ud800", "", " a", "a.b", "train", "a" * 129, None, 5]
 )
 def test_names(model, name):
     calls = [
@@ -143,6 +144,8 @@ def test_names_that_are_none(model, name):
 def test_compositions(model):
     with refused(model, CompositionError, "5", "Write 'a' or Stack('a', 'b')"):
         model.set_active_adapters(5)
+    with refused(model, CompositionError, "array(['sst2']", "Write 'a' or Stack('a', 'b')"):
+        model.set_active_adapters(np.array(["sst2"]))
     with refused(model, CompositionError, "'sst2', 'sst2'", "Write Stack('sst2')"):
         model.set_active_adapters(["sst2", "sst2"])
     with refused(model, CompositionError, "['mnli']", "Write Stack('a', 'b')"):
@@ -202,6 +205,13 @@ def test_head_types(model):
         model.register_custom_head("mine", 5)
     with refused(model, UnknownNameError, "'None'", "Known head types: "):
         model.add_prediction_head_from_config("new", {})
+    with refused(model, ConfigError, "not 'tagging'", "Write {'head_type': "):
+        model.add_prediction_head_from_config("new", "tagging")
+
+
+def test_a_head_that_is_no_name(model):
+    with refused(model, UnknownNameError, "no head 5", "Known heads: "):
+        model.active_head = 5
 
 
 def test_labels_without_a_head(model, tiny):
@@ -238,6 +248,25 @@ def test_labels_of_the_wrong_argument(model):
     model.add_qa_head("qa")
     with refused(model, ConfigError, "'qa'", "'end_positions'", "Write all of them or none"):
         model(**tiny_inputs("bert"), start_positions=torch.tensor([0, 1]))
+    one, two = torch.tensor([0]), torch.tensor([0, 1])
+    with refused(model, ConfigError, "end_positions: [2]", "Write all of them with one entry"):
+        model(**tiny_inputs("bert"), start_positions=one, end_positions=two)
+    for wrong in (two.float(), two[:, None].expand(2, 3)):
+        says = f"{wrong.dtype} of shape {list(wrong.shape)}"
+        with refused(model, ConfigError, says, "Write one whole number for each row"):
+            model(**tiny_inputs("bert"), start_positions=wrong, end_positions=wrong)
+
+
+def test_labels_that_the_active_head_does_not_take(model):
+    model.add_qa_head("qa")
+    positions = torch.tensor([0, 1])
+    with refused(model, StateError, "labels=…", "'start_positions', 'end_positions'. Write"):
+        model(**tiny_inputs("bert"), labels=positions)
+    # a data set may have labels for several heads
+    model.eval()
+    both = {"start_positions": positions, "end_positions": positions}
+    loss = model(**tiny_inputs("bert"), labels=positions, **both).loss
+    assert torch.equal(loss, model(**tiny_inputs("bert"), **both).loss)
 
 
 @pytest.mark.parametrize("setup", ["sst2", "mnli", None])

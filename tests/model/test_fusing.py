@@ -379,6 +379,15 @@ def test_what_cannot_be_fused_is_refused():
     model.merge_adapter("lora")
     with refused(model, StateError, "'lora' in the base weights", "Write reset_adapter()"):
         add(Fuse(Stack("lora", "b"), "c"), set_active=True)
+    model.reset_adapter()
+    # what was there of the name comes back
+    add("b,c")
+    for overwrite in ("b,c", "d,e"):
+        name = None if overwrite == "b,c" else "new"
+        with refused(model, CompositionError, "Stack('lora', 'b') has no adapter", "same places"):
+            fuse = Fuse(Stack("lora", "b"), "c", name=name)
+            add(fuse, overwrite_ok=True, set_active=True)
+    assert list(model._zoo.fusions) == ["a,b", "b,c"]
 
 
 # --- training checkpoints ---

@@ -445,6 +445,28 @@ def test_an_adapter_that_cannot_be_put_keeps_its_head_out(model, tmp_path, tiny)
     other.add_adapter("b", LoRAConfig(exclude_modules=["encoder.layer.1.attention.self.value"]))
 
 
+def test_an_adapter_that_cannot_be_active_keeps_its_head_out(model, tmp_path, tiny):
+    model.add_classification_head("a")
+    model.save_adapter(tmp_path, "a")
+    other = tiny()
+    other.add_adapter("m", "dora")
+    other.merge_adapter("m")
+    with refused(other, StateError, "'m', and not on the original ones", "Write set_active"):
+        other.load_adapter(tmp_path, set_active=True)
+    other.reset_adapter()
+    other.load_adapter(tmp_path, set_active=True)
+    assert (repr(other.active_adapters), other.active_head) == ("Stack('a')", "a")
+
+
+@pytest.mark.parametrize("wrong", [5, [2], [-1], ["0"]])
+def test_blocks_that_are_not_there_cannot_be_left_out(tiny, tmp_path, wrong):
+    model = tiny()
+    model.add_adapter("a", "lora")
+    model.save_adapter(tmp_path, "a")
+    with refused(model, ConfigError, f"leave_out={wrong!r}", "blocks 0 to 1", "Write a list"):
+        model.load_adapter(tmp_path, load_as="b", leave_out=wrong)
+
+
 @pytest.mark.parametrize(
     ("family", "config"),
     [("bert", "lora"), ("bert", "seq_bn|lora"), ("bert", "double_seq_bn"),
