@@ -80,10 +80,10 @@ links: $(VENV)/.docs-$(KEY)
 tests coverage devices architectures: export OMP_NUM_THREADS = 1
 tests coverage devices architectures: export HF_HUB_OFFLINE = 1
 tests: $(VENV)/.test-$(KEY)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 coverage: $(VENV)/.test-$(KEY)
-	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term $(ARGS)
 
 # the table that tests/test_devices.py compares with what it finds
 devices: $(VENV)/.test-$(KEY)
