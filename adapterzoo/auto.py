@@ -17,7 +17,7 @@ from .errors import ConfigError, StateError, listing
 from .model.heads import HeadsMixin
 from .model.mixin import GeneratesRows, with_adapters
 from .model.pipelines import enter_pipelines
-from .model.rows import RowNames, batch_size, repeated
+from .model.rows import RowNames, batch_size, named_inputs, repeated
 from .model.static import keep_static_head
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -198,17 +198,7 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
                 return_dict=return_dict, **kwargs,
             )  # fmt: skip
             return self._listening(run, adapter_names, bool(gates), bool(fused))
-        if len(args) > len(self.input_names):
-            raise ConfigError(
-                f"forward(): {len(args)} inputs are given by position and {len(self.input_names)} "
-                f"have one: {listing(self.input_names, limit=30)}. Write the others by name."
-            )
-        inputs = dict(zip(self.input_names, args, strict=False))
-        if twice := sorted(inputs.keys() & kwargs.keys()):
-            raise ConfigError(
-                f"forward(): {listing(twice)} by position and by name. Write it once."
-            )
-        inputs |= kwargs
+        inputs = named_inputs(self.input_names, args, kwargs)
         if not self._rows_start(adapter_names):
             return self._answer(inputs, head, return_dict)
         plan, times = self._rows_plan(inputs, adapter_names, "forward", head is not None)

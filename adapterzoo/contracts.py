@@ -178,7 +178,11 @@ class Adapter(nn.Module, ABC):
         Returns:
             `[rows, *tokens, d_out]`, each row as its adapter alone would give it.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{cls.__name__}.mixed: {cls.__name__}.mixes says that several can act in one call, "
+            f"and nobody has written how. Write @classmethod def mixed(cls, adapters, groups, x, "
+            f"base), or leave out mixes."
+        )
 
 
 class FusibleAdapter(Adapter):

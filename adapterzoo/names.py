@@ -9,6 +9,8 @@ from torch import nn
 from .errors import ConfigError
 
 _LENGTH = 128
+# file systems count bytes, 255 of them, and a temporary sibling has a longer name
+_BYTES = 200
 # a name is a folder name, a part of a state-dict key, which transformers reads as a regular
 # expression, and an element of a comma-joined list
 _FORBIDDEN = r"./\\,:;|()\[\]*?\"'<>\x00-\x1f\x7f\ud800-\udfff"
@@ -23,8 +25,8 @@ def check_name(call: str, name: object) -> str:
 
     Args:
         call: the public function that was called, for the message.
-        name: 1 to 128 characters; no dot, slash, comma or other character that has a meaning in
-            paths, keys or lists; no blank at either end.
+        name: 1 to 128 characters, at most 200 bytes in UTF-8; no dot, slash, comma or other
+            character that has a meaning in paths, keys or lists; no blank at either end.
 
     Raises:
         ConfigError: the name is not legal.
@@ -39,11 +41,13 @@ def check_name(call: str, name: object) -> str:
             f"{call}: the name {name!r} cannot be used: the container of adapters and heads has "
             f"an attribute of this name. Write {name + '_task'!r}."
         )
-    if len(name) <= _LENGTH and _LEGAL.fullmatch(name):
+    if len(name) <= _LENGTH and _LEGAL.fullmatch(name) and len(name.encode()) <= _BYTES:
         return name
     legal = re.sub(r"[^\w-]+", "_", name).strip("_")[:_LENGTH] or "my_task"
+    legal = legal.encode()[:_BYTES].decode(errors="ignore")
+    legal = f"{legal}_task" if legal in _TAKEN else legal
     raise ConfigError(
         f"{call}: the name {name!r} cannot be used: it becomes a folder and a part of parameter "
-        f"names. Legal are 1 to {_LENGTH} characters without blanks at the ends and without "
-        f". / \\ , : ; | ( ) [ ] * ? quotes < >. Write {legal!r}."
+        f"names. Legal are 1 to {_LENGTH} characters, at most {_BYTES} bytes in UTF-8, without "
+        f"blanks at the ends and without . / \\ , : ; | ( ) [ ] * ? quotes < >. Write {legal!r}."
     )

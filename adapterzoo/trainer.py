@@ -5,9 +5,8 @@ A checkpoint holds adapters, heads and the state of the training; the base model
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ from .model.counting import count, counted_labels
 from .model.heads import HeadsMixin
 from .model.inputs import shift_labels
 from .model.mixin import AdapterModelMixin
+from .model.quantised import trainable_when_quantised
 
 # whatever a base model can answer besides the scores of a head
 _OUTPUTS = frozenset(
@@ -82,20 +82,29 @@ class AdapterTrainer(Trainer):
             **kwargs: as `Trainer` takes them.
 
         Raises:
+            ConfigError: `tokenizer` and `processing_class` are two different objects.
             StateError: the model has no adapters, none is active, or it is sharded.
         """
+        if processing_class is None:
+            processing_class = tokenizer
+        elif tokenizer is not None and tokenizer is not processing_class:
+            raise ConfigError(
+                f"{type(self).__name__}(tokenizer=…, processing_class=…): these are two names of "
+                f"one argument, and a {type(tokenizer).__name__} and another object, a "
+                f"{type(processing_class).__name__}, are given. Write processing_class=… alone."
+            )
         self._adapter_names = adapter_names
         self._usual_count: float | None = None
         if model is not None:
             self._take(model)
-        with _trainable_when_quantised(model):
+        with trainable_when_quantised(model):
             super().__init__(
                 cast("Any", model),
                 args,
                 data_collator,
                 train_dataset,
                 eval_dataset,
-                processing_class=processing_class or tokenizer,
+                processing_class=processing_class,
                 model_init=cast("Any", model_init),
                 **kwargs,
             )
@@ -379,16 +388,3 @@ def _cure(model: Any) -> str:
     if names:
         return f"Write model.train_adapter({names[0]!r})."
     return "Write model.add_adapter('my_task', 'seq_bn') and model.train_adapter('my_task')."
-
-
-@contextlib.contextmanager
-def _trainable_when_quantised(model: Any) -> Iterator[None]:
-    """Let Trainer take a quantised model: it knows only peft's adapters on one."""
-    quantised = getattr(model, "is_quantized", False)
-    if quantised:
-        model.is_quantized = False
-    try:
-        yield
-    finally:
-        if quantised:
-            model.is_quantized = True

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModel
 
-from _data import Rows, Task
+from _data import Rows, Task, packaged_model
 
 TOKENS = 64
 
@@ -30,6 +30,20 @@ class Result:
     seconds: float
     accuracy: float
     standard_error: float
+
+
+def encoder_of(given: str | None) -> str:
+    """The path or Hub name that the user gave, else the path of the packaged encoder.
+
+    Raises:
+        DataError: none is given and the packaged one is not installed.
+    """
+    return given or str(packaged_model())
+
+
+def device_of(given: str | None) -> torch.device:
+    """The device that the user gave, else the GPU if there is one."""
+    return torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def score(

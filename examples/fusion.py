@@ -24,14 +24,13 @@ from sklearn.linear_model import LogisticRegression
 from transformers import AutoTokenizer, set_seed
 
 import quickstart
-from _baselines import batches, encode, score
+from _baselines import batches, device_of, encode, encoder_of, score
 from _data import (
     SNIPPETS,
     DataError,
     Rows,
     load_kinds,
     load_task,
-    packaged_model,
     split_by_group,
 )
 from adapterzoo import AutoAdapterModel, Fuse
@@ -249,7 +248,7 @@ def parse() -> Options:
     parser.add_argument("--output", type=Path, default=Path("runs/fusion"))
     given = parser.parse_args()
     return Options(
-        model=given.model or str(packaged_model()),
+        model=encoder_of(given.model),
         config=given.config,
         source_rows=given.source_rows,
         target_rows=given.target_rows,
@@ -257,7 +256,7 @@ def parse() -> Options:
         epochs=given.epochs,
         learning_rate=given.learning_rate,
         seeds=given.seeds,
-        device=torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        device=device_of(given.device),
         output=given.output,
     )
 

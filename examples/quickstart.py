@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DataCollatorWithPadding, TrainingArguments, set_seed
 
-from _baselines import TOKENS, Result, baselines, batches, score
-from _data import SNIPPETS, DataError, Rows, Task, load_task, packaged_model
+from _baselines import TOKENS, Result, baselines, batches, device_of, encoder_of, score
+from _data import SNIPPETS, DataError, Rows, Task, load_task
 from adapterzoo import AdapterTrainer, AutoAdapterModel
 
 # config strings, as add_adapter takes them, and learning rates; one line more is one line more in
@@ -221,7 +221,7 @@ def parse() -> Options:
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
     given = parser.parse_args()
     return Options(
-        model=given.model or str(packaged_model()),
+        model=encoder_of(given.model),
         dataset=given.dataset,
         methods=given.methods,
         epochs=given.epochs,
@@ -230,7 +230,7 @@ def parse() -> Options:
         train_rows=given.train_rows,
         test_rows=given.test_rows,
         seed=given.seed,
-        device=torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        device=device_of(given.device),
         output=given.output,
     )
 

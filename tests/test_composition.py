@@ -535,3 +535,15 @@ def test_the_residual_of_a_part_is_its_own() -> None:
     expected = 2 * x + 1 + 9 * x
     expected[1] = 2 * x[1] + 1
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("made", "option"), [(Split, "splits"), (BatchSplit, "batch_sizes"), (Average, "weights")]
+)
+@pytest.mark.parametrize("value", [[1], 1, []])
+def test_without_children_children_are_what_is_missing(made, option, value):
+    with pytest.raises(CompositionError) as caught:
+        made(**{option: value})
+    kind = made.__name__
+    assert str(caught.value).startswith(f"{kind}(): a {kind} takes names or compositions, at least")
+    assert f"Write {kind}('a', " in str(caught.value)

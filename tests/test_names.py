@@ -17,11 +17,13 @@ from adapterzoo.names import check_name
 LEGAL = [
     "a", "sst-2", "my task", "é", "任务", "lora", "adapters", "heads", "head", "mlp", "query", "0",
     "a" * 128, "-", "{}", "%s", "a+b", "a$", "^a", "weight", "lora_A", "trained", "Train",
+    "é" * 100, "任" * 66,
 ]  # fmt: skip
 ILLEGAL = [
     "", ".", "..", "a/b", "../a", "/etc/passwd", "a\\b", "C:a", "a.b", "a,b", "a|b", "a[0]", "*",
     "a?", 'a"', "a'", "<a>", "a;b", " a", "a ", "\ta", "a\n", "a\nb", "a\0", "\x7f", "a" * 129,
     "(a)", "train", "type", "forward", "keys", "pop", "training", "__class__", "_modules",
+    "任" * 128, "é" * 101, "任务" * 33 + "abc", "train/", "[keys]",
 ]  # fmt: skip
 
 

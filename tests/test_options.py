@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,6 +87,29 @@ def other(field: str, value: Any) -> Any:
     raise AssertionError(f"what else can {field}={value!r} be? Enter it in VALUES.")
 
 
+def check_acts(
+    field: str,
+    look: Callable[[Any], list[Any]],
+    changed: Callable[[], Any],
+    config: Any,
+    plain: dict[str, list[Any]],
+) -> None:
+    """What is seen of the changed config is something else, or an error names the field.
+
+    `plain` keeps what is seen of configs without the change, by their repr.
+    """
+    try:
+        found = look(changed())
+    except AdapterZooError as error:
+        if field in str(error):
+            return
+        raise
+    key = repr(config)
+    if key not in plain:
+        plain[key] = look(config)
+    assert found != plain[key]
+
+
 def seen_of(config: AdapterConfig, reads: str = "bert") -> list[bytes | str]:
     """What an adapter is: its tensors, its answers and gradients in training."""
     torch.manual_seed(0)
@@ -129,17 +153,8 @@ def plain() -> dict[str, list[bytes | str]]:
 @pytest.mark.parametrize(("name", "field"), FIELDS)
 def test_each_field_of_a_method_acts_or_is_refused(name, field, plain):
     config = AdapterConfig.load(name).replace(dtype=None, **WITH.get((name, field), {}))
-    try:
-        changed = config.replace(**{field: other(field, getattr(config, field))})
-        found = seen_of(changed)
-    except AdapterZooError as error:
-        if field in str(error):
-            return
-        raise
-    key = repr(config)
-    if key not in plain:
-        plain[key] = seen_of(config)
-    assert found != plain[key]
+    changes = {field: other(field, getattr(config, field))}
+    check_acts(field, seen_of, lambda: config.replace(**changes), config, plain)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -217,16 +232,7 @@ def test_each_field_of_a_head_acts_or_is_refused(name, field, plain):
     changes = {field: other(field, value)}
     if field in ("num_labels", "num_choices"):
         changes["label2id"] = None
-    try:
-        found = seen_of_head(config.replace(**changes))
-    except AdapterZooError as error:
-        if field in str(error):
-            return
-        raise
-    key = repr(config)
-    if key not in plain:
-        plain[key] = seen_of_head(config)
-    assert found != plain[key]
+    check_acts(field, seen_of_head, lambda: config.replace(**changes), config, plain)
 
 
 @pytest.mark.parametrize("name", sorted(head_types))
@@ -265,18 +271,17 @@ def seen_of_fusion(config: AdapterFusionConfig) -> list[Any]:
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(AdapterFusionConfig)])
 def test_each_field_of_a_fusion_acts_or_is_refused(field):
     config = AdapterFusionConfig()
-    try:
-        changes = {field: other(field, getattr(config, field))}
-        found = seen_of_fusion(dataclasses.replace(config, **changes))
-    except AdapterZooError as error:
-        if field in str(error):
-            return
-        raise
-    assert found != seen_of_fusion(config)
+    changes = {field: other(field, getattr(config, field))}
+    check_acts(field, seen_of_fusion, lambda: dataclasses.replace(config, **changes), config, {})
     assert seen_of_fusion(config) == seen_of_fusion(config)
 
 
 # --- the checks themselves ---
+
+
+def test_a_change_that_nobody_sees_does_not_pass():
+    with pytest.raises(AssertionError):
+        check_acts("rank", lambda _: ["the same"], lambda: 2, 1, {})
 
 
 def test_a_field_that_nobody_reads_is_found():

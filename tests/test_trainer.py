@@ -25,6 +25,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 
 import adapterzoo
@@ -711,6 +712,23 @@ def test_save_total_limit_and_the_processing_class(tmp_path):
     trainer.train()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
     assert (tmp_path / "checkpoint-4" / "processing.json").is_file()
+
+
+def test_two_names_of_one_argument_hold_one_value(tmp_path):
+    model, one, other = named(), object(), object()
+    model.set_active_adapters(None)
+    with pytest.raises(ConfigError) as caught:
+        AdapterTrainer(
+            model, args(tmp_path), tokenizer=one, processing_class=other, adapter_names="a"
+        )
+    assert str(caught.value).startswith("AdapterTrainer(tokenizer=…, processing_class=…): ")
+    assert "Write processing_class=" in str(caught.value)
+    assert model.active_adapters is None
+    trainer = AdapterTrainer(
+        named(), args(tmp_path), data_collator=default_data_collator, tokenizer=one,
+        processing_class=one,
+    )  # fmt: skip
+    assert trainer.processing_class is one
 
 
 # --- evaluation ---

@@ -142,8 +142,14 @@ def holds_document(file: Path) -> bool:
         return True
 
 
-def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_tensors(
+    file: Path, made_by: str = "save_adapter or save_head"
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The document and the tensors of a file, on the CPU.
+
+    Args:
+        file: that `write_tensors` wrote.
+        made_by: what users call to have such a file, for messages.
 
     Raises:
         CheckpointError: the file is missing, damaged, or was not written by `write_tensors`.
@@ -156,8 +162,8 @@ def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"load from {str(file)!r}: there is no such file. Write the folder that save_adapter "
-            f"or save_head was given."
+            f"load from {str(file)!r}: there is no such file. Write the folder that {made_by} "
+            f"was given."
         ) from error
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
@@ -167,7 +173,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if _DOCUMENT not in metadata:
         raise CheckpointError(
             f"load from {str(file)!r}: the file holds tensors but no adapterzoo document. "
-            f"Write a folder that save_adapter made."
+            f"Write a folder that {made_by} made."
         )
     try:
         document = parse_json(metadata[_DOCUMENT])

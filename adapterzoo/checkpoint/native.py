@@ -110,7 +110,7 @@ def load(folder: Path, stem: str, edited: bool = False) -> Stored:
         )
     call = f"load from {str(folder)!r}"
     with folders.reading(call, folder):
-        document, tensors = read_tensors(folder / f"{stem}.safetensors")
+        document, tensors = read_tensors(folder / f"{stem}.safetensors", f"save_{stem}")
         version = document.get("version")
         if document.get("format") != FORMAT or not isinstance(version, int):
             raise CheckpointError(

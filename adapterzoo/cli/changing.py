@@ -91,3 +91,5 @@ def merge_command(
     click.echo(f"{out}: a {merged.model_class}")
     if merged.lost_head is not None:
         note(f"The adapter's head is not in it: {merged.lost_head}")
+    if merged.lost_tokenizer is not None:
+        note(f"{merged.lost_tokenizer}; none is in {out!r}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -35,6 +37,7 @@ from .models import (
 )
 
 _NAME = "merged"
+_PART = ".adapterzoo-part-"
 _CURE = "To have it, write --as with a class that has such a head."
 
 
@@ -45,10 +48,12 @@ class Merged:
     Attributes:
         model_class: of transformers.
         lost_head: why the adapter's head is not in it, where it is not.
+        lost_tokenizer: why no tokenizer is in it, where none is.
     """
 
     model_class: str
     lost_head: str | None
+    lost_tokenizer: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +158,7 @@ def merge(
     if architecture is not None:
         task_class(call, architecture)
     config = config_of(call, base)
-    tokenizer = _tokenizer(call, base)
+    tokenizer, lost_tokenizer = _tokenizer(call, base)
     own = next(iter(config.architectures or ()), None)
     target = _Target(architecture or own)
     if with_head:
@@ -177,22 +182,64 @@ def merge(
     # the adapter stays where it is in memory, and out of the file
     plain = {key: tensor for key, tensor in state.items() if key in keys}
     try:
-        PreTrainedModel.save_pretrained(model, out, state_dict=plain)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(out)
-    except OSError as error:
-        raise CheckpointError(
-            f"{call}: {out!r} cannot be written ({error.strerror or error}). Write a folder that "
-            f"can be written and has space."
-        ) from error
-    return Merged(type(model).__name__, target.lost)
+        with _whole(Path(out).resolve()) as part:
+            PreTrainedModel.save_pretrained(model, part, state_dict=plain)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(part)
+    # safetensors tells a full disk as an error of its own
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(call, out, error) from error
+    return Merged(type(model).__name__, target.lost, lost_tokenizer)
 
 
 def _check_new(call: str, out: Path) -> None:
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    try:
+        there = out.is_file() or (out.is_dir() and any(not _is_litter(f) for f in out.iterdir()))
+    except OSError as error:
+        raise _unwritable(call, str(out), error) from error
+    if there:
         raise ConfigError(
             f"{call}: {str(out)!r} is there already. Write a new folder, or empty this one."
         )
+
+
+@contextlib.contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` when the block ends, and is deleted where the block fails.
+
+    Raises:
+        OSError: `out` cannot be written; no file of it is left.
+    """
+    # an empty folder stays the one that it is: a disk may be mounted there
+    empty = out.is_dir()
+    home = out if empty else out.parent
+    home.mkdir(parents=True, exist_ok=True)
+    if empty:
+        for litter in out.iterdir():
+            # of a merge that was killed; the caller has seen that nothing else is there
+            shutil.rmtree(litter, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PART, dir=home) as private:
+        part = Path(private, out.name)
+        # with the mode of any new folder, which the private one around it has not
+        part.mkdir()
+        yield part
+        if not empty:
+            part.replace(out)
+            return
+        for file in part.iterdir():
+            file.replace(out / file.name)
+
+
+def _is_litter(file: Path) -> bool:
+    return file.name.startswith(_PART)
+
+
+def _unwritable(call: str, out: str, error: Exception) -> CheckpointError:
+    reason = (isinstance(error, OSError) and error.strerror) or error
+    return CheckpointError(
+        f"{call}: {out!r} cannot be written ({reason}); nothing has been left there. Write a "
+        f"folder that can be written and has space."
+    )
 
 
 def _target(found: Fitted, call: str, own: str | None, architecture: str | None) -> _Target:
@@ -226,12 +273,14 @@ def _target(found: Fitted, call: str, own: str | None, architecture: str | None)
     return _Target(task, head, tensors)
 
 
-def _tokenizer(call: str, base: str) -> Any:
-    """The tokenizer of a base model; None where it has none."""
-    found = cached_file(
-        base,
-        "tokenizer_config.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else plain_tokenizer(call, base)
+def _tokenizer(call: str, base: str) -> tuple[Any, str | None]:
+    """The tokenizer of a base model; or None, and why."""
+    try:
+        cached_file(base, "tokenizer_config.json")
+    except OSError as error:
+        # what the Hub answers, or that it does not, is the cause; a missing file has none
+        if error.__cause__ is None and error.errno is None:
+            return None, f"No tokenizer of {base!r} was found"
+        reason = " ".join(str(error).split())
+        return None, f"The tokenizer of {base!r} cannot be had ({reason})"
+    return plain_tokenizer(call, base), None

@@ -168,8 +168,10 @@ def predict_command(
 
 
 def _can_be_written(file: Path) -> bool:
-    there = file if file.exists() else file.absolute().parent
-    return not file.is_dir() and os.access(there, os.W_OK)
+    # unlike Path.exists, it raises nothing where a folder above may not be entered
+    if os.access(file, os.F_OK):
+        return not file.is_dir() and os.access(file, os.W_OK)
+    return os.access(file.absolute().parent, os.W_OK | os.X_OK)
 
 
 def _unwritable(call: str, output: str, reason: str) -> ConfigError:

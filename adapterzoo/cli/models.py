@@ -19,6 +19,7 @@ from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.heads import head_types
 from adapterzoo.heads._lm import LMConfig
+from adapterzoo.hub.asking import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.facts import facts_of
 from adapterzoo.model.task_classes import task_class
@@ -143,10 +144,8 @@ def tokens_of_text(call: str, model: Any, tokenizer: Any, wanted: int | None) ->
     Raises:
         ConfigError: the model does not take so many.
     """
-    known = (
-        tokenizer.model_max_length,
-        getattr(model.config.get_text_config(), "max_position_embeddings", None),
-    )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    known = (tokenizer.model_max_length, positions, *_places_after_padding(model, positions))
     limit = min((n for n in known if isinstance(n, int) and n > 0), default=_MAX_LENGTH)
     if wanted is not None and wanted > limit:
         raise ConfigError(
@@ -154,6 +153,15 @@ def tokens_of_text(call: str, model: Any, tokenizer: Any, wanted: int | None) ->
             f"Write --max-length {limit} or less."
         )
     return min(_MAX_LENGTH, limit) if wanted is None else wanted
+
+
+def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
+    """How many tokens RoBERTa and its like take: positions begin after that of the padding."""
+    words = model.get_input_embeddings()
+    tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words)
+    for table in tables:
+        if table.num_embeddings == positions and table.padding_idx is not None:
+            yield table.num_embeddings - table.padding_idx - 1
 
 
 def fitted(
@@ -260,10 +268,10 @@ def _told(call: str, base: str, what: str = "base model") -> Iterator[None]:
     except (AdapterZooError, NotImplementedError):
         raise
     # a name that nobody has, a folder without config, a type that this release does not know,
-    # weights that are cut off, a config of other weights
+    # weights that are cut off, a config of other weights or with values of other types
     except (
-        safetensors.SafetensorError, ArithmeticError, ImportError, KeyError, OSError, RuntimeError,
-        TypeError, ValueError,
+        safetensors.SafetensorError, StrictDataclassError, ArithmeticError, ImportError, KeyError,
+        OSError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = reason if len(reason) <= 200 else f"{reason[:199]}…"

@@ -50,6 +50,8 @@ def device_named(call: str, name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
+        if device.type == "meta":
+            raise RuntimeError("it holds shapes and no values")
     # an unknown name, a device without a driver, a build of torch without the device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]

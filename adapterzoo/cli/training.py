@@ -25,6 +25,7 @@ from transformers import (
 from adapterzoo.checkpoint import formats
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
+from adapterzoo.hub.settings import nearest
 from adapterzoo.names import check_name
 from adapterzoo.trainer import AdapterTrainer
 
@@ -168,13 +169,13 @@ def _check(plan: Plan) -> None:
     check_name(plan.call, plan.name)
     AdapterConfig.load(plan.method)
     device_named(plan.call, plan.device)
-    there = next(p for p in (plan.output, *plan.output.absolute().parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    there = nearest(plan.output)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"{plan.call}: --output {str(plan.output)!r}: {str(there)!r} is no folder that can be "
             f"written. Write another folder."
         )
-    held = formats.of(plan.output, "adapter") if plan.output.is_dir() else None
+    held = formats.of(plan.output, "adapter") if there == plan.output else None
     if held not in (None, "native"):
         raise ConfigError(
             f"{plan.call}: --output {str(plan.output)!r} holds an adapter in the format {held!r}. "

@@ -201,6 +201,9 @@ def _once(kind: str, children: tuple[Child, ...]) -> None:
 def _sizes(
     kind: str, option: str, children: tuple[Child, ...], given: Sequence[int] | int
 ) -> tuple[int, ...]:
+    if not children:
+        # that there are none is the error, and the node's own check says it
+        return ()
     sizes = tuple(given) if isinstance(given, Iterable) else (given,) * len(children)
     legal = all(isinstance(s, Integral) and not isinstance(s, bool) and s > 0 for s in sizes)
     if len(sizes) != len(children) or not legal:
@@ -216,8 +219,11 @@ def _sizes(
 def _weights(
     children: tuple[Child, ...], given: Sequence[float] | None, normalize: bool
 ) -> tuple[float, ...]:
+    if not children:
+        # as above
+        return ()
     if given is None:
-        return (1.0 / len(children),) * len(children) if children else ()
+        return (1.0 / len(children),) * len(children)
     # numbers of numpy too; keys of a dict are none
     weights = tuple(given) if isinstance(given, Iterable) else ()
     legal = all(isinstance(w, Real) and not isinstance(w, bool) for w in weights)
@@ -228,7 +234,7 @@ def _weights(
     else:
         total = sum(weights) if normalize else 1.0
         return tuple(float(w) / float(total) for w in weights)
-    cure = [round(1 / max(len(children), 1), 3)] * len(children)
+    cure = [round(1 / len(children), 3)] * len(children)
     raise CompositionError(
         f"Average({', '.join(map(repr, children))}, weights={given!r}): {what}. "
         f"Write weights={cure}{', normalize_weights=False' if 'sum' in what else ''}."

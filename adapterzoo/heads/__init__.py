@@ -5,7 +5,8 @@ One file for each kind of task. A head sees tensors, never a transformers model 
 
 from __future__ import annotations
 
-from ._base import Backbone, HeadConfig, PredictionHead, head_types, labels_from
+from ._base import Backbone, HeadConfig, PredictionHead, head_types
+from ._labels import labels_from
 from ._lm import LMHead
 from ._pooling import POOLINGS, Pooling, pool
 from .classification import (

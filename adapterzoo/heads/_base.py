@@ -22,6 +22,7 @@ from adapterzoo.contracts import Head
 from adapterzoo.errors import ConfigError
 from adapterzoo.registry import Registry
 
+from ._labels import checked, labels_from, recounted
 from ._pooling import Pooling
 
 # far above any published use; it stops a typo before it allocates
@@ -95,6 +96,7 @@ class HeadConfig(ABC):
         inputs: further arguments of the model's `forward` that the head's own `forward` takes.
         logit_names: fields of the output class for what `forward` returns.
         token_labels: whether labels at tokens where the attention mask is 0 do not count.
+        count_field: the field that says how many labels there are, where there is one.
         label2id: names of the labels; None where they have none.
     """
 
@@ -104,6 +106,7 @@ class HeadConfig(ABC):
     inputs: ClassVar[tuple[str, ...]] = ()
     logit_names: ClassVar[tuple[str, ...]] = ("logits",)
     token_labels: ClassVar[bool] = False
+    count_field: ClassVar[str] = "num_labels"
 
     label2id: Mapping[str, int] | None = None
 
@@ -149,6 +152,11 @@ class HeadConfig(ABC):
             ConfigError: a field is unknown, or a value is not legal.
             UnknownNameError: there is no such head type.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{cls.__name__}.from_dict({values!r}): the config of a head is a dict. "
+                f"Write {{'head_type': 'classification', 'num_labels': 2}}."
+            )
         fields = dict(values)
         head_type = fields.pop("head_type", None)
         if cls is HeadConfig:
@@ -166,10 +174,17 @@ class HeadConfig(ABC):
     def replace(self, **changes: Any) -> Self:
         """The same config with some fields changed.
 
+        Labels without names of their own are numbered anew where their count changes.
+
         Raises:
-            ConfigError: a field is unknown, or a value is not legal.
+            ConfigError: a field is unknown, a value is not legal, or the count of labels that
+                have names changes and the names do not.
         """
         kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        count = self.count_field
+        if count in kept and count in changes and "label2id" not in changes:
+            names = self.label2id, kept[count], changes[count]
+            kept["label2id"] = recounted(type(self).__name__, count, *names)
         return construct(type(self), type(self).__name__, kept | changes)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -191,24 +206,8 @@ class HeadConfig(ABC):
 
     def _check_labels(self, count: int) -> None:
         """Number the labels where they have no names; check the names where they have."""
-        if self.label2id is None:
-            names = {f"LABEL_{i}": i for i in range(count)}
-            object.__setattr__(self, "label2id", names)
-            return
-        given = self.label2id.items() if isinstance(self.label2id, Mapping) else [("label2id", "")]
-        wrong = [
-            f"{label!r}: {number!r}"
-            for label, number in given
-            if type(number) is not int or not 0 <= number < count
-        ]
-        if wrong or len(set(self.label2id.values())) != len(self.label2id):
-            what = wrong[0] if wrong else "one number stands twice"
-            raise ConfigError(
-                f"{type(self).__name__}(label2id=…): {what}; with {count} labels each number from "
-                f"0 to {count - 1} stands once at most. "
-                f"Write id2label={{0: 'a', …, {count - 1}: 'z'}}."
-            )
-        object.__setattr__(self, "label2id", dict(self.label2id))
+        names = checked(type(self).__name__, self.label2id, count)
+        object.__setattr__(self, "label2id", names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,13 +215,10 @@ class LayersConfig(HeadConfig):
     """Configs of heads that are a stack of linear layers with dropout.
 
     Attributes:
-        count_field: the field that says how many labels there are.
         layers: number of linear layers.
         activation_function: between them; None for none.
         dropout_prob: before each; None for that of the model.
     """
-
-    count_field: ClassVar[str] = "num_labels"
 
     layers: int = 1
     activation_function: str | None = "tanh"
@@ -373,27 +369,3 @@ def number(module: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Make the layers children of the module, named 0, 1, 2, …."""
     for i, layer in enumerate(layers):
         module.add_module(str(i), layer)
-
-
-def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
-    """Names to class numbers, out of class numbers to names; None for None.
-
-    Raises:
-        ConfigError: it is no such map, or a name stands twice.
-    """
-    if id2label is None:
-        return None
-    # numbers are strings in JSON
-    try:
-        label2id = {str(label): int(number) for number, label in id2label.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"id2label={id2label!r}: it maps class numbers to names. "
-            f"Write id2label={{0: 'negative', 1: 'positive'}}."
-        ) from error
-    if len(label2id) != len(id2label):
-        raise ConfigError(
-            f"id2label={id2label!r}: two classes have the same name. "
-            f"Write a name of its own for each."
-        )
-    return label2id

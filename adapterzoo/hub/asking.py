@@ -22,6 +22,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+# of the configs that transformers reads: for floors above, which do without huggingface_hub
+from huggingface_hub.errors import StrictDataclassError as StrictDataclassError
+
 from adapterzoo.errors import HubError
 
 T = TypeVar("T")

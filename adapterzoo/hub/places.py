@@ -64,10 +64,12 @@ def place_of(call: str, name: str | os.PathLike[str], source: str | None) -> Pat
             f"nor a repository can have. Write the folder that save_adapter was given, or "
             f"'user/repository'."
         )
-    if source is None and Path(name).is_dir():
+    there = _exists(name)
+    if source is None and there and Path(name).is_dir():
         return Path(name)
-    if source is None and (Path(name).is_file() or not isinstance(name, str)):
-        found = "is a file" if Path(name).is_file() else "there is no such folder"
+    is_file = there and Path(name).is_file()
+    if source is None and (is_file or not isinstance(name, str)):
+        found = "is a file" if is_file else "there is no such folder"
         raise CheckpointError(
             f"{call}: {found}. Write the folder that save_adapter was given, or 'user/repository' "
             f"for an adapter of the Hub."
@@ -108,7 +110,15 @@ def check_repo_id(call: str, repo_id: str) -> None:
 
 def is_public_name(name: object) -> bool:
     """Whether a base model's name is one that others can load: the Hub's, not a path of here."""
-    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not Path(name).exists()
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not _exists(name)
+
+
+def _exists(name: str | os.PathLike[str]) -> bool:
+    try:
+        return Path(name).exists()
+    except PermissionError:
+        # a folder above may not be entered
+        return False
 
 
 def _is_path(text: str) -> bool:

@@ -19,16 +19,34 @@ def settings() -> dict[str, Any]:
         in GiB as a text.
     """
     cache = Path(constants.HF_HUB_CACHE)
-    there = next(p for p in (cache, *cache.absolute().parents) if p.exists())
+    there = nearest(cache)
     return {
         "endpoint": constants.ENDPOINT,
         "offline": bool(constants.HF_HUB_OFFLINE),
-        "token": get_token() is not None,
+        "token": _has_token(),
         "cache": str(cache),
-        "cache exists": cache.is_dir(),
-        "cache writable": os.access(there, os.W_OK),
+        "cache exists": there == cache and cache.is_dir(),
+        "cache writable": os.access(there, os.W_OK | os.X_OK),
         "free space": f"{shutil.disk_usage(there).free / 2**30:.1f} GiB",
     }
+
+
+def nearest(path: Path) -> Path:
+    """The path, or of the folders above it the first that is there and that may be looked at.
+
+    Args:
+        path: of what may be missing.
+    """
+    # unlike Path.exists, it raises nothing where a folder above may not be entered
+    return next(p for p in (path, *path.absolute().parents) if os.access(p, os.F_OK))
+
+
+def _has_token() -> bool:
+    try:
+        return get_token() is not None
+    except PermissionError:
+        # what this user may not read is no token of theirs
+        return False
 
 
 def hide_progress() -> None:

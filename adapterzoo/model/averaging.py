@@ -19,9 +19,6 @@ from .adapters import AdaptersMixin
 from .building import at_hand
 from .sharding import refuse_if_sharded
 
-# PEFT's word for what "linear" is not here
-_OF_PEFT = {"linear": "lora_linear_sqrt"}
-
 
 class AveragingMixin(AdaptersMixin):
     """`average_adapter` and PEFT's `add_weighted_adapter`, once for all methods."""
@@ -156,10 +153,12 @@ class AveragingMixin(AdaptersMixin):
         call = f"add_weighted_adapter({adapter_name!r})"
         check_name("add_weighted_adapter", adapter_name)
         names, own = weighted(call, adapters, weights, normalize=False)
+        # what the word means to PEFT has another name here
+        strategy = "lora_linear_sqrt" if combination_type == "linear" else combination_type
         how = combination(
-            call, _OF_PEFT.get(combination_type, combination_type), svd_rank=svd_rank,
-            svd_clamp=svd_clamp, svd_full_matrices=svd_full_matrices, svd_driver=svd_driver,
-            density=density, majority_sign_method=majority_sign_method, seed=seed,
+            call, strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
+            svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
+            majority_sign_method=majority_sign_method, seed=seed,
         )  # fmt: skip
         self._combine(adapter_name, names, own, how, seed)
 

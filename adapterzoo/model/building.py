@@ -78,11 +78,13 @@ def build(
     sites = [p.site for p in placements]
     if len(built) == 1 and sites[0].rows is None and sites[0].parameter is None:
         return built[0]
-    whole = [a for a, s in zip(built, sites, strict=True) if s.rows is None]
-    if len(whole) > 1 and any(adapter.acts_on == "input" for adapter in whole):
+    whole = [(p.config, a) for p, a in zip(placements, built, strict=True) if p.site.rows is None]
+    # those that change the input first
+    whole.sort(key=lambda pair: pair[1].acts_on)
+    if len(whole) > 1 and whole[0][1].acts_on == "input":
         raise ConfigError(
-            f"{placements[0].config!r} with {placements[1].config!r}: both change the input of "
-            f"{path!r}, which one adapter can do. Add them under two names and write "
+            f"{whole[0][0]!r} with {whole[1][0]!r}: the former changes the input of {path!r}, so "
+            f"no other of the same name can sit there. Add them under two names and write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
     parts = list(zip(part_names(sites), [s.rows for s in sites], built, strict=True))

@@ -31,12 +31,13 @@ from .row_heads import (
     with_copies,
 )
 from .unloading_heads import UnloadingHeadsMixin
+from .vocabulary import VocabularyMixin
 
 # arguments of `forward` that belong to heads of any type
 _COMMON = ("logits_to_keep", "num_items_in_batch")
 
 
-class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin):
+class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
     """Adapters and named heads for a `PreTrainedModel`; stands before it in a class's bases."""
 
     _has_named_heads: ClassVar[bool] = True

@@ -23,7 +23,7 @@ from .listening import ListeningMixin
 from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
-from .rows import RowNames, RowsMixin, batch_size, repeated
+from .rows import RowNames, RowsMixin, batch_size, named_inputs, repeated
 from .summary import SummaryMixin
 from .unloading import UnloadingMixin
 
@@ -112,8 +112,16 @@ class AdapterModelMixin(
         if getattr(config, "quantization_config", None) is not None and not quantised:
             # its library will replace the layers, and only those of the plain class
             return
-        document = vars(config).pop("adapters", None)
-        if not isinstance(document, Mapping) or document.get("format") != FORMAT:
+        document = vars(config).get("adapters")
+        written = _format_of(document)
+        if written not in (None, FORMAT):
+            raise CheckpointError(
+                f"from_pretrained: the adapters in config.json are of the format {written!r}, this "
+                f"release reads {FORMAT!r}. Write pip install -U adapterzoo, or take 'adapters' "
+                f"out of config.json to load the model without them."
+            )
+        vars(config).pop("adapters", None)
+        if written is None:
             return
         try:
             for name, config in document["adapters"]:
@@ -223,8 +231,7 @@ def init(model: M) -> M:
             f"init({type(model).__name__}): it is a part of a model that has adapters. Call the "
             f"methods of that model, or delete its adapters first."
         )
-    saved = vars(cast("Any", model).config).get("adapters")
-    if isinstance(saved, Mapping) and saved.get("format") == FORMAT:
+    if _format_of(vars(cast("Any", model).config).get("adapters")) is not None:
         raise StateError(
             f"init({type(model).__name__}): the model was saved with adapters, which plain "
             f"transformers has not loaded. Write load_model(path, {type(model).__name__})."
@@ -232,6 +239,12 @@ def init(model: M) -> M:
     become(model, with_adapters(type(model)))
     cast("Any", model)._start_adapters()
     return model
+
+
+def _format_of(entry: object) -> str | None:
+    """What says that an entry `adapters` of a config is ours; AdapterHub's has no such field."""
+    written = entry.get("format") if isinstance(entry, Mapping) else None
+    return written if isinstance(written, str) else None
 
 
 def _pinned(selection: Selection, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +298,9 @@ def _with_rows(cls: type[nn.Module]) -> Any:
     Rows are counted, and the inputs repeated for `Parallel`, before anything runs.
     """
     plain: Any = cls.forward
-    positions = tuple(inspect.signature(plain).parameters)[1:]
+    parameters = inspect.signature(plain).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    positions = tuple(p.name for p in parameters if p.kind in kinds)[1:]
 
     @functools.wraps(plain)
     def forward(
@@ -304,7 +319,7 @@ def _with_rows(cls: type[nn.Module]) -> Any:
         rows = self._selection.plan.rows
         if adapter_names is None and (rows is None or rows.entered):
             return plain(self, *args, **kwargs)
-        given = dict(zip(positions, args, strict=False)) | kwargs
+        given = named_inputs(positions, args, kwargs)
         plan, times = self._rows_plan(given, adapter_names, "forward")
         if times > 1:
             args, kwargs = (), repeated(given, times, batch_size(given))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -51,3 +53,20 @@ class QuantisedMixin(AdaptersMixin):
                 self._install(name, record.config, made, record.meta)
         self._zoo.anatomy = None
         return self
+
+
+@contextmanager
+def trainable_when_quantised(model: Any) -> Iterator[None]:
+    """Let Trainer take a quantised model: it knows only peft's adapters on one.
+
+    Args:
+        model: for as long as the context lasts it does not say that it is quantised.
+    """
+    quantised = getattr(model, "is_quantized", False)
+    if quantised:
+        model.is_quantized = False
+    try:
+        yield
+    finally:
+        if quantised:
+            model.is_quantized = True

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.composition import BatchSplit, Composition, RowMap, has_rows, numbered, parse
-from adapterzoo.errors import CompositionError, StateError, listing
+from adapterzoo.errors import CompositionError, ConfigError, StateError, listing
 from adapterzoo.selection import Plan
 
 from .adapters import AdaptersMixin
@@ -193,6 +193,30 @@ def repeated(value: Any, times: int, batch: int, name: str = "") -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(repeated(v, times, batch) for v in value)
     return value
+
+
+def named_inputs(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The inputs of a model, all of them by name.
+
+    Args:
+        names: of those that have a position, in order.
+        args: what was given by position.
+        kwargs: what was given by name.
+
+    Raises:
+        ConfigError: more inputs by position than have one, or one by position and by name.
+    """
+    if len(args) > len(names):
+        raise ConfigError(
+            f"forward(): {len(args)} inputs are given by position and {len(names)} have one: "
+            f"{listing(names, limit=30)}. Write the others by name."
+        )
+    inputs = dict(zip(names, args, strict=False))
+    if twice := sorted(inputs.keys() & kwargs.keys()):
+        raise ConfigError(f"forward(): {listing(twice)} by position and by name. Write it once.")
+    return {**inputs, **kwargs}
 
 
 def batch_size(inputs: Mapping[str, Any]) -> int:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from adapterzoo.composition import Composition, fusions_of, parse
-from adapterzoo.errors import StateError, UnknownNameError, unknown_name
+from adapterzoo.errors import ConfigError, StateError, UnknownNameError, unknown_name
 
 from .building import check_layers
 
@@ -72,7 +72,15 @@ class AdapterSetup:
 
         Raises:
             CompositionError: the setup is no composition.
+            ConfigError: `head_setup` is no name and no list of names.
         """
+        given = (head_setup,) if isinstance(head_setup, str) else head_setup
+        listed = given is None or isinstance(given, (list, tuple))
+        if not listed or not all(isinstance(name, str) for name in given or ()):
+            raise ConfigError(
+                f"AdapterSetup(head_setup={head_setup!r}): it is the name of a head, a list of "
+                f"names, or None. Write head_setup='my_task'."
+            )
         self.adapter_setup: Composition | None = parse(adapter_setup)
         self.head_setup = head_setup
         self.ignore_empty = ignore_empty

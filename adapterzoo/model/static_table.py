@@ -301,7 +301,11 @@ def _label_names(static: Static, count: int) -> dict[str, int] | None:
     names = static.config.get("label2id")
     if not isinstance(names, Mapping) or len(names) != count:
         return None
-    return {str(label): int(number) for label, number in names.items()}
+    try:
+        return {str(label): int(number) for label, number in names.items()}
+    except (TypeError, ValueError) as error:
+        shown = ", ".join(f"{label!r}: {number!r}" for label, number in list(names.items())[:10])
+        raise InexpressibleError(f"its config has label2id={{{shown}}}, not all numbers") from error
 
 
 _TASKS: Mapping[str, Callable[[Static], StaticHead]] = {

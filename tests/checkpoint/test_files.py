@@ -156,6 +156,10 @@ def test_no_file(tmp_path):
         files.read_tensors(tmp_path / "x")
     with pytest.raises(CheckpointError, match=r"there is no such folder\. Write the folder"):
         native.load(tmp_path / "x", "adapter")
+    for stem in ("adapter", "head", "adapter_fusion"):
+        says = rf"{stem}\.safetensors.* Write the folder that save_{stem} was given\."
+        with pytest.raises(CheckpointError, match=says):
+            native.load(tmp_path, stem)
 
 
 @pytest.mark.parametrize(

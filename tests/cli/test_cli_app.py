@@ -206,3 +206,52 @@ def test_errors_of_the_library_end_with_1(
     result = run("doctor", code=1)
     assert result.stderr == "adapterzoo: doctor: a = 1 · legal is 2 · write a = 2\n"
     assert result.stdout == ""
+
+
+# what a person may do who is not root, who may do all
+_AS_NOBODY = """
+import json, os, sys
+from pathlib import Path
+from click.testing import CliRunner
+from adapterzoo.cli import converting, learning, main, training
+from adapterzoo.errors import CheckpointError
+from adapterzoo.hub.settings import settings
+if os.geteuid() == 0:
+    os.setuid(65534)
+said = [settings()]
+locked = sys.argv[1]
+for options in (
+    ["predict", "a", "--text", "b", "--output", f"{locked}/in/it"],
+    ["info", f"{locked}/in"],
+    ["train", "--model", "m", "--train", "t.csv", "--output", f"{locked}/in/it"],
+):
+    result = CliRunner().invoke(main, options)
+    said.append([result.exit_code, result.stderr])
+try:
+    converting._check_new("merge", Path(locked, "in/it"))
+except CheckpointError as error:
+    said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+def test_a_folder_that_may_not_be_entered_is_told(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o600)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _AS_NOBODY, locked],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"HF_HOME": str(locked / "in"), "HF_HUB_CACHE": str(locked / "in/it")},
+    )
+    assert done.returncode == 0, done.stderr
+    hub, predict, info, train, merge = json.loads(done.stdout.splitlines()[-1])
+    assert (hub["cache exists"], hub["cache writable"], hub["token"]) == (False, False, False)
+    for code, message in (predict, train):
+        assert code == 1
+        assert f"--output {str(locked / 'in/it')!r}" in message
+        assert "can be written" in message
+    assert (info[0], "there is no such folder" in info[1]) == (1, True)
+    assert f"merge: {str(locked / 'in/it')!r} cannot be written (Permission denied)" in merge

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from families import tiny_config, tiny_inputs
 from peft_world import QUIET
 from safetensors.torch import load_file, save_file
 from snapshots import same_bits, stir
+from stand_ins import add_tokenizer
 
 import adapterzoo
 from adapterzoo import AutoAdapterModel
@@ -293,7 +297,7 @@ def test_a_merged_golden_is_a_plain_model_with_the_golden_outputs(
     folder, inputs, expected = golden(f"golden_peft/{case}")
     base, out = folder.parent / "base", tmp_path / "out"
     result = run("merge", base, folder, out)
-    assert result.stderr == ""
+    assert result.stderr == f"No tokenizer of {str(base)!r} was found; none is in {str(out)!r}.\n"
     name = json.loads((base / "config.json").read_text())["architectures"][0]
     assert result.stdout == f"{out}: a {name}\n"
     cls = getattr(transformers, name)
@@ -324,6 +328,7 @@ def masked(base: Path, tmp_path: Path) -> Path:
     own = {f"bert.{key}": t for key, t in load_file(base / "model.safetensors").items()}
     # a model that predicts words has no pooler, what was pretrained has
     save_file(own | load_file(file), file, {"format": "pt"})
+    add_tokenizer(folder)
     return folder
 
 
@@ -381,6 +386,7 @@ def test_merge_rounds_no_adapter_without_saying_so(
     transformers.BertModel.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(
         tmp_path / "half"
     )
+    add_tokenizer(tmp_path / "half")
     said = run("merge", tmp_path / "half", tmp_path / "a", tmp_path / "m").stderr
     merged = load_file(tmp_path / "m/model.safetensors")
     factors = load_file(next((tmp_path / "a").glob("*.safetensors")))
@@ -399,6 +405,71 @@ def test_merge_rounds_no_adapter_without_saying_so(
     expected = (old + 16 * b @ a).bfloat16()
     # sums may be taken in another order: one step of the last bit, and seldom
     assert (merged[f"{key}.weight"] != expected).float().mean() < 0.01
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Files may have 16 KiB: writing beyond fails as on a full disk, instead of a signal."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_merge_writes_a_whole_model_or_nothing(
+    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path, there: bool
+) -> None:
+    out = tmp_path / "new" / "m"
+    (out if there else out.parent).mkdir(parents=True)
+    number = out.stat().st_ino if there else None
+    arguments = ["merge", base, trained["folder"], out]
+    with full_disk():
+        said = run(*arguments, code=1).stderr
+    assert f"{str(out)!r} cannot be written (" in said
+    assert "File too large" in said
+    assert "has space" in said
+    assert list(out.parent.rglob("*")) == ([out] if there else [])
+    if there:
+        # as a merge leaves it that is killed
+        (out / ".adapterzoo-part-x/m").mkdir(parents=True)
+        (out / ".adapterzoo-part-x/m/model.safetensors").write_text("half")
+    run(*arguments)
+    assert list(out.parent.iterdir()) == [out]
+    assert {file.name for file in out.iterdir()} >= {"config.json", "model.safetensors"}
+    assert all(file.is_file() for file in out.iterdir())
+    assert number in (None, out.stat().st_ino)
+    (tmp_path / "plain").mkdir()
+    assert out.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_merge_tells_of_a_tokenizer_that_cannot_be_fetched(
+    run: Callable[..., Any],
+    trained: dict[str, Any],
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model is in the cache, and the Hub, which is to have the tokenizer, does not answer."""
+    repository = tmp_path / "models--me--base"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0" * 40)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(base / name, snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    out = tmp_path / "m"
+    said = run("merge", "me/base", trained["folder"], out).stderr
+    assert said.startswith("The tokenizer of 'me/base' cannot be had (We couldn't connect to ")
+    assert said.endswith(f"); none is in {str(out)!r}.\n")
+    assert len(said.splitlines()) == 1
+    assert not list(out.glob("tokenizer*"))
 
 
 def test_merge_refuses(
@@ -431,9 +502,12 @@ def test_a_damaged_base_model_is_told(
     weights.write_bytes(whole)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
-    said = run("convert", trained["folder"], tmp_path / "o", "--to", "peft", "--model", folder,
-               code=1).stderr  # fmt: skip
-    assert "cannot be loaded" in said
+    convert = ["convert", trained["folder"], tmp_path / "o", "--to", "peft", "--model", folder]
+    assert "cannot be loaded" in run(*convert, code=1).stderr
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
+    said = run(*convert, code=1).stderr
+    assert "cannot be loaded (Validation error for field 'hidden_size'" in said
+    assert "Write --model with the folder of a transformers model" in said
     assert not (tmp_path / "o").exists()
 
 

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from transformers import AutoTokenizer, BertModel
 
 from adapterzoo import AutoAdapterModel
 from adapterzoo.cli import learning, training
+from adapterzoo.cli.models import tokens_of_text
 from adapterzoo.cli.rows import class_names
+from adapterzoo.errors import ConfigError
 
 
 def test_train_learns_and_says_so(trained: dict[str, Any]) -> None:
@@ -183,6 +186,10 @@ REFUSED = {
     "an unknown field": (["--method", "lora[rank=2]"], "rank"),
     "an unknown pooling": (["--pooling", "best"], "pooling='best'"),
     "an unknown device": (["--device", "abacus"], "--device 'abacus' cannot be used"),
+    "a device without values": (
+        ["--device", "meta"],
+        "--device 'meta' cannot be used (it holds shapes and no values). Write --device cpu",
+    ),
     "a name of a path": (["--name", "../up"], "'../up'"),
     "no model": (["--model", "no/such/folder"], "the tokenizer 'no/such/folder' cannot be loaded"),
     "no folder": (["--output", "rows.csv", "--name", "a"], "is no folder that can be written"),
@@ -327,6 +334,23 @@ def test_a_tokenizer_that_cannot_pad_is_refused(
     add_tokenizer(base, pad_token=None)
     arguments = ["train", "--model", base, "--train", table, "--output", tmp_path / "a"]
     assert "no token for padding" in run(*arguments, code=1).stderr
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_texts_are_cut_to_what_the_model_takes(family: str) -> None:
+    """Positions of RoBERTa begin after that of the padding, and its config counts them all."""
+    config = tiny_config(family)
+    config.max_position_embeddings = 40
+    model = AutoAdapterModel.from_config(config).eval()
+    # a tokenizer that does not say, as transformers makes one of a folder without its settings
+    tokenizer = SimpleNamespace(model_max_length=int(1e30))
+    length = tokens_of_text("predict", model, tokenizer, None)
+    with torch.no_grad():
+        model(input_ids=torch.full((1, length), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, length + 1), 5))
+    with pytest.raises(ConfigError, match=rf"the {length} tokens.* Write --max-length {length} or"):
+        tokens_of_text("predict", model, tokenizer, length + 1)
 
 
 def test_predict_cuts_texts_where_the_training_did(

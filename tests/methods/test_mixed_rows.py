@@ -283,3 +283,19 @@ def test_gates_are_heard_once_for_their_rows():
     mixed(adapters, index, x, Host(layer, residual))
     assert [heard[i].flatten().shape for i in (0, 1)] == [(1,), (2,)]
     torch.testing.assert_close(heard[1], adapters[1].gate(residual[[0, 3]]), rtol=0, atol=1e-12)
+
+
+def test_a_method_that_mixes_and_says_not_how_is_told_what_to_write():
+    class Half(Adapter):
+        def forward(self, x, base):
+            return base(x)
+
+        @classmethod
+        def mixes(cls, adapters):
+            return True
+
+    assert not can_mix([Half(), Half()])
+    with pytest.raises(NotImplementedError) as caught:
+        Half.mixed([Half()], None, torch.ones(1, 1), None)
+    assert str(caught.value).startswith("Half.mixed: ")
+    assert "def mixed(cls, adapters, groups, x, base)" in str(caught.value)

@@ -680,3 +680,13 @@ def test_static_models_average_too():
     model.average_adapter("c", ["a", "b"])
     model.delete_adapter("c")
     assert not changes(before, snapshot(model))
+
+
+@pytest.mark.parametrize("kind", [["svd"], {"svd": 1}, None, 5])
+def test_the_way_of_combining_is_a_name(tiny, kind):
+    model = tiny()
+    model.add_adapter("a", "lora")
+    with refused(model, UnknownNameError, "add_weighted_adapter('c')", repr(kind), "'cat'"):
+        model.add_weighted_adapter(["a"], [1.0], "c", combination_type=kind)
+    with refused(model, UnknownNameError, "average_adapter('c')", repr(kind), "'cat'"):
+        model.average_adapter("c", ["a"], combine_strategy=kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 
 import pytest
@@ -860,3 +861,19 @@ def test_a_part_of_the_model_refuses_what_only_the_whole_understands(static, tmp
         made.base_model(**inputs, adapter_names=["a", None])
     model.delete_adapter("a")
     assert type(base) is plain
+
+
+@pytest.mark.parametrize("rows", ["Parallel", "adapter_names"])
+def test_an_input_given_twice_or_to_nobody_is_an_error(rows):
+    model = with_adapters("bert")
+    ids = tiny_inputs("bert")["input_ids"]
+    given = {"adapter_names": ["a"] * len(ids)} if rows == "adapter_names" else {}
+    model.set_active_adapters(Parallel("a", "b") if rows == "Parallel" else None)
+    with refused(model, ConfigError, "'input_ids' by position and by name", "Write it once."):
+        model(ids, input_ids=ids, **given)
+    parameters = inspect.signature(BertModel.forward).parameters
+    names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    with refused(model, ConfigError, f"{len(names) + 1} inputs", "'input_ids'", "by name"):
+        model(ids, *[None] * len(names), **given)
+    whole = model(ids, None, **given)
+    assert torch.equal(first_output(whole), first_output(model(input_ids=ids, **given)))

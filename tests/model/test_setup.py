@@ -14,7 +14,7 @@ from families import tiny_inputs
 from snapshots import changes, output, refused, same_bits, snapshot, stir
 
 from adapterzoo import AdapterSetup, Stack
-from adapterzoo.errors import CompositionError, StateError, UnknownNameError
+from adapterzoo.errors import CompositionError, ConfigError, StateError, UnknownNameError
 from adapterzoo.model.setup import announce
 
 # names that no model of another test has: a setup holds for every model that knows its names
@@ -344,3 +344,9 @@ def test_replicas_at_once_do_not_mix_what_they_tap(model):
             *(lambda m=m, row=row: output(m, **row) for m, row in zip(replicas, rows, strict=True))
         )
         assert all(same_bits(x, y) for x, y in zip(expected, seen, strict=True))
+
+
+@pytest.mark.parametrize("heads", [5, True, ["a", 5], [["a"]], {"a": 1}, b"a"])
+def test_heads_of_a_setup_are_names(model, heads):
+    with refused(model, ConfigError, f"head_setup={heads!r}", "Write head_setup='my_task'"):
+        AdapterSetup(A, head_setup=heads)

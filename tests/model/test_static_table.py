@@ -241,3 +241,15 @@ def test_a_head_with_other_layers_does_not_go_back():
     assert to_static(static, other) == (
         "layers: 2 here, 1 there; use_pooler: False here, True there"
     )
+
+
+@pytest.mark.parametrize("number", ["x", None, [1], {}])
+def test_labels_without_a_number_are_a_reason(number):
+    cls, config = transformers.BertForSequenceClassification, transformers.BertConfig(**_ENCODER)
+    named = AutoModel.from_config(config)
+    values = config.to_dict() | {"label2id": {"a": 0, "b": number, "c": 2}}
+    tensors = {"classifier.weight": (3, 16), "classifier.bias": (3,)}
+    found = from_static(cls.__name__, tensors, values, describe(named), pooler=True)
+    assert isinstance(found, str)
+    assert found.startswith("BertForSequenceClassification: its config ")
+    assert f"'b': {number!r}" in found

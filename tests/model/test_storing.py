@@ -362,7 +362,7 @@ def head_is_text(document):
         (unknown_architecture, ("'lroa'", "Did you mean 'lora'?")),
         (unknown_field, ("'rank'", "Its fields: ")),
         (huge_rank, ("r=1000000000", "Write r=65536")),
-        (evil_pattern, ("target_modules='('", "Write a list of layer names")),
+        (evil_pattern, ("target_modules='('", "Write names of layers instead")),
         (head_of_nothing, ("'nope'", "Known head types: ")),
         (head_is_text, ("'classification'", "with_head=False")),
     ],

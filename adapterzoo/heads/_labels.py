@@ -1,0 +1,91 @@
+"""Names of the labels of a head: generated, checked, and kept where a config changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from adapterzoo.errors import ConfigError, listing
+
+
+def numbered(count: int) -> dict[str, int]:
+    """The names of labels that nobody has named."""
+    return {f"LABEL_{i}": i for i in range(count)}
+
+
+def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[str, int]:
+    """The names of the labels, numbered ones for None.
+
+    Args:
+        kind: of the config, for the message.
+        label2id: names to class numbers; a class may be without a name.
+        count: how many classes there are.
+
+    Raises:
+        ConfigError: a number is none of a class, or stands twice.
+    """
+    if label2id is None:
+        return numbered(count)
+    given = label2id.items() if isinstance(label2id, Mapping) else [("label2id", "")]
+    wrong = [
+        f"{label!r}: {number!r}"
+        for label, number in given
+        if type(number) is not int or not 0 <= number < count
+    ]
+    if wrong or len(set(label2id.values())) != len(label2id):
+        what = wrong[0] if wrong else "one number stands twice"
+        raise ConfigError(
+            f"{kind}(label2id=…): {what}; with {count} labels each number from "
+            f"0 to {count - 1} stands once at most. "
+            f"Write id2label={{0: 'a', …, {count - 1}: 'z'}}."
+        )
+    return dict(label2id)
+
+
+def recounted(
+    kind: str, field: str, label2id: Mapping[str, int] | None, old: int, new: object
+) -> Mapping[str, int] | None:
+    """The names of the labels when there are more or fewer of them; None for numbered ones.
+
+    Args:
+        kind: of the config, for the message.
+        field: that says how many labels there are.
+        label2id: the names before.
+        old: how many labels there were.
+        new: how many there shall be; what is no number of labels is left to the config's check.
+
+    Raises:
+        ConfigError: the labels have names, which say nothing of another number of them.
+    """
+    if new == old:
+        return label2id
+    if label2id is None or dict(label2id) == numbered(old) or type(new) is not int or new < 1:
+        return None
+    raise ConfigError(
+        f"{kind}.replace({field}={new}): the label names {listing(label2id)} are those of {old} "
+        f"classes. Write replace({field}={new}, label2id={{'a': 0, …}}) with the names of {new}, "
+        f"or label2id=None to number them."
+    )
+
+
+def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
+    """Names to class numbers, out of class numbers to names; None for None.
+
+    Raises:
+        ConfigError: it is no such map, or a name stands twice.
+    """
+    if id2label is None:
+        return None
+    # numbers are strings in JSON
+    try:
+        label2id = {str(label): int(number) for number, label in id2label.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"id2label={id2label!r}: it maps class numbers to names. "
+            f"Write id2label={{0: 'negative', 1: 'positive'}}."
+        ) from error
+    if len(label2id) != len(id2label):
+        raise ConfigError(
+            f"id2label={id2label!r}: two classes have the same name. "
+            f"Write a name of its own for each."
+        )
+    return label2id
