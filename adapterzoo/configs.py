@@ -340,7 +340,7 @@ def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:
         return cls(**fields)
     except TypeError as error:
         legal = sorted(f.name for f in dataclasses.fields(cast("Any", cls)))
-        unknown = sorted(set(fields) - set(legal))
+        unknown = sorted(set(fields) - set(legal), key=str)
         what = f"there is no field {listing(unknown)}" if unknown else str(error)
         known = f"Its fields: {listing(legal, limit=40)}. Write one of these."
         raise ConfigError(f"{shown}: {what}. {known}") from error

@@ -60,6 +60,11 @@ class Base(ABC):
         """The factor of the layer's output, 1 except in embeddings of some families."""
 
     @property
+    def padding_idx(self) -> int | None:
+        """The token of an embedding whose row gets no gradient, None where each gets its own."""
+        return None
+
+    @property
     @abstractmethod
     def residual(self) -> Tensor:
         """The residual stream's value before the sub-layer, for a site with a `source`.

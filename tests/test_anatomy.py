@@ -201,6 +201,31 @@ def test_flow_refuses_a_wrong_site(mutation):
     assert complaint in verdicts[0] or "norm does not read" in verdicts[0]
 
 
+@pytest.mark.parametrize("fails", ["at the first hook", "half-way", "at a module that is missing"])
+def test_a_proof_that_cannot_begin_leaves_no_hook_behind(fails, monkeypatch):
+    model = on_meta("bert")
+    first, *others = find(model).blocks
+    if fails == "at a module that is missing":
+        sub = dataclasses.replace(first.sublayers[0], out=f"{first.path}.nowhere")
+        first = dataclasses.replace(first, sublayers=(sub, *first.sublayers[1:]))
+    else:
+        register, calls = nn.Module.register_forward_hook, iter(range(99))
+
+        def breaks(module, hook, **options):
+            if next(calls) == (0 if fails == "at the first hook" else 3):
+                raise RuntimeError("no hook can be here")
+            return register(module, hook, **options)
+
+        monkeypatch.setattr(nn.Module, "register_forward_hook", breaks)
+    verdicts, failure = prove(model, [first, *others], lambda: None)
+    assert verdicts == {}
+    assert "nowhere" in failure or "no hook can be here" in failure
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "forward" not in vars(module)
+
+
 _DECODER = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _FALCON = {**_DECODER, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 FUSED = {

@@ -432,7 +432,7 @@ class TakesAnything(Broken):
 
 class ChangesItself(Broken):
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
-        object.__setattr__(self, "exclude_modules", ("nothing", *(self.exclude_modules or ())))
+        object.__setattr__(self, "exclude_modules", ("embed_tokens", *(self.exclude_modules or ())))
         return super().build(site, device, dtype)
 
 

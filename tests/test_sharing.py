@@ -92,7 +92,7 @@ def test_outputs_and_gradients_are_those_of_adapters_that_compute_alone(method, 
 )
 def test_one_product_serves_the_layers_that_read_one_input(family, sizes, monkeypatch):
     calls = Calls(monkeypatch)
-    model = built(family, LoRAConfig(target_modules="all-linear", exclude_modules=["lm_head"]))
+    model = built(family, LoRAConfig(target_modules="all-linear"))
     model.set_active_adapters("a")
     output(model)
     assert calls.sizes == sizes

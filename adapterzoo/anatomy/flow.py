@@ -151,8 +151,7 @@ def prove(
     failure = ""
     try:
         for first, *others in twins.values():
-            watch = _Watch(model, first, flow, verdicts)
-            handles += watch.handles
+            watch = _Watch(model, first, flow, verdicts, handles)
             for other in others:
                 module = model.get_submodule(other.path)
                 if module is not model:
@@ -182,16 +181,24 @@ def likeness(block: Block) -> object:
 
 
 class _Watch:
-    """Hooks on one block: what its modules read and write, judged when the block returns."""
+    """Hooks on one block: what its modules read and write, judged when the block returns.
+
+    Each of the hooks is in `handles` as soon as it is there.
+    """
 
     def __init__(
-        self, model: nn.Module, block: Block, flow: _Flow, verdicts: dict[int, str]
+        self,
+        model: nn.Module,
+        block: Block,
+        flow: _Flow,
+        verdicts: dict[int, str],
+        handles: list[RemovableHandle],
     ) -> None:
-        self._block, self._flow, self._verdicts = block, flow, verdicts
+        self._block, self._flow, self._verdicts, self._handles = block, flow, verdicts, handles
         self._call = _Call()
         self._returned: Any = None
         module = model.get_submodule(block.path)
-        self.handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True)]
+        handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
         paths = {path for sub in block.sublayers for path in (sub.source, sub.out)}
         paths |= {sub.norm for sub in block.sublayers if sub.norm}
         paths |= {
@@ -202,7 +209,7 @@ class _Watch:
         paths |= {s.path for s in block.sites if s.kind == "linear" and s.role != "other"}
         for path in sorted(paths):
             self._listen(path, model.get_submodule(path))
-        self.handles.append(module.register_forward_hook(self._leave))
+        handles.append(module.register_forward_hook(self._leave))
 
     def stand_in(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the watched block returned."""
@@ -236,8 +243,8 @@ class _Watch:
             if first is not None:
                 self._call.outputs.setdefault(path, self._flow.sum_of(first))
 
-        self.handles.append(module.register_forward_pre_hook(reads, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(writes))
+        self._handles.append(module.register_forward_pre_hook(reads, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(writes))
 
 
 def _wrongs(block: Block, call: _Call) -> Iterable[str]:

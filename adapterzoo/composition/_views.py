@@ -43,6 +43,11 @@ class Around(Base):
         return self._inner.scale
 
     @property
+    def padding_idx(self) -> int | None:
+        """The token without gradient."""
+        return self._inner.padding_idx
+
+    @property
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer."""
         return self._inner.residual

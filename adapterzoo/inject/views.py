@@ -101,6 +101,11 @@ class Layer(Base):
         return getattr(self._module, "embed_scale", 1.0)
 
     @property
+    def padding_idx(self) -> int | None:
+        """The token without gradient."""
+        return getattr(self._module, "padding_idx", None)
+
+    @property
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer.
 
@@ -165,6 +170,11 @@ class RowsOf(Base):
     def scale(self) -> float | Tensor:
         """The factor of the output."""
         return self._base.scale
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The token without gradient."""
+        return self._base.padding_idx
 
     @property
     def residual(self) -> Tensor:

@@ -70,8 +70,7 @@ def low_rank(
         return expand(y, shrink(x, a, 0.0, None, groups), b, scaling, groups)
     _, tokens, width = y.shape
     if blocks.adapters is not None:
-        adapters = groups.numbers(blocks.adapters, x.device)
-        a, b = a.index_select(0, adapters), b.index_select(0, adapters)
+        a, b = _taken(a, blocks.adapters, groups), _taken(b, blocks.adapters, groups)
     if blocks.rows is not None:
         x = x.index_select(0, groups.numbers(blocks.rows, x.device))
     target = y
@@ -202,7 +201,7 @@ def _project(
         own = torch.cat([part @ factors[adapter] for part, adapter in pairs])
     else:
         if blocks.adapters is not None:
-            factors = _taken(factors, groups.numbers(blocks.adapters, x.device))
+            factors = _taken(factors, blocks.adapters, groups)
         moved = moved.reshape(active // blocks.size, blocks.size * tokens, wide)
         dtype = factors.dtype
         # one pass, unless the sum would round what it is added to
@@ -271,11 +270,15 @@ def _outer(u: Tensor, v: Tensor, groups: Groups, n: int) -> Tensor:
     return own.new_zeros(n, narrow, wide).index_add(0, groups.numbers(adapters, u.device), own)
 
 
-def _taken(factors: Tensor, adapters: Tensor) -> Tensor:
-    """Factors by number, in the layout that they had: a product with another costs twice."""
-    if factors.stride(-1) == 1:
-        return factors.index_select(0, adapters)
-    return factors.mT.index_select(0, adapters).mT
+def _taken(factors: Tensor, adapters: str, groups: Groups) -> Tensor:
+    """The factors of blocks, in the layout that they had: a product with another costs twice."""
+    if factors.stride(-1) != 1:
+        return _taken(factors.mT, adapters, groups).mT
+    own = factors.index_select(0, groups.numbers(adapters, factors.device))
+    if adapters == "of_all" and groups.base and own.requires_grad:
+        # a row without adapter may be inf or NaN: the factor that it borrows hears nothing of it
+        own = own.index_fill_(0, groups.numbers("base", own.device), 0.0)
+    return own
 
 
 def _scaled(t: Tensor, scaling: Sequence[float], groups: Groups) -> tuple[Tensor, float]:

@@ -77,7 +77,7 @@ class Groups:
         self.order = tuple(chain.from_iterable(found[adapter] for adapter in self.adapters))
         self.rows = tuple(sorted(self.order))
         self.of_rows = tuple(index[row] for row in self.rows)
-        spare = self.adapters[0] if self.adapters else BASE
+        spare = self.adapters[0] if self.adapters else 0
         self.of_all = tuple(spare if i == BASE else i for i in index)
         place = {row: i for i, row in enumerate(self.order)}
         self.inverse = tuple(place[row] for row in self.rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -197,6 +198,25 @@ class BottleneckFields(AdapterConfig):
                 "reduction_factor=16",
             )
         return max(1, int(width))
+
+    def warn_of_idle(self, blocks: int) -> None:
+        """Say which numbers of the mapping are of no block: no error, as adapters takes them.
+
+        Args:
+            blocks: how many the model has.
+        """
+        factors = self.reduction_factor
+        if not isinstance(factors, Mapping):
+            return
+        here = {k: v for k, v in factors.items() if k == "default" or int(k) < blocks}
+        if idle := [k for k in factors if k not in here]:
+            cure = here if len(here) > 1 else here.get("default", 16)
+            warnings.warn(
+                f"{type(self).__name__}(reduction_factor={dict(factors)!r}): there are no blocks "
+                f"{', '.join(idle)}: the model's are 0 to {blocks - 1}. Write "
+                f"reduction_factor={cure!r}.",
+                stacklevel=2,
+            )
 
     def _check_reduction(self) -> None:
         value = self.reduction_factor

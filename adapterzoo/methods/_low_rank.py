@@ -14,6 +14,7 @@ from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination
@@ -214,6 +215,13 @@ class LowRank(SharingAdapter, WeightAdapter):
             return (t,)
         parts: tuple[Tensor, ...] = t.split([a.shape[0] for a in factors], -1)
         return parts
+
+    def looked_up(self, x: Tensor, base: Base) -> Tensor:
+        """A of the tokens of an embedding, `[*batch]` → `[*batch, rank]`.
+
+        That of padding gets no gradient, as the row of the embedding itself gets none.
+        """
+        return embedding(x, self.lora_A.T, base.padding_idx)
 
     def combine(
         self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base

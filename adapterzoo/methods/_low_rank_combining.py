@@ -26,6 +26,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination, signed_roots, split, weighted_sum
+from adapterzoo.configs import MAX_WIDTH
 from adapterzoo.errors import CompositionError
 from adapterzoo.kernels.exact import exactly
 
@@ -81,6 +82,12 @@ def _spelled_alike(configs: Sequence[LowRankConfig], anatomy: Anatomy) -> frozen
 
 def _rank(ranks: list[int], how: Combination, path: str) -> int:
     if how.of == "ranks":
+        if sum(ranks) > MAX_WIDTH:
+            raise CompositionError(
+                f"{how.call}: {how.name!r} puts the ranks side by side, {sum(ranks)} of them at "
+                f"{path!r}, and {MAX_WIDTH} are legal. Write combine_strategy='svd', "
+                f"svd_rank={max(ranks)}."
+            )
         return sum(ranks)
     if how.of == "change":
         return how.rank or max(ranks)

@@ -16,15 +16,18 @@ from ._gate import Gate, opened
 
 
 def taken(tensors: Sequence[Tensor], groups: Groups) -> Tensor:
-    """The tensor of each row's adapter, `[rows, …]`; rows without adapter have some other's.
+    """The tensor of each row's adapter, `[rows, …]`; rows without adapter have zeros.
+
+    No gradient comes back from them: what such a row is, also inf or NaN, is lost on no adapter.
 
     Args:
         tensors: one for each adapter, of one shape; or vectors, padded with zeros to the longest.
-        groups: which adapter each row takes, at least one of them any.
+        groups: which adapter each row takes.
     """
     longest = len({t.shape for t in tensors}) == 1
     stack = torch.stack([*tensors]) if longest else pad_sequence([*tensors], batch_first=True)
-    return stack.index_select(0, groups.numbers("of_all", stack.device))
+    rows = stack.index_select(0, groups.numbers("of_all", stack.device))
+    return rows.index_fill_(0, groups.numbers("base", rows.device), 0.0) if groups.base else rows
 
 
 def features(vectors: Sequence[Tensor], groups: Groups, dim: int) -> Tensor:
@@ -54,7 +57,7 @@ def normed(norms: Sequence[nn.LayerNorm], groups: Groups, x: Tensor) -> Tensor:
 def openness(gates: Sequence[Gate], groups: Groups, x: Tensor) -> Tensor:
     """How open each row's gate is; `x` `[rows, *tokens, d_in]` → `[rows, 1, …, 1]`.
 
-    Rows without adapter have some other's. Who listens to a gate hears of its rows.
+    Rows without adapter are half open. Who listens to a gate hears of its rows.
     """
     weights = torch.stack([gate.weight for gate in gates])  # [n, 1, d_in]
     score = grouped_shrink(x, weights, groups)  # [rows, *tokens, 1]

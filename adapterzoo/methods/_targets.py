@@ -7,6 +7,7 @@ AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ class TargetedConfig(AdapterConfig):
         leave_out: numbers of blocks that get no adapter; encoder blocks first, then decoder.
         target_modules: instead of the fields above: names or last parts of paths of layers, one
             regular expression for whole paths, or "all-linear" for every linear layer in blocks.
-        exclude_modules: names or a regular expression, as above, of layers to leave alone.
+        exclude_modules: names or a regular expression, as above, of layers to leave alone; of
+            what matches no layer a warning is given, as PEFT does.
         layers_to_transform: numbers of the only blocks that get adapters; None for all.
     """
 
@@ -86,6 +88,9 @@ class TargetedConfig(AdapterConfig):
 
         Raises:
             SiteError: nothing matches, or a block lacks what is asked for.
+
+        Warns:
+            UserWarning: a part of `exclude_modules` matches no layer.
         """
         if not anatomy.blocks and self.target_modules in (None, ALL_LINEAR):
             raise SiteError(
@@ -104,6 +109,7 @@ class TargetedConfig(AdapterConfig):
                 f"layer that matches is taken out again by these. The model has blocks 0 to "
                 f"{len(anatomy.blocks) - 1}. Write fewer of them in leave_out or exclude_modules."
             )
+        self._warn_of_idle(anatomy)
         return [Placement(site, self) for site in kept]
 
     def _roles(self) -> list[Role]:
@@ -142,6 +148,21 @@ class TargetedConfig(AdapterConfig):
     def _wants(self, site: Site) -> bool:
         excluded = self.exclude_modules is not None and matches(site.path, self.exclude_modules)
         return self._in_layers(site.layer) and not excluded
+
+    def _warn_of_idle(self, anatomy: Anatomy) -> None:
+        """Say what is excluded in vain: no error, as PEFT saves such configs, with a warning."""
+        asked = self.exclude_modules or ()
+        each = [asked] if isinstance(asked, str) else [(name,) for name in asked]
+        idle = [w for w in each if not any(matches(s.path, w) for s in anatomy)]
+        if idle:
+            missing = [w if isinstance(w, str) else w[0] for w in idle]
+            warnings.warn(
+                f"{self._name}(exclude_modules={asked!r}): no layer matches {listing(missing)}, so "
+                f"that nothing is excluded by it. Names of layers in this model: "
+                f"{listing(sorted({s.path.rpartition('.')[2] for s in anatomy}), limit=30)}. Write "
+                f"some of them, or leave it out.",
+                stacklevel=2,
+            )
 
     def _in_layers(self, layer: int) -> bool:
         only = self.layers_to_transform

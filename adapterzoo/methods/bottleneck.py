@@ -55,6 +55,7 @@ class BnConfig(BottleneckFields):
         """One placement for each sub-layer that the config names."""
         wanted = {kind: field for kind, field in _FIELDS.items() if getattr(self, field)}
         found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
+        self.warn_of_idle(len(anatomy.blocks))
         return [Placement(self._site(block, sub), self, _FIELDS[sub.kind]) for block, sub in found]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> BottleneckLayer:

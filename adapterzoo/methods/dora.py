@@ -22,7 +22,6 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
@@ -35,6 +34,7 @@ from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, s
 from ._init import constant, drawn
 from ._kept import Kept
 from ._low_rank import LowRank, LowRankConfig
+from ._rows import features, restored
 from ._wide import KeepsWide
 
 
@@ -138,7 +138,8 @@ class DoRA(KeepsWide, LowRank):
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         y, plain = base(x), base.plain(x)  # [*batch, d_out]
-        t = embedding(x, self.lora_A.T) * base.scale if self.looks_up else base.from_input(self, x)
+        looks_up = self.looks_up
+        t = self.looked_up(x, base) * base.scale if looks_up else base.from_input(self, x)
         gain = self.gain(base.weight)
         bias = None if self.adapterhub else base.bias
         if plain is y:
@@ -156,23 +157,20 @@ class DoRA(KeepsWide, LowRank):
     def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
         """Each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
         one, y, plain = adapters[0], base(x), base.plain(x)  # [rows, *tokens, d_out]
-        gains = torch.stack([a.gain(base.weight) for a in adapters])  # [n, d_out]
+        gains = [a.gain(base.weight) for a in adapters]  # [d_out] each
         stack = stacked(
             [a.lora_A for a in adapters],
             [a.lora_B for a in adapters],
             [a.scaling for a in adapters],
         )
         t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
-        wide = plain.to(gains.dtype)
+        wide = plain.to(gains[0].dtype)
         whole = grouped_expand(wide, t, stack.b, stack.scaling, groups)  # [rows, *tokens, d_out]
-        # rows without adapter, of number -1, take the zero at the end and keep their bits
-        change = torch.cat([gains - 1, gains.new_zeros(1, gains.shape[1])])  # [n + 1, d_out]
-        change = change[groups.numbers("index", x.device)]  # [rows, d_out]
-        ones = (1 for _ in x.shape[1:-1])
-        change = change.view(len(change), *ones, change.shape[-1])  # [rows, 1, …, d_out]
+        change = features(gains, groups, y.dim()) - 1  # [rows, 1, …, d_out]
         bias = None if one.adapterhub else base.bias
         whole = whole + change * (whole if bias is None else whole - bias)
-        return whole.to(y.dtype) if plain is y else (y + (whole - plain)).to(y.dtype)
+        out = whole if plain is y else y + (whole - plain)
+        return restored(out.to(y.dtype), y, groups)
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""

@@ -12,9 +12,8 @@ Cost per site: 3 · d_model² + 2 · d_model parameters. Cannot do: `query_befor
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ class AdapterFusionConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as adapters writes them."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     @classmethod
     def load(cls, config: AdapterFusionConfig | str | Mapping[str, Any]) -> AdapterFusionConfig:
@@ -93,11 +92,13 @@ class AdapterFusionConfig:
             ConfigError: a field is unknown or a value not legal.
             UnknownNameError: there is no such config string.
         """
-        if isinstance(config, AdapterFusionConfig):
-            return config
         if isinstance(config, str):
             return fusion_configs.find(config, f"fusion config {config!r}")()
-        return construct(cls, "fusion config", config)
+        if not isinstance(config, AdapterFusionConfig | Mapping):
+            raise ConfigError(
+                f"fusion config={config!r}: a config, its string or a dict. Write 'dynamic'."
+            )
+        return construct(cls, "fusion config", config) if isinstance(config, Mapping) else config
 
 
 @fusion_configs.register("static")
@@ -196,5 +197,4 @@ class Fusion(nn.Module):
         if self.value is None or not self.config.regularization:
             return None
         weight = self.value.weight
-        eye = torch.eye(weight.shape[0], device=weight.device, dtype=weight.dtype)
-        return (weight - eye).square().sum()
+        return (weight - torch.zeros_like(weight).fill_diagonal_(1.0)).square().sum()

@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
@@ -104,9 +104,9 @@ class LoRA(LowRank):
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         y = base(x)
-        a, b = self.lora_A, self.lora_B
+        b = self.lora_B
         if self.looks_up:
-            update = embedding(x, a.T) @ b.T  # [*batch, d_out]
+            update = self.looked_up(x, base) @ b.T  # [*batch, d_out]
             return y + (update * (self.scaling * base.scale)).to(y.dtype)
         t = base.from_input(self, x)  # [*batch, rank]
         if self.gate is None and self.lora_B_bias is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from families import tiny_config
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
@@ -573,6 +574,22 @@ def test_a_width_that_does_not_exist_or_fit_is_an_error():
         built(SeqBnConfig(reduction_factor=1e-9), d_model=768)
     with pytest.raises(ConfigError, match=r"width inf .* at most 65536.*=16"):
         built(SeqBnConfig(reduction_factor=5e-324), d_model=768)
+
+
+@pytest.mark.parametrize("config", [SeqBnConfig, DoubleSeqBnConfig])
+def test_a_reduction_factor_of_no_block_is_said(config):
+    anatomy = find(transformers.AutoModel.from_config(tiny_config("bert")))
+    factors = {"1": 4, "2": 8, "99": 8, "default": 16}
+    with pytest.warns(UserWarning, match="reduction_factor") as caught:
+        placements = config(reduction_factor=factors).placements(anatomy)
+    (warning,) = caught
+    said = str(warning.message)
+    assert said.startswith(f"{config.__name__}(reduction_factor={factors!r})")
+    assert "there are no blocks 2, 99: the model's are 0 to 1" in said
+    assert "Write reduction_factor={'1': 4, 'default': 16}" in said
+    assert {p.config.width_at(p.site.layer, 64) for p in placements} == {4, 16}
+    # a block that is left out is there
+    config(reduction_factor={"0": 4, "1": 8}, leave_out=[0]).placements(anatomy)
 
 
 @pytest.mark.parametrize(

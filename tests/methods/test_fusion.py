@@ -111,6 +111,10 @@ def test_config_strings_and_dicts():
     [
         ("dynamik", UnknownNameError, "'dynamik'", "Did you mean 'dynamic'"),
         ({"keys": True}, ConfigError, "'keys'", "'key'"),
+        ({1: True, "keys": True}, ConfigError, "1, 'keys'", "'key'"),
+        (None, ConfigError, "fusion config=None: ", "Write 'dynamic'"),
+        (7, ConfigError, "fusion config=7: ", "Write 'dynamic'"),
+        (["key"], ConfigError, "fusion config=['key']: ", "Write 'dynamic'"),
         ({"query_before_ln": True}, ConfigError, "query_before_ln=True", "query_before_ln=False"),
         ({"residual_before": True}, ConfigError, "residual_before=True", "residual_before=False"),
         ({"key": "false"}, ConfigError, "(key='false')", "Write key=False"),

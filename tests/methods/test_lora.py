@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 import adapterzoo
-from adapterzoo import ConfigUnion, LoRAConfig
-from adapterzoo.anatomy import Site
+from adapterzoo import ConfigUnion, DoRAConfig, LoRAConfig
+from adapterzoo.anatomy import Site, find
+from adapterzoo.averaging import combination
 from adapterzoo.contracts import Base
-from adapterzoo.errors import AdapterZooError, ConfigError, SiteError, StateError
+from adapterzoo.errors import (
+    AdapterZooError,
+    CompositionError,
+    ConfigError,
+    SiteError,
+    StateError,
+)
 from adapterzoo.kernels import use
 from adapterzoo.methods.lora import LoRA
 from adapterzoo.testing import checks, report
@@ -232,6 +239,8 @@ def assert_equals_peft(config: LoRAConfig, family: str, **options: Any) -> None:
     ours, theirs = parameters_of(made), lora_parameters(twin)
     assert len(theirs) == len(ours)
     batch = tiny_inputs(family, batch=BATCH)
+    # the row of padding gets no gradient in an embedding
+    batch["input_ids"][0, :2] = made.config.pad_token_id or 0
     outputs = [m(**batch).last_hidden_state for m in (made, twin)]
     assert outputs[1].dtype is torch.float64
     torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
@@ -488,6 +497,32 @@ def test_what_matches_nothing_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
+    ("exclude", "missing"),
+    [(["qurey"], "'qurey'"), (["value", "qurey", "dnese"], "'qurey', 'dnese'"),
+     (["0.attention.self.queri"], "'0.attention.self.queri'"),
+     (r".*\.q(ue)?rey", r"'.*\\.q(ue)?rey'")],
+    ids=str,
+)  # fmt: skip
+def test_an_exclusion_that_matches_no_layer_is_said(exclude: Any, missing: str) -> None:
+    made = adapterzoo.init(model())
+    with pytest.warns(UserWarning, match="exclude_modules") as caught:
+        made.add_adapter("a", LoRAConfig(exclude_modules=exclude))
+    (warning,) = caught
+    assert f"no layer matches {missing}" in str(warning.message)
+    assert "LoRAConfig(exclude_modules=" in str(warning.message)
+    assert "'query'" in str(warning.message)
+    # what PEFT says of it, and what it does: it adapts the others
+    assert len(list(made.adapter_modules("a"))) == (2 if "value" in exclude else 4)
+
+
+@pytest.mark.parametrize("exclude", [["key"], "word_embeddings", r".*layer\.1\..*", "pooler.dense"])
+def test_an_exclusion_of_what_is_not_targeted_is_fine(exclude: Any) -> None:
+    made = adapterzoo.init(model())
+    made.add_adapter("a", LoRAConfig(exclude_modules=exclude))
+    assert "a" in made.adapters_config
+
+
+@pytest.mark.parametrize(
     "fields", [{"dropout": 0.1}, {"use_gating": True}, {"lora_bias": True}], ids=str
 )
 def test_an_embedding_has_no_features_to_drop_or_gate(fields: dict[str, Any]) -> None:
@@ -571,3 +606,33 @@ def test_a_matrix_named_twice_is_adapted_once() -> None:
 )
 def test_the_key_of_a_pattern_fits_from_a_name_on(pattern: str, path: str, rank: int) -> None:
     assert LoRAConfig(rank_pattern={pattern: 3}).rank_at(path) == rank
+
+
+@pytest.mark.parametrize("kind", [LoRAConfig, DoRAConfig])
+def test_ranks_side_by_side_that_are_too_many_name_the_call_and_a_legal_one(kind: Any) -> None:
+    anatomy, configs = find(model()), [kind(r=65_536), kind(r=3)]
+    how = combination("average_adapter('c', ['a', 'b'])", "cat")
+    with pytest.raises(CompositionError) as caught:
+        kind.combined(configs, how, anatomy)
+    assert str(caught.value).startswith("average_adapter('c', ['a', 'b']): 'cat'")
+    assert "65539 of them at 'encoder.layer.0.attention.self.query'" in str(caught.value)
+    assert "Write combine_strategy='svd', svd_rank=65536." in str(caught.value)
+    assert kind.combined([kind(r=65_536 - 3), kind(r=3)], how, anatomy).r == 65_536
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_padding_gives_no_gradient_to_its_column_of_a(name: str) -> None:
+    made = adapted(f"{name}[r=4,target_modules=['word_embeddings']]")
+    made.train_adapter("a")
+    table = made.get_input_embeddings()
+    ((_, adapter),) = made.adapter_modules("a")
+    tokens = torch.tensor([[table.padding_idx, 5, 6, table.padding_idx, 5]])
+    weight = torch.randn(*tokens.shape, table.weight.shape[1])
+    (table(tokens) * weight).sum().backward()
+    a = adapter.lora_A.detach().clone().requires_grad_()
+    gain = adapter.gain(table.weight.T).detach() if name == "dora" else 1.0
+    update = a.T[tokens] @ adapter.lora_B.detach().T * adapter.scaling * gain
+    (expected,) = torch.autograd.grad((update * weight).sum(), a)
+    assert expected[:, table.padding_idx].all()
+    expected[:, table.padding_idx] = 0.0
+    torch.testing.assert_close(adapter.lora_A.grad, expected, rtol=1e-5, atol=1e-6)

@@ -299,3 +299,65 @@ def test_a_method_that_mixes_and_says_not_how_is_told_what_to_write():
         Half.mixed([Half()], None, torch.ones(1, 1), None)
     assert str(caught.value).startswith("Half.mixed: ")
     assert "def mixed(cls, adapters, groups, x, base)" in str(caught.value)
+
+
+WEIGHT_ADAPTERS = [name for name in PAIRS if name.startswith(("lora", "dora", "boft"))]
+EXTREMES = {"inf": float("inf"), "nan": float("nan"), "so large that y is inf": 1e308}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("name", WEIGHT_ADAPTERS)
+def test_a_row_without_adapter_keeps_its_bits_whatever_they_are(name, extreme):
+    adapters, layer = built(name)
+    index = BATCHES["mixed"]
+    x, residual = tensors(len(index), layer)
+    x[1, 2], x[5, 0, 1] = EXTREMES[extreme], EXTREMES[extreme]
+    # y is -0.0 in one feature: the sum with a bias of another sign would lose it
+    layer.weight[3], layer.bias[3] = 0.0, -0.0
+    layer.weight[4], layer.bias[4] = -0.0, 1.5
+    with torch.no_grad():
+        out = mixed(adapters, index, x, Host(layer, residual))
+        plain = layer(x)
+    for row in (1, 5):
+        assert torch.equal(out[row].view(torch.int64), plain[row].view(torch.int64))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("where", ["x", "gradient"])
+@pytest.mark.parametrize("name", WEIGHT_ADAPTERS)
+def test_gradients_know_nothing_of_rows_without_adapter(name, where, tokens):
+    adapters, layer = built(name)
+    index = BATCHES["mixed"]
+    x, residual = tensors(len(index), layer, (tokens,))
+    given = torch.randn_like(x)
+    (x if where == "x" else given)[1, 0] = float("inf")
+    (x if where == "x" else given)[5, 0, 1] = float("nan")
+    parameters = [p for adapter in adapters for p in adapter.parameters()]
+    rows = torch.tensor([i is not None for i in index])
+
+    def gradients(run):
+        own = x.clone().requires_grad_()
+        out = run(own)
+        of_x, *found = torch.autograd.grad(out, [own, *parameters], given)
+        return of_x, found
+
+    of_x, found = gradients(lambda x: mixed(adapters, index, x, Host(layer, residual)))
+    own = [i for i in index if i is not None]
+    x, given, whole = x[rows], given[rows], given
+    alone, expected = gradients(lambda x: one_by_one(adapters, own, x, layer, residual[rows]))
+    for seen, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(seen, right, rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(of_x[rows], alone, rtol=1e-12, atol=1e-11)
+    plain = whole[~rows] @ layer.weight
+    torch.testing.assert_close(of_x[~rows], plain, rtol=1e-12, atol=1e-11, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_a_batch_without_adapters_gives_gradients_of_zeros(name):
+    adapters, layer = built(name)
+    x, residual = tensors(2, layer)
+    parameters = [p for adapter in adapters for p in adapter.parameters()]
+    out = mixed(adapters, [None, None], x, Host(layer, residual))
+    assert torch.equal(out, layer(x))
+    for found in torch.autograd.grad(out.sum(), parameters):
+        assert torch.equal(found, torch.zeros_like(found))
