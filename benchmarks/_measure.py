@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # floors: a figure of that size needs no second digit
 _LONG = 4.0
+# measured between two floors
+_BETWEEN = 4
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ def ratios(
 ) -> dict[str, Ratio]:
     """CPU time of each of the others over that of the floor.
 
-    The floor is measured before and after every two of the others, and the mean of both taken:
-    what drifts slowly falls out, since the two change places from round to round. What takes
-    several floors is measured in three rounds.
+    The floor is measured before and after every four of the others, and the mean of both taken:
+    what drifts slowly falls out, since they change places from round to round. What takes
+    several floors is measured in three rounds, once in each after the first.
 
     Args:
         floor: what the others are compared with; has run before, as all of them.
@@ -58,15 +60,22 @@ def ratios(
     found: dict[str, list[float]] = {name: [] for name in others}
     before = seconds(floor, repeat)
     for number in range(rounds):
-        names = [n for n in others if number < 3 or statistics.median(found[n]) <= _LONG]
+        names = [n for n in others if number < 3 or not _is_long(found[n])]
         names = names if number % 2 else names[::-1]
-        for i in range(0, len(names), 2):
-            taken = {name: seconds(others[name], repeat) for name in names[i : i + 2]}
+        for i in range(0, len(names), _BETWEEN):
+            taken = {
+                name: seconds(others[name], 1 if _is_long(found[name]) else repeat)
+                for name in names[i : i + _BETWEEN]
+            }
             after = seconds(floor, repeat)
             for name, took in taken.items():
                 found[name].append(2 * took / (before + after))
             before = after
     return {name: ratio(values) for name, values in found.items()}
+
+
+def _is_long(found: list[float]) -> bool:
+    return bool(found) and statistics.median(found) > _LONG
 
 
 def ratio(values: list[float]) -> Ratio:

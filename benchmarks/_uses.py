@@ -46,15 +46,12 @@ def merging(shape: Shape, methods: list[Method], rounds: int) -> list[Figure]:
     """Merging a BOFT adapter; each merge starts from weights of its own."""
     found = []
     for method in methods[4:6]:
-        base = shape.model()
         ours: list[float] = []
         theirs: list[float] = []
         for _ in range(min(rounds, 3)):
-            mine, other = method.put(shape, base), method.put_peft(shape, base)
+            mine, other = method.put(shape, shape.model()), method.put_peft(shape, shape.model())
             ours.append(seconds(lambda m=mine: m.merge_adapter("a")))  # type: ignore[misc]
-            mine.reset_adapter()
             theirs.append(seconds(lambda m=other: m.merge_adapter()))  # type: ignore[misc]
-            other.unmerge_adapter()
         peer = ratio(theirs)
         goal = round(peer.median / 10, 3)
         found.append(Figure(f"merge: {method.title}", ratio(ours), peer, goal, "s"))

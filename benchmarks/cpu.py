@@ -33,6 +33,9 @@ from _uses import importing, injecting, loading, merging, mixing
 
 # the largest relative difference of a loss or gradient between the libraries, in float32
 GATE = 1e-4
+# methods whose training steps are measured in the same rounds
+STEPS = [(LLAMA, METHODS[:2]), (LLAMA, METHODS[2:4]), (LLAMA, METHODS[4:]),
+         (BERT, METHODS[:2]), (BERT, METHODS[2:4])]  # fmt: skip
 
 
 def main() -> None:
@@ -47,8 +50,10 @@ def main() -> None:
     gate()
     rounds, one = options.rounds, Shape(LLAMA.title, LLAMA.targets, 1, 1)
     sections: list[Callable[[], list[Figure]]] = [
-        *(lambda m=m: steps(LLAMA, m, rounds) for m in METHODS),
-        *(lambda m=m: steps(BERT, m, rounds) for m in METHODS[:4]),
+        *(
+            lambda shape=shape, methods=methods: steps(shape, methods, rounds)
+            for shape, methods in STEPS
+        ),
         half_precision,
         lambda: small(TINY, "1 × 16 tokens", 3 * rounds),
         lambda: small(one, "1 × 1 token", 3 * rounds),
@@ -81,9 +86,9 @@ def gate() -> None:
     Raises:
         SystemExit: they do not.
     """
-    for shape in (LLAMA, BERT):
+    for shape, methods in STEPS:
         base = shape.model()
-        for method in METHODS:
+        for method in methods:
             difference = method.difference(replace(shape, rows=1, tokens=32), base)
             if not difference < GATE:
                 sys.exit(
@@ -91,26 +96,32 @@ def gate() -> None:
                 )
 
 
-def steps(shape: Shape, method: Method, rounds: int) -> list[Figure]:
+def steps(shape: Shape, methods: list[Method], rounds: int) -> list[Figure]:
     """Training steps: time, bytes kept for the backward and operators, over the floor's."""
     base = shape.model()
     floor_bytes = saved_bytes(base, lambda: shape.loss(base))
     # as many of few rows as of many
     few = replace(shape, rows=1)
     floor_operators = operators(_step_of(few, base))
-    pair = method.put(shape, base), method.put_peft(shape, base)
-    method.equalise(*pair)
-    ours, theirs = (_step_of(shape, model) for model in pair)
-    kept = [saved_bytes(m, lambda m=m: shape.loss(m)) / floor_bytes for m in pair]  # type: ignore[misc]
-    counts = [operators(_step_of(few, model)) / floor_operators for model in pair]
-    times = ratios(lambda: shape.step(base), {"ours": ours, "theirs": theirs}, rounds)
-    step_goal, bytes_goal = method.goals[shape.title]
-    where = f"{method.title}, {shape.title}, {shape.rows} × {shape.tokens} tokens"
-    return [
-        Figure(f"step: {where}", times["ours"], times["theirs"], step_goal),
-        exact(f"saved bytes: {where}", kept, bytes_goal),
-        exact(f"operators: {where}", counts, None),
-    ]
+    kept, counts, runs = {}, {}, {}
+    for method in methods:
+        pair = method.put(shape, base), method.put_peft(shape, base)
+        method.equalise(*pair)
+        kept[method.title] = [saved_bytes(m, lambda m=m: shape.loss(m)) / floor_bytes for m in pair]  # type: ignore[misc]
+        counts[method.title] = [operators(_step_of(few, m)) / floor_operators for m in pair]
+        runs[method.title], runs[f"PEFT {method.title}"] = (_step_of(shape, m) for m in pair)
+    times = ratios(lambda: shape.step(base), runs, rounds)
+    found = []
+    for method in methods:
+        name = method.title
+        step_goal, bytes_goal = method.goals[shape.title]
+        where = f"{name}, {shape.title}, {shape.rows} × {shape.tokens} tokens"
+        found += [
+            Figure(f"step: {where}", times[name], times[f"PEFT {name}"], step_goal),
+            exact(f"saved bytes: {where}", kept[name], bytes_goal),
+            exact(f"operators: {where}", counts[name], None),
+        ]
+    return found
 
 
 def half_precision() -> list[Figure]:
