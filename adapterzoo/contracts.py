@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .averaging import Combination, weighted_sum
+from .errors import StateError
 
 if TYPE_CHECKING:
     from .kernels.grouped import Groups
@@ -182,8 +183,11 @@ class Adapter(nn.Module, ABC):
 
         Returns:
             `[rows, *tokens, d_out]`, each row as its adapter alone would give it.
+
+        Raises:
+            StateError: the class has not written how.
         """
-        raise NotImplementedError(
+        raise StateError(
             f"{cls.__name__}.mixed: {cls.__name__}.mixes says that several can act in one call, "
             f"and nobody has written how. Write @classmethod def mixed(cls, adapters, groups, x, "
             f"base), or leave out mixes."

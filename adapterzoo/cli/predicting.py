@@ -50,16 +50,19 @@ def device_named(call: str, name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-        if device.type == "meta":
-            raise RuntimeError("it holds shapes and no values")
     # an unknown name, a device without a driver, a build of torch without the device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"{call}: --device {name!r} cannot be used ({reason}). Write --device cpu, or see "
-            f"`adapterzoo doctor`."
-        ) from error
+        raise _unusable(call, name, str(error).partition("\n")[0]) from error
+    if device.type == "meta":
+        raise _unusable(call, name, "it holds shapes and no values")
     return device
+
+
+def _unusable(call: str, name: str | None, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{call}: --device {name!r} cannot be used ({reason}). Write --device cpu, or see "
+        f"`adapterzoo doctor`."
+    )
 
 
 def predict(

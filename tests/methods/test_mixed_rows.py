@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Adapter, Base, can_mix
+from adapterzoo.errors import StateError
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._gate import Gate
 
@@ -295,7 +296,7 @@ def test_a_method_that_mixes_and_says_not_how_is_told_what_to_write():
             return True
 
     assert not can_mix([Half(), Half()])
-    with pytest.raises(NotImplementedError) as caught:
+    with pytest.raises(StateError) as caught:
         Half.mixed([Half()], None, torch.ones(1, 1), None)
     assert str(caught.value).startswith("Half.mixed: ")
     assert "def mixed(cls, adapters, groups, x, base)" in str(caught.value)
