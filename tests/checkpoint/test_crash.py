@@ -6,9 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from disks import full_disk
 
 from adapterzoo import LoRAConfig
 from adapterzoo.checkpoint import folders
@@ -79,19 +78,6 @@ def content(folder: Path) -> dict[str, bytes | None]:
         str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
         for p in sorted(folder.rglob("*"))
     }
-
-
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Files end at 16 KiB: writing on fails as on a full disk."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @contextlib.contextmanager

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
 import stat
 from pathlib import Path
 
 import pytest
 import torch
+from disks import full_disk
 from safetensors.torch import load_file, save_file
 
 from adapterzoo.checkpoint import files, native
@@ -110,15 +109,8 @@ def test_a_folder_in_the_place_of_the_file(tmp_path):
 def test_no_space_leaves_the_old_file_whole(tmp_path):
     native.save(tmp_path, "adapter", native.Stored(DOCUMENT, tensors()))
     big = native.Stored(DOCUMENT, {"a/w": torch.zeros(1 << 16)})
-    # writing beyond the limit fails as a full disk does, instead of a signal
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
-    try:
+    with full_disk():
         check_refused(lambda: native.save(tmp_path, "adapter", big), tmp_path, "File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
     native.save(tmp_path, "adapter", big)
 
 

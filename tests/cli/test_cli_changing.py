@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
+from disks import full_disk
 from families import tiny_config, tiny_inputs
 from peft_world import QUIET
 from safetensors.torch import load_file, save_file
@@ -405,19 +403,6 @@ def test_merge_rounds_no_adapter_without_saying_so(
     expected = (old + 16 * b @ a).bfloat16()
     # sums may be taken in another order: one step of the last bit, and seldom
     assert (merged[f"{key}.weight"] != expected).float().mean() < 0.01
-
-
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Files may have 16 KiB: writing beyond fails as on a full disk, instead of a signal."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("there", [False, True])
