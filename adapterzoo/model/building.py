@@ -80,7 +80,7 @@ def build(
         return built[0]
     whole = [(p.config, a) for p, a in zip(placements, built, strict=True) if p.site.rows is None]
     # those that change the input first
-    whole.sort(key=lambda pair: pair[1].acts_on)
+    whole.sort(key=lambda pair: pair[1].acts_on != "input")
     if len(whole) > 1 and whole[0][1].acts_on == "input":
         raise ConfigError(
             f"{whole[0][0]!r} with {whole[1][0]!r}: the former changes the input of {path!r}, so "
