@@ -1,4 +1,4 @@
-"""Tiny models, made once and copied for each test; what every test leaves as it found it; orders."""
+"""Tiny models, copied for each test; the order of tests; what each leaves as it found it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def seeded() -> None:
     """Seed every generator, so that a test draws the same numbers in any order of tests."""
     torch.manual_seed(0)
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002  transformers and peft draw from it
+    np.random.seed(0)
 
 
 @pytest.fixture(autouse=True)
