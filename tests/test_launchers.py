@@ -38,7 +38,13 @@ def same_tensors(folder, other):
         torch.testing.assert_close(tensor, b[key], rtol=1e-4, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="torchrun"),
+        pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.sweep),
+    ],
+)
 def test_the_example_trains_in_two_processes_as_in_one(launcher, tmp_path, monkeypatch, capsys):
     """By the loss: AdamW makes large differences of small ones, see `trainer_rank`."""
     run = subprocess.run(
