@@ -1,5 +1,6 @@
 # make quickstart   trains an adapter on a real model and real data
-# make test         lint, types, import floors, documentation, tests
+# make test         lint, types, import layers and the quick tests: before each commit
+# make sweep        the rest: every architecture, dtype, kernel configuration, notebook and page
 # make docs         the documentation site, offline, in build/docs/html; make links follows its links
 # make notebooks    runs the notebooks from top to bottom, and keeps what they print and draw
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
@@ -28,8 +29,8 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart notebooks bench bench-gpu test lint types floors docs links tests coverage \
-	devices architectures format clean
+.PHONY: help quickstart notebooks bench bench-gpu test sweep lint types floors docs links tests \
+	sweeps coverage devices architectures format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -52,7 +53,9 @@ bench-gpu: export HF_HUB_OFFLINE = 1
 bench-gpu: $(VENV)/.bench-$(KEY)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-test: lint types floors docs tests
+test: lint types floors tests
+
+sweep: docs sweeps
 
 lint: $(VENV)/.test-$(KEY)
 	$(BIN)/ruff check .
@@ -77,10 +80,14 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes of many threads each slow one another down tenfold: one thread each
-tests coverage devices architectures: export OMP_NUM_THREADS = 1
-tests coverage devices architectures: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices architectures: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices architectures: export HF_HUB_OFFLINE = 1
+tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -m "not sweep" $(ARGS)
+
+sweeps: $(VENV)/.test-$(KEY)
+	$(PYTEST) -m sweep $(ARGS)
 
 coverage: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term $(ARGS)

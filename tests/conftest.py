@@ -1,16 +1,50 @@
-"""Tiny models, made once and copied for each test."""
+"""Tiny models, copied for each test; the order of tests; what each leaves as it found it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import tiny_config
 
 from adapterzoo import AutoAdapterModel
+from adapterzoo.checkpoint.formats import formats
+from adapterzoo.configs import architectures, config_strings
+from adapterzoo.heads import head_types
+from adapterzoo.methods.fusion import fusion_configs
+from adapterzoo.testing import checks
+
+REGISTRIES = (architectures, checks, config_strings, formats, fusion_configs, head_types)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--order", default="forwards", help="of the tests: forwards, reversed, or a number to draw"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Reverse the tests, or shuffle files and the tests of each file: verdicts stay the same."""
+    order = config.getoption("order")
+    if order == "reversed":
+        items.reverse()
+    elif order != "forwards":
+        draw = random.Random(int(order))
+        files: dict[Path, list[pytest.Item]] = {}
+        for item in items:
+            files.setdefault(item.path, []).append(item)
+        shuffled = list(files.values())
+        draw.shuffle(shuffled)
+        for tests in shuffled:
+            draw.shuffle(tests)
+        items[:] = [item for tests in shuffled for item in tests]
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +68,36 @@ def tiny(_made: dict[tuple[str, int], Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(autouse=True)
-def seeded():
-    """Whatever a test draws, it draws it in each run and in each order of tests."""
+def seeded() -> None:
+    """Seed every generator, so that a test draws the same numbers in any order of tests."""
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _left_as_found() -> Iterator[None]:
+    """Take back what a test registers, and fail one that changes another global setting."""
+    registered = [(registry, dict(registry._entries)) for registry in REGISTRIES]
+    before = _settings()
+    yield
+    for registry, entries in registered:
+        registry._entries.clear()
+        registry._entries.update(entries)
+    after = _settings()
+    assert after == before, "a test must restore the global settings that it changes"
+
+
+def _settings() -> dict[str, Any]:
+    """What one test could leave behind for the next one."""
+    ours = {key for key in os.environ if key.startswith(("HF_", "TRITON_", "ADAPTERZOO_"))}
+    return {
+        "folder": Path.cwd(),
+        "environment": {key: os.environ[key] for key in sorted(ours)},
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+    }

@@ -582,6 +582,7 @@ def table_version() -> str:
     return TABLE.read_text(encoding="utf-8").splitlines()[0].rpartition(" ")[2]
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(
     transformers.__version__ != table_version(),
     reason=f"docs/architectures.md was made with transformers {table_version()}",

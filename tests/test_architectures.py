@@ -29,8 +29,14 @@ same_version = pytest.mark.skipif(
 )
 
 
+# in the quick part, one of each kind: encoder, decoder, both, experts, images, sound
+QUICK = ("bert", "gpt2", "t5", "mixtral", "swiftformer", "wav2vec2-conformer")
+
+
 @same_version
-@pytest.mark.parametrize("model_type", RAN)
+@pytest.mark.parametrize(
+    "model_type", [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in RAN]
+)
 def test_methods_do_on_the_model_what_the_page_says(model_type):
     ((_, found),) = tables.of_types([model_type])
     assert found == COMMITTED[model_type], "docs/architectures.md is stale: make architectures"

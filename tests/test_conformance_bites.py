@@ -49,6 +49,17 @@ class NotIdentity(Broken):
     layer = NotIdentityLayer
 
 
+class ContiguousInputLayer(LoRA):
+    """Equal bits on many processors: a product of the same numbers in another layout."""
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        return super().forward(x.contiguous(), base)
+
+
+class ContiguousInput(Broken):
+    layer = ContiguousInputLayer
+
+
 class PromisesTooLittle(Broken):
     @property
     def starts_as_identity(self) -> bool:
@@ -440,6 +451,7 @@ class ChangesItself(Broken):
 # is seen from two sides (a wrong merge in a stack too)
 TABLE: dict[type[Broken], set[str]] = {
     NotIdentity: {"identity_at_birth", "stacks"},
+    ContiguousInput: {"identity_at_birth"},
     PromisesTooLittle: {"identity_at_birth"},
     DeviceRandom: {"initial_values"},
     EqualEverywhere: {"initial_values"},
@@ -449,7 +461,7 @@ TABLE: dict[type[Broken], set[str]] = {
     MixesTheWrong: {"mixed_rows"},
     UnusedParameter: {"gradients"},
     WrongGradient: {"gradcheck"},
-    NeedsContiguous: {"any_leading_shape"},
+    NeedsContiguous: {"any_leading_shape", "identity_at_birth"},
     NeedsThreeDimensions: {"any_leading_shape"},
     RowsMeet: {"any_leading_shape", "merge_equals_forward", "mixed_rows", "stacks"},
     PlainAttribute: {"state_is_registered", "device_follows", "save_and_load"},

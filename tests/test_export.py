@@ -47,9 +47,14 @@ def outputs(run, inputs):
         return first_output(run(**inputs))
 
 
+def close(found, expected):
+    """A program may have other operations than the model, which round differently."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def check(model, program, inputs):
     expected = outputs(model, inputs)
-    assert torch.equal(outputs(program.module(), inputs), expected)
+    close(outputs(program.module(), inputs), expected)
     # the export has left nothing of its own in the model
     assert not model._selection.taps
     assert not model._selection.reads
@@ -89,10 +94,10 @@ def test_the_setup_of_the_thread_is_what_is_exported():
         program = exported(model, inputs, strict=False)
         expected = outputs(model, inputs)
     # a program has no adapters to choose from
-    assert torch.equal(outputs(program.module(), inputs), expected)
-    assert not torch.equal(outputs(model, inputs), expected)
+    close(outputs(program.module(), inputs), expected)
+    assert (outputs(model, inputs) - expected).abs().max() > 1e-2
     model.set_active_adapters(None)
-    assert torch.equal(outputs(program.module(), inputs), expected)
+    close(outputs(program.module(), inputs), expected)
 
 
 def test_a_program_is_saved_unflattened_and_takes_other_batches():
@@ -107,6 +112,6 @@ def test_a_program_is_saved_unflattened_and_takes_other_batches():
     others = inputs_of("bert", batch=5)
     expected = outputs(model, others)
     for run in (loaded.module(), torch.export.unflatten(loaded)):
-        torch.testing.assert_close(outputs(run, others), expected, rtol=1e-5, atol=1e-5)
+        close(outputs(run, others), expected)
     names = {n for n, _ in torch.export.unflatten(loaded).named_parameters()}
     assert {n for n, _ in model.named_parameters() if ".adapters.a." in n} <= names

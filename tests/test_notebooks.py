@@ -39,6 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda path: execute.run(path, tmp_path, quick=True)
 
 
+@pytest.mark.sweep
 @with_data
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
 def test_it_runs_without_warnings(path: Path, run: Any) -> None:

@@ -136,7 +136,10 @@ def seen_of(config: AdapterConfig, reads: str = "bert") -> list[bytes | str]:
     return seen
 
 
-METHODS = sorted(name for name in config_strings if name != "union")
+# of strings for one class of config, the first
+METHODS = sorted(
+    {type(AdapterConfig.load(n)): n for n in reversed([*config_strings]) if n != "union"}.values()
+)
 FIELDS = [
     (name, field.name)
     for name in METHODS

@@ -7,6 +7,7 @@ chunk of b · 2^(m−1) features, and permutations are views.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -83,6 +84,27 @@ def turned(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
     blocks = Q.squeeze(-4)  # [*experts, chunks, width, width]
     out: Tensor = _rotate(x, blocks.mT if transposed else blocks)  # [*experts, *batch, d_in]
     return out
+
+
+def in_layout_of(y: Tensor, x: Tensor) -> Tensor:
+    """`y` with the strides of `x`, so that a product takes the operations that it takes for `x`.
+
+    A linear layer rounds differently for an input of other strides: a rotation by nothing would
+    change the last bits of its output.
+
+    Args:
+        y: `[*batch, d_in]`.
+        x: of the same shape; one row that stands for many (stride 0) is copied once.
+    """
+    if y.stride() == x.stride():
+        return y
+    steps = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1 and step)
+    # windows that overlap hold fewer numbers than y
+    if any(wider < step * n for (step, n), (wider, _) in pairwise(steps)):
+        return y
+    once = tuple(slice(None) if step else slice(1) for step in x.stride())
+    out = y.new_empty_strided(y[once].shape, x.stride())
+    return out.copy_(y[once]).expand(x.shape)  # [*batch, d_in]
 
 
 def folded(Q: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings, require_choice, require_range
 from adapterzoo.contracts import Base, SharingAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
-from adapterzoo.kernels.butterfly import butterfly, turned
+from adapterzoo.kernels.butterfly import butterfly, in_layout_of, turned
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
@@ -129,7 +129,7 @@ class BOFT(SharingAdapter, WeightAdapter):
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         Q = base.from_input(self, x)
-        y = base(turned(x, Q))  # [*batch, d_out]
+        y = base(in_layout_of(turned(x, Q), x))  # [*batch, d_out]
         return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)  # [*batch, d_out]
 
     @classmethod
@@ -145,7 +145,7 @@ class BOFT(SharingAdapter, WeightAdapter):
             return base(x)
         # rows are what experts are in other layers: each has a rotation of its own
         Q = taken(cls.from_input(adapters, x), groups)  # [rows, 1, chunks, width, width]
-        y = base(restored(turned(x, Q), x, groups))  # [rows, *tokens, d_out]
+        y = base(in_layout_of(restored(turned(x, Q), x, groups), x))  # [rows, *tokens, d_out]
         scales = [a.boft_s.squeeze(-1).to(Q.dtype) for a in adapters]
         gain = features(scales, groups, y.dim())  # [rows, 1, …, d_out]
         return restored(compose_reference(y, gain, base.bias, None, 1.0), y, groups)

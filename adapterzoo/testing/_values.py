@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapterzoo.composition import BatchSplit, Stack
 from adapterzoo.configs import AdapterConfig
@@ -28,22 +33,75 @@ from ._host import Host
 @check(*DTYPES)
 def identity_at_birth(case: Case) -> None:
     """A fresh adapter keeps the output bit for bit where the config says so, else changes it."""
-    model, x = case.host("a"), case.input(2, 5)
-    base = run(model, x)
-    model.set_active_adapters("a")
-    adapted = run(model, x)
-    if case.fitted().starts_as_identity:
+    model = case.host("a")
+    for layout, x in _layouts(case.input(4, 6)).items():
+        model.set_active_adapters(None)
+        with _Products() as plain:
+            base = run(model, x)
+        model.set_active_adapters("a")
+        with _Products() as products:
+            adapted = run(model, x)
+        if not case.fitted().starts_as_identity:
+            require(
+                not torch.equal(adapted, base),
+                "a fresh adapter changes nothing, but starts_as_identity is False",
+            )
+            return
         require(
             # −0 and 0 are equal: a sum with zero turns one into the other
             adapted.dtype == base.dtype and torch.equal(adapted, base),
             f"a fresh adapter changes the output by {distance(adapted, base):.3g}, but "
-            f"starts_as_identity is True",
+            f"starts_as_identity is True{layout}",
         )
-    else:
+        missing = plain.seen - products.seen
         require(
-            not torch.equal(adapted, base),
-            "a fresh adapter changes nothing, but starts_as_identity is False",
+            not missing,
+            f"a fresh adapter computes {next(iter(missing), '')} in another way, which rounds "
+            f"differently on some processors{layout}",
         )
+
+
+def _layouts(x: Tensor) -> dict[str, Tensor]:
+    """An input `[rows, tokens, ...]` with the strides that models give it."""
+    if not isinstance(x, Tensor):
+        return {"": x}
+    layouts = {
+        "sequences before rows": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "features before tokens": x.mT.contiguous().mT,
+        "one row for all": x[:1].expand(x.shape),
+        "a slice of wider features": torch.cat([x, x], -1)[..., : x.shape[-1]],
+        "every second token": torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
+    }
+    return {"": x} | {f"; the input is in memory as {name}": x for name, x in layouts.items()}
+
+
+class _Products(TorchDispatchMode):
+    """Count the matrix products of a forward by operation, shapes and strides.
+
+    Equal bits on one processor do not show that two forwards are the same computation. Two
+    products of the same operation on the same shapes and strides are, on every processor.
+    """
+
+    _NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "convolution"})
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self._NAMES:
+            operands = [
+                f"{[*t.shape]} strides {[*t.stride()]}" for t in args if isinstance(t, Tensor)
+            ]
+            self.seen[f"{name}({', '.join(operands)})"] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @check()

@@ -213,12 +213,13 @@ def test_rows_as_tensors_train_as_rows_as_lists(tmp_path, table):
     found = []
     for data in (table, table.with_format("torch")):
         model = named(dropout=0.0)
-        trainer(model, tmp_path, data, max_steps=2).train()
+        # AdamW makes large differences of small ones
+        trainer(model, tmp_path, data, max_steps=2, optim="sgd").train()
         found.append(bits(model))
         model = named(dropout=0.0)
         AdapterTrainer(
             model,
-            TrainingArguments(str(tmp_path), **QUIET, max_steps=2),
+            TrainingArguments(str(tmp_path), **QUIET, max_steps=2, optim="sgd"),
             DataCollatorWithPadding(tokenizer()),
             train_dataset=data,
         ).train()
