@@ -22,6 +22,7 @@ from adapterzoo.heads._lm import LMConfig
 from adapterzoo.hub.asking import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.facts import facts_of
+from adapterzoo.model.family import text_config
 from adapterzoo.model.task_classes import task_class
 
 from .checkpoints import Checkpoint
@@ -144,7 +145,7 @@ def tokens_of_text(call: str, model: Any, tokenizer: Any, wanted: int | None) ->
     Raises:
         ConfigError: the model does not take so many.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(text_config(model.config), "max_position_embeddings", None)
     known = (tokenizer.model_max_length, positions, *_places_after_padding(model, positions))
     limit = min((n for n in known if isinstance(n, int) and n > 0), default=_MAX_LENGTH)
     if wanted is not None and wanted > limit:

@@ -14,7 +14,7 @@ from adapterzoo.checkpoint.formats import Facts
 from adapterzoo.errors import CheckpointError
 from adapterzoo.heads import HeadConfig
 
-from .family import describe
+from .family import describe, text_config
 from .layout import renamer, task_modules, tensor_of
 from .sharding import class_name
 from .static_table import StaticHead, from_static, is_task, to_static
@@ -29,7 +29,7 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
         with_head: whether the user wants the head too.
     """
     config = model.config
-    text = _text_config(config)
+    text = text_config(config)
     tasks = _Tasks(model, call)
     named: bool = model._has_named_heads
     return Facts(
@@ -63,12 +63,6 @@ def prefix_of(model: Any) -> str:
     return "" if model._backbone is model else str(model.base_model_prefix)
 
 
-def _text_config(config: Any, **kwargs: bool) -> Any:
-    """The config of the text part; itself in configs of other libraries' own classes."""
-    find = getattr(config, "get_text_config", None)
-    return find(**kwargs) if callable(find) else config
-
-
 def _as_dict(config: Any) -> Mapping[str, Any]:
     find = getattr(config, "to_dict", None)
     fields: Mapping[str, Any] = find() if callable(find) else vars(config)
@@ -79,7 +73,7 @@ class _Tasks:
     """Named heads of a model as the heads of transformers' task classes, and back."""
 
     def __init__(self, model: Any, call: str) -> None:
-        text = _text_config(model.config, decoder=True)
+        text = text_config(model.config)
         self.config: Mapping[str, Any] = {**_as_dict(model.config), **_as_dict(text)}
         self._model = model
         self._call = call

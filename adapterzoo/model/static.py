@@ -20,7 +20,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file
 
-from .family import describe
+from .family import describe, text_config
 from .static_table import from_static, is_task
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def keep_static_head(
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     found = from_static(
         architecture,
         {key: tuple(tensor.shape) for key, tensor in tensors.items()},
