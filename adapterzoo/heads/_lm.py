@@ -48,6 +48,8 @@ class LMConfig(HeadConfig):
         dense_bias: whether the layers but the last have one.
         norm_bias: whether the norms have one.
         layer_norm_eps: of the norms; None for that of the model.
+        tie_word_embeddings: whether the last layer is the input embedding; False: it has a weight
+            of its own, also where the model ties the two; None: as the model's config says.
     """
 
     vocab_size: int | None = None
@@ -64,6 +66,7 @@ class LMConfig(HeadConfig):
     dense_bias: bool = field(default=True, metadata=OURS)
     norm_bias: bool = field(default=True, metadata=OURS)
     layer_norm_eps: float | None = field(default=None, metadata=OURS)
+    tie_word_embeddings: bool | None = field(default=None, metadata=OURS)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -79,6 +82,13 @@ class LMConfig(HeadConfig):
                     f"{type(self).__name__}({name}={value!r}): {name} is a number above 0, or "
                     f"None. Write {name}=None."
                 )
+
+        if self.tie_word_embeddings not in (None, True, False):
+            raise ConfigError(
+                f"{type(self).__name__}(tie_word_embeddings={self.tie_word_embeddings!r}): "
+                f"tie_word_embeddings is True, False, or None for what the model's config says. "
+                f"Write tie_word_embeddings=None."
+            )
 
     def _check_width(self) -> None:
         """Check the `embedding_size` of those that have one."""

@@ -69,6 +69,18 @@ def text_config(config: Any) -> Any:
     return config if type(text) is type(config) else text
 
 
+def ties_output(config: Any, head: Any) -> bool:
+    """Whether the last layer of a language modelling head is the input embedding.
+
+    Args:
+        config: of the model.
+        head: config of the head; what it says goes before what the model's says.
+    """
+    given: bool | None = head.tie_word_embeddings
+    says = getattr(text_config(config), "tie_word_embeddings", False)
+    return bool(says) if given is None else given
+
+
 def lm_scale(text: Any) -> float | None:
     """The factor of the hidden states below the output embeddings: T5 scales where it ties them.
 

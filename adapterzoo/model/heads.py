@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -319,6 +319,5 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         # initial values are overwritten: do not disturb the caller's random numbers
         with torch.random.fork_rng(devices=()):
             head = config.build(backbone)
-        if isinstance(head, LMHead) and self.config.get_text_config().tie_word_embeddings:
-            head.tie(cast("Any", self).get_input_embeddings().weight)
+        self._tie(head)
         return head

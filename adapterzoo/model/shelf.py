@@ -17,7 +17,7 @@ from adapterzoo.names import check_name
 from adapterzoo.selection import Plan
 
 from .add_heads import AddHeadsMixin
-from .family import describe
+from .family import describe, ties_output
 from .mixin import AdapterModelMixin
 from .sharding import refuse_if_sharded
 
@@ -317,8 +317,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         self.heads[name] = head.train(cast("nn.Module", self).training)
         listed = {**self.config.prediction_heads, name: head.config.to_dict()}
         self.config.prediction_heads = listed
-        if isinstance(head, LMHead) and self.config.get_text_config().tie_word_embeddings:
-            head.tie(cast("Any", self).get_input_embeddings().weight)
+        self._tie(head)
         self._list_tied()
         if set_active:
             self.active_head = name
@@ -327,6 +326,11 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
             self._show_labels(active)
 
     # --- language models ---
+
+    def _tie(self, head: PredictionHead) -> None:
+        """Let the last layer of a language modelling head share the table that it is tied to."""
+        if isinstance(head, LMHead) and ties_output(self.config, head.config):
+            head.tie(cast("Any", self).get_input_embeddings().weight)
 
     @property
     def loss_type(self) -> str | None:

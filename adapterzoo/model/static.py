@@ -20,6 +20,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file
 
+from .facts import facts_of
 from .family import describe, text_config
 from .static_table import from_static, is_task
 
@@ -67,11 +68,14 @@ def keep_static_head(
     if isinstance(found, str):
         _LOG.warning("The checkpoint's head is left out; add one of your own. %s", found)
         return
-    model.add_prediction_head_from_config(DEFAULT_HEAD, found.config)
-    mine = model.get_head(DEFAULT_HEAD).state_dict(keep_vars=True)
+    mine = {ours: tensors[theirs] for theirs, ours in found.keys.items()}
+    # a family may tie its embeddings in general, and a checkpoint have an output layer of its own
+    head, own = facts_of(model, "from_pretrained()").untied(found.config.to_dict(), mine)
+    model.add_prediction_head_from_config(DEFAULT_HEAD, head)
+    filled = model.get_head(DEFAULT_HEAD).state_dict(keep_vars=True)
     with torch.no_grad():
-        for theirs, ours in found.keys.items():
-            mine[ours].copy_(tensors[theirs])
+        for key, tensor in own.items():
+            filled[key].copy_(tensor)
 
 
 def leftover_tensors(
