@@ -171,6 +171,11 @@ def write(folder: Path, stored: Stored, stem: Stem, name: str, facts: Facts) -> 
         UnknownNameError: there is no such format.
     """
     chosen = formats.find(name, facts.call)
+    if name != "native" and stored.document.get("embeddings") is not None:
+        raise CheckpointError(
+            f"{facts.call}: the adapter has trained embeddings, and the format {name!r} has no "
+            f"word for them. Nothing has been written. Write format='native'."
+        )
     contents = chosen.encode(stored, stem, facts)
     touched = {*contents, *chosen.owned(stem)}
     with folders.saving(facts.call, folder):

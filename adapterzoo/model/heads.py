@@ -229,14 +229,21 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
 
     # --- train and store ---
 
-    def _train_heads(self) -> None:
-        """The active heads are trained, the others not; embeddings that a head shares neither."""
+    def _train_heads(self, train_embeddings: bool = False) -> None:
+        """The active heads are trained, the others not; embeddings that a head shares neither.
+
+        Args:
+            train_embeddings: whether the matrix onto the vocabulary is trained too.
+        """
         backbone = {id(p) for p in self._backbone.parameters()}
         active = self._selection.default.plan.heads
         for name, head in self.heads.items():
             for parameter in head.parameters():
                 if id(parameter) not in backbone:
                     parameter.requires_grad_(name in active)
+            layer = head.output_embeddings
+            if layer is not None and not train_embeddings:
+                layer.weight.requires_grad_(False)
 
     def adapter_to(
         self,
@@ -269,6 +276,21 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
             return None
         head = self._find_head(name, f"save_head({name!r})")
         return HeadRecord({"config": head.config.to_dict()}, self._own_tensors(head))
+
+    def _head_alone(self, name: str | None) -> HeadRecord | None:
+        table = None if name is None else self._table_of(name)
+        if name is None or table is None:
+            return self._head_record(name)
+        head = self._find_head(name, f"save_head({name!r})")
+        layer = head.output_embeddings
+        if layer is None or layer.weight is not table:
+            return self._head_record(name)
+        # what it shares with its adapter is its own where that is not saved with it
+        config = head.config.replace(tie_word_embeddings=False)
+        backbone = {id(p) for p in self._backbone.parameters()} - {id(table)}
+        tensors = head.state_dict(keep_vars=True)
+        own = {key: t for key, t in tensors.items() if id(t) not in backbone}
+        return HeadRecord({"config": config.to_dict()}, own)
 
     def _head_tensors(self, name: str) -> dict[str, Tensor]:
         return self._own_tensors(self.get_head(name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -33,7 +32,6 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
     heads: Shelf
     custom_heads: dict[str, type[HeadConfig]]
     config: Any
-    _tied_weights_keys: dict[str, str] | None
 
     def _start_heads(self) -> None:
         """Called once, when the base model is there: makes the heads that the config lists."""
@@ -317,7 +315,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         self.heads[name] = head.train(cast("nn.Module", self).training)
         listed = {**self.config.prediction_heads, name: head.config.to_dict()}
         self.config.prediction_heads = listed
-        self._tie(head)
+        self._tie(head, name)
         self._list_tied()
         if set_active:
             self.active_head = name
@@ -327,10 +325,34 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
 
     # --- language models ---
 
-    def _tie(self, head: PredictionHead) -> None:
-        """Let the last layer of a language modelling head share the table that it is tied to."""
+    def _tie(self, head: PredictionHead, name: str | None = None) -> None:
+        """Let the last layer of a language modelling head share the table that it is tied to.
+
+        Args:
+            head: of any type.
+            name: of the adapter whose table it is where that has one of its own.
+        """
         if isinstance(head, LMHead) and ties_output(self.config, head.config):
-            head.tie(cast("Any", self).get_input_embeddings().weight)
+            own = None if name is None else self._table_of(name)
+            head.tie(cast("Any", self).get_input_embeddings().weight if own is None else own)
+
+    def _settle_ties(self, name: str) -> None:
+        table, head = self._table_of(name), self.heads._modules.get(name)
+        # a head whose layer was replaced has one of its own
+        if table is not None and isinstance(head, LMHead) and self._shares(head):
+            self._tie(head, name)
+        super()._settle_ties(name)
+
+    def _untie(self, name: str) -> None:
+        table, head = self._table_of(name), self.heads._modules.get(name)
+        shares = isinstance(head, LMHead) and head.output_embeddings.weight is table
+        if isinstance(head, LMHead) and shares:
+            self._tie(head)
+        super()._untie(name)
+
+    def _shares(self, head: LMHead) -> bool:
+        table = cast("Any", self).get_input_embeddings().weight
+        return head.output_embeddings.weight is table
 
     @property
     def loss_type(self) -> str | None:
@@ -366,37 +388,20 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
             head.replace_output(new_embeddings)
             self._list_tied()
 
-    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """What shares its parameter with what: the base model's pairs and those of heads."""
-        pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
-        return {**pairs, **self._tied_heads()}
-
-    def _tied_heads(self) -> dict[str, str]:
+    def _ties(self) -> dict[str, str]:
         names = {
             id(parameter): name
             for name, parameter in self._backbone.named_parameters(
                 prefix=cast("Any", self).base_model_prefix
             )
         }
-        return {
+        heads = {
             f"heads.{name}.{key}": names[id(parameter)]
             for name, head in self.heads.items()
             for key, parameter in head.named_parameters()
             if id(parameter) in names
         }
-
-    def _list_tied(self) -> None:
-        tied = self._tied_heads()
-        # transformers reads these as patterns
-        own = type(self)._tied_weights_keys or {}
-        self._tied_weights_keys = {**own, **{re.escape(k): re.escape(v) for k, v in tied.items()}}
-        # absent until transformers has finished the constructor
-        listed = vars(self).get("all_tied_weights_keys")
-        if listed is not None:
-            gone = [key for key in listed if key.startswith("heads.")]
-            for key in gone:
-                del listed[key]
-            listed.update(tied)
+        return {**super()._ties(), **heads}
 
 
 def _without(plan: Plan, head_name: str) -> Plan:
