@@ -23,6 +23,7 @@ from adapterzoo.hub.asking import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.facts import facts_of
 from adapterzoo.model.family import text_config
+from adapterzoo.model.output_layers import FIELD
 from adapterzoo.model.task_classes import task_class
 
 from .checkpoints import Checkpoint
@@ -184,7 +185,8 @@ def fitted(
             cannot be had.
     """
     foreign = {checkpoint.format, writes} - {None, "native"}
-    if not (foreign and _is_onto_vocabulary(checkpoint)):
+    left_out = FIELD in (checkpoint.head or {})
+    if not (left_out or (foreign and _is_onto_vocabulary(checkpoint))):
         try:
             found = _filled(checkpoint, _structure(checkpoint, base), name)
             if writes != "peft" or not _has_part_magnitudes(found.stored):

@@ -104,6 +104,8 @@ class LMHead(PredictionHead):
     """Layers on each token, the last onto the vocabulary; children numbered in their order."""
 
     config: LMConfig
+    # torch's count of changes of the last weight when it was taken from the base's checkpoint
+    _taken: int | None = None
     final_logits_bias: Tensor
 
     def __init__(
@@ -164,6 +166,23 @@ class LMHead(PredictionHead):
                 f"layer. Write set_output_embeddings(nn.Linear(d_model, vocab_size))."
             )
         self._modules[next(reversed(self._modules))] = layer
+        self.of_checkpoint = False
+
+    @property
+    def of_checkpoint(self) -> bool:
+        """Whether the last layer is known to be that of the base model's checkpoint, unchanged."""
+        weight = self.output_embeddings.weight
+        return self._taken is not None and self._taken == weight._version
+
+    @of_checkpoint.setter
+    def of_checkpoint(self, value: bool) -> None:
+        weight = self.output_embeddings.weight
+        self._taken = weight._version if value and not weight.is_inference() else None
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Copies count the changes anew, and do not know."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._taken = None
 
     def tie(self, weight: nn.Parameter) -> bool:
         """Share the weight of the input embedding; False, and nothing done, if it does not fit.

@@ -61,4 +61,5 @@ class Table(WeightAdapter):
 
     def weight(self, w: Tensor, base: Base) -> Tensor:
         """The merged weight w + Tᵀ − Eᵀ, `[d, vocab_size]`."""
-        return w + (self.table.weight.to(w.dtype).mT - base.weight.to(w.dtype))
+        own: Tensor = self.table.weight.to(w.dtype).mT
+        return w + (own - base.weight.to(w.dtype))

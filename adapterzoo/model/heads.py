@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types, lab
 from .averaging_heads import AveragingHeadsMixin
 from .family import describe
 from .inputs import flatten_choices, head_input, labels_of, last_tokens, shift_labels
+from .output_layers import FIELD, with_output, without_output
 from .outputs import MultiHeadOutput, answer
 from .records import HeadRecord
 from .row_heads import (
@@ -241,7 +242,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
             for parameter in head.parameters():
                 if id(parameter) not in backbone:
                     parameter.requires_grad_(name in active)
-            layer = head.output_embeddings
+            layer = cast("PredictionHead", head).output_embeddings
             if layer is not None and not train_embeddings:
                 layer.weight.requires_grad_(False)
 
@@ -292,6 +293,9 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         own = {key: t for key, t in tensors.items() if id(t) not in backbone}
         return HeadRecord({"config": config.to_dict()}, own)
 
+    def _in_file(self, name: str | None, record: HeadRecord) -> HeadRecord:
+        return record if name is None else without_output(self.heads[name], record)
+
     def _head_tensors(self, name: str) -> dict[str, Tensor]:
         return self._own_tensors(self.get_head(name))
 
@@ -324,13 +328,18 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         # a stranger's config may ask for more memory than there is: compare before any is taken
         empty = self._built(config, torch.device("meta"))
         fits = self._own_tensors(empty)
-        native.check_fit(call, type(self).__name__, record.tensors, fits, dtype)
+        tensors = with_output(
+            call, empty, self.heads.values(), record.document, record.tensors, dtype
+        )
+        native.check_fit(call, type(self).__name__, tensors, fits, dtype)
         head = self._built(config)
         skeleton = self._own_tensors(head)
         if dtype is not None:
             for tensor in skeleton.values():
                 tensor.data = tensor.data.to(dtype)
-        native.fill(head, record.tensors)
+        native.fill(head, tensors)
+        if isinstance(head, LMHead) and dtype is None:
+            head.of_checkpoint = FIELD in record.document
         return lambda: self._shelve(checked, head, set_active)
 
     def _built(self, config: HeadConfig, device: torch.device | None = None) -> PredictionHead:

@@ -17,11 +17,12 @@ from adapterzoo.selection import Plan
 
 from .add_heads import AddHeadsMixin
 from .family import describe, ties_output
-from .mixin import AdapterModelMixin
+from .output_layers import start_with
 from .sharding import refuse_if_sharded
+from .tied_heads import TiedHeadsMixin
 
 
-class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
+class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
     """Named heads of a model, and which of them answer.
 
     Attributes:
@@ -299,7 +300,10 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         set_active: bool = True,
     ) -> None:
         checked = self._free_head_name(call, name, overwrite_ok)
-        self._shelve(checked, config.build(describe(self)), set_active)
+        head = config.build(describe(self))
+        if isinstance(head, LMHead) and not ties_output(self.config, head.config):
+            start_with(head, self.heads.values())
+        self._shelve(checked, head, set_active)
 
     def _free_head_name(self, call: str, name: object, overwrite_ok: bool) -> str:
         checked = check_name(call, name)
@@ -324,35 +328,6 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
             self._show_labels(active)
 
     # --- language models ---
-
-    def _tie(self, head: PredictionHead, name: str | None = None) -> None:
-        """Let the last layer of a language modelling head share the table that it is tied to.
-
-        Args:
-            head: of any type.
-            name: of the adapter whose table it is where that has one of its own.
-        """
-        if isinstance(head, LMHead) and ties_output(self.config, head.config):
-            own = None if name is None else self._table_of(name)
-            head.tie(cast("Any", self).get_input_embeddings().weight if own is None else own)
-
-    def _settle_ties(self, name: str) -> None:
-        table, head = self._table_of(name), self.heads._modules.get(name)
-        # a head whose layer was replaced has one of its own
-        if table is not None and isinstance(head, LMHead) and self._shares(head):
-            self._tie(head, name)
-        super()._settle_ties(name)
-
-    def _untie(self, name: str) -> None:
-        table, head = self._table_of(name), self.heads._modules.get(name)
-        shares = isinstance(head, LMHead) and head.output_embeddings.weight is table
-        if isinstance(head, LMHead) and shares:
-            self._tie(head)
-        super()._untie(name)
-
-    def _shares(self, head: LMHead) -> bool:
-        table = cast("Any", self).get_input_embeddings().weight
-        return head.output_embeddings.weight is table
 
     @property
     def loss_type(self) -> str | None:
@@ -387,21 +362,6 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         if head is not None:
             head.replace_output(new_embeddings)
             self._list_tied()
-
-    def _ties(self) -> dict[str, str]:
-        names = {
-            id(parameter): name
-            for name, parameter in self._backbone.named_parameters(
-                prefix=cast("Any", self).base_model_prefix
-            )
-        }
-        heads = {
-            f"heads.{name}.{key}": names[id(parameter)]
-            for name, head in self.heads.items()
-            for key, parameter in head.named_parameters()
-            if id(parameter) in names
-        }
-        return {**super()._ties(), **heads}
 
 
 def _without(plan: Plan, head_name: str) -> Plan:

@@ -24,6 +24,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
 
 from .fusing import tensors_of
+from .output_layers import with_output
 
 UNFROZEN = "unfrozen.safetensors"
 
@@ -186,8 +187,12 @@ def _head_part(model: Any, name: str | None, stored: Stored, call: str) -> Part:
         saved, mine = model._config_from(document["config"], call), model.get_head(name).config
         if saved != mine:
             raise _other_config(call, "head", name, saved, mine)
+    saved_tensors = stored.head
+    if name is not None and document is not None:
+        heads = model.heads
+        saved_tensors = with_output(call, heads[name], heads.values(), document, stored.head)
     what = "static head" if name is None else f"head {name!r}"
-    return Part(what, stored.head, {} if record is None else record.tensors)
+    return Part(what, saved_tensors, {} if record is None else record.tensors)
 
 
 def _other_config(call: str, kind: str, name: str, saved: Any, mine: Any) -> CheckpointError:

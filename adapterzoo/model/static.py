@@ -20,6 +20,8 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file
 
+from adapterzoo.heads import LMHead
+
 from .facts import facts_of
 from .family import describe, text_config
 from .static_table import from_static, is_task
@@ -76,6 +78,10 @@ def keep_static_head(
     with torch.no_grad():
         for key, tensor in own.items():
             filled[key].copy_(tensor)
+    made = model.get_head(DEFAULT_HEAD)
+    if isinstance(made, LMHead):
+        # where it is tied it is the embedding
+        made.of_checkpoint = any(filled[key] is made.output_embeddings.weight for key in own)
 
 
 def leftover_tensors(

@@ -70,6 +70,8 @@ class StoringMixin(StoringHeadsMixin):
         head_name = self._head_of(adapter_name)
         record = self._head_record if head_name == adapter_name else self._head_alone
         head = record(head_name) if with_head else None
+        if head is not None and format == "native":
+            head = self._in_file(head_name, head)
         document = {
             **self._provenance(adapter_name),
             "config": installed.config.to_dict(),

@@ -54,6 +54,8 @@ class StoringHeadsMixin(TablesMixin):
                 f"save_head({head_name!r}): this {type(self).__name__} has no head to save. "
                 f"Write add_classification_head('my_task') first."
             )
+        if format == "native":
+            record = self._in_file(name, record)
         own_name = name or sharding.class_name(self)
         document = {**self._provenance(own_name), "head": record.document}
         stored = Stored(document, {}, record.tensors)
@@ -149,6 +151,10 @@ class StoringHeadsMixin(TablesMixin):
     def _head_alone(self, name: str | None) -> HeadRecord | None:
         """The record of a head that is saved without the adapter of its name."""
         return self._head_record(name)
+
+    def _in_file(self, name: str | None, record: HeadRecord) -> HeadRecord:
+        """The record without what the native format need not hold."""
+        return record
 
     def _fitting_head(
         self,

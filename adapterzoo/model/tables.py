@@ -44,7 +44,7 @@ class TablesMixin(AdaptersMixin):
         """The table of an adapter, None where it has none or there is no adapter of the name."""
         for path in self._tables_of(name):
             layer = cast("inject.Adapted", layer_at(self._backbone, path))
-            return cast("Table", layer.adapters[name]).table.weight
+            return cast("nn.Parameter", cast("Table", layer.adapters[name]).table.weight)
         return None
 
     def _own_table(self) -> Tensor:
@@ -107,7 +107,7 @@ class TablesMixin(AdaptersMixin):
                 return
             base = inject.base_of(layer)
             ids = torch.arange(min(8, layer.num_embeddings), device=weight.device)
-            table = Table(*weight.shape, weight.device, weight.dtype)
+            table = Table(weight.shape[0], weight.shape[1], weight.device, weight.dtype)
             table.attach(base)
             if not torch.equal(table(ids, base), base(ids)):
                 raise StateError(
