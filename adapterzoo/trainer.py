@@ -46,7 +46,7 @@ class AdapterTrainer(Trainer):
 
     Each adapter lies in the sub-folder of its name, as `load_adapter` reads it, together with the
     head of the same name; a head of another name has a sub-folder of its own, as `load_head`
-    reads it. What else is trained (`train_embeddings=True`) is in one more file.
+    reads it. Parameters of the base model that you train as well are in one more file.
 
     Differs from AdapterHub: resuming and loading the best model fill the parameters that are
     there, so an optimizer made before keeps training them; the losses of accumulated batches are

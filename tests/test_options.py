@@ -46,6 +46,7 @@ VALUES: dict[str, Any] = {
     "rank_pattern": {"query": 2},
     "reduction_factor": 8,
     "target_modules": ["dense"],
+    "tie_word_embeddings": False,
     "vocab_size": 50,
 }
 INIT_WEIGHTS = {"lora": "bert", "bert": "mam_adapter", "mam_adapter": "bert", "houlsby": "bert"}

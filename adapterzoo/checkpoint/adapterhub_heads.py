@@ -12,6 +12,7 @@ from adapterzoo.errors import AdapterZooError, CheckpointError, listing
 from adapterzoo.heads import HeadConfig, head_types
 
 from .formats import Facts
+from .tied import is_same
 
 
 def read_head(
@@ -44,7 +45,7 @@ def read_head(
         if key.startswith(f"{start}.") or not key.startswith(start)
     }
     if facts.named_heads:
-        _drop_tied(facts, config, own)
+        config, own = facts.untied(config, own)
     return {"config": dict(config)}, own
 
 
@@ -64,7 +65,8 @@ def write_head(
     _check_sayable(facts, config)
     _refuse_scaled(facts, config)
     whole = {**tensors, **facts.tied(document)}
-    return {"config": dict(config)}, {f"heads.{name}.{key}": t for key, t in whole.items()}
+    config = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    return {"config": config}, {f"heads.{name}.{key}": t for key, t in whole.items()}
 
 
 def _refuse_scaled(facts: Facts, config: Mapping[str, Any]) -> None:
@@ -78,22 +80,12 @@ def _refuse_scaled(facts: Facts, config: Mapping[str, Any]) -> None:
         )
 
 
-def _drop_tied(facts: Facts, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Take out what AdapterHub keeps in the file and a model here shares with its embeddings."""
-    for key, mine in facts.tied({"config": config}).items():
-        theirs = tensors.pop(key, None)
-        if theirs is not None and not _is_same(theirs, mine):
-            raise CheckpointError(
-                f"{facts.call}: the head's {key!r} is not the embedding of this model, which is "
-                f"its output layer too. Load the base model that the head was trained on, load "
-                f"it with tie_word_embeddings=False, or write with_head=False."
-            )
-
-
-def _is_same(theirs: Tensor, mine: Tensor) -> bool:
-    """Whether two tensors have the same values in the dtype of the model."""
-    own = mine.detach().cpu()
-    return theirs.shape == own.shape and bool((theirs.to(own.dtype) == own).all())
+def _ties_there(facts: Facts) -> bool:
+    """Whether `adapters`, with transformers 4, ties the output layers of such a model."""
+    # transformers 5 says so of every T5; those of release 1.1, and mT5, have one of their own
+    if facts.model_type == "mt5" or facts.config.get("scale_decoder_outputs") is False:
+        return False
+    return bool(facts.config.get("tie_word_embeddings"))
 
 
 def _check_sayable(facts: Facts, config: Mapping[str, Any]) -> None:
@@ -106,6 +98,13 @@ def _check_sayable(facts: Facts, config: Mapping[str, Any]) -> None:
             f"written. Write with_head=False or format='native'."
         ) from error
     ours = {f.name for f in dataclasses.fields(known) if "ours" in f.metadata}
+    if config.get("tie_word_embeddings") is False and _ties_there(facts):
+        raise CheckpointError(
+            f"{facts.call}: the head has an output layer of its own, and adapters would write it "
+            f"into the embeddings of a {facts.model_type}, which it ties. Nothing has been "
+            f"written. Write with_head=False or format='native'."
+        )
+    ours -= {"tie_word_embeddings"}
     if used := sorted(ours & set(config)):
         shown = ", ".join(f"{field}={config[field]!r}" for field in used)
         raise CheckpointError(
@@ -131,7 +130,7 @@ def _read_static(
         own = facts.tensor(key)
         if own is None:
             mine[key] = tensor
-        elif not _is_same(tensor, own):
+        elif not is_same(tensor, own):
             raise CheckpointError(
                 f"{facts.call}: the checkpoint has {key!r}, and the model's own is another; an "
                 f"adapter does not replace the output layer of a language model. Write "

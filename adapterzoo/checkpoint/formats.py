@@ -53,6 +53,8 @@ class Facts:
             class by key. Raises `CheckpointError` where the two differ.
         tied: document of a named head to its tensors that are the base model's, by their names
             in the head: formats that keep them in the file compare and write them.
+        untied: (config of a named head, all its tensors) to the config and to the tensors that are
+            the head's own: an output layer that is not the embedding is kept, and unties the head.
         with_head: whether the user wants the head too; without it `read` need not look at one.
         dtype: of its parameters.
         renamed: a path or key of the model as older releases of transformers named it, to the
@@ -78,6 +80,9 @@ class Facts:
     ]
     to_static: Callable[[str, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Tensor]]
     tied: Callable[[Mapping[str, Any]], dict[str, Tensor]]
+    untied: Callable[
+        [Mapping[str, Any], Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]
+    ]
     with_head: bool
     dtype: torch.dtype
     renamed: Callable[[str], str]
@@ -166,6 +171,11 @@ def write(folder: Path, stored: Stored, stem: Stem, name: str, facts: Facts) -> 
         UnknownNameError: there is no such format.
     """
     chosen = formats.find(name, facts.call)
+    if name != "native" and stored.document.get("embeddings") is not None:
+        raise CheckpointError(
+            f"{facts.call}: the adapter has trained embeddings, and the format {name!r} has no "
+            f"word for them. Nothing has been written. Write format='native'."
+        )
     contents = chosen.encode(stored, stem, facts)
     touched = {*contents, *chosen.owned(stem)}
     with folders.saving(facts.call, folder):

@@ -22,6 +22,8 @@ from adapterzoo.heads._lm import LMConfig
 from adapterzoo.hub.asking import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.facts import facts_of
+from adapterzoo.model.family import text_config
+from adapterzoo.model.output_layers import FIELD
 from adapterzoo.model.task_classes import task_class
 
 from .checkpoints import Checkpoint
@@ -144,7 +146,7 @@ def tokens_of_text(call: str, model: Any, tokenizer: Any, wanted: int | None) ->
     Raises:
         ConfigError: the model does not take so many.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(text_config(model.config), "max_position_embeddings", None)
     known = (tokenizer.model_max_length, positions, *_places_after_padding(model, positions))
     limit = min((n for n in known if isinstance(n, int) and n > 0), default=_MAX_LENGTH)
     if wanted is not None and wanted > limit:
@@ -183,7 +185,8 @@ def fitted(
             cannot be had.
     """
     foreign = {checkpoint.format, writes} - {None, "native"}
-    if not (foreign and _is_onto_vocabulary(checkpoint)):
+    left_out = FIELD in (checkpoint.head or {})
+    if not (left_out or (foreign and _is_onto_vocabulary(checkpoint))):
         try:
             found = _filled(checkpoint, _structure(checkpoint, base), name)
             if writes != "peft" or not _has_part_magnitudes(found.stored):

@@ -48,6 +48,8 @@ class LMConfig(HeadConfig):
         dense_bias: whether the layers but the last have one.
         norm_bias: whether the norms have one.
         layer_norm_eps: of the norms; None for that of the model.
+        tie_word_embeddings: whether the last layer is the input embedding; False: it has a weight
+            of its own, also where the model ties the two; None: as the model's config says.
     """
 
     vocab_size: int | None = None
@@ -64,6 +66,7 @@ class LMConfig(HeadConfig):
     dense_bias: bool = field(default=True, metadata=OURS)
     norm_bias: bool = field(default=True, metadata=OURS)
     layer_norm_eps: float | None = field(default=None, metadata=OURS)
+    tie_word_embeddings: bool | None = field(default=None, metadata=OURS)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -80,6 +83,13 @@ class LMConfig(HeadConfig):
                     f"None. Write {name}=None."
                 )
 
+        if self.tie_word_embeddings not in (None, True, False):
+            raise ConfigError(
+                f"{type(self).__name__}(tie_word_embeddings={self.tie_word_embeddings!r}): "
+                f"tie_word_embeddings is True, False, or None for what the model's config says. "
+                f"Write tie_word_embeddings=None."
+            )
+
     def _check_width(self) -> None:
         """Check the `embedding_size` of those that have one."""
         if self.get("embedding_size") is not None:
@@ -94,6 +104,8 @@ class LMHead(PredictionHead):
     """Layers on each token, the last onto the vocabulary; children numbered in their order."""
 
     config: LMConfig
+    # torch's count of changes of the last weight when it was taken from the base's checkpoint
+    _taken: int | None = None
     final_logits_bias: Tensor
 
     def __init__(
@@ -154,6 +166,23 @@ class LMHead(PredictionHead):
                 f"layer. Write set_output_embeddings(nn.Linear(d_model, vocab_size))."
             )
         self._modules[next(reversed(self._modules))] = layer
+        self.of_checkpoint = False
+
+    @property
+    def of_checkpoint(self) -> bool:
+        """Whether the last layer is known to be that of the base model's checkpoint, unchanged."""
+        weight = self.output_embeddings.weight
+        return self._taken is not None and self._taken == weight._version
+
+    @of_checkpoint.setter
+    def of_checkpoint(self, value: bool) -> None:
+        weight = self.output_embeddings.weight
+        self._taken = weight._version if value and not weight.is_inference() else None
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Copies count the changes anew, and do not know."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._taken = None
 
     def tie(self, weight: nn.Parameter) -> bool:
         """Share the weight of the input embedding; False, and nothing done, if it does not fit.

@@ -247,6 +247,13 @@ class AdaptersMixin(PlanningMixin):
         for path, part in self._models_inside():
             inject.tap(part, path, name, self._selection, path, whole=_WHOLE)
         self._zoo.installed[name] = installed
+        self._settle_ties(name)
+
+    def _settle_ties(self, name: str) -> None:
+        """Called when an adapter has come or gone: what it shares is listed anew."""
+
+    def _untie(self, name: str) -> None:
+        """Called when an adapter goes: what shares its parameters lets go of them."""
 
     def _models_inside(self) -> Iterator[tuple[str, nn.Module]]:
         """The base model and the models in it, encoders and decoders; not the model itself."""
@@ -259,6 +266,7 @@ class AdaptersMixin(PlanningMixin):
                 yield path, module
 
     def _remove(self, name: str) -> None:
+        self._untie(name)
         installed = self._zoo.installed.pop(name)
         self._zoo.plans.clear()
         for source, reader in installed.sources():
@@ -269,6 +277,7 @@ class AdaptersMixin(PlanningMixin):
             inject.untap(part, path, name)
         for path in installed.places:
             inject.take(self._backbone.get_submodule(path), name)
+        self._settle_ties(name)
 
     # --- activate ---
 
@@ -335,5 +344,6 @@ class AdaptersMixin(PlanningMixin):
         }
 
     def _parameters_of(self, name: str) -> Iterator[nn.Parameter]:
-        for _, module in self.adapter_modules(name):
+        modules = dict.fromkeys(module for _, module in self.adapter_modules(name))
+        for module in modules:
             yield from module.parameters()

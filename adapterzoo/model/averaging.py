@@ -11,16 +11,16 @@ from adapterzoo import inject
 from adapterzoo.averaging import Combination, combination, weighted
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import CompositionError
+from adapterzoo.errors import CompositionError, listing
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
-from .adapters import AdaptersMixin
 from .building import at_hand
 from .sharding import refuse_if_sharded
+from .tables import TablesMixin
 
 
-class AveragingMixin(AdaptersMixin):
+class AveragingMixin(TablesMixin):
     """`average_adapter` and PEFT's `add_weighted_adapter`, once for all methods."""
 
     @torch.no_grad()
@@ -176,6 +176,11 @@ class AveragingMixin(AdaptersMixin):
         refuse_if_sharded(self, call, "Write it before fully_shard(model).")
         configs = [self._find(each, call).config for each in names]
         self._refuse_taken(name, call, overwrite_ok)
+        if own := [each for each in names if self._tables_of(each)]:
+            raise CompositionError(
+                f"{call}: {listing(own)} has trained embeddings, and tables of tokens are not "
+                f"averaged. Write set_active_adapters(Average('a', 'b'))."
+            )
         kinds = dict.fromkeys(config.architecture for config in configs)
         if len(kinds) > 1:
             raise CompositionError(

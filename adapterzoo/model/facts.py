@@ -11,10 +11,11 @@ import transformers
 from torch import Tensor
 
 from adapterzoo.checkpoint.formats import Facts
-from adapterzoo.errors import CheckpointError
+from adapterzoo.checkpoint.tied import shared_or_own
+from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.heads import HeadConfig
 
-from .family import describe
+from .family import describe, text_config
 from .layout import renamer, task_modules, tensor_of
 from .sharding import class_name
 from .static_table import StaticHead, from_static, is_task, to_static
@@ -29,7 +30,7 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
         with_head: whether the user wants the head too.
     """
     config = model.config
-    text = _text_config(config)
+    text = text_config(config)
     tasks = _Tasks(model, call)
     named: bool = model._has_named_heads
     return Facts(
@@ -46,6 +47,7 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
         from_static=tasks.read,
         to_static=tasks.write,
         tied=tasks.tied,
+        untied=tasks.untied,
         with_head=with_head,
         dtype=model.dtype,
         renamed=renamer(model),
@@ -63,12 +65,6 @@ def prefix_of(model: Any) -> str:
     return "" if model._backbone is model else str(model.base_model_prefix)
 
 
-def _text_config(config: Any, **kwargs: bool) -> Any:
-    """The config of the text part; itself in configs of other libraries' own classes."""
-    find = getattr(config, "get_text_config", None)
-    return find(**kwargs) if callable(find) else config
-
-
 def _as_dict(config: Any) -> Mapping[str, Any]:
     find = getattr(config, "to_dict", None)
     fields: Mapping[str, Any] = find() if callable(find) else vars(config)
@@ -79,7 +75,7 @@ class _Tasks:
     """Named heads of a model as the heads of transformers' task classes, and back."""
 
     def __init__(self, model: Any, call: str) -> None:
-        text = _text_config(model.config, decoder=True)
+        text = text_config(model.config)
         self.config: Mapping[str, Any] = {**_as_dict(model.config), **_as_dict(text)}
         self._model = model
         self._call = call
@@ -101,7 +97,8 @@ class _Tasks:
                 f"adapterzoo.init(model)."
             )
         named = {mine: tensors[theirs] for theirs, mine in found.keys.items()}
-        return {"config": found.config.to_dict()}, named
+        config, own = self.untied(found.config.to_dict(), named)
+        return {"config": config}, own
 
     def write(
         self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -122,6 +119,11 @@ class _Tasks:
                 f"{self._call}: the head, a {config.head_type!r}, cannot be that of a "
                 f"{architecture}: {keys}. Write with_head=False."
             )
+        if rest := sorted(set(tensors) - set(keys.values())):
+            raise CheckpointError(
+                f"{self._call}: the head has {listing(rest)}, and a {architecture} takes these "
+                f"from its embeddings. Write with_head=False."
+            )
         missing = sorted(set(keys.values()) - set(tensors))
         return {theirs: tensors[mine] for theirs, mine in keys.items() if mine not in missing}
 
@@ -138,6 +140,12 @@ class _Tasks:
             if not tensor.is_meta
         }
 
+    def untied(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Config and tensors of a named head, untied where its output layer is another."""
+        return shared_or_own(config, tensors, self.tied({"config": config}))
+
     def _named(
         self,
         architecture: str,
@@ -153,9 +161,15 @@ class _Tasks:
         theirs = type(self._model.config).from_dict(
             {**self._model.config.to_dict(), "id2label": labels, "label2id": config.label2id}
         )
+        if getattr(config, "tie_word_embeddings", None) is not None:
+            text_config(theirs).tie_word_embeddings = config.get("tie_word_embeddings")
         with torch.device("meta"):
             model = cls(theirs)
         inside = {id(t) for t in model.base_model.state_dict(keep_vars=True).values()}
+        if model.base_model is model:
+            # T5 has its language model around the parts of the base model, not around the whole
+            own = model.state_dict(keep_vars=True)
+            inside = {id(own[key]) for key in self._model._backbone.state_dict() if key in own}
         return {
             key: tuple(tensor.shape)
             for key, tensor in model.state_dict(keep_vars=True).items()

@@ -32,7 +32,7 @@ def describe(model: Any) -> Backbone:
         ConfigError: the config does not say how wide the hidden states are.
     """
     config = model.config
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     reference = _reference(model.base_model)
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     vocab_size = getattr(text, "vocab_size", None)
@@ -52,6 +52,33 @@ def describe(model: Any) -> Backbone:
         encoder_decoder=encoder_decoder,
         lm_scale=lm_scale(text) if encoder_decoder else None,
     )
+
+
+def text_config(config: Any) -> Any:
+    """The config of the part that reads or writes text; the config itself where it has no parts.
+
+    Differs from `config.get_text_config(decoder=True)`: that one copies the flat config of an
+    encoder-decoder and resets every field that begins with `decoder_` to the default of its class,
+    `decoder_start_token_id` among them.
+
+    Args:
+        config: of a model; a config of another library's own class has no parts.
+    """
+    find = getattr(config, "get_text_config", None)
+    text = find(decoder=True) if callable(find) else config
+    return config if type(text) is type(config) else text
+
+
+def ties_output(config: Any, head: Any) -> bool:
+    """Whether the last layer of a language modelling head is the input embedding.
+
+    Args:
+        config: of the model.
+        head: config of the head; what it says goes before what the model's says.
+    """
+    given: bool | None = head.tie_word_embeddings
+    says = getattr(text_config(config), "tie_word_embeddings", False)
+    return bool(says) if given is None else given
 
 
 def lm_scale(text: Any) -> float | None:
@@ -74,7 +101,7 @@ def auto_pooling(model: Any) -> Pooling:
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
-        return "last" if config.get_text_config(decoder=True).eos_token_id is None else "eos"
+        return "last" if getattr(text_config(config), "eos_token_id", None) is None else "eos"
     if model.main_input_name == "pixel_values":
         if config.model_type in _POOLING_VISION:
             return "pooler"
@@ -87,7 +114,7 @@ def auto_pooling(model: Any) -> Pooling:
 
 def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
     """The number of the padding token, and those of end-of-sequence tokens."""
-    text = model.config.get_text_config(decoder=True)
+    text = text_config(model.config)
     eos = getattr(text, "eos_token_id", None)
     if eos is None:
         eos = ()
@@ -96,7 +123,7 @@ def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
 
 
 def _is_decoder(config: Any) -> bool:
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     if getattr(text, "is_decoder", False):
         return True
     types = {config.model_type, text.model_type} - _ENCODERS
@@ -109,7 +136,7 @@ def _is_decoder(config: Any) -> bool:
 
 def _width(model: Any, text: Any) -> int:
     # OPT projects its last hidden states; CNNs have a width for each stage
-    width = _first(text, "word_embed_proj_dim", "hidden_size")
+    width = _first(text, "word_embed_proj_dim", "hidden_size", "decoder_hidden_size")
     if width is None and (stages := getattr(text, "hidden_sizes", None)):
         width = stages[-1]
     if not isinstance(width, int):

@@ -31,6 +31,7 @@ from adapterzoo.names import check_name
 
 from . import sharding
 from .facts import facts_of
+from .family import text_config
 from .installed import InstalledFusion
 from .records import check_meta
 from .refusals import lasts_of
@@ -266,7 +267,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
                         f"{call}: {name!r} is a {type(module).__name__} at {path!r}, and a fusion "
                         f"weighs what bottlenecks say. Write add_adapter({name!r}, 'seq_bn')."
                     )
-        text = cast("Any", self).config.get_text_config()
+        text = text_config(cast("Any", self).config)
         inherited = getattr(text, "attention_probs_dropout_prob", 0.0)
         dropout = inherited if config.dropout_prob is None else config.dropout_prob
         made = {}

@@ -18,6 +18,7 @@ from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types, lab
 from .averaging_heads import AveragingHeadsMixin
 from .family import describe
 from .inputs import flatten_choices, head_input, labels_of, last_tokens, shift_labels
+from .output_layers import FIELD, with_output, without_output
 from .outputs import MultiHeadOutput, answer
 from .records import HeadRecord
 from .row_heads import (
@@ -229,14 +230,21 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
 
     # --- train and store ---
 
-    def _train_heads(self) -> None:
-        """The active heads are trained, the others not; embeddings that a head shares neither."""
+    def _train_heads(self, train_embeddings: bool = False) -> None:
+        """The active heads are trained, the others not; embeddings that a head shares neither.
+
+        Args:
+            train_embeddings: whether the matrix onto the vocabulary is trained too.
+        """
         backbone = {id(p) for p in self._backbone.parameters()}
         active = self._selection.default.plan.heads
         for name, head in self.heads.items():
             for parameter in head.parameters():
                 if id(parameter) not in backbone:
                     parameter.requires_grad_(name in active)
+            layer = cast("PredictionHead", head).output_embeddings
+            if layer is not None and not train_embeddings:
+                layer.weight.requires_grad_(False)
 
     def adapter_to(
         self,
@@ -270,6 +278,24 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         head = self._find_head(name, f"save_head({name!r})")
         return HeadRecord({"config": head.config.to_dict()}, self._own_tensors(head))
 
+    def _head_alone(self, name: str | None) -> HeadRecord | None:
+        table = None if name is None else self._table_of(name)
+        if name is None or table is None:
+            return self._head_record(name)
+        head = self._find_head(name, f"save_head({name!r})")
+        layer = head.output_embeddings
+        if layer is None or layer.weight is not table:
+            return self._head_record(name)
+        # what it shares with its adapter is its own where that is not saved with it
+        config = head.config.replace(tie_word_embeddings=False)
+        backbone = {id(p) for p in self._backbone.parameters()} - {id(table)}
+        tensors = head.state_dict(keep_vars=True)
+        own = {key: t for key, t in tensors.items() if id(t) not in backbone}
+        return HeadRecord({"config": config.to_dict()}, own)
+
+    def _in_file(self, name: str | None, record: HeadRecord) -> HeadRecord:
+        return record if name is None else without_output(self.heads[name], record)
+
     def _head_tensors(self, name: str) -> dict[str, Tensor]:
         return self._own_tensors(self.get_head(name))
 
@@ -302,13 +328,18 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         # a stranger's config may ask for more memory than there is: compare before any is taken
         empty = self._built(config, torch.device("meta"))
         fits = self._own_tensors(empty)
-        native.check_fit(call, type(self).__name__, record.tensors, fits, dtype)
+        tensors = with_output(
+            call, empty, self.heads.values(), record.document, record.tensors, dtype
+        )
+        native.check_fit(call, type(self).__name__, tensors, fits, dtype)
         head = self._built(config)
         skeleton = self._own_tensors(head)
         if dtype is not None:
             for tensor in skeleton.values():
                 tensor.data = tensor.data.to(dtype)
-        native.fill(head, record.tensors)
+        native.fill(head, tensors)
+        if isinstance(head, LMHead) and dtype is None:
+            head.of_checkpoint = FIELD in record.document
         return lambda: self._shelve(checked, head, set_active)
 
     def _built(self, config: HeadConfig, device: torch.device | None = None) -> PredictionHead:
@@ -319,6 +350,5 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         # initial values are overwritten: do not disturb the caller's random numbers
         with torch.random.fork_rng(devices=()):
             head = config.build(backbone)
-        if isinstance(head, LMHead) and self.config.get_text_config().tie_word_embeddings:
-            head.tie(cast("Any", self).get_input_embeddings().weight)
+        self._tie(head)
         return head

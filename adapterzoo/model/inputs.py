@@ -12,7 +12,7 @@ from transformers.utils.generic import ModelOutput
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.heads import PredictionHead
 
-from .family import pad_and_eos
+from .family import pad_and_eos, text_config
 
 # of the base model, one row for each sequence
 _PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
@@ -52,9 +52,12 @@ def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> N
 
 
 def _shifted(config: Any, ids: Tensor) -> Tensor:
-    text = config.get_text_config(decoder=True)
-    start = text.decoder_start_token_id
-    start = text.bos_token_id if start is None else start
+    text = text_config(config)
+    # a composite config may say it itself: its parts are models of their own
+    asked = [(config, "decoder_start_token_id"), (text, "decoder_start_token_id"),
+             (text, "bos_token_id")]  # fmt: skip
+    found = (getattr(place, field, None) for place, field in asked)
+    start = next((token for token in found if token is not None), None)
     if start is None:
         raise ConfigError(
             f"decoder_input_ids: {type(config).__name__} has no decoder_start_token_id to begin "
@@ -62,7 +65,7 @@ def _shifted(config: Any, ids: Tensor) -> Tensor:
         )
     shifted = ids.roll(1, dims=-1)
     shifted[:, 0] = start
-    pad = text.pad_token_id
+    pad = getattr(text, "pad_token_id", None)
     return shifted.masked_fill(shifted == -100, start if pad is None else pad)
 
 

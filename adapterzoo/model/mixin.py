@@ -68,6 +68,9 @@ class AdapterModelMixin(
                 # a list: JSON keeps its order, transformers sorts the keys of objects
                 "adapters": [[name, c.to_dict()] for name, c in self.adapters_config.items()],
                 "meta": {name: dict(i.meta) for name, i in self._zoo.installed.items() if i.meta},
+                "embeddings": {
+                    n: list(t) for n in self._zoo.installed if (t := self._tables_of(n))
+                },
                 "merged": list(self._zoo.merged),
                 "fusions": [
                     [name, list(f.adapters), f.config.to_dict()]
@@ -126,6 +129,9 @@ class AdapterModelMixin(
         try:
             for name, config in document["adapters"]:
                 self.add_adapter(name, config)
+            for name, paths in dict(document.get("embeddings", {})).items():
+                self._find(name, "config.adapters['embeddings']")
+                self._add_table(name, tuple(paths))
             for name, meta in dict(document.get("meta", {})).items():
                 known = self._find(name, "config.adapters['meta']")
                 self._zoo.installed[name] = dataclasses.replace(known, meta=dict(meta))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -17,12 +16,13 @@ from adapterzoo.names import check_name
 from adapterzoo.selection import Plan
 
 from .add_heads import AddHeadsMixin
-from .family import describe
-from .mixin import AdapterModelMixin
+from .family import describe, ties_output
+from .output_layers import start_with
 from .sharding import refuse_if_sharded
+from .tied_heads import TiedHeadsMixin
 
 
-class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
+class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
     """Named heads of a model, and which of them answer.
 
     Attributes:
@@ -33,7 +33,6 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
     heads: Shelf
     custom_heads: dict[str, type[HeadConfig]]
     config: Any
-    _tied_weights_keys: dict[str, str] | None
 
     def _start_heads(self) -> None:
         """Called once, when the base model is there: makes the heads that the config lists."""
@@ -301,7 +300,10 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         set_active: bool = True,
     ) -> None:
         checked = self._free_head_name(call, name, overwrite_ok)
-        self._shelve(checked, config.build(describe(self)), set_active)
+        head = config.build(describe(self))
+        if isinstance(head, LMHead) and not ties_output(self.config, head.config):
+            start_with(head, self.heads.values())
+        self._shelve(checked, head, set_active)
 
     def _free_head_name(self, call: str, name: object, overwrite_ok: bool) -> str:
         checked = check_name(call, name)
@@ -317,8 +319,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         self.heads[name] = head.train(cast("nn.Module", self).training)
         listed = {**self.config.prediction_heads, name: head.config.to_dict()}
         self.config.prediction_heads = listed
-        if isinstance(head, LMHead) and self.config.get_text_config().tie_word_embeddings:
-            head.tie(cast("Any", self).get_input_embeddings().weight)
+        self._tie(head, name)
         self._list_tied()
         if set_active:
             self.active_head = name
@@ -361,38 +362,6 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         if head is not None:
             head.replace_output(new_embeddings)
             self._list_tied()
-
-    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """What shares its parameter with what: the base model's pairs and those of heads."""
-        pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
-        return {**pairs, **self._tied_heads()}
-
-    def _tied_heads(self) -> dict[str, str]:
-        names = {
-            id(parameter): name
-            for name, parameter in self._backbone.named_parameters(
-                prefix=cast("Any", self).base_model_prefix
-            )
-        }
-        return {
-            f"heads.{name}.{key}": names[id(parameter)]
-            for name, head in self.heads.items()
-            for key, parameter in head.named_parameters()
-            if id(parameter) in names
-        }
-
-    def _list_tied(self) -> None:
-        tied = self._tied_heads()
-        # transformers reads these as patterns
-        own = type(self)._tied_weights_keys or {}
-        self._tied_weights_keys = {**own, **{re.escape(k): re.escape(v) for k, v in tied.items()}}
-        # absent until transformers has finished the constructor
-        listed = vars(self).get("all_tied_weights_keys")
-        if listed is not None:
-            gone = [key for key in listed if key.startswith("heads.")]
-            for key in gone:
-                del listed[key]
-            listed.update(tied)
 
 
 def _without(plan: Plan, head_name: str) -> Plan:

@@ -1,10 +1,10 @@
 """Everything trained of a model in one folder, to go back to it: what a training checkpoint is.
 
 Each adapter lies in the sub-folder of its name, with the head of the same name in one file, as
-`load_adapter` reads it; a head of another name lies in a sub-folder of its own, as `load_head`
-reads it, and so do the layers of each fusion; a static head lies with each adapter. Parameters of
-the base model that are trained as well (`train_embeddings=True`) are in a file of their own, and
-the others nowhere.
+`load_adapter` reads it, embeddings that were trained with it among them; a head of another name
+lies in a sub-folder of its own, as `load_head` reads it, and so do the layers of each fusion; a
+static head lies with each adapter. Parameters of the base model that the user trains as well are in
+a file of their own, and the others nowhere.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
 
 from .fusing import tensors_of
+from .output_layers import with_output
 
 UNFROZEN = "unfrozen.safetensors"
 
@@ -160,7 +161,8 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
             for path, module in model.adapter_modules(name)
             for key, tensor in module.state_dict(keep_vars=True).items()
         }
-        yield Part(f"adapter {name!r}", stored.adapter, tensors)
+        _, saved_tensors = model._expanded(call, stored.document.get("embeddings"), stored.adapter)
+        yield Part(f"adapter {name!r}", saved_tensors, tensors)
         if not heads or name in heads:
             yield _head_part(model, name if heads else None, stored, call)
     for name in apart:
@@ -185,8 +187,12 @@ def _head_part(model: Any, name: str | None, stored: Stored, call: str) -> Part:
         saved, mine = model._config_from(document["config"], call), model.get_head(name).config
         if saved != mine:
             raise _other_config(call, "head", name, saved, mine)
+    saved_tensors = stored.head
+    if name is not None and document is not None:
+        heads = model.heads
+        saved_tensors = with_output(call, heads[name], heads.values(), document, stored.head)
     what = "static head" if name is None else f"head {name!r}"
-    return Part(what, stored.head, {} if record is None else record.tensors)
+    return Part(what, saved_tensors, {} if record is None else record.tensors)
 
 
 def _other_config(call: str, kind: str, name: str, saved: Any, mine: Any) -> CheckpointError:

@@ -20,7 +20,10 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file
 
-from .family import describe
+from adapterzoo.heads import LMHead
+
+from .facts import facts_of
+from .family import describe, text_config
 from .static_table import from_static, is_task
 
 if TYPE_CHECKING:
@@ -56,7 +59,7 @@ def keep_static_head(
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     found = from_static(
         architecture,
         {key: tuple(tensor.shape) for key, tensor in tensors.items()},
@@ -67,11 +70,18 @@ def keep_static_head(
     if isinstance(found, str):
         _LOG.warning("The checkpoint's head is left out; add one of your own. %s", found)
         return
-    model.add_prediction_head_from_config(DEFAULT_HEAD, found.config)
-    mine = model.get_head(DEFAULT_HEAD).state_dict(keep_vars=True)
+    mine = {ours: tensors[theirs] for theirs, ours in found.keys.items()}
+    # a family may tie its embeddings in general, and a checkpoint have an output layer of its own
+    head, own = facts_of(model, "from_pretrained()").untied(found.config.to_dict(), mine)
+    model.add_prediction_head_from_config(DEFAULT_HEAD, head)
+    filled = model.get_head(DEFAULT_HEAD).state_dict(keep_vars=True)
     with torch.no_grad():
-        for theirs, ours in found.keys.items():
-            mine[ours].copy_(tensors[theirs])
+        for key, tensor in own.items():
+            filled[key].copy_(tensor)
+    made = model.get_head(DEFAULT_HEAD)
+    if isinstance(made, LMHead):
+        # where it is tied it is the embedding
+        made.of_checkpoint = any(filled[key] is made.output_embeddings.weight for key in own)
 
 
 def leftover_tensors(

@@ -106,7 +106,8 @@ def to_static(static: StaticHead, config: HeadConfig) -> Mapping[str, str] | str
 
 def _layers(config: HeadConfig) -> dict[str, Any]:
     fields = config.to_dict()
-    beside = {"label2id", "dropout_prob", "shift_labels"}
+    # whose weight the last layer has, the tensors tell
+    beside = {"label2id", "dropout_prob", "shift_labels", "tie_word_embeddings"}
     # what stands between layers is nowhere where there is one
     if fields.get("layers") == 1:
         beside |= {"activation_function", "dense_bias", "layer_norm", "norm_bias", "layer_norm_eps"}

@@ -15,7 +15,7 @@ from adapterzoo.checkpoint import folders, formats, native
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError
+from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, listing
 from adapterzoo.methods import undrawn
 
 from . import sharding
@@ -40,7 +40,8 @@ class StoringMixin(StoringHeadsMixin):
 
         After a crash the folder holds the old or the new adapter, in every format. No weight of
         the base model is saved, except where a head shares its output layer with it and
-        AdapterHub's format keeps that layer with the head.
+        AdapterHub's format keeps that layer with the head. Of embeddings that were trained with
+        the adapter the native format holds the rows that differ from the base model's.
 
         On a model that `fully_shard` has split this is a collective call: all processes make it,
         the first one writes, and all return when the file is there, or raise the same error. The
@@ -65,14 +66,20 @@ class StoringMixin(StoringHeadsMixin):
         installed = self._find(adapter_name, call)
         check_meta(call, meta_dict)
         sharding.rest(self)
-        tensors = self._tensors_of(adapter_name)
-        head = self._head_record(self._head_of(adapter_name)) if with_head else None
+        embeddings, tensors = self._compact(adapter_name, self._tensors_of(adapter_name))
+        head_name = self._head_of(adapter_name)
+        record = self._head_record if head_name == adapter_name else self._head_alone
+        head = record(head_name) if with_head else None
+        if head is not None and format == "native":
+            head = self._in_file(head_name, head)
         document = {
             **self._provenance(adapter_name),
             "config": installed.config.to_dict(),
             "head": None if head is None else head.document,
             "meta": dict(installed.meta if meta_dict is None else meta_dict),
         }
+        if embeddings is not None:
+            document["embeddings"] = embeddings
         stored = Stored(document, tensors, {} if head is None else head.tensors)
         self._write_checkpoint(save_directory, stored, "adapter", format, call)
 
@@ -261,7 +268,14 @@ class StoringMixin(StoringHeadsMixin):
             gone = everywhere - kept
             tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
         # a stranger's config may ask for more memory than there is: compare before any is taken
+        paths, tensors = self._expanded(call, stored.document.get("embeddings"), tensors)
         made = self._make(config, torch.device("meta"))
+        if both := sorted(made.keys() & {*paths}):
+            raise CheckpointError(
+                f"{call}: the checkpoint has trained embeddings and an adapter at {listing(both)}. "
+                f"Save it again."
+            )
+        made |= self._make_tables(config, paths, torch.device("meta"))
         skeleton = {
             f"{path}/{key}": tensor
             for path, (module, _) in made.items()
@@ -273,6 +287,10 @@ class StoringMixin(StoringHeadsMixin):
             path, _, parameter = key.partition("/")
             by_path[path][parameter] = tensor
         for path, (module, placements) in made.items():
+            if path in paths[1:]:
+                # they share the table of the first
+                made[path] = made[paths[0]][0], placements
+                continue
             real = self._with_memory(module, path, placements)
             native.fill(real if dtype is None else real.to(dtype), by_path[path])
             made[path] = real, placements

@@ -15,13 +15,13 @@ from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, unknown_name
 
 from . import sharding
-from .adapters import AdaptersMixin
 from .building import own_parameters
 from .facts import facts_of
 from .records import HeadRecord, name_in, record_of
+from .tables import TablesMixin
 
 
-class StoringHeadsMixin(AdaptersMixin):
+class StoringHeadsMixin(TablesMixin):
     """`save_head`, `load_head` and `save_all_heads`."""
 
     _has_named_heads: ClassVar[bool] = False
@@ -48,12 +48,14 @@ class StoringHeadsMixin(AdaptersMixin):
             raise unknown_name(f"save_head({head_name!r})", "head", head_name, self.known_heads())
         name = head_name or self._active_head_name("save_head()")
         sharding.rest(self)
-        record = self._head_record(name)
+        record = self._head_alone(name)
         if record is None:
             raise StateError(
                 f"save_head({head_name!r}): this {type(self).__name__} has no head to save. "
                 f"Write add_classification_head('my_task') first."
             )
+        if format == "native":
+            record = self._in_file(name, record)
         own_name = name or sharding.class_name(self)
         document = {**self._provenance(own_name), "head": record.document}
         stored = Stored(document, {}, record.tensors)
@@ -145,6 +147,14 @@ class StoringHeadsMixin(AdaptersMixin):
     def _head_record(self, name: str | None) -> HeadRecord | None:
         tensors = dict(self._static_head())
         return HeadRecord({"static": sharding.class_name(self)}, tensors) if tensors else None
+
+    def _head_alone(self, name: str | None) -> HeadRecord | None:
+        """The record of a head that is saved without the adapter of its name."""
+        return self._head_record(name)
+
+    def _in_file(self, name: str | None, record: HeadRecord) -> HeadRecord:
+        """The record without what the native format need not hold."""
+        return record
 
     def _fitting_head(
         self,

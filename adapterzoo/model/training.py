@@ -11,13 +11,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.errors import StateError
 from adapterzoo.inject.quantised import packing_of, settle
+from adapterzoo.methods._table import Table
 
-from .adapters import AdaptersMixin
-from .building import own_parameters
-from .sharding import rest
+from .sharding import refuse_if_sharded, rest
+from .tables import TablesMixin
 
 
-class TrainingMixin(AdaptersMixin):
+class TrainingMixin(TablesMixin):
     """`train_adapter` and `freeze_model`."""
 
     def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
@@ -25,11 +25,15 @@ class TrainingMixin(AdaptersMixin):
 
         Args:
             adapter_setup: a name, a list of names or a composition.
-            train_embeddings: whether the input embeddings are trained as well.
+            train_embeddings: whether the embeddings of tokens are trained as well. Each adapter
+                gets a table of its own, which acts, is saved and is deleted with it; the base
+                model's stays as it is. A language modelling head that is tied to the embeddings
+                shares the table where it bears the adapter's name. Output layers of heads that
+                are not tied are trained with it, and are frozen without it.
 
         Raises:
             CompositionError: it is no composition.
-            StateError: it names no adapter.
+            StateError: it names no adapter, or one that cannot have embeddings of its own.
             UnknownNameError: there is no adapter of this name.
         """
         # what a forward of a sharded model has left whole is not what an optimizer shall get
@@ -43,19 +47,23 @@ class TrainingMixin(AdaptersMixin):
         for name in setup.flatten():
             self._find(name, f"train_adapter({adapter_setup!r})")
             self._refuse_if_merged(name, f"train_adapter({adapter_setup!r})")
+        if train_embeddings:
+            call = f"train_adapter({adapter_setup!r}, train_embeddings=True)"
+            for name in setup.flatten():
+                if not self._tables_of(name):
+                    refuse_if_sharded(self, call, "Write it before fully_shard(model).")
+                self._check_table(name, call)
         self.set_active_adapters(setup)
+        for name in setup.flatten() if train_embeddings else ():
+            self._add_table(name)
         model = cast("nn.Module", self)
         model.train()
         settle(model)
         self.freeze_model(True)
         for name in setup.flatten():
             for _, module in self.adapter_modules(name):
-                module.requires_grad_(True)
-        self._train_heads()
-        if train_embeddings:
-            # not the adapters, which may sit there, too; images are embedded by a layer further in
-            for parameter in own_parameters(cast("Any", self).get_input_embeddings()):
-                parameter.requires_grad_(True)
+                module.requires_grad_(train_embeddings or not isinstance(module, Table))
+        self._train_heads(train_embeddings)
         self._hold_statistics()
 
     def train(self, mode: bool = True) -> Self:
@@ -100,8 +108,8 @@ class TrainingMixin(AdaptersMixin):
             layer = cast("Any", self._backbone.get_submodule(path))
             yield from layer.adapters[fusion_key(name)].parameters()
 
-    def _train_heads(self) -> None:
-        """A static head is trained with the adapters, except one that shares the embeddings."""
+    def _train_heads(self, train_embeddings: bool = False) -> None:
+        """A static head is trained with the adapters, except the output of a language model."""
         model = cast("Any", self)
         backbone = {id(p) for p in self._backbone.parameters()}
         output = model.get_output_embeddings()

@@ -63,6 +63,7 @@ class VocabularyMixin(ShelfMixin):
             if shared and rows == resized.weight.shape[0]:
                 layer.weight = resized.weight
             elif shared or rows != weight.shape[0]:
+                head.of_checkpoint = False
                 layer.weight = nn.Parameter(with_rows(weight, rows, std), weight.requires_grad)
             if bias is not None and bias.shape[0] != rows:
                 drawn = None if mean_resizing else 0.0

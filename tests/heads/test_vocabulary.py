@@ -64,7 +64,8 @@ def test_whether_a_head_is_trained_stays():
     model.train_adapter("first")
     model.resize_token_embeddings(model.config.vocab_size + 1)
     trained = {n: {p.requires_grad for p in h.parameters()} for n, h in model.heads.items()}
-    assert trained == {"first": {True}, "second": {False}, "idle": {False}}
+    assert trained == {"first": {True, False}, "second": {False}, "idle": {False}}
+    assert not model.heads["first"].output_embeddings.weight.requires_grad
 
 
 def test_new_rows_are_drawn_where_they_shall_not_be_the_mean():

@@ -146,7 +146,8 @@ def test_train_embeddings_leaves_other_adapters_frozen():
     model.add_adapter("e", LoRAConfig(target_modules=["word_embeddings"]))
     model.add_adapter("b", "lora")
     model.train_adapter("b", train_embeddings=True)
-    assert model.embeddings.word_embeddings.weight.requires_grad
+    assert model._table_of("b").requires_grad
+    assert not model.embeddings.word_embeddings.weight.requires_grad
     assert not any(p.requires_grad for p in model._parameters_of("e"))
 
 

@@ -1,0 +1,38 @@
+"""Output layers of language models that a file holds and a model shares with its embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def shared_or_own(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], tied: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The head of a file as one that shares the embeddings, or that has its own output layer.
+
+    Args:
+        config: of the head.
+        tensors: those that the file holds.
+        tied: those that a head of this config shares with the base model.
+
+    Returns:
+        The config, with `tie_word_embeddings=False` where the file has other values than the base
+        model, and the tensors that are the head's own.
+    """
+    own = {
+        key: tensor
+        for key, tensor in tensors.items()
+        if key not in tied or not is_same(tensor, tied[key])
+    }
+    if own.keys() & tied.keys():
+        return {**config, "tie_word_embeddings": False}, own
+    return dict(config), own
+
+
+def is_same(theirs: Tensor, mine: Tensor) -> bool:
+    """Whether two tensors have the same values in the dtype of the model."""
+    own = mine.detach().cpu()
+    return theirs.shape == own.shape and bool((theirs.to(own.dtype) == own).all())

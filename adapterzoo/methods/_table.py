@@ -1,0 +1,65 @@
+"""A table of tokens of an adapter's own: what `train_adapter(…, train_embeddings=True)` trains.
+
+E'(x) = T[x] · scale with T `[vocab_size, d]`, at first the values of the embedding E. After other
+adapters in a stack it adds what it changes: y + E'(x) − E(x).
+
+Differs from PEFT: `modules_to_save` replaces the layer, so that a second adapter in a call has no
+effect or is refused. Differs from adapters: there `train_embeddings` trains the table of the base
+model, for all adapters.
+Cost: vocab_size · d parameters for each adapter, in memory; a file holds the rows that differ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from adapterzoo.contracts import Base, WeightAdapter
+
+
+class Table(WeightAdapter):
+    """The embedding with a table of its own.
+
+    Attributes:
+        table: holds the weight `[vocab_size, d]`, in a module of its own: transformers ties it, and
+            would take the method `bias` of an adapter for a tensor.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the table; `attach` or a file fills it.
+
+        Args:
+            rows: tokens.
+            width: features of each.
+            device: of the table.
+            dtype: of the layer.
+        """
+        super().__init__()
+        values = torch.zeros(rows, width, device=device, dtype=dtype)
+        # from_pretrained draws no numbers
+        self.table = nn.Embedding.from_pretrained(values, freeze=False)
+
+    def attach(self, base: Base) -> None:
+        """Take the values of the embedding."""
+        with torch.no_grad():
+            self.table.weight.copy_(base.weight.mT)
+
+    def forward(self, x: Tensor, base: Base) -> Tensor:
+        """The rows of the tokens `x` `[*batch]` → `[*batch, d]`."""
+        y, plain = base(x), base.plain(x)
+        own = embedding(x, self.table.weight, base.padding_idx)  # [*batch, d]
+        scale = base.scale
+        if isinstance(scale, Tensor):
+            # as the families with such a scale do it
+            own = own * scale.to(own.dtype)
+        elif scale != 1.0:
+            own = own * scale
+        own = own.to(y.dtype)
+        # the same object where no adapter acted before: then the bits are those of the table
+        return own if y is plain else y + (own - plain)
+
+    def weight(self, w: Tensor, base: Base) -> Tensor:
+        """The merged weight w + Tᵀ − Eᵀ, `[d, vocab_size]`."""
+        own: Tensor = self.table.weight.to(w.dtype).mT
+        return w + (own - base.weight.to(w.dtype))
