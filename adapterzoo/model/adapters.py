@@ -260,6 +260,7 @@ class AdaptersMixin(PlanningMixin):
 
     def _remove(self, name: str) -> None:
         installed = self._zoo.installed.pop(name)
+        self._selection.forget(name)
         self._zoo.plans.clear()
         for source, reader in installed.sources():
             inject.untap(self._backbone.get_submodule(source), reader, name)

@@ -250,7 +250,7 @@ def _format_of(entry: object) -> str | None:
 def _pinned(selection: Selection, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
         args = _differentiable(args)
-    override = selection.override
+    override = selection.held
     if override is None:
         return checkpoint(run, *args, **kwargs)
 

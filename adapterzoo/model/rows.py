@@ -106,7 +106,7 @@ class RowsMixin(AdaptersMixin):
                 f"{call}(adapter_names={adapter_names!r}): it is a list with one name, or None for "
                 f"the base model, for each row. Write adapter_names=['a', None, 'b']."
             )
-        if self._selection.override is not None:
+        if self._selection.held is not None:
             raise StateError(
                 f"{call}(adapter_names=…): an AdapterSetup of this thread says already what acts, "
                 f"{self._selection.plan.setup!r}. Leave the 'with AdapterSetup(…)' block first."

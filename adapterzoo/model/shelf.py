@@ -123,7 +123,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         self._show_labels(self._selection.default.plan.heads)
 
     def _current_heads(self) -> tuple[str, ...]:
-        return self._selection.plan.heads
+        return self._selection.heads
 
     def _heads_for(
         self, setup: Composition | None, head_setup: str | list[str] | None
