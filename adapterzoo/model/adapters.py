@@ -20,6 +20,7 @@ from adapterzoo.errors import AdapterZooError, StateError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Selection
 
+from .batching import refuse_while_batching
 from .building import at_hand, build, check_layers, inject_path, layer_at
 from .installed import AdaptersConfig, Installed, State, families_of, is_whole
 from .planning import PlanningMixin
@@ -302,6 +303,7 @@ class AdaptersMixin(PlanningMixin):
         # not those of the calling thread, which an AdapterSetup may have changed
         heads = self._heads_named(setup, default.plan.heads)
         skipped = check_layers(skip_layers, len(self.anatomy.blocks))
+        refuse_while_batching(self, f"set_active_adapters({setup!r})")
         default.plan = self.make_plan(setup, list(heads), skipped)
 
     # --- move ---

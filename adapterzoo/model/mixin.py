@@ -19,6 +19,7 @@ from adapterzoo.inject import Adapted, become
 from adapterzoo.selection import Selection
 
 from .averaging import AveragingMixin
+from .batching import BatchesContinuously
 from .listening import ListeningMixin
 from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
@@ -165,7 +166,7 @@ class AdapterModelMixin(
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)
 
 
-class GeneratesRows:
+class GeneratesRows(BatchesContinuously):
     """`generate` with `adapter_names`; stands before transformers' own in the bases of a class."""
 
     def generate(self, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any) -> Any:

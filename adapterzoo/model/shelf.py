@@ -17,6 +17,7 @@ from adapterzoo.names import check_name
 from adapterzoo.selection import Plan
 
 from .add_heads import AddHeadsMixin
+from .batching import refuse_while_batching
 from .family import describe
 from .mixin import AdapterModelMixin
 from .sharding import refuse_if_sharded
@@ -102,6 +103,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
     @active_head.setter
     def active_head(self, head_name_or_list: str | list[str] | None) -> None:
         names = self._names(head_name_or_list, f"active_head = {head_name_or_list!r}")
+        refuse_while_batching(self, f"active_head = {head_name_or_list!r}")
         default = self._selection.default
         default.plan = dataclasses.replace(default.plan, heads=names)
         self._show_labels(names)
