@@ -62,8 +62,8 @@ class AdapterSetup:
             head_setup: head or heads to use; None for heads named like the adapters where
                 there are any, else those that are active.
             ignore_empty: whether a setup that fits no model is no error.
-            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); None for those
-                of the model, `[]` for none.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); those of
+                `set_active_adapters` do not hold in the block.
 
         Raises:
             CompositionError: the setup is no composition.
@@ -107,10 +107,8 @@ class AdapterSetup:
                 if set(names) <= set(model.adapters_config) and set(heads) <= set(
                     model.known_heads()
                 ):
-                    own, skipped = model._selection.default.plan.skip_layers, self.skip_layers
-                    if skipped is not None:
-                        own = check_layers(skipped, len(model.anatomy.blocks))
-                    plan = model.make_plan(self.adapter_setup, self.head_setup, own)
+                    skipped = check_layers(self.skip_layers, len(model.anatomy.blocks))
+                    plan = model.make_plan(self.adapter_setup, self.head_setup, skipped)
                     stack.enter_context(model._selection.entered(plan))
                     entered += 1
             if not entered and not self.ignore_empty:
