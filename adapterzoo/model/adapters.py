@@ -80,7 +80,7 @@ class AdaptersMixin(PlanningMixin):
             UnknownNameError: there is no adapter of this name.
         """
         for path in self._find(name, f"adapter_modules({name!r})").places:
-            layer = cast("inject.Adapted", self._backbone.get_submodule(path))
+            layer = inject.below_wrappers(self._backbone.get_submodule(path))
             yield path, cast("Adapter", layer.adapters[name])
 
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:

@@ -27,6 +27,7 @@ from .replicas import ReplicasMixin
 from .rows import RowNames, RowsMixin, batch_size, named_inputs, repeated
 from .summary import SummaryMixin
 from .unloading import UnloadingMixin
+from .wrapped import peft_layer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -217,11 +218,17 @@ def init(model: M) -> M:
         The same object.
 
     Raises:
-        StateError: it is no `PreTrainedModel`, is a part of a model that has adapters, or was
+        StateError: it is no `PreTrainedModel`, has layers of PEFT, is a part of a model that has adapters, or was
             loaded without the adapters that it was saved with.
     """
     if isinstance(model, AdapterModelMixin):
         return model
+    if (wrapped := peft_layer(model)) is not None:
+        raise StateError(
+            f"init({type(model).__name__}): PEFT has wrapped its layer {wrapped!r}. Write "
+            f"init(…) of the plain model and load PEFT's checkpoint there, "
+            f"load_adapter('folder'); or call unload() of the PeftModel first."
+        )
     if "base_model_prefix" not in dir(model):
         raise StateError(
             f"init({type(model).__name__}): adapters are named for a transformers PreTrainedModel. "
