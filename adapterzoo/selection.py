@@ -238,7 +238,7 @@ class Selection(threading.local):
             if task is None:
                 self.noted, self.owner = before
             else:
-                self.noted_of_task = block.outer and block.outer.held
+                self.noted_of_task = None if block.outer is None else block.outer.held
                 self.owner = owner
             self.taps.clear()
 

@@ -1,9 +1,8 @@
-"""transformers' continuous batching: what its own thread and its prefix cache cannot tell apart.
+"""transformers' continuous batching: what its thread and its prefix cache cannot tell apart.
 
-A manager runs the model in a thread of its own, packs the requests of a step into one row, and finds
-cache blocks by their tokens alone. So all of its requests are answered by the adapters that are
-active for all threads, and those stay the same for as long as it has a cache. Everything else is
-refused.
+A manager runs the model in a thread of its own, packs the requests of a step into one row, and
+finds cache blocks by their tokens alone. So the adapters that are active for all threads answer all
+of its requests, and stay the same for as long as it has a cache. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Active:
 
 
 class BatchesContinuously:
-    """`generate_batch` and its managers; stands before transformers' own in the bases of a class."""
+    """`generate_batch` and its managers; stands before transformers' own in a class's bases."""
 
     def generate_batch(self, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
         """As `generate_batch` of transformers, with the adapters that are active for all threads.
@@ -154,7 +153,8 @@ def _refuse_other_cache(manager: Any, model: AdaptersMixin, call: str) -> None:
 def _add_request(
     manager: weakref.ref[Any], model: weakref.ref[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    of, called = manager(), model()
+    # the manager that is called keeps itself and its model alive
+    of, called = cast("Any", manager()), cast("Any", model())
     _refuse_names(kwargs.pop("adapter_names", None), "add_request")
     refuse_other_than_default(called, "add_request()")
     _refuse_other_cache(of, called, "add_request()")

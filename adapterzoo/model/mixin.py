@@ -218,8 +218,8 @@ def init(model: M) -> M:
         The same object.
 
     Raises:
-        StateError: it is no `PreTrainedModel`, has layers of PEFT, is a part of a model that has adapters, or was
-            loaded without the adapters that it was saved with.
+        StateError: it is not a `PreTrainedModel`, has layers of PEFT, is a part of a model that has
+            adapters, or was loaded without the adapters that it was saved with.
     """
     if isinstance(model, AdapterModelMixin):
         return model

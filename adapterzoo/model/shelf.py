@@ -20,6 +20,7 @@ from .add_heads import AddHeadsMixin
 from .batching import refuse_while_batching
 from .family import describe
 from .mixin import AdapterModelMixin
+from .row_heads import refuse_composed
 from .sharding import refuse_if_sharded
 
 
@@ -92,7 +93,10 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
     def active_head(self) -> str | list[str] | None:
         """The head that answers, a list when several do, None when none does.
 
+        As many heads as an active `BatchSplit` or `Parallel` has parts answer one part each.
+
         Raises:
+            CompositionError: on setting, it is a composition, which only adapters have.
             UnknownNameError: on setting, there is no head of this name.
         """
         names = self._current_heads()
@@ -162,6 +166,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
     def _names(self, setup: str | list[str] | None, call: str) -> tuple[str, ...]:
         if setup is None:
             return ()
+        refuse_composed(setup, call)
         one = isinstance(setup, str) or not isinstance(setup, Iterable)
         given = cast("Iterable[str]", (setup,) if one else setup)
         names = tuple(name for name in given if name != "")
@@ -342,8 +347,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
 
     @loss_type.setter
     def loss_type(self, value: str | None) -> None:
-        # transformers sets one by the name of the class; the heads say better
-        pass
+        """Ignore the one that transformers sets by the class's name; the heads say better."""
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The last layer of the first active language modelling head, None without one."""
@@ -370,12 +374,8 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         return {**pairs, **self._tied_heads()}
 
     def _tied_heads(self) -> dict[str, str]:
-        names = {
-            id(parameter): name
-            for name, parameter in self._backbone.named_parameters(
-                prefix=cast("Any", self).base_model_prefix
-            )
-        }
+        prefix = cast("Any", self).base_model_prefix
+        names = {id(p): name for name, p in self._backbone.named_parameters(prefix=prefix)}
         return {
             f"heads.{name}.{key}": names[id(parameter)]
             for name, head in self.heads.items()

@@ -27,8 +27,8 @@ class SummaryMixin(AdaptersMixin):
         Args:
             as_dict: whether to return the rows as dicts instead of a table. The share is in
                 percent of the base model's parameters; the last row is the base model. A
-                quantised weight counts as the numbers that it stands for. `skip_layers` is there where
-                an active adapter has any.
+                quantised weight counts as the numbers that it stands for. `skip_layers` is there
+                where an active adapter has any.
         """
         plan = self._selection.plan
         active = () if plan.setup is None else plan.setup.flatten()

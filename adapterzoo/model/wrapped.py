@@ -1,4 +1,4 @@
-"""Layers that PEFT has wrapped: adapters below them still act, but nothing can be added or taken."""
+"""Layers that PEFT has wrapped: adapters below them act, but none can be added or taken."""
 
 from __future__ import annotations
 

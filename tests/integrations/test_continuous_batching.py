@@ -110,6 +110,8 @@ def test_nothing_is_switched_under_a_manager_that_runs(model):
                 lambda: model.delete_adapter(A),
                 lambda: model.add_adapter(A, "lora", overwrite_ok=True),
                 lambda: model.merge_adapter(A),
+                lambda: model.merge_adapter(B),
+                lambda: setattr(model, "active_adapters", None),
             ):
                 with pytest.raises(StateError, match=r"manager\.stop\(\)"):
                     change()

@@ -45,8 +45,6 @@ def outputs_of(model):
     return found
 
 
-
-
 def test_two_tasks_that_interleave_see_their_own(model):
     expected = outputs_of(model)
 
