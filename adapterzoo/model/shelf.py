@@ -391,8 +391,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         # absent until transformers has finished the constructor
         listed = vars(self).get("all_tied_weights_keys")
         if listed is not None:
-            gone = [key for key in listed if key.startswith("heads.")]
-            for key in gone:
+            for key in [key for key in listed if key.startswith("heads.")]:
                 del listed[key]
             listed.update(tied)
 

@@ -93,3 +93,35 @@ def test_init_refuses_a_model_with_layers_of_peft():
             init(model)
         assert type(model) is kind
     init(wrapped.unload()).add_adapter("a", "lora")
+
+
+@pytest.mark.parametrize("config", ['lora[attn_matrices=["q","k","v","o"]]', "seq_bn"])
+def test_trl_wraps_a_model_with_an_active_adapter(config, tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from words import SENTENCES, tokenizer
+    from words import plain as untouched
+
+    model = init(untouched(AutoModelForCausalLM, "llama"))
+    model.add_adapter("a", config, set_active=True)
+    stir(model, "a")
+    before = {name: t.clone() for name, t in model._tensors_of("a").items()}
+    options = {
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 2,
+        "save_strategy": "no",
+    }
+    trainer = trl.SFTTrainer(
+        model,
+        args=trl.SFTConfig(str(tmp_path), **options),
+        train_dataset=Dataset.from_dict({"text": SENTENCES * 4}),
+        processing_class=tokenizer(pairs=False),
+        peft_config=peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"),
+    )
+    trainer.train()
+    changed = [n for n, p in trainer.model.named_parameters() if ".default." in n and p.any()]
+    assert any("lora_B" in name for name in changed)
+    after = model._tensors_of("a")
+    assert all(torch.equal(before[name], after[name]) for name in before)
