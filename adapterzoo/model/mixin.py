@@ -223,7 +223,7 @@ def init(model: M) -> M:
     """
     if isinstance(model, AdapterModelMixin):
         return model
-    if (wrapped := peft_layer(model)) is not None:
+    if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
         raise StateError(
             f"init({type(model).__name__}): PEFT has wrapped its layer {wrapped!r}. Write "
             f"init(…) of the plain model and load PEFT's checkpoint there, "

@@ -32,7 +32,8 @@ def refuse_if_wrapped(model: Any, call: str) -> None:
     Raises:
         StateError: the model has layers of PEFT.
     """
-    path = peft_layer(model)
+    # PEFT leaves its config in what it wraps; looking at all layers costs more with each adapter
+    path = peft_layer(model) if "peft_config" in vars(model) else None
     if path is not None:
         raise StateError(
             f"{call}: PEFT has wrapped the layer {path!r} of this model. Write "
