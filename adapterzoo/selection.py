@@ -1,22 +1,32 @@
-"""Which adapters act, for a model and for a thread.
+"""Which adapters act, for a model, a thread and an asyncio task.
 
-One `Selection` per model is shared by all its adapted layers. Its default holds for every thread;
-`AdapterSetup` overrides it for the calling thread only. It is a `threading.local`, so reading it is
-one attribute access, two threads never see each other's override, and `torch.compile` guards the
-value that the calling thread sees.
+One `Selection` per model is shared by all its adapted layers. Three things say which plan holds,
+the first that is there: the override of the running call, which ends before any other task can run;
+the innermost block (`AdapterSetup`) of the calling thread and task; the default of all threads.
+
+The block is kept in a context variable: tasks never see each other's, and a task or an
+`asyncio.to_thread` that is started inside a block takes it along. `torch.compile` cannot trace a
+context variable, so each thread also notes the block that was entered or left in it last, and the
+coroutine that did so. Compiled code trusts the note while that coroutine is the one that runs, and
+raises otherwise.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .composition import Composition, RowMap, Step
+from .errors import StateError
 from .families import Family
 
 
@@ -44,15 +54,77 @@ class Plan:
     rows: RowMap | None = None
 
 
-@dataclass(slots=True)
 class Default:
-    """The plan that holds where no override does; the one object that all threads share."""
+    """What all threads share: the plan that holds where no override and no block does."""
 
-    plan: Plan = field(default_factory=Plan)
+    def __init__(self, plan: Plan | None = None) -> None:
+        """Start with a plan.
+
+        Args:
+            plan: None for that of the plain base model.
+        """
+        self.plan = Plan() if plan is None else plan
+        # the innermost block of the calling thread and task
+        self.block: ContextVar[Block | None] = ContextVar("block", default=None)
+        # every block that some context still holds
+        self.blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        # whether a task has entered one of them, so that contexts of one thread may differ
+        self.by_tasks = False
+
+    def __reduce__(self) -> tuple[type[Default], tuple[Plan]]:
+        """Copies and pickles keep the plan; blocks belong to their tasks."""
+        return Default, (self.plan,)
+
+
+@dataclass(slots=True)
+class Held:
+    """What a block says.
+
+    Attributes:
+        plan: what holds.
+        gone: an adapter of the plan that is no longer there.
+    """
+
+    plan: Plan
+    gone: str | None = None
+
+
+# also taken while a block is freed, which may happen wherever memory is allocated
+_blocks_lock = threading.RLock()
+
+
+class Block:
+    """A plan holds in the calling thread and task until the block is left."""
+
+    def __init__(self, default: Default, plan: Plan, owner: object) -> None:
+        """Describe the block; it holds once its context has it.
+
+        Args:
+            default: of the model.
+            plan: what holds.
+            owner: coroutine of the task that enters it; None outside of tasks.
+        """
+        self.held = Held(plan)
+        self.outer = default.block.get()
+        self.owner = owner
+        self.thread = threading.get_ident()
+        self.is_open = True
+        self._default = default
+        with _blocks_lock:
+            default.blocks.add(self)
+            default.by_tasks = default.by_tasks or owner is not None
+
+    def __del__(self) -> None:
+        """Once no context holds a block of a task, every context of a thread sees the same."""
+        if self.owner is not None:
+            with _blocks_lock:
+                self._default.by_tasks = any(
+                    b.owner is not None for b in self._default.blocks if b is not self
+                )
 
 
 class Selection(threading.local):
-    """What is active, as the calling thread sees it."""
+    """What is active, as the calling thread and task see it."""
 
     def __init__(self, default: Default) -> None:
         """Start with a default plan; runs anew, with the same argument, in each thread.
@@ -62,9 +134,13 @@ class Selection(threading.local):
                 anew, and empty, in each thread.
         """
         self.default = default
+        # of the call that runs
         self.override: Plan | None = None
-        # what blocks further out will bring back, outermost first
-        self._outer: list[Plan | None] = []
+        # for compiled code: what the block says that code outside of tasks has entered, what the
+        # one says that a task has entered or come back to last, and the coroutine of that task
+        self.noted: Held | None = None
+        self.noted_of_task: Held | None = None
+        self.owner: Any = None
         # residual inputs on their way from a tapped module to the site that takes them
         self.taps: dict[str, Tensor] = {}
         # of the module now running whose layers read one input: theirs
@@ -76,30 +152,124 @@ class Selection(threading.local):
 
     @property
     def plan(self) -> Plan:
-        """The plan that holds for the calling thread."""
-        override = self.override
-        return self.default.plan if override is None else override
+        """The plan that holds for the calling thread and task."""
+        held = self.held
+        return self.default.plan if held is None else held
+
+    @property
+    def held(self) -> Plan | None:
+        """The plan of the running call or of the innermost block; None where the default holds.
+
+        Raises:
+            StateError: an adapter of the block is gone; or compiled code cannot tell which block
+                the running task is in.
+        """
+        if self.override is not None:
+            return self.override
+        held = self._held()
+        if held is None:
+            return None
+        if held.gone is not None:
+            raise StateError(
+                f"AdapterSetup({held.plan.setup!r}): the adapter {held.gone!r} was deleted or "
+                f"replaced while the block was open. Leave the block, or enter a new one."
+            )
+        return held.plan
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The heads that answer, also where an adapter of the block is gone."""
+        held = self._held() if self.override is None else None
+        return self.plan.heads if held is None else held.plan.heads
+
+    def _held(self) -> Held | None:
+        """What the innermost block says."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._noted()
+        block = self.default.block.get()
+        return None if block is None else block.held
+
+    def _noted(self) -> Held | None:
+        """The same for compiled code, which cannot ask the context."""
+        if not self.default.by_tasks:
+            return self.noted
+        if self.owner is not None:
+            if self.owner.cr_running:
+                return self.noted_of_task
+        elif self.noted is not None:
+            return self.noted
+        raise StateError(
+            "compiled forward(): another asyncio task is inside an AdapterSetup, and compiled code "
+            "cannot tell which block this task is in. Write the call in a 'with AdapterSetup(…)' "
+            "block of its own (AdapterSetup(None) for the base model) without an await between "
+            "the start of the block and the call, or pass adapter_names=[…]."
+        )
 
     @contextmanager
     def overridden(self, plan: Plan) -> Iterator[None]:
-        """The plan holds for the calling thread until the context ends, however it ends."""
-        self._outer.append(self.override)
-        self.override = plan
+        """The plan holds for the calling thread until the context ends, however it ends.
+
+        For the length of a call: nothing may be awaited inside.
+        """
+        outer, self.override = self.override, plan
         try:
             yield
         finally:
-            self.override = self._outer.pop()
+            self.override = outer
+            self.taps.clear()
+
+    @contextmanager
+    def entered(self, plan: Plan) -> Iterator[None]:
+        """The plan holds for the calling thread and task until the context ends."""
+        default, task = self.default, current_task()
+        owner = None if task is None else task.get_coro()
+        block = Block(default, plan, owner)
+        default.block.set(block)
+        before = self.noted, self.owner
+        if task is None:
+            self.noted, self.owner = block.held, None
+        else:
+            self.noted_of_task, self.owner = block.held, owner
+        try:
+            yield
+        finally:
+            block.is_open = False
+            default.block.set(block.outer)
+            if task is None:
+                self.noted, self.owner = before
+            else:
+                self.noted_of_task = None if block.outer is None else block.outer.held
+                self.owner = owner
             self.taps.clear()
 
     @property
     def overrides(self) -> list[Plan]:
-        """The override of the calling thread, and those that come back when its block ends."""
-        return [plan for plan in (*self._outer, self.override) if plan is not None]
+        """The override of the running call, and the plans of all open blocks of this thread."""
+        plans = [block.held.plan for block in self._open_blocks()]
+        return plans if self.override is None else [*plans, self.override]
 
     def change_overrides(self, change: Callable[[Plan], Plan]) -> None:
         """Put another plan in the place of each of the calling thread's overrides."""
-        self._outer = [plan and change(plan) for plan in self._outer]
+        for block in self._open_blocks():
+            block.held.plan = change(block.held.plan)
         self.override = self.override and change(self.override)
+
+    def forget(self, name: str) -> None:
+        """An adapter is gone: a block that some thread or task still holds must not run without.
+
+        Args:
+            name: of the adapter.
+        """
+        with _blocks_lock:
+            for block in self.default.blocks:
+                setup = block.held.plan.setup
+                if setup is not None and name in setup.flatten():
+                    block.held.gone = name
+
+    def _open_blocks(self) -> list[Block]:
+        thread = threading.get_ident()
+        with _blocks_lock:
+            return [b for b in self.default.blocks if b.is_open and b.thread == thread]
 
     def pinned(self) -> Selection:
         """A selection of its own that holds, in every thread, what the calling thread sees now.
@@ -121,3 +291,11 @@ class Selection(threading.local):
         copied = Selection(Default(self.default.plan))
         memo[id(self)] = copied
         return copied
+
+
+def current_task() -> asyncio.Task[Any] | None:
+    """The asyncio task that runs in the calling thread, None outside of tasks."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None

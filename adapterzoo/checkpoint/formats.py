@@ -26,6 +26,9 @@ Stem = Literal["adapter", "head"]
 STEMS: tuple[Stem, ...] = ("adapter", "head")
 """What a folder may hold; an adapter, with its head or without, goes before a head alone."""
 
+# how the weights of a whole model are called
+_WHOLE = ("model.safetensors", "model-", "pytorch_model")
+
 formats: Registry[Format] = Registry("format")
 """Names, as `format=` takes them, to formats; in the order in which folders are shown to them."""
 
@@ -147,12 +150,35 @@ def read(folder: Path, stem: Stem, facts: Facts) -> Stored:
     with folders.reading(facts.call, folder):
         name = of(folder, stem)
         if name is None:
-            there = listing(sorted(path.name for path in folder.iterdir()))
             raise CheckpointError(
                 f"{facts.call}: the folder holds no {stem} in a format that is known ({known()}); "
-                f"its files: {there}. Write the folder that save_{stem} was given."
+                f"{_elsewhere(folder, stem, facts)}"
             )
         return formats[name].read(folder, stem, facts)
+
+
+def _elsewhere(folder: Path, stem: Stem, facts: Facts) -> str:
+    """What the folder holds instead, and what to write for it."""
+    method = facts.call.partition("(")[0]
+    # of all adapters, or of a trainer with its checkpoints
+    below = [p for p in sorted([*folder.glob("*"), *folder.glob("*/*")]) if p.is_dir()]
+    held = [str(path) for path in below if of(path, stem) is not None]
+    if held:
+        return f"those below it do: {listing(held)}. Write {method}({held[0]!r})."
+    others = [other for other in STEMS if other != stem and of(folder, other) is not None]
+    if others:
+        what = "an adapter" if others[0] == "adapter" else "a head"
+        return f"it holds {what}. Write load_{others[0]}({str(folder)!r})."
+    files = sorted(path.name for path in folder.iterdir())
+    if "config.json" in files and any(name.startswith(_WHOLE) for name in files):
+        load = f"load_model({str(folder)!r}, {facts.model_class})"
+        if facts.named_heads:
+            load = f"AutoAdapterModel.from_pretrained({str(folder)!r})"
+        return (
+            f"it holds a whole model, with the adapters and heads that it had. Write "
+            f"model = {load}, and model.save_{stem}('folder', 'name') to have one alone."
+        )
+    return f"its files: {listing(files)}. Write the folder that save_{stem} was given."
 
 
 def write(folder: Path, stored: Stored, stem: Stem, name: str, facts: Facts) -> None:

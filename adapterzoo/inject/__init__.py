@@ -18,7 +18,17 @@ from adapterzoo.contracts import Adapter, Base
 from adapterzoo.errors import CompositionError, DuplicateNameError, StateError, listing
 from adapterzoo.selection import Selection
 
-from .adapted import Adapted, Shelf, base_of, become, belongs, plain_class, restore, swap
+from .adapted import (
+    Adapted,
+    Shelf,
+    base_of,
+    become,
+    belongs,
+    below_wrappers,
+    plain_class,
+    restore,
+    swap,
+)
 from .parts import ParameterParts, Parts, is_additive, mergeable
 from .views import matrix, put_rows, stores_transposed, take_rows
 
@@ -30,6 +40,7 @@ __all__ = [
     "base_of",
     "become",
     "belongs",
+    "below_wrappers",
     "check_put",
     "combine",
     "introduce",

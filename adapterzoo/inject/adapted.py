@@ -87,7 +87,7 @@ class Adapted(nn.Module):
         members = []
         # found below the module and not kept: replicas and copies have their own
         for layer, names in selection.plan.families[self._link.path]:
-            shelf = cast("Any", self._modules[layer])._modules["adapters"]
+            shelf = cast("Any", below_wrappers(self._modules[layer])._modules["adapters"])
             members += [shelf._modules[name] for name in names]
         outer, selection.family = selection.family, Family(members)
         try:
@@ -106,6 +106,17 @@ class Adapted(nn.Module):
         link = self._link
         replica._link = _Link(link.selection.pinned(), link.path, link.helps)
         return replica
+
+
+def below_wrappers(layer: Any) -> Adapted:
+    """The layer that has adapters, where another library, as PEFT, has wrapped it since.
+
+    Args:
+        layer: what is now at the layer's path.
+    """
+    while "adapters" not in layer._modules and "base_layer" in layer._modules:
+        layer = layer._modules["base_layer"]
+    return cast("Adapted", layer)
 
 
 def plain_class(layer: nn.Module) -> type[nn.Module]:

@@ -20,6 +20,7 @@ from adapterzoo.errors import AdapterZooError, StateError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Selection
 
+from .batching import refuse_while_batching
 from .building import at_hand, build, check_layers, inject_path, layer_at
 from .installed import AdaptersConfig, Installed, State, families_of, is_whole
 from .planning import PlanningMixin
@@ -79,7 +80,7 @@ class AdaptersMixin(PlanningMixin):
             UnknownNameError: there is no adapter of this name.
         """
         for path in self._find(name, f"adapter_modules({name!r})").places:
-            layer = cast("inject.Adapted", self._backbone.get_submodule(path))
+            layer = inject.below_wrappers(self._backbone.get_submodule(path))
             yield path, cast("Adapter", layer.adapters[name])
 
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
@@ -268,6 +269,7 @@ class AdaptersMixin(PlanningMixin):
     def _remove(self, name: str) -> None:
         self._untie(name)
         installed = self._zoo.installed.pop(name)
+        self._selection.forget(name)
         self._zoo.plans.clear()
         for source, reader in installed.sources():
             inject.untap(self._backbone.get_submodule(source), reader, name)
@@ -310,6 +312,7 @@ class AdaptersMixin(PlanningMixin):
         # not those of the calling thread, which an AdapterSetup may have changed
         heads = self._heads_named(setup, default.plan.heads)
         skipped = check_layers(skip_layers, len(self.anatomy.blocks))
+        refuse_while_batching(self, f"set_active_adapters({setup!r})")
         default.plan = self.make_plan(setup, list(heads), skipped)
 
     # --- move ---

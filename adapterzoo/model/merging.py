@@ -15,6 +15,7 @@ from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.quantised import is_quantised
 
 from .adapters import AdaptersMixin
+from .batching import refuse_while_batching
 from .sharding import refuse_if_sharded
 
 
@@ -51,6 +52,7 @@ class MergingMixin(AdaptersMixin):
             StateError: as `merge_adapter`; nothing has changed then.
         """
         refuse_if_sharded(self, call, "Merge before fully_shard(model).")
+        refuse_while_batching(self, call)
         for name in added:
             self._refuse_if_overridden(name, call)
         names = (*self._zoo.merged, *added)
@@ -110,6 +112,7 @@ class MergingMixin(AdaptersMixin):
             refuse_if_sharded(
                 self, "reset_adapter()", "Load the base model and the adapters again."
             )
+            refuse_while_batching(self, "reset_adapter()")
         for name in self._zoo.merged:
             self._refuse_if_overridden(name, "reset_adapter()")
         self._refuse_lost("reset_adapter()")

@@ -19,6 +19,7 @@ from adapterzoo.inject import Adapted, become
 from adapterzoo.selection import Selection
 
 from .averaging import AveragingMixin
+from .batching import BatchesContinuously
 from .listening import ListeningMixin
 from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
@@ -26,6 +27,7 @@ from .replicas import ReplicasMixin
 from .rows import RowNames, RowsMixin, batch_size, named_inputs, repeated
 from .summary import SummaryMixin
 from .unloading import UnloadingMixin
+from .wrapped import peft_layer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -171,7 +173,7 @@ class AdapterModelMixin(
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)
 
 
-class GeneratesRows:
+class GeneratesRows(BatchesContinuously):
     """`generate` with `adapter_names`; stands before transformers' own in the bases of a class."""
 
     def generate(self, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any) -> Any:
@@ -222,11 +224,17 @@ def init(model: M) -> M:
         The same object.
 
     Raises:
-        StateError: it is no `PreTrainedModel`, is a part of a model that has adapters, or was
-            loaded without the adapters that it was saved with.
+        StateError: it is not a `PreTrainedModel`, has layers of PEFT, is a part of a model that has
+            adapters, or was loaded without the adapters that it was saved with.
     """
     if isinstance(model, AdapterModelMixin):
         return model
+    if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
+        raise StateError(
+            f"init({type(model).__name__}): PEFT has wrapped its layer {wrapped!r}. Write "
+            f"init(…) of the plain model and load PEFT's checkpoint there, "
+            f"load_adapter('folder'); or call unload() of the PeftModel first."
+        )
     if "base_model_prefix" not in dir(model):
         raise StateError(
             f"init({type(model).__name__}): adapters are named for a transformers PreTrainedModel. "
@@ -256,7 +264,7 @@ def _format_of(entry: object) -> str | None:
 def _pinned(selection: Selection, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
         args = _differentiable(args)
-    override = selection.override
+    override = selection.held
     if override is None:
         return checkpoint(run, *args, **kwargs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from adapterzoo import inject
 from adapterzoo.composition import Composition, Fuse, Stack, fusions_of
@@ -18,6 +18,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.selection import Selection
 
+from .batching import refuse_while_batching
 from .installed import Installed, State
 
 
@@ -59,6 +60,7 @@ class RefusalsMixin:
         self._refuse_if_fused(name, call)
 
     def _refuse_if_overridden(self, name: str, call: str) -> None:
+        refuse_while_batching(cast("Any", self), call, name)
         if any(name in p.setup.flatten() for p in self._selection.overrides if p.setup):
             raise StateError(
                 f"{call}: {name!r} is active in an AdapterSetup of this thread. Leave the "

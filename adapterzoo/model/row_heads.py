@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from adapterzoo.composition import RowMap
-from adapterzoo.errors import ConfigError
+from adapterzoo.composition import Composition, RowMap
+from adapterzoo.errors import CompositionError, ConfigError
 from adapterzoo.heads import PredictionHead
 
 from .outputs import MultiHeadOutput, answer
@@ -32,6 +32,26 @@ def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...
         return tuple(names), rows
     different = tuple(dict.fromkeys(names))
     return different, rows.renumbered([different.index(name) for name in names])
+
+
+def refuse_composed(heads: object, call: str) -> None:
+    """Raise where heads are given as a composition, whose parts all of them would answer.
+
+    Args:
+        heads: what was given.
+        call: what the user wrote, for the message.
+
+    Raises:
+        CompositionError: it is a composition.
+    """
+    if isinstance(heads, Composition):
+        names = heads.flatten() or ("name",)
+        raise CompositionError(
+            f"{call}: heads are a name or a list of names, and {type(heads).__name__} composes "
+            f"adapters. Write set_active_adapters(BatchSplit('a', 'b', batch_sizes=[…])) or "
+            f"Parallel('a', 'b'), then active_head = {list(names)!r}: each head answers the rows "
+            f"of the adapter in its place. Or adapter_names=[…], or head={names[0]!r} for one call."
+        )
 
 
 def outputs_of(part: int, rows: RowMap, outputs: ModelOutput, with_layers: bool) -> ModelOutput:

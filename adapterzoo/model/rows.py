@@ -106,7 +106,7 @@ class RowsMixin(AdaptersMixin):
                 f"{call}(adapter_names={adapter_names!r}): it is a list with one name, or None for "
                 f"the base model, for each row. Write adapter_names=['a', None, 'b']."
             )
-        if self._selection.override is not None:
+        if self._selection.held is not None:
             raise StateError(
                 f"{call}(adapter_names=…): an AdapterSetup of this thread says already what acts, "
                 f"{self._selection.plan.setup!r}. Leave the 'with AdapterSetup(…)' block first."
@@ -122,15 +122,14 @@ class RowsMixin(AdaptersMixin):
                 self._find(name, f"{call}(adapter_names=…)")
         parts, index = numbered([None if name == BASE else name for name in given])
         default = self._selection.default.plan
-        key = parts, default.skip_layers
-        plan = self._zoo.plans.get(key)
+        plan = self._zoo.plans.get(parts)
         if plan is None:
-            plan = self._compile_parts(parts, default.skip_layers, call)
+            plan = self._compile_parts(parts, call)
         # what a compiler traces is part of its graph, and would trace anew what has changed
-        if key not in self._zoo.plans and not torch.compiler.is_compiling():
+        if parts not in self._zoo.plans and not torch.compiler.is_compiling():
             while len(self._zoo.plans) >= _KEPT_PLANS:
                 del self._zoo.plans[next(iter(self._zoo.plans))]
-            self._zoo.plans[key] = plan
+            self._zoo.plans[parts] = plan
         own = self._own_heads(parts)
         if None in own and any(own) and len(default.heads) != 1 and not one_head:
             raise StateError(
@@ -142,9 +141,7 @@ class RowsMixin(AdaptersMixin):
         by_part = heads if any(own) else ()
         return dataclasses.replace(plan, heads=heads, rows=RowMap(index, exact=True, heads=by_part))
 
-    def _compile_parts(
-        self, parts: tuple[Any, ...], skip_layers: tuple[int, ...], call: str
-    ) -> Plan:
+    def _compile_parts(self, parts: tuple[Any, ...], call: str) -> Plan:
         for part in parts:
             if isinstance(part, Composition):
                 if has_rows(part):
@@ -159,8 +156,8 @@ class RowsMixin(AdaptersMixin):
                 self._find(part, f"{call}(adapter_names=…)")
         setup = BatchSplit(*parts, batch_sizes=1)
         if not setup.flatten():
-            return Plan(None, skip_layers=skip_layers)
-        return self.make_plan(setup, [], skip_layers)
+            return Plan()
+        return self.make_plan(setup, [])
 
 
 def _check_row(part: Composition, call: str) -> None:

@@ -1,4 +1,4 @@
-"""AdapterSetup: other active adapters and heads for the calling thread, as long as a block runs."""
+"""AdapterSetup: other adapters and heads for one thread and task, as long as a block runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import ConfigError, StateError, UnknownNameError, unknown_name
+from adapterzoo.selection import current_task
 
 from .building import check_layers
 
@@ -34,23 +35,17 @@ def withdraw(model: AdaptersMixin) -> None:
         _models.discard(model)
 
 
-class _Entered(threading.local):
-    """What a thread has to leave, the last block first."""
-
-    def __init__(self) -> None:
-        self.blocks: list[ExitStack] = []
-
-
 class AdapterSetup:
-    """A context in which other adapters are active, in the calling thread only.
+    """A context in which other adapters are active, in the calling thread and task only.
 
     ```python
     with AdapterSetup(Stack("language", "task"), head_setup="task"):
         output = model(**batch)
     ```
 
-    It holds for every model that knows all of its names. Threads that DataParallel starts see
-    the setup of the thread that calls it.
+    It holds for every model that knows all of its names. Asyncio tasks and `asyncio.to_thread`
+    that are started inside take it along, as do the threads of DataParallel; other threads and
+    tasks do not see it.
     """
 
     def __init__(
@@ -67,8 +62,8 @@ class AdapterSetup:
             head_setup: head or heads to use; None for heads named like the adapters where
                 there are any, else those that are active.
             ignore_empty: whether a setup that fits no model is no error.
-            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); None for those
-                of the model, `[]` for none.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); those of
+                `set_active_adapters` do not hold in the block.
 
         Raises:
             CompositionError: the setup is no composition.
@@ -86,7 +81,8 @@ class AdapterSetup:
         self.ignore_empty = ignore_empty
         # what is no list is refused where the number of blocks is known
         self.skip_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else skip_layers
-        self._entered = _Entered()
+        # the blocks to leave, each with the thread and the task that has entered it
+        self._entered: list[tuple[tuple[int, object], ExitStack]] = []
 
     def __enter__(self) -> Self:
         """Make the setup hold.
@@ -111,15 +107,13 @@ class AdapterSetup:
                 if set(names) <= set(model.adapters_config) and set(heads) <= set(
                     model.known_heads()
                 ):
-                    own, skipped = model._selection.default.plan.skip_layers, self.skip_layers
-                    if skipped is not None:
-                        own = check_layers(skipped, len(model.anatomy.blocks))
-                    plan = model.make_plan(self.adapter_setup, self.head_setup, own)
-                    stack.enter_context(model._selection.overridden(plan))
+                    skipped = check_layers(self.skip_layers, len(model.anatomy.blocks))
+                    plan = model.make_plan(self.adapter_setup, self.head_setup, skipped)
+                    stack.enter_context(model._selection.entered(plan))
                     entered += 1
             if not entered and not self.ignore_empty:
                 raise self._nobody([*names, *heads], known)
-            self._entered.blocks.append(stack.pop_all())
+            self._entered.append((_here(), stack.pop_all()))
         return self
 
     def __exit__(
@@ -129,10 +123,27 @@ class AdapterSetup:
         trace: TracebackType | None,
     ) -> None:
         """Make what held before hold again."""
-        self._entered.blocks.pop().close()
+        here = _here()
+        mine = [i for i, (where, _) in enumerate(self._entered) if where == here]
+        if not mine:
+            raise StateError(
+                f"{self!r}: the block is left in another thread or asyncio task than it was "
+                f"entered in. Write 'with AdapterSetup(…)' in the function that calls the model."
+            )
+        _, stack = self._entered.pop(mine[-1])
+        stack.close()
+
+    def __repr__(self) -> str:
+        """As it is written, without what was left out."""
+        call = repr(self.adapter_setup)
+        if self.head_setup is not None:
+            call += f", head_setup={self.head_setup!r}"
+        if self.skip_layers is not None:
+            call += f", skip_layers={list(self.skip_layers)!r}"
+        return f"AdapterSetup({call})"
 
     def _nobody(self, names: list[str], known: set[str]) -> UnknownNameError | StateError:
-        call = f"AdapterSetup({self.adapter_setup!r}, head_setup={self.head_setup!r})"
+        call = repr(self)
         for name in names:
             if name not in known:
                 return unknown_name(call, "adapter or head", name, known)
@@ -141,3 +152,7 @@ class AdapterSetup:
             f"(and add_adapter_fusion where there is a Fuse), "
             f"or write AdapterSetup(…, ignore_empty=True)."
         )
+
+
+def _here() -> tuple[int, object]:
+    return threading.get_ident(), current_task()

@@ -15,6 +15,8 @@ from torch import Tensor
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 
+from .wrapped import refuse_if_wrapped
+
 
 def rest(model: Any) -> None:
     """Let every module show its own part of the parameters again, on this process alone.
@@ -44,7 +46,7 @@ def mesh_of(model: Any) -> Any:
 
 
 def refuse_if_sharded(model: Any, call: str, cure: str) -> None:
-    """Raise where the set or the nature of the parameters would change below `fully_shard`.
+    """Raise where the set or the nature of the parameters would change below `fully_shard` or PEFT.
 
     Args:
         model: is brought to rest.
@@ -52,8 +54,9 @@ def refuse_if_sharded(model: Any, call: str, cure: str) -> None:
         cure: what to write instead.
 
     Raises:
-        StateError: the model is sharded.
+        StateError: the model is sharded, or has layers of PEFT.
     """
+    refuse_if_wrapped(model, call)
     rest(model)
     mesh = mesh_of(model)
     if mesh is not None:

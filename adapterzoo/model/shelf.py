@@ -16,8 +16,10 @@ from adapterzoo.names import check_name
 from adapterzoo.selection import Plan
 
 from .add_heads import AddHeadsMixin
+from .batching import refuse_while_batching
 from .family import describe, ties_output
 from .output_layers import start_with
+from .row_heads import refuse_composed
 from .sharding import refuse_if_sharded
 from .tied_heads import TiedHeadsMixin
 
@@ -90,7 +92,10 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
     def active_head(self) -> str | list[str] | None:
         """The head that answers, a list when several do, None when none does.
 
+        As many heads as an active `BatchSplit` or `Parallel` has parts answer one part each.
+
         Raises:
+            CompositionError: on setting, it is a composition, which only adapters have.
             UnknownNameError: on setting, there is no head of this name.
         """
         names = self._current_heads()
@@ -101,6 +106,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
     @active_head.setter
     def active_head(self, head_name_or_list: str | list[str] | None) -> None:
         names = self._names(head_name_or_list, f"active_head = {head_name_or_list!r}")
+        refuse_while_batching(self, f"active_head = {head_name_or_list!r}")
         default = self._selection.default
         default.plan = dataclasses.replace(default.plan, heads=names)
         self._show_labels(names)
@@ -122,7 +128,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
         self._show_labels(self._selection.default.plan.heads)
 
     def _current_heads(self) -> tuple[str, ...]:
-        return self._selection.plan.heads
+        return self._selection.heads
 
     def _heads_for(
         self, setup: Composition | None, head_setup: str | list[str] | None
@@ -159,6 +165,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
     def _names(self, setup: str | list[str] | None, call: str) -> tuple[str, ...]:
         if setup is None:
             return ()
+        refuse_composed(setup, call)
         one = isinstance(setup, str) or not isinstance(setup, Iterable)
         given = cast("Iterable[str]", (setup,) if one else setup)
         names = tuple(name for name in given if name != "")
@@ -341,8 +348,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
 
     @loss_type.setter
     def loss_type(self, value: str | None) -> None:
-        # transformers sets one by the name of the class; the heads say better
-        pass
+        """Ignore the one that transformers sets by the class's name; the heads say better."""
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The last layer of the first active language modelling head, None without one."""

@@ -22,12 +22,16 @@ class SummaryMixin(AdaptersMixin):
     def adapter_summary(self, as_dict: bool = False) -> str | list[dict[str, Any]]:
         """All adapters: name, architecture, parameters, their share, active, trained.
 
+        Of an active adapter the table also names the blocks that `skip_layers` leaves out.
+
         Args:
             as_dict: whether to return the rows as dicts instead of a table. The share is in
                 percent of the base model's parameters; the last row is the base model. A
-                quantised weight counts as the numbers that it stands for.
+                quantised weight counts as the numbers that it stands for. `skip_layers` is there
+                where an active adapter has any.
         """
-        active = self.active_adapters
+        plan = self._selection.plan
+        active = () if plan.setup is None else plan.setup.flatten()
         rows: list[dict[str, Any]] = []
         for name, config in self.adapters_config.items():
             parameters = list(self._parameters_of(name))
@@ -36,10 +40,12 @@ class SummaryMixin(AdaptersMixin):
                     "name": name,
                     "architecture": config.architecture,
                     "#param": sum(p.numel() for p in parameters),
-                    "active": active is not None and name in active.flatten(),
+                    "active": name in active,
                     "train": all(p.requires_grad for p in parameters),
                 }
             )
+            if name in active and plan.skip_layers:
+                rows[-1]["skip_layers"] = list(plan.skip_layers)
         adapters = {id(p) for name in self.adapters_config for p in self._parameters_of(name)}
         own = [p for p in self._backbone.parameters() if id(p) not in adapters]
         total = sum(map(count, own))
@@ -51,7 +57,7 @@ class SummaryMixin(AdaptersMixin):
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [list(_COLUMNS), *([_shown(row.get(c, "")) for c in _COLUMNS] for row in rows)]
+    lines = [list(_COLUMNS), *([_cell(row, c) for c in _COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = [
         "  ".join(
@@ -63,6 +69,13 @@ def _table(rows: list[dict[str, Any]]) -> str:
     ]
     rule = "-" * max(map(len, texts))
     return "\n".join([texts[0], rule, *texts[1:]])
+
+
+def _cell(row: dict[str, Any], column: str) -> str:
+    text = _shown(row.get(column, ""))
+    if column == "active" and (skipped := row.get("skip_layers")):
+        return f"{text}, not in blocks {', '.join(map(str, skipped))}"
+    return text
 
 
 def _shown(value: object) -> str:

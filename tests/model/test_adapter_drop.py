@@ -79,7 +79,7 @@ def test_training_reaches_the_blocks_that_are_left(name):
 
 
 def test_a_setup_skips_for_its_block():
-    """None: what the model skips; in training each step may skip others."""
+    """A setup has its own: None skips nothing; in training each step may skip others."""
     model = with_adapters(names=["lora", "bn"])
     expected = {}
     for skipped in ((), (0,), (1,), (0, 1)):
@@ -87,7 +87,7 @@ def test_a_setup_skips_for_its_block():
         expected[skipped] = hidden(model)[-1]
     model.set_active_adapters("bn", skip_layers=[0])
     with AdapterSetup("bn"):
-        assert torch.equal(hidden(model)[-1], expected[0,])
+        assert torch.equal(hidden(model)[-1], expected[()])
     for skipped in expected:
         with AdapterSetup("bn", skip_layers=skipped):
             assert torch.equal(hidden(model)[-1], expected[skipped])
@@ -117,13 +117,30 @@ def test_every_composition_skips(setup):
     assert torch.equal(hidden(model)[2], plain[2])
 
 
-def test_rows_skip_what_the_model_skips():
+@pytest.mark.parametrize("active", [None, "bn", "boft"])
+def test_rows_do_not_skip_what_the_active_adapter_skips(active):
     model = with_adapters()
-    model.set_active_adapters(None, skip_layers=[0])
-    plain = hidden(model)
+    expected = hidden(model, adapter_names=["boft", "dora"])
+    model.set_active_adapters(active, skip_layers=[0])
     found = hidden(model, adapter_names=["boft", "dora"])
-    assert torch.equal(found[1], plain[1])
-    assert not torch.equal(found[2], plain[2])
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_what_is_skipped_is_shown():
+    model = with_adapters(names=["lora", "bn"])
+    model.set_active_adapters("bn", skip_layers=[0])
+    rows = {row["name"]: row for row in model.adapter_summary(as_dict=True)}
+    assert rows["bn"]["active"] is True
+    assert rows["bn"]["skip_layers"] == [0]
+    assert "skip_layers" not in rows["lora"]
+    (line,) = [text for text in model.adapter_summary().splitlines() if text.startswith("bn")]
+    assert "not in blocks 0 " in line
+    setup = AdapterSetup("bn", skip_layers=[1])
+    assert repr(setup) == "AdapterSetup(Stack('bn'), skip_layers=[1])"
+    with setup:
+        assert "not in blocks 1 " in model.adapter_summary()
+    with AdapterSetup("bn"):
+        assert "not in blocks" not in model.adapter_summary()
 
 
 def test_what_is_loaded_without_blocks_has_none_there(tmp_path):

@@ -158,11 +158,12 @@ def test_names_stand_in_the_place_of_what_is_active_and_leave_it_active():
     assert torch.equal(model(**inputs).last_hidden_state, active)
 
 
-def test_skipped_layers_stay_skipped():
+def test_rows_do_not_skip_the_layers_of_the_active_adapter():
     model = with_adapters("bert")
     inputs = tiny_inputs("bert", batch=2)
-    model.set_active_adapters("a", skip_layers=[0])
+    model.set_active_adapters("a")
     expected = model(**inputs).last_hidden_state
+    model.set_active_adapters("a", skip_layers=[0])
     found = model(**inputs, adapter_names=["a", "c"]).last_hidden_state
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-12)
 

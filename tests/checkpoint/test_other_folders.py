@@ -1,0 +1,64 @@
+"""Folders that hold something else than the adapter or head that is asked for."""
+
+from __future__ import annotations
+
+import pytest
+from families import tiny_config
+from snapshots import refused
+from transformers import AutoModelForSequenceClassification, TrainingArguments
+
+from adapterzoo import AdapterTrainer, AutoAdapterModel, init
+from adapterzoo.errors import CheckpointError
+
+
+@pytest.fixture
+def model():
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    for name in ("ner", "pos"):
+        model.add_adapter(name, "lora")
+    model.add_classification_head("ner")
+    model.train_adapter("ner")
+    return model
+
+
+def test_the_folder_of_a_trainer_names_those_below_it(model, tmp_path):
+    args = TrainingArguments(output_dir=tmp_path / "runs", report_to=[])
+    AdapterTrainer(model=model, args=args).save_model(tmp_path / "runs" / "checkpoint-5")
+    for folder in (tmp_path / "runs" / "checkpoint-5", tmp_path / "runs"):
+        ner = tmp_path / "runs" / "checkpoint-5" / "ner"
+        with refused(model, CheckpointError, "below it", f"Write load_adapter({str(ner)!r})"):
+            model.load_adapter(folder, load_as="again")
+    model.load_adapter(ner, load_as="again")
+
+
+def test_the_folder_of_all_adapters_names_each(model, tmp_path):
+    model.save_all_adapters(tmp_path)
+    names = [repr(str(tmp_path / name)) for name in ("ner", "pos")]
+    with refused(model, CheckpointError, *names, f"Write load_adapter({names[0]})"):
+        model.load_adapter(tmp_path, load_as="again")
+
+
+def test_a_whole_model_is_loaded_as_one(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    hint = f"AutoAdapterModel.from_pretrained({str(tmp_path)!r})"
+    with refused(model, CheckpointError, "a whole model", hint, "save_adapter('folder', 'name')"):
+        model.load_adapter(tmp_path, load_as="again")
+    with refused(model, CheckpointError, "a whole model", hint, "save_head('folder', 'name')"):
+        model.load_head(tmp_path)
+    assert "ner" in AutoAdapterModel.from_pretrained(tmp_path).adapters_config
+
+
+def test_a_whole_task_model_is_loaded_as_its_class(tmp_path):
+    model = init(AutoModelForSequenceClassification.from_config(tiny_config("bert")))
+    model.add_adapter("ner", "lora")
+    model.save_pretrained(tmp_path)
+    hint = f"load_model({str(tmp_path)!r}, BertForSequenceClassification)"
+    with refused(model, CheckpointError, "a whole model", hint):
+        model.load_adapter(tmp_path, load_as="again")
+
+
+def test_a_head_is_loaded_as_one(model, tmp_path):
+    model.save_head(tmp_path, "ner")
+    hint = f"Write load_head({str(tmp_path)!r})"
+    with refused(model, CheckpointError, "it holds a head", hint):
+        model.load_adapter(tmp_path, load_as="again")
