@@ -18,7 +18,7 @@ from adapterzoo.contracts import Adapter, Base
 from adapterzoo.errors import CompositionError, DuplicateNameError, StateError, listing
 from adapterzoo.selection import Selection
 
-from .adapted import Adapted, Shelf, base_of, become, belongs, plain_class, restore, swap
+from .adapted import Adapted, Shelf, base_of, become, belongs, discard, plain_class, restore, swap
 from .parts import ParameterParts, Parts, is_additive, mergeable
 from .views import matrix, put_rows, stores_transposed, take_rows
 
@@ -32,6 +32,7 @@ __all__ = [
     "belongs",
     "check_put",
     "combine",
+    "discard",
     "introduce",
     "is_additive",
     "matrix",

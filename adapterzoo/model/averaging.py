@@ -15,6 +15,7 @@ from adapterzoo.errors import CompositionError
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
+from . import static_heads
 from .adapters import AdaptersMixin
 from .building import at_hand
 from .sharding import refuse_if_sharded
@@ -185,7 +186,10 @@ class AveragingMixin(AdaptersMixin):
             )
         config = type(configs[0]).combined(configs, how, self.anatomy)
         made = self._combined(config, names, weights, how, seed)
+        head = static_heads.combined(self, names, weights)
         self._bring_in(name, config, made, set_active)
+        if head:
+            static_heads.put(self, name, head)
 
     def _combined(
         self,

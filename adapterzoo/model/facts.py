@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from adapterzoo.checkpoint.formats import Facts
 from adapterzoo.errors import CheckpointError
 from adapterzoo.heads import HeadConfig
 
+from . import static_heads
 from .family import describe
 from .layout import renamer, task_modules, tensor_of
 from .sharding import class_name
@@ -42,7 +43,9 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
         hidden_size=getattr(text, "hidden_size", None),
         config=tasks.config,
         named_heads=named,
-        static_head=functools.cache(lambda: {} if named else _shapes(model._static_head())),
+        static_head=functools.cache(
+            lambda: {} if named else _shapes(static_heads.tensors_of(model, None))
+        ),
         from_static=tasks.read,
         to_static=tasks.write,
         tied=tasks.tied,
@@ -54,8 +57,8 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
     )
 
 
-def _shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(tensor.shape) for key, tensor in tensors}
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
 def prefix_of(model: Any) -> str:

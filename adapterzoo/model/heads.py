@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo.checkpoint import native
-from adapterzoo.composition import RowMap
+from adapterzoo.composition import Composition, RowMap
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types, labels_from
 
@@ -229,6 +229,9 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
 
     # --- train and store ---
 
+    def _prepare_heads(self, setup: Composition, call: str) -> None:
+        """Nothing to prepare: named heads are there or not."""
+
     def _train_heads(self) -> None:
         """The active heads are trained, the others not; embeddings that a head shares neither."""
         backbone = {id(p) for p in self._backbone.parameters()}
@@ -283,7 +286,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         self,
         call: str,
         record: HeadRecord,
-        name: str,
+        name: str | None,
         id2label: Mapping[int, str] | None,
         set_active: bool,
         overwrite_ok: bool,

@@ -18,6 +18,7 @@ from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.inject import Adapted, become
 from adapterzoo.selection import Selection
 
+from . import static_heads
 from .averaging import AveragingMixin
 from .listening import ListeningMixin
 from .publishing import PublishingMixin
@@ -62,7 +63,7 @@ class AdapterModelMixin(
         config = cast("Any", self).config
         plan = self._selection.default.plan
         vars(config).pop("adapters", None)
-        if self._zoo.installed or plan.heads:
+        if self._zoo.installed or self.known_heads():
             config.adapters = {
                 "format": FORMAT,
                 # a list: JSON keeps its order, transformers sorts the keys of objects
@@ -76,6 +77,7 @@ class AdapterModelMixin(
                 "active": to_json(plan.setup),
                 "skip_layers": list(plan.skip_layers),
                 "heads": list(plan.heads),
+                "static_heads": list(self._zoo.copies),
             }
         try:
             cast("Any", super()).save_pretrained(save_directory, **kwargs)
@@ -136,6 +138,8 @@ class AdapterModelMixin(
                 self.add_adapter_fusion(
                     adapters, config, name if name != ",".join(adapters) else None
                 )
+            for owner in document.get("static_heads", ()):
+                static_heads.put(self, owner, static_heads.made(self))
             self._selection.default.plan = self.make_plan(
                 from_json(document["active"]), document["heads"], tuple(document["skip_layers"])
             )

@@ -8,10 +8,11 @@ from typing import Any, Self, cast
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from adapterzoo.composition import fusion_key, parse
+from adapterzoo.composition import Composition, fusion_key, parse
 from adapterzoo.errors import StateError
 from adapterzoo.inject.quantised import packing_of, settle
 
+from . import static_heads
 from .adapters import AdaptersMixin
 from .building import own_parameters
 from .sharding import rest
@@ -22,6 +23,8 @@ class TrainingMixin(AdaptersMixin):
 
     def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
         """Freeze everything but these adapters and the active heads, and activate them.
+
+        In a model with a static head an adapter gets its own copy of it, and that is trained.
 
         Args:
             adapter_setup: a name, a list of names or a composition.
@@ -43,6 +46,7 @@ class TrainingMixin(AdaptersMixin):
         for name in setup.flatten():
             self._find(name, f"train_adapter({adapter_setup!r})")
             self._refuse_if_merged(name, f"train_adapter({adapter_setup!r})")
+        self._prepare_heads(setup, f"train_adapter({adapter_setup!r})")
         self.set_active_adapters(setup)
         model = cast("nn.Module", self)
         model.train()
@@ -100,12 +104,16 @@ class TrainingMixin(AdaptersMixin):
             layer = cast("Any", self._backbone.get_submodule(path))
             yield from layer.adapters[fusion_key(name)].parameters()
 
+    def _prepare_heads(self, setup: Composition, call: str) -> None:
+        """Check that `_train_heads` will succeed; nothing changes."""
+        static_heads.prepare(self, setup, call)
+
     def _train_heads(self) -> None:
-        """A static head is trained with the adapters, except one that shares the embeddings."""
-        model = cast("Any", self)
+        """Train the copies that the active adapters have of a static head, made here if need be."""
+        trained = list(static_heads.trained(self, self._selection.default.plan.setup))
         backbone = {id(p) for p in self._backbone.parameters()}
-        output = model.get_output_embeddings()
-        frozen = {id(p) for p in output.parameters()} if output is not None else set()
-        for parameter in model.parameters():
+        for parameter in cast("nn.Module", self).parameters():
             if id(parameter) not in backbone:
-                parameter.requires_grad_(id(parameter) not in frozen)
+                parameter.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_(True)
