@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -11,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
@@ -205,6 +207,10 @@ class _Started(AdapterModelMixin):
     """Mixed into transformers' own classes, whose constructors know nothing of adapters."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # labels and adapters are entered in the config
+        memo: dict[int, Any] = {}
+        args = tuple(_with_own_config(value, memo) for value in args)
+        kwargs = {key: _with_own_config(value, memo) for key, value in kwargs.items()}
         super().__init__(*args, **kwargs)
         self._start_adapters()
         self._restore_adapters()
@@ -214,7 +220,7 @@ def init(model: M) -> M:
     """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
 
     Args:
-        model: any `PreTrainedModel`; changed in place.
+        model: any `PreTrainedModel`; changed in place. It gets a copy of its config.
 
     Returns:
         The same object.
@@ -241,8 +247,22 @@ def init(model: M) -> M:
             f"transformers has not loaded. Write load_model(path, {type(model).__name__})."
         )
     become(model, with_adapters(type(model)))
+    _own_configs(model)
     cast("Any", model)._start_adapters()
     return model
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give a model configs that no other one has, those of its modules still the same objects."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[key] = _with_own_config(value, memo)
+
+
+def _with_own_config(value: Any, memo: dict[int, Any]) -> Any:
+    return copy.deepcopy(value, memo) if isinstance(value, PreTrainedConfig) else value
 
 
 def _format_of(entry: object) -> str | None:
@@ -286,8 +306,10 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     """The class with adapters; it keeps its name, which transformers writes to config.json.
 
     Args:
-        cls: a `PreTrainedModel` class.
+        cls: a `PreTrainedModel` class; one that has adapters already stays what it is.
     """
+    if issubclass(cls, AdapterModelMixin):
+        return cls
     if cls not in _classes:
         names = {"_plain_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
         names["forward"] = _with_rows(cls)

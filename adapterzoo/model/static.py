@@ -33,7 +33,7 @@ DEFAULT_HEAD = "default"
 def keep_static_head(
     model: HeadsMixin,
     path: str | os.PathLike[str],
-    info: Mapping[str, Iterable[str]],
+    info: dict[str, Any],
     hub: Mapping[str, Any],
 ) -> None:
     """Make the static head of a checkpoint the named head "default", the active one.
@@ -44,7 +44,8 @@ def keep_static_head(
     Args:
         model: loaded from the checkpoint.
         path: a folder, or a name on the Hub.
-        info: which keys transformers missed and did not use when it loaded the base model.
+        info: which keys transformers missed and did not use when it loaded the base model; those
+            of a head that is kept are taken out.
         hub: arguments for the Hub, such as `revision`.
     """
     config = cast("Any", model).config
@@ -72,6 +73,10 @@ def keep_static_head(
     with torch.no_grad():
         for theirs, ours in found.keys.items():
             mine[ours].copy_(tensors[theirs])
+    used = {*found.keys, *(f"{prefix}.{key}" for key in found.keys)}
+    info["unexpected_keys"] = type(info["unexpected_keys"])(
+        key for key in info["unexpected_keys"] if key not in used
+    )
 
 
 def leftover_tensors(
