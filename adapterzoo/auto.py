@@ -20,6 +20,7 @@ from .model.mixin import GeneratesRows, with_adapters
 from .model.pipelines import enter_pipelines
 from .model.rows import RowNames, batch_size, named_inputs, repeated
 from .model.static import keep_static_head
+from .model.towers import feature_names, with_rows
 
 M = TypeVar("M", bound=PreTrainedModel)
 
@@ -343,6 +344,7 @@ def _make_class(
             if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
         ]
         bases = [GeneratesRows, _GeneratesByHead, *bases, *(mixins or [GenerationMixin])]
+    members |= {name: with_rows(backbone, name, True) for name in feature_names(backbone)}
     name = f"{backbone.__name__.removesuffix('Model')}AdapterModel"
     made = cast("type[AdapterModel]", type(name, (*bases, family), members))
     if generating is not None:

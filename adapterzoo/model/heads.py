@@ -30,6 +30,7 @@ from .row_heads import (
     total,
     with_copies,
 )
+from .towers import refuse_unreadable
 from .unloading_heads import UnloadingHeadsMixin
 from .vocabulary import VocabularyMixin
 
@@ -302,11 +303,13 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         if id2label is not None:
             config = config.replace(label2id=labels_from(id2label))
         checked = self._free_head_name(call, name, overwrite_ok)
+        refuse_unreadable(self, call)
         # a stranger's config may ask for more memory than there is: compare before any is taken
         empty = self._built(config, torch.device("meta"))
         fits = self._own_tensors(empty)
         native.check_fit(call, type(self).__name__, record.tensors, fits, dtype)
         head = self._built(config)
+        refuse_unreadable(self, call, head)
         skeleton = self._own_tensors(head)
         if dtype is not None:
             for tensor in skeleton.values():

@@ -28,6 +28,7 @@ from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
 from .rows import RowNames, RowsMixin, batch_size, named_inputs, repeated
 from .summary import SummaryMixin
+from .towers import feature_names, with_rows
 from .unloading import UnloadingMixin
 
 M = TypeVar("M", bound=nn.Module)
@@ -311,8 +312,13 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     if issubclass(cls, AdapterModelMixin):
         return cls
     if cls not in _classes:
-        names = {"_plain_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        names: dict[str, Any] = {
+            "_plain_class": cls,
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+        }
         names["forward"] = _with_rows(cls)
+        names |= {name: with_rows(cls, name, False) for name in feature_names(cls)}
         generates = (GeneratesRows,) if "generate" in dir(cls) else ()
         _classes[cls] = type(cls.__name__, (*generates, _Started, cls), names)
     return _classes[cls]

@@ -20,6 +20,7 @@ from .add_heads import AddHeadsMixin
 from .family import describe
 from .mixin import AdapterModelMixin
 from .sharding import refuse_if_sharded
+from .towers import refuse_unreadable
 
 
 class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
@@ -301,7 +302,10 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         set_active: bool = True,
     ) -> None:
         checked = self._free_head_name(call, name, overwrite_ok)
-        self._shelve(checked, config.build(describe(self)), set_active)
+        refuse_unreadable(self, f"{call}({checked!r})")
+        head = config.build(describe(self))
+        refuse_unreadable(self, f"{call}({checked!r})", head)
+        self._shelve(checked, head, set_active)
 
     def _free_head_name(self, call: str, name: object, overwrite_ok: bool) -> str:
         checked = check_name(call, name)

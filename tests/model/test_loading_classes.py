@@ -47,7 +47,9 @@ def test_what_no_head_takes_is_still_reported(tmp_path):
     static.more = torch.nn.Linear(2, 2)
     static.save_pretrained(tmp_path)
     _, info = BertAdapterModel.from_pretrained(tmp_path, output_loading_info=True)
-    assert {"more.weight", "more.bias"} <= {k.removeprefix("bert.") for k in info["unexpected_keys"]}
+    assert {"more.weight", "more.bias"} <= {
+        k.removeprefix("bert.") for k in info["unexpected_keys"]
+    }
 
 
 @pytest.mark.parametrize("active", [None, "a", ["a", "b"]])
