@@ -20,6 +20,8 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file
 
+from adapterzoo.errors import ConfigError
+
 from .family import describe
 from .static_table import from_static, is_task
 
@@ -68,7 +70,11 @@ def keep_static_head(
     if isinstance(found, str):
         _LOG.warning("The checkpoint's head is left out; add one of your own. %s", found)
         return
-    model.add_prediction_head_from_config(DEFAULT_HEAD, found.config)
+    try:
+        model.add_prediction_head_from_config(DEFAULT_HEAD, found.config)
+    except ConfigError as error:
+        _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
+        return
     mine = model.get_head(DEFAULT_HEAD).state_dict(keep_vars=True)
     with torch.no_grad():
         for theirs, ours in found.keys.items():
