@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import types
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import transformers
 from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -16,13 +16,11 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from .errors import ConfigError, StateError, listing
 from .model.heads import HeadsMixin
-from .model.mixin import GeneratesRows, with_adapters
+from .model.mixin import GeneratesRows
 from .model.pipelines import enter_pipelines
 from .model.rows import RowNames, batch_size, named_inputs, repeated
 from .model.static import keep_static_head
 from .model.towers import feature_names, with_rows
-
-M = TypeVar("M", bound=PreTrainedModel)
 
 # where a family has several language models, the one of its whole base model comes first
 _GENERATING = (
@@ -106,29 +104,6 @@ _MODEL_ARGUMENTS = (
 _HUB_ARGUMENTS = (
     "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
 )  # fmt: skip
-
-
-def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
-    """Load a static model that was saved after `init`, with its adapters.
-
-    Args:
-        path: what `save_pretrained` was given.
-        model_class: the transformers class it was saved from.
-        **kwargs: as `from_pretrained` takes them.
-
-    Returns:
-        A model of that class, as `init` makes it, with the same adapters active.
-
-    Raises:
-        ConfigError: it is no class of models, but one that looks for them.
-    """
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ConfigError(
-            f"load_model({str(path)!r}, {model_class!r}): that is no class of models. Write the "
-            f"one that config.json has under 'architectures', such as BertForMaskedLM."
-        )
-    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
-    return cast("M", loaded)
 
 
 class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin

@@ -12,11 +12,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
-from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.inject import Adapted, become
 from adapterzoo.selection import Selection
 
@@ -251,6 +251,29 @@ def init(model: M) -> M:
     _own_configs(model)
     cast("Any", model)._start_adapters()
     return model
+
+
+def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
+    """Load a static model that was saved after `init`, with its adapters.
+
+    Args:
+        path: what `save_pretrained` was given.
+        model_class: the transformers class it was saved from, or `type(model)`.
+        **kwargs: as `from_pretrained` takes them.
+
+    Returns:
+        A model of that class, as `init` makes it, with the same adapters active.
+
+    Raises:
+        ConfigError: it is not a class of models, but one that looks for them.
+    """
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ConfigError(
+            f"load_model({str(path)!r}, {model_class!r}): that is no class of models. Write the "
+            f"one that config.json has under 'architectures', such as BertForMaskedLM."
+        )
+    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
+    return cast("M", loaded)
 
 
 def _own_configs(model: nn.Module) -> None:

@@ -17,10 +17,9 @@ from adapterzoo.names import check_name
 from adapterzoo.selection import Plan
 
 from .add_heads import AddHeadsMixin
-from .family import describe
 from .mixin import AdapterModelMixin
 from .sharding import refuse_if_sharded
-from .towers import refuse_unreadable
+from .towers import fresh_head
 
 
 class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
@@ -302,10 +301,7 @@ class ShelfMixin(AddHeadsMixin, AdapterModelMixin):
         set_active: bool = True,
     ) -> None:
         checked = self._free_head_name(call, name, overwrite_ok)
-        refuse_unreadable(self, f"{call}({checked!r})")
-        head = config.build(describe(self))
-        refuse_unreadable(self, f"{call}({checked!r})", head)
-        self._shelve(checked, head, set_active)
+        self._shelve(checked, fresh_head(self, f"{call}({checked!r})", config), set_active)
 
     def _free_head_name(self, call: str, name: object, overwrite_ok: bool) -> str:
         checked = check_name(call, name)

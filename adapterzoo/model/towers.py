@@ -16,8 +16,9 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.heads import PredictionHead
+from adapterzoo.heads import HeadConfig, PredictionHead
 
+from .family import describe
 from .rows import RowNames, batch_size, named_inputs, repeated
 
 _FEATURES = re.compile(r"get_\w+_features")
@@ -68,6 +69,23 @@ def with_rows(cls: type, name: str, on_base: bool) -> Callable[..., Any]:
     shown = signature.replace(parameters=[own, *named, extra, *rest])
     typing.cast("Any", features).__signature__ = shown
     return features
+
+
+def fresh_head(model: Any, call: str, config: HeadConfig) -> PredictionHead:
+    """A new head for a model that gives what the head reads.
+
+    Args:
+        model: with named heads.
+        call: what the user wrote, for messages.
+        config: of the head.
+
+    Raises:
+        ConfigError: the model does not, or the config does not fit it.
+    """
+    refuse_unreadable(model, call)
+    head = config.build(describe(model))
+    refuse_unreadable(model, call, head)
+    return head
 
 
 def refuse_unreadable(model: Any, call: str, head: PredictionHead | None = None) -> None:
