@@ -262,7 +262,9 @@ def steps_of(model: Any, parts: Sequence[Any]) -> dict[str, Copies]:
     copies = model._zoo.copies
     if not copies:
         return {}
-    owners = [owner if (owner := owner_of(part)) in copies else None for part in parts]
+    # compiled with the rows of a call: what follows is what a compiler can trace
+    named = [owner_of(part) for part in parts]
+    owners = [owner if owner in copies else None for owner in named]
     paths = dict.fromkeys(path for o in owners if o is not None for path in copies[o])
     return {
         _HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))

@@ -142,7 +142,10 @@ def _output_fields(cls: Any) -> frozenset[str] | None:
     given = typing.get_args(annotation) or (annotation,)
     outputs = [t for t in given if isinstance(t, type) and issubclass(t, ModelOutput)]
     fields = frozenset(
-        f.name for t in outputs if dataclasses.is_dataclass(t) for f in dataclasses.fields(t)
+        f.name
+        for t in outputs
+        if dataclasses.is_dataclass(t)
+        for f in dataclasses.fields(typing.cast("Any", t))
     )
     several = "get_text_features" in dir(cls) and len(feature_names(cls)) > 1
     # some base models are annotated with the output of the language model made of them

@@ -332,3 +332,16 @@ def test_what_all_adapters_share_is_not_changed_by_one(tmp_path):
     with pytest.raises(CheckpointError, match=r"'layer_weights' .* Write with_head=False"):
         third.load_adapter(tmp_path / "a")
     third.load_adapter(tmp_path / "a", with_head=False)
+
+
+@pytest.mark.parametrize("rows", [None, ["a", "b"]])
+def test_copies_compile_as_one_graph(tmp_path, rows):
+    model, _ = two(tmp_path)
+    model.set_active_adapters("a" if rows is None else None)
+    inputs = inputs_of(model)
+    kwargs = {} if rows is None else {"adapter_names": rows}
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs, **kwargs)[0], model(**inputs, **kwargs)[0])
+    torch.compiler.reset()
