@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .auto import AutoAdapterModel, load_model
+    from .auto import AutoAdapterModel
     from .composition import Average, BatchSplit, Fuse, Parallel, Split, Stack
     from .configs import AdapterConfig, ConfigUnion
     from .errors import AdapterZooError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         StaticAdapterFusionConfig,
     )
     from .methods.lora import LoRAConfig
-    from .model import AdapterModelMixin, AdapterSetup, init
+    from .model import AdapterModelMixin, AdapterSetup, init, load_model
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
 
 __version__ = "0.1.0.dev0"
@@ -89,7 +89,7 @@ _HOMES = {
     "adapter_info": "hub",
     "init": "model",
     "list_adapters": "hub",
-    "load_model": "auto",
+    "load_model": "model",
 }
 
 __all__ = [

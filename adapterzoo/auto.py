@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
 import types
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import transformers
 from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -15,12 +16,11 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from .errors import ConfigError, StateError, listing
 from .model.heads import HeadsMixin
-from .model.mixin import GeneratesRows, with_adapters
+from .model.mixin import GeneratesRows
 from .model.pipelines import enter_pipelines
 from .model.rows import RowNames, batch_size, named_inputs, repeated
 from .model.static import keep_static_head
-
-M = TypeVar("M", bound=PreTrainedModel)
+from .model.towers import feature_names, with_rows
 
 # where a family has several language models, the one of its whole base model comes first
 _GENERATING = (
@@ -71,18 +71,15 @@ class AutoAdapterModel:
         """
         config = kwargs.pop("config", None)
         hub = {k: kwargs[k] for k in _HUB_ARGUMENTS if k in kwargs}
-        wants_info = kwargs.pop("output_loading_info", False)
         if not isinstance(config, PreTrainedConfig):
             name = pretrained_model_name_or_path if config is None else config
             # what the config does not take is for the model
             model_own = {k: kwargs.pop(k) for k in _MODEL_ARGUMENTS if k in kwargs}
             config, rest = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
             kwargs = {**rest, **hub, **model_own}
-        model, info = cast("Any", adapter_class(config)).from_pretrained(
-            pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
+        return cast("Any", adapter_class(config)).from_pretrained(
+            pretrained_model_name_or_path, *args, config=config, **kwargs
         )
-        keep_static_head(model, pretrained_model_name_or_path, info, hub)
-        return (model, info) if wants_info else model
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> AdapterModel:
@@ -101,33 +98,12 @@ class AutoAdapterModel:
 
 
 # a config would keep these, and the model not see them
-_MODEL_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config", "attn_implementation")
+_MODEL_ARGUMENTS = (
+    "dtype", "torch_dtype", "quantization_config", "attn_implementation", "output_loading_info",
+)  # fmt: skip
 _HUB_ARGUMENTS = (
     "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
 )  # fmt: skip
-
-
-def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
-    """Load a static model that was saved after `init`, with its adapters.
-
-    Args:
-        path: what `save_pretrained` was given.
-        model_class: the transformers class it was saved from.
-        **kwargs: as `from_pretrained` takes them.
-
-    Returns:
-        A model of that class, as `init` makes it, with the same adapters active.
-
-    Raises:
-        ConfigError: it is no class of models, but one that looks for them.
-    """
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ConfigError(
-            f"load_model({str(path)!r}, {model_class!r}): that is no class of models. Write the "
-            f"one that config.json has under 'architectures', such as BertForMaskedLM."
-        )
-    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
-    return cast("M", loaded)
 
 
 class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
@@ -142,13 +118,41 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
     input_names: ClassVar[tuple[str, ...]]
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        """Make the base model, and the adapters and heads that the config lists."""
+        """Make the base model, and the adapters and heads that the config lists.
+
+        Args:
+            config: is copied, with what it lists.
+        """
+        # heads and labels are entered in it
+        config = copy.deepcopy(config)
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         self._start_adapters()
         self._start_heads()
         self.post_init()  # type: ignore[no-untyped-call]
         self._restore_adapters()
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load a checkpoint: a base model, one with a static head, or one saved from here.
+
+        As `AutoAdapterModel.from_pretrained`, which finds the class by the config.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a name on the Hub.
+            *args: as `PreTrainedModel.from_pretrained` takes them.
+            **kwargs: the same: `dtype`, `device_map`, `quantization_config`, `revision`, …
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        hub = {k: kwargs[k] for k in _HUB_ARGUMENTS if k in kwargs}
+        model, info = cast("Any", super()).from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        if pretrained_model_name_or_path is not None:
+            keep_static_head(model, pretrained_model_name_or_path, info, hub)
+        return (model, info) if wants_info else model
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the base model's class: this class is made anew where it is loaded."""
@@ -315,6 +319,7 @@ def _make_class(
             if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
         ]
         bases = [GeneratesRows, _GeneratesByHead, *bases, *(mixins or [GenerationMixin])]
+    members |= {name: with_rows(backbone, name, True) for name in feature_names(backbone)}
     name = f"{backbone.__name__.removesuffix('Model')}AdapterModel"
     made = cast("type[AdapterModel]", type(name, (*bases, family), members))
     if generating is not None:

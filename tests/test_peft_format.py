@@ -327,8 +327,8 @@ def test_what_peft_leaves_out_of_a_head_stays(tmp_path: Path):
     model, untouched = ours("distilbert"), plain("distilbert")
     model.load_adapter(tmp_path, load_as="a")
     for key, tensor in untouched.pre_classifier.state_dict().items():
-        assert torch.equal(model.pre_classifier.state_dict()[key], tensor)
-    for key, tensor in model.classifier.state_dict().items():
+        assert torch.equal(model.pre_classifier.adapters["a"].state_dict()[key], tensor)
+    for key, tensor in model.classifier.adapters["a"].state_dict().items():
         assert torch.equal(tensors[f"base_model.model.classifier.{key}"], tensor)
 
 

@@ -13,6 +13,7 @@ row has a composition without rows (`_rows`), and a site gets one step for each 
 from __future__ import annotations
 
 from ._compile import compile_rows, compile_site, fusion_key, join_rows
+from ._copies import Copies
 from ._node import Composition
 from ._rows import RowMap, has_rows, has_tokens, numbered, rows_of
 from ._steps import Step, evaluate, fold
@@ -24,6 +25,7 @@ __all__ = [
     "Average",
     "BatchSplit",
     "Composition",
+    "Copies",
     "Fuse",
     "Nested",
     "Parallel",

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import Step, evaluate, fold
+from adapterzoo.composition import Copies, Step, evaluate, fold
 from adapterzoo.contracts import Base, compute_dtype
 from adapterzoo.errors import StateError
 from adapterzoo.families import Family
@@ -68,6 +68,9 @@ class Adapted(nn.Module):
         step = plan.steps.get(link.path)
         if step is None:
             return forward(*args, **kwargs)
+        if isinstance(step, Copies):
+            copies = cast("Any", self._modules["adapters"])._modules
+            return step.call(copies, forward, args, kwargs, plan.rows)
         residual = selection.taps.pop(link.path, None)
         base = Layer(self, forward, args, kwargs, residual, selection.family)
         x = args[0] if args else next(iter(kwargs.values()))
@@ -180,6 +183,16 @@ def restore(layer: Adapted) -> None:
     if "adapters" not in layer._modules and not layer._link.helps:
         del layer._link
         become(layer, plain_class(layer))
+
+
+def discard(layer: Adapted) -> None:
+    """Make a copy of a layer with adapters one without: the original keeps what ties it to a model.
+
+    Args:
+        layer: a copy.
+    """
+    del layer._modules["adapters"], layer._link
+    become(layer, plain_class(layer))
 
 
 def become(layer: nn.Module, cls: type[nn.Module]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mixin import AdapterModelMixin, init
+from .mixin import AdapterModelMixin, init, load_model
 from .setup import AdapterSetup
 
-__all__ = ["AdapterModelMixin", "AdapterSetup", "init"]
+__all__ = ["AdapterModelMixin", "AdapterSetup", "init", "load_model"]

@@ -20,6 +20,7 @@ from adapterzoo.errors import AdapterZooError, StateError
 from adapterzoo.names import check_name
 from adapterzoo.selection import Default, Selection
 
+from . import static_heads
 from .batching import refuse_while_batching
 from .building import at_hand, build, check_layers, inject_path, layer_at
 from .installed import AdaptersConfig, Installed, State, families_of, is_whole
@@ -164,6 +165,8 @@ class AdaptersMixin(PlanningMixin):
         plan, installed = self._selection.default.plan, dict(self._zoo.installed)
         replaced = installed.get(name)
         old = dict(self.adapter_modules(name)) if replaced is not None else {}
+        head, copies = static_heads.layers_with(self, name), dict(self._zoo.copies)
+        orders = {path: self._order_at(path) for path in old}
         if replaced is not None:
             self._remove(name)
         self._install(name, config, made, meta)
@@ -178,9 +181,25 @@ class AdaptersMixin(PlanningMixin):
                 places = {path: (old[path], list(ps)) for path, ps in replaced.places.items()}
                 self._install(name, replaced.config, places, replaced.meta)
             # the order too
+            self._reorder(orders)
+            static_heads.put_back(self, name, head, copies)
             self._zoo.installed = installed
             self._selection.default.plan = plan
             raise
+
+    def _order_at(self, path: str) -> list[str]:
+        """The names of the adapters at a layer, as its state dict has them."""
+        return list(cast("Any", self._backbone.get_submodule(path)).adapters)
+
+    def _reorder(self, orders: Mapping[str, list[str]]) -> None:
+        """Undo what taking and putting did to the state dict.
+
+        Args:
+            orders: path of a layer to what `_order_at` gave.
+        """
+        for path, order in orders.items():
+            adapters = cast("Any", self._backbone.get_submodule(path)).adapters
+            adapters._modules = {name: adapters._modules[name] for name in order}
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter; where it was active, what was active beside it stays so.
@@ -271,6 +290,7 @@ class AdaptersMixin(PlanningMixin):
         installed = self._zoo.installed.pop(name)
         self._selection.forget(name)
         self._zoo.plans.clear()
+        static_heads.take(self, name)
         for source, reader in installed.sources():
             inject.untap(self._backbone.get_submodule(source), reader, name)
         for around in installed.families:
@@ -323,7 +343,7 @@ class AdaptersMixin(PlanningMixin):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Move or cast an adapter alone.
+        """Move or cast an adapter alone, with its own copy of a static head.
 
         Args:
             name: of the adapter.
@@ -335,6 +355,8 @@ class AdaptersMixin(PlanningMixin):
         """
         for _, module in self.adapter_modules(name):
             module.to(device=device, dtype=dtype)
+        for layer in static_heads.layers_with(self, name).values():
+            layer.to(device=device, dtype=dtype)
         # which adapters can act in one call depends on their dtypes
         self._replan()
 

@@ -15,6 +15,7 @@ from adapterzoo.errors import CompositionError, listing
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
+from . import static_heads
 from .building import at_hand
 from .sharding import refuse_if_sharded
 from .tables import TablesMixin
@@ -190,7 +191,10 @@ class AveragingMixin(TablesMixin):
             )
         config = type(configs[0]).combined(configs, how, self.anatomy)
         made = self._combined(config, names, weights, how, seed)
+        head = static_heads.combined(self, names, weights)
         self._bring_in(name, config, made, set_active)
+        if head:
+            static_heads.put(self, name, head)
 
     def _combined(
         self,

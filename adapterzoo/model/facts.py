@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from adapterzoo.checkpoint.tied import shared_or_own
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.heads import HeadConfig
 
+from . import static_heads
 from .family import describe, text_config
 from .layout import renamer, task_modules, tensor_of
 from .sharding import class_name
@@ -43,7 +44,9 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
         hidden_size=getattr(text, "hidden_size", None),
         config=tasks.config,
         named_heads=named,
-        static_head=functools.cache(lambda: {} if named else _shapes(model._static_head())),
+        static_head=functools.cache(
+            lambda: {} if named else _shapes(static_heads.tensors_of(model, None))
+        ),
         from_static=tasks.read,
         to_static=tasks.write,
         tied=tasks.tied,
@@ -56,8 +59,8 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
     )
 
 
-def _shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(tensor.shape) for key, tensor in tensors}
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
 def prefix_of(model: Any) -> str:

@@ -29,7 +29,7 @@ from adapterzoo.inject.quantised import settle
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from . import sharding
+from . import sharding, static_heads
 from .facts import facts_of
 from .family import text_config
 from .installed import InstalledFusion
@@ -120,6 +120,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
             raise StateError(f"{call}: there is no fusion in it. Write Fuse('a', 'b').")
         for adapter in setup.flatten():
             self._find(adapter, call)
+        self._prepare_heads(setup, call)
         self.set_active_adapters(setup)
         model = cast("nn.Module", self)
         model.train()
@@ -288,6 +289,8 @@ class FusionMixin(StoringMixin, TrainingMixin):
         before, fusions = self._selection.default.plan, dict(self._zoo.fusions)
         name, adapters = fuse.name, lasts_of(fuse)
         replaced = dict(self.fusion_modules(name)) if name in fusions else {}
+        head = static_heads.layers_with(self, fusion_key(name))
+        copies, orders = dict(self._zoo.copies), {path: self._order_at(path) for path in replaced}
         if name in fusions:
             self._take_fusion(name)
         self._put_fusion(name, made)
@@ -303,6 +306,8 @@ class FusionMixin(StoringMixin, TrainingMixin):
         except AdapterZooError:
             self._take_fusion(name)
             self._put_fusion(name, replaced)
+            self._reorder(orders)
+            static_heads.put_back(self, fusion_key(name), head, copies)
             # the order too
             self._zoo.fusions = fusions
             self._selection.default.plan = before
@@ -314,6 +319,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
             inject.put(layer, fusion_key(name), fusion, self._selection, path)
 
     def _take_fusion(self, name: str) -> None:
+        static_heads.take(self, fusion_key(name))
         for path in self._zoo.fusions.pop(name).paths:
             inject.take(self._backbone.get_submodule(path), fusion_key(name))
         plan = self._selection.default.plan

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo.checkpoint import native
-from adapterzoo.composition import RowMap
+from adapterzoo.composition import Composition, RowMap
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types, labels_from
 
@@ -31,6 +31,7 @@ from .row_heads import (
     total,
     with_copies,
 )
+from .towers import refuse_unreadable
 from .unloading_heads import UnloadingHeadsMixin
 from .vocabulary import VocabularyMixin
 
@@ -230,6 +231,9 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
 
     # --- train and store ---
 
+    def _prepare_heads(self, setup: Composition, call: str) -> None:
+        """Nothing to prepare: named heads are there or not."""
+
     def _train_heads(self, train_embeddings: bool = False) -> None:
         """The active heads are trained, the others not; embeddings that a head shares neither.
 
@@ -309,7 +313,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         self,
         call: str,
         record: HeadRecord,
-        name: str,
+        name: str | None,
         id2label: Mapping[int, str] | None,
         set_active: bool,
         overwrite_ok: bool,
@@ -325,6 +329,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         if id2label is not None:
             config = config.replace(label2id=labels_from(id2label))
         checked = self._free_head_name(call, name, overwrite_ok)
+        refuse_unreadable(self, call)
         # a stranger's config may ask for more memory than there is: compare before any is taken
         empty = self._built(config, torch.device("meta"))
         fits = self._own_tensors(empty)
@@ -333,6 +338,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         )
         native.check_fit(call, type(self).__name__, tensors, fits, dtype)
         head = self._built(config)
+        refuse_unreadable(self, call, head)
         skeleton = self._own_tensors(head)
         if dtype is not None:
             for tensor in skeleton.values():

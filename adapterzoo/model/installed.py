@@ -128,6 +128,9 @@ class State:
         merged: names of the adapters in the base weights, in the order of merging.
         originals: path of a merged layer to its parameters as they were before, bit for bit.
         fusions: the fusion layers by name.
+        copies: paths of the layers of a static head of which an adapter has a copy, by the name
+            under which the layers keep it: that of the adapter, or `fusion_key` of a fusion's.
+        head: path of such a layer that holds a merged adapter's copy to its tensors as they were.
         plans: of mixed batches that came before, by what their rows take; dropped whenever
             adapters come, go or move.
         whole: whether the model is its own base model; None: not looked yet.
@@ -139,5 +142,7 @@ class State:
     merged: tuple[str, ...] = ()
     originals: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     fusions: dict[str, InstalledFusion] = field(default_factory=dict)
+    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    head: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)
     whole: bool | None = None

@@ -14,6 +14,7 @@ from adapterzoo.contracts import Adapter, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.quantised import is_quantised
 
+from . import static_heads
 from .adapters import AdaptersMixin
 from .batching import refuse_while_batching
 from .sharding import refuse_if_sharded
@@ -27,7 +28,8 @@ class MergingMixin(AdaptersMixin):
         """Make an adapter part of the base weights; its own parameters stay for `reset_adapter`.
 
         Merging a second adapter equals merging both at once. A merged adapter acts always; it
-        needs not be active. The original weights are kept until `reset_adapter`.
+        needs not be active. The original weights are kept until `reset_adapter`. A copy that it
+        has of a static head is merged with it: the head of the last one that has one answers.
 
         Raises:
             UnknownNameError: there is no adapter of this name.
@@ -84,6 +86,7 @@ class MergingMixin(AdaptersMixin):
                 self._write(path, names, call)
             undo.pop_all()
         self._zoo.merged = names
+        static_heads.merge(self)
         self._replan()
 
     def _take_back(
@@ -121,6 +124,7 @@ class MergingMixin(AdaptersMixin):
         for path, originals in self._zoo.originals.items():
             _restore(self._backbone.get_submodule(path), originals)
         self._zoo.originals.clear()
+        static_heads.reset(self)
         self._zoo.merged = ()
         self._replan()
 

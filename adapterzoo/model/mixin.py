@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -11,13 +12,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
-from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
 from adapterzoo.inject import Adapted, become
 from adapterzoo.selection import Selection
 
+from . import static_heads
 from .averaging import AveragingMixin
 from .batching import BatchesContinuously
 from .listening import ListeningMixin
@@ -26,6 +29,7 @@ from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
 from .rows import RowNames, RowsMixin, batch_size, named_inputs, repeated
 from .summary import SummaryMixin
+from .towers import feature_names, with_rows
 from .unloading import UnloadingMixin
 from .wrapped import peft_layer
 
@@ -64,7 +68,7 @@ class AdapterModelMixin(
         config = cast("Any", self).config
         plan = self._selection.default.plan
         vars(config).pop("adapters", None)
-        if self._zoo.installed or plan.heads:
+        if self._zoo.installed or self.known_heads():
             config.adapters = {
                 "format": FORMAT,
                 # a list: JSON keeps its order, transformers sorts the keys of objects
@@ -81,6 +85,7 @@ class AdapterModelMixin(
                 "active": to_json(plan.setup),
                 "skip_layers": list(plan.skip_layers),
                 "heads": list(plan.heads),
+                "static_heads": list(self._zoo.copies),
             }
         try:
             cast("Any", super()).save_pretrained(save_directory, **kwargs)
@@ -144,6 +149,8 @@ class AdapterModelMixin(
                 self.add_adapter_fusion(
                     adapters, config, name if name != ",".join(adapters) else None
                 )
+            for owner in document.get("static_heads", ()):
+                static_heads.put(self, owner, static_heads.made(self))
             self._selection.default.plan = self.make_plan(
                 from_json(document["active"]), document["heads"], tuple(document["skip_layers"])
             )
@@ -209,6 +216,10 @@ class _Started(AdapterModelMixin):
     """Mixed into transformers' own classes, whose constructors know nothing of adapters."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # labels and adapters are entered in the config
+        memo: dict[int, Any] = {}
+        args = tuple(_with_own_config(value, memo) for value in args)
+        kwargs = {key: _with_own_config(value, memo) for key, value in kwargs.items()}
         super().__init__(*args, **kwargs)
         self._start_adapters()
         self._restore_adapters()
@@ -218,7 +229,7 @@ def init(model: M) -> M:
     """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
 
     Args:
-        model: any `PreTrainedModel`; changed in place.
+        model: any `PreTrainedModel`; changed in place. It gets a copy of its config.
 
     Returns:
         The same object.
@@ -251,8 +262,45 @@ def init(model: M) -> M:
             f"transformers has not loaded. Write load_model(path, {type(model).__name__})."
         )
     become(model, with_adapters(type(model)))
+    _own_configs(model)
     cast("Any", model)._start_adapters()
     return model
+
+
+def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
+    """Load a static model that was saved after `init`, with its adapters.
+
+    Args:
+        path: what `save_pretrained` was given.
+        model_class: the transformers class it was saved from, or `type(model)`.
+        **kwargs: as `from_pretrained` takes them.
+
+    Returns:
+        A model of that class, as `init` makes it, with the same adapters active.
+
+    Raises:
+        ConfigError: it is not a class of models, but one that looks for them.
+    """
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ConfigError(
+            f"load_model({str(path)!r}, {model_class!r}): that is no class of models. Write the "
+            f"one that config.json has under 'architectures', such as BertForMaskedLM."
+        )
+    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
+    return cast("M", loaded)
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give a model configs that no other one has, those of its modules still the same objects."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[key] = _with_own_config(value, memo)
+
+
+def _with_own_config(value: Any, memo: dict[int, Any]) -> Any:
+    return copy.deepcopy(value, memo) if isinstance(value, PreTrainedConfig) else value
 
 
 def _format_of(entry: object) -> str | None:
@@ -296,11 +344,18 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     """The class with adapters; it keeps its name, which transformers writes to config.json.
 
     Args:
-        cls: a `PreTrainedModel` class.
+        cls: a `PreTrainedModel` class; one that has adapters already stays what it is.
     """
+    if issubclass(cls, AdapterModelMixin):
+        return cls
     if cls not in _classes:
-        names = {"_plain_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        names: dict[str, Any] = {
+            "_plain_class": cls,
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+        }
         names["forward"] = _with_rows(cls)
+        names |= {name: with_rows(cls, name, False) for name in feature_names(cls)}
         generates = (GeneratesRows,) if "generate" in dir(cls) else ()
         _classes[cls] = type(cls.__name__, (*generates, _Started, cls), names)
     return _classes[cls]

@@ -20,6 +20,7 @@ from adapterzoo.contracts import Adapter, SharingAdapter
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.selection import Plan
 
+from . import static_heads
 from .refusals import RefusalsMixin
 
 
@@ -73,6 +74,7 @@ class PlanningMixin(RefusalsMixin):
             step = compile_rows(parts, modules, modules.__getitem__)
             if step is not None:
                 steps[path] = step
+        steps.update(static_heads.steps_of(self, parts))
         taps: dict[str, tuple[str, ...]] = {}
         for name in acting:
             for source, reader in self._zoo.installed[name].sources():

@@ -12,7 +12,7 @@ from adapterzoo.composition import fusion_key
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject import Adapted
 
-from . import sharding
+from . import sharding, static_heads
 from .adapters import AdaptersMixin
 
 
@@ -85,6 +85,9 @@ class ReplicasMixin(AdaptersMixin):
                 layer = cast("Adapted", self._backbone.get_submodule(path))
                 state = layer.adapters[fusion_key(name)].state_dict()
                 tensors.update({f"fusion {name}: {path}/{key}": t for key, t in state.items()})
+        for owner in self._zoo.copies:
+            own = static_heads.tensors_of(self, owner)
+            tensors.update({f"head of {owner}: {key}": tensor for key, tensor in own.items()})
         for name in self.known_heads():
             record = self._head_tensors(name)
             tensors.update({f"head {name}: {key}": tensor for key, tensor in record.items()})

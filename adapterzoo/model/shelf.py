@@ -17,11 +17,12 @@ from adapterzoo.selection import Plan
 
 from .add_heads import AddHeadsMixin
 from .batching import refuse_while_batching
-from .family import describe, ties_output
+from .family import ties_output
 from .output_layers import start_with
 from .row_heads import refuse_composed
 from .sharding import refuse_if_sharded
 from .tied_heads import TiedHeadsMixin
+from .towers import fresh_head
 
 
 class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
@@ -307,7 +308,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
         set_active: bool = True,
     ) -> None:
         checked = self._free_head_name(call, name, overwrite_ok)
-        head = config.build(describe(self))
+        head = fresh_head(self, f"{call}({checked!r})", config)
         if isinstance(head, LMHead) and not ties_output(self.config, head.config):
             start_with(head, self.heads.values())
         self._shelve(checked, head, set_active)

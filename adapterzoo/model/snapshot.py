@@ -2,9 +2,9 @@
 
 Each adapter lies in the sub-folder of its name, with the head of the same name in one file, as
 `load_adapter` reads it, embeddings that were trained with it among them; a head of another name
-lies in a sub-folder of its own, as `load_head` reads it, and so do the layers of each fusion; a
-static head lies with each adapter. Parameters of the base model that the user trains as well are in
-a file of their own, and the others nowhere.
+lies in a sub-folder of its own, as `load_head` reads it, and so do the layers of each fusion.
+Copies of a static head lie with their adapters and fusions. Parameters of the base model that the
+user trains as well are in a file of their own, and the others nowhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from adapterzoo.checkpoint import files, fusions, native
 from adapterzoo.checkpoint.stored import Stored
-from adapterzoo.composition import Fuse
+from adapterzoo.composition import Fuse, fusion_key
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
 
@@ -54,11 +54,10 @@ def save(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    heads = model.known_heads()
     for name in model.adapters_config:
-        model.save_adapter(folder / name, name, with_head=not heads or name in heads)
+        model.save_adapter(folder / name, name, with_head=name in _heads_of(model))
     for name in _apart(model):
-        model.save_head(folder / name, name)
+        model.save_head(folder / _folder_of(name), name)
     for name in model._zoo.fusions:
         model.save_adapter_fusion(
             folder / name, Fuse(*model._zoo.fusions[name].adapters, name=name)
@@ -98,9 +97,8 @@ def unfrozen(model: Any) -> dict[str, Tensor]:
     """
     kept = {id(p) for name in model.adapters_config for p in model._parameters_of(name)}
     kept |= {id(p) for name in model._zoo.fusions for p in model._fusion_parameters(name)}
-    for name in model.known_heads() or (None,):
-        record = model._head_record(name)
-        kept |= set() if record is None else {id(t) for t in record.tensors.values()}
+    for name in _heads_of(model):
+        kept |= {id(t) for t in model._head_record(name).tensors.values()}
     return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in kept}
 
 
@@ -123,9 +121,19 @@ def has_frozen_matrix(model: Any) -> bool:
     )
 
 
+def _heads_of(model: Any) -> tuple[str, ...]:
+    """The named heads, or those who have a copy of a static head."""
+    return tuple(model.known_heads() if model._has_named_heads else model._zoo.copies)
+
+
 def _apart(model: Any) -> list[str]:
-    """The heads that no adapter has in its file."""
-    return [name for name in model.known_heads() if name not in model.adapters_config]
+    """The heads that no adapter has in its file, that of a fusion among them."""
+    return [name for name in _heads_of(model) if name not in model.adapters_config]
+
+
+def _folder_of(head: str) -> str:
+    """The head of a fusion lies with its layers."""
+    return head.removeprefix(fusion_key(""))
 
 
 def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
@@ -133,7 +141,7 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
     fused = model._zoo.fusions
     for stem, names in (
         ("adapter", list(model.adapters_config)),
-        ("head", apart),
+        ("head", [_folder_of(name) for name in apart]),
         (fusions.STEM, list(fused)),
     ):
         there = sorted(path.parent.name for path in folder.glob(f"*/{stem}.safetensors"))
@@ -144,7 +152,7 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
                 f"{listing(sorted(names))}; nothing has been loaded. Add or delete {kinds} until "
                 f"they are those of the checkpoint."
             )
-    heads = model.known_heads()
+    heads = _heads_of(model)
     for name, config in model.adapters_config.items():
         stored = native.load(folder / name, "adapter")
         if (family := stored.document.get("model_type")) != model.config.model_type:
@@ -163,10 +171,15 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
         }
         _, saved_tensors = model._expanded(call, stored.document.get("embeddings"), stored.adapter)
         yield Part(f"adapter {name!r}", saved_tensors, tensors)
-        if not heads or name in heads:
-            yield _head_part(model, name if heads else None, stored, call)
+        if name in heads:
+            yield _head_part(model, name, stored, call)
+        elif stored.head:
+            raise CheckpointError(
+                f"{call}: the checkpoint has a head of the adapter {name!r}, and the model has "
+                f"none; nothing has been loaded. Write train_adapter({name!r}) first."
+            )
     for name in apart:
-        yield _head_part(model, name, native.load(folder / name, "head"), call)
+        yield _head_part(model, name, native.load(folder / _folder_of(name), "head"), call)
     for name, fusion in fused.items():
         stored = native.load(folder / name, fusions.STEM)
         # the classes of configs are names for their fields
@@ -180,19 +193,18 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
     yield Part("parameters of the base model that are not frozen", saved_base, unfrozen(model))
 
 
-def _head_part(model: Any, name: str | None, stored: Stored, call: str) -> Part:
+def _head_part(model: Any, name: str, stored: Stored, call: str) -> Part:
     record = model._head_record(name)
     document = stored.document.get("head")
-    if name is not None and document is not None:
+    if model._has_named_heads and document is not None:
         saved, mine = model._config_from(document["config"], call), model.get_head(name).config
         if saved != mine:
             raise _other_config(call, "head", name, saved, mine)
     saved_tensors = stored.head
-    if name is not None and document is not None:
+    if model._has_named_heads and document is not None:
         heads = model.heads
         saved_tensors = with_output(call, heads[name], heads.values(), document, stored.head)
-    what = "static head" if name is None else f"head {name!r}"
-    return Part(what, saved_tensors, {} if record is None else record.tensors)
+    return Part(f"head {name!r}", saved_tensors, record.tensors)
 
 
 def _other_config(call: str, kind: str, name: str, saved: Any, mine: Any) -> CheckpointError:

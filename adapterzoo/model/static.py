@@ -20,6 +20,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file
 
+from adapterzoo.errors import ConfigError
 from adapterzoo.heads import LMHead
 
 from .facts import facts_of
@@ -36,7 +37,7 @@ DEFAULT_HEAD = "default"
 def keep_static_head(
     model: HeadsMixin,
     path: str | os.PathLike[str],
-    info: Mapping[str, Iterable[str]],
+    info: dict[str, Any],
     hub: Mapping[str, Any],
 ) -> None:
     """Make the static head of a checkpoint the named head "default", the active one.
@@ -47,7 +48,8 @@ def keep_static_head(
     Args:
         model: loaded from the checkpoint.
         path: a folder, or a name on the Hub.
-        info: which keys transformers missed and did not use when it loaded the base model.
+        info: which keys transformers missed and did not use when it loaded the base model; those
+            of a head that is kept are taken out.
         hub: arguments for the Hub, such as `revision`.
     """
     config = cast("Any", model).config
@@ -73,15 +75,23 @@ def keep_static_head(
     mine = {ours: tensors[theirs] for theirs, ours in found.keys.items()}
     # a family may tie its embeddings in general, and a checkpoint have an output layer of its own
     head, own = facts_of(model, "from_pretrained()").untied(found.config.to_dict(), mine)
-    model.add_prediction_head_from_config(DEFAULT_HEAD, head)
-    filled = model.get_head(DEFAULT_HEAD).state_dict(keep_vars=True)
+    try:
+        model.add_prediction_head_from_config(DEFAULT_HEAD, head)
+    except ConfigError as error:
+        _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
+        return
+    made = model.get_head(DEFAULT_HEAD)
+    filled = made.state_dict(keep_vars=True)
     with torch.no_grad():
         for key, tensor in own.items():
             filled[key].copy_(tensor)
-    made = model.get_head(DEFAULT_HEAD)
     if isinstance(made, LMHead):
         # where it is tied it is the embedding
         made.of_checkpoint = any(filled[key] is made.output_embeddings.weight for key in own)
+    used = {*found.keys, *(f"{prefix}.{key}" for key in found.keys)}
+    info["unexpected_keys"] = type(info["unexpected_keys"])(
+        key for key in info["unexpected_keys"] if key not in used
+    )
 
 
 def leftover_tensors(

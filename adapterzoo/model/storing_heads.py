@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adapterzoo.checkpoint import formats, native
+from adapterzoo.checkpoint.digest import same_bits
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, unknown_name
 
-from . import sharding
-from .building import own_parameters
+from . import sharding, static_heads
 from .facts import facts_of
 from .records import HeadRecord, name_in, record_of
 from .tables import TablesMixin
@@ -36,7 +36,8 @@ class StoringHeadsMixin(TablesMixin):
 
         Args:
             save_directory: the folder; made when missing.
-            head_name: which head; None: the active one, or the model's static head.
+            head_name: which head, or the adapter whose copy of a static head; None: the active
+                one, which is the original where the active adapter has no copy.
             format: "native" or "adapterhub".
 
         Raises:
@@ -44,8 +45,9 @@ class StoringHeadsMixin(TablesMixin):
             StateError: it cannot be told which head is meant, or there is none.
             CheckpointError: the folder cannot be written, or the format cannot say it.
         """
-        if head_name is not None and head_name not in self.known_heads():
-            raise unknown_name(f"save_head({head_name!r})", "head", head_name, self.known_heads())
+        known = self.known_heads() if self._has_named_heads else tuple(self._zoo.copies)
+        if head_name is not None and head_name not in known:
+            raise unknown_name(f"save_head({head_name!r})", "head", head_name, known)
         name = head_name or self._active_head_name("save_head()")
         sharding.rest(self)
         record = self._head_alone(name)
@@ -56,7 +58,7 @@ class StoringHeadsMixin(TablesMixin):
             )
         if format == "native":
             record = self._in_file(name, record)
-        own_name = name or sharding.class_name(self)
+        own_name = name if name and self._has_named_heads else sharding.class_name(self)
         document = {**self._provenance(own_name), "head": record.document}
         stored = Stored(document, {}, record.tensors)
         self._write_checkpoint(save_directory, stored, "head", format, f"save_head({head_name!r})")
@@ -87,6 +89,8 @@ class StoringHeadsMixin(TablesMixin):
     ) -> str:
         """Load a head that `save_head`, or AdapterHub's, wrote; it becomes the active one.
 
+        A static head becomes the active adapter's copy, or the original with no adapter active.
+
         Args:
             save_directory: the folder.
             load_as: name to give it; None: the one it was saved under.
@@ -107,7 +111,8 @@ class StoringHeadsMixin(TablesMixin):
         stored = formats.read(Path(save_directory), "head", facts_of(self, call))
         name = name_in("load_head", load_as, stored, save_directory)
         record = record_of(call, stored)
-        self._fitting_head(call, record, name, id2label, True, overwrite_ok, dtype)()
+        target = name if self._has_named_heads else self._active_head_name(call)
+        self._fitting_head(call, record, target, id2label, True, overwrite_ok, dtype)()
         return name
 
     def _write_checkpoint(
@@ -138,14 +143,27 @@ class StoringHeadsMixin(TablesMixin):
     # --- what a model without named heads does; HeadsMixin has its own ---
 
     def _head_of(self, adapter_name: str) -> str | None:
-        """The head that goes with an adapter; None stands for the static head."""
-        return None
+        """The head that goes with an adapter: of a static head its copy."""
+        return adapter_name
 
     def _active_head_name(self, call: str) -> str | None:
-        return None
+        """Whose copy of the static head answers; None: the original does.
+
+        Raises:
+            StateError: different ones answer different rows.
+        """
+        owners = static_heads.owners_of(self._selection.plan.setup)
+        found = {o if o in self._zoo.copies else None for o in owners}
+        if len(found) > 1:
+            raise StateError(
+                f"{call}: {self._selection.plan.setup!r} is active, whose rows have heads of their "
+                f"own, so it cannot be told which is meant. Write set_active_adapters('a') first."
+            )
+        # a head that is loaded becomes a copy of an adapter that has none yet
+        return next(iter(owners), None) if len(owners) == 1 else None
 
     def _head_record(self, name: str | None) -> HeadRecord | None:
-        tensors = dict(self._static_head())
+        tensors = static_heads.tensors_of(self, name)
         return HeadRecord({"static": sharding.class_name(self)}, tensors) if tensors else None
 
     def _head_alone(self, name: str | None) -> HeadRecord | None:
@@ -160,13 +178,23 @@ class StoringHeadsMixin(TablesMixin):
         self,
         call: str,
         record: HeadRecord,
-        name: str,
+        name: str | None,
         id2label: Mapping[int, str] | None,
         set_active: bool,
         overwrite_ok: bool,
         dtype: torch.dtype | None,
     ) -> Callable[[], None]:
-        """A head of a checkpoint, checked in every way; what is returned enters it."""
+        """A head of a checkpoint, checked in every way; what is returned enters it.
+
+        Args:
+            call: what the user wrote, for messages.
+            record: of the checkpoint.
+            name: of the head; of a static head its owner, None for the original.
+            id2label: other labels.
+            set_active: whether it becomes the active one.
+            overwrite_ok: whether one of the name may be replaced.
+            dtype: as in `load_adapter`.
+        """
         if "static" not in record.document:
             raise CheckpointError(
                 f"{call}: the checkpoint has a named head ({record.document.get('config')}), and "
@@ -178,28 +206,27 @@ class StoringHeadsMixin(TablesMixin):
                 f"{call}: id2label names the labels of a named head; this model's static head "
                 f"keeps them in model.config.id2label. Leave id2label out."
             )
-        mine = dict(self._static_head())
+        mine = static_heads.tensors_of(self, None)
         native.check_fit(call, type(self).__name__, record.tensors, mine, dtype)
+        if name is None:
+            return lambda: native.fill(cast("nn.Module", self), record.tensors)
+        self._refuse_shared(call, record)
+        layers = static_heads.made(self)
+        for path, layer in layers.items():
+            inside = f"{path}."
+            own = {
+                k.removeprefix(inside): t for k, t in record.tensors.items() if k.startswith(inside)
+            }
+            native.fill(layer, own)
+        return lambda: static_heads.put(self, name, layers)
 
-        return lambda: native.fill(cast("nn.Module", self), record.tensors)
-
-    def _static_head(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a static head, without those of the language model's output."""
-        model = cast("Any", self)
-        if self._backbone is model:
-            return
-        output = model.get_output_embeddings()
-        # not the state dict of the base model, which has all that its adapters have
-        skip = {id(p) for p in own_parameters(self._backbone)}
-        skip |= {id(p) for p in output.parameters()} if output is not None else set()
-        skipped = model._non_persistent_buffers_set
-        own = model._parameters | model._buffers
-        kept = {k: t for k, t in own.items() if t is not None and k not in skipped}
-        for name, child in model.named_children():
-            if child is not self._backbone:
-                kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
-        # quantised layers make some of their entries anew each time: their names tell
-        inside = f"{model.base_model_prefix}."
-        for key, tensor in kept.items():
-            if id(tensor) not in skip and not key.startswith(inside):
-                yield key, tensor
+    def _refuse_shared(self, call: str, record: HeadRecord) -> None:
+        """Refuse to change what the heads of all adapters share."""
+        for key, tensor in static_heads.rest_of(self).items():
+            theirs = record.tensors[key].to(tensor.device, tensor.dtype)
+            if not tensor.is_meta and not same_bits(theirs, tensor):
+                raise CheckpointError(
+                    f"{call}: {key!r} of the checkpoint's head is not that of this "
+                    f"{type(self).__name__}, and all adapters share it: it is a tensor of the "
+                    f"model itself. Write with_head=False, or load_head(…) with no adapter active."
+                )

@@ -8,11 +8,12 @@ from typing import Any, Self, cast
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from adapterzoo.composition import fusion_key, parse
+from adapterzoo.composition import Composition, fusion_key, parse
 from adapterzoo.errors import StateError
 from adapterzoo.inject.quantised import packing_of, settle
 from adapterzoo.methods._table import Table
 
+from . import static_heads
 from .sharding import refuse_if_sharded, rest
 from .tables import TablesMixin
 
@@ -22,6 +23,8 @@ class TrainingMixin(TablesMixin):
 
     def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
         """Freeze everything but these adapters and the active heads, and activate them.
+
+        In a model with a static head an adapter gets its own copy of it, and that is trained.
 
         Args:
             adapter_setup: a name, a list of names or a composition.
@@ -53,6 +56,7 @@ class TrainingMixin(TablesMixin):
                 if not self._tables_of(name):
                     refuse_if_sharded(self, call, "Write it before fully_shard(model).")
                 self._check_table(name, call)
+        self._prepare_heads(setup, f"train_adapter({adapter_setup!r})")
         self.set_active_adapters(setup)
         for name in setup.flatten() if train_embeddings else ():
             self._add_table(name)
@@ -108,12 +112,16 @@ class TrainingMixin(TablesMixin):
             layer = cast("Any", self._backbone.get_submodule(path))
             yield from layer.adapters[fusion_key(name)].parameters()
 
+    def _prepare_heads(self, setup: Composition, call: str) -> None:
+        """Check that `_train_heads` will succeed; nothing changes."""
+        static_heads.prepare(self, setup, call)
+
     def _train_heads(self, train_embeddings: bool = False) -> None:
-        """A static head is trained with the adapters, except the output of a language model."""
-        model = cast("Any", self)
+        """Train the copies that the active adapters have of a static head, made here if need be."""
+        trained = list(static_heads.trained(self, self._selection.default.plan.setup))
         backbone = {id(p) for p in self._backbone.parameters()}
-        output = model.get_output_embeddings()
-        frozen = {id(p) for p in output.parameters()} if output is not None else set()
-        for parameter in model.parameters():
+        for parameter in cast("nn.Module", self).parameters():
             if id(parameter) not in backbone:
-                parameter.requires_grad_(id(parameter) not in frozen)
+                parameter.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_(True)

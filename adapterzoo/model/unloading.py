@@ -12,6 +12,7 @@ from adapterzoo.composition import Stack, fusion_key, parse
 from adapterzoo.errors import StateError, listing
 from adapterzoo.selection import Plan
 
+from . import static_heads
 from .fusing import FusionMixin
 from .merging import MergingMixin
 from .setup import withdraw
@@ -130,8 +131,10 @@ class UnloadingMixin(FusionMixin, MergingMixin):
         for name, fusion in self._zoo.fusions.items():
             for path in fusion.paths:
                 inject.take(self._backbone.get_submodule(path), fusion_key(name))
+            static_heads.take(self, fusion_key(name))
         self._zoo.fusions.clear()
         for name in tuple(self._zoo.installed):
             self._remove(name)
         self._zoo.merged = ()
         self._zoo.originals.clear()
+        self._zoo.head.clear()

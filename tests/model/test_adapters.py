@@ -279,8 +279,8 @@ def test_a_static_head_is_trained_with_the_adapter():
         model = init(AutoModelForSequenceClassification.from_config(tiny_config("bert")))
     model.add_adapter("a", "lora")
     model.train_adapter("a")
-    names = {n for n, p in model.named_parameters() if p.requires_grad and ".adapters." not in n}
-    assert names == {"classifier.weight", "classifier.bias"}
+    names = {n for n, p in model.named_parameters() if p.requires_grad and "lora" not in n}
+    assert names == {"classifier.adapters.a.weight", "classifier.adapters.a.bias"}
 
 
 # --- dtype, copies ---

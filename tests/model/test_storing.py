@@ -27,6 +27,7 @@ from adapterzoo.errors import (
     UnknownNameError,
 )
 from adapterzoo.methods._low_rank import LowRank
+from adapterzoo.model import static_heads
 from adapterzoo.model.building import give_memory
 
 FILE = "adapter.safetensors"
@@ -741,7 +742,7 @@ def test_a_static_head_without_values_gets_those_of_the_file(tmp_path):
     other.add_module("twin", torch.nn.Linear(1, 1))
     other.twin.weight = other.classifier.weight
     other.twin.bias = None
-    native.fill(other, dict(model._static_head()))
+    native.fill(other, static_heads.tensors_of(model, None))
     assert other.twin.weight is other.classifier.weight
     del other.twin
     for mine, theirs in zip(*(m.classifier.parameters() for m in (other, model)), strict=True):

@@ -1,0 +1,98 @@
+"""The step of a layer of a static head: an adapter's own copy of the layer runs in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from adapterzoo.contracts import Base
+from adapterzoo.errors import CompositionError
+
+from ._rows import Layout, RowMap
+from ._steps import Adapters, Tree
+
+
+@dataclass(frozen=True)
+class Copies(Tree):
+    """The copy of a layer that answers, for each part of the batch.
+
+    Attributes:
+        names: for each part under which name the layer keeps the copy; None for the layer itself.
+    """
+
+    acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
+
+    names: tuple[str | None, ...]
+
+    def call(
+        self,
+        copies: Mapping[str, Callable[..., Any]],
+        layer: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rows: RowMap | None,
+    ) -> Any:
+        """What the layer returns, computed by the copies.
+
+        Args:
+            copies: by name.
+            layer: the layer's own forward.
+            args: of the layer.
+            kwargs: the same.
+            rows: of the batch; None where all rows take the same copy.
+
+        Raises:
+            CompositionError: it cannot be told which rows the layer got, or what it returned.
+        """
+        found = [layer if name is None else copies[name] for name in self.names]
+        if len(set(self.names)) == 1:
+            return found[0](*args, **kwargs)
+        first = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+        if rows is None or first is None:
+            raise CompositionError(
+                "rows of a batch: a layer of the head was called alone, and nothing says which "
+                "rows it got. Call the model itself, or activate one adapter for all rows."
+            )
+        layout = rows.layout_of(first)
+        parts = []
+        for part, start, size in layout.runs:
+            share = _Share(layout, first.shape[0], start, size)
+            own = {key: share.of(value) for key, value in kwargs.items()}
+            parts.append(found[part](*map(share.of, args), **own))
+        return _joined(parts, layout)
+
+    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+        """As `call`, of a layer with one argument."""
+        output: Tensor = self.call(adapters, base, (x,), {}, rows)
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The rows of one part, in each tensor that has rows."""
+
+    layout: Layout
+    count: int
+    start: int
+    size: int
+
+    def of(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != self.count:
+            return value
+        return self.layout.arranged(value).narrow(0, self.start, self.size)
+
+
+def _joined(parts: list[Any], layout: Layout) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor) and first.dim() and len({p.shape[1:] for p in parts}) == 1:
+        return layout.restored(torch.cat(parts))  # [rows, …]
+    if isinstance(first, tuple) and len({len(p) for p in parts}) == 1:
+        return tuple(_joined(list(each), layout) for each in zip(*parts, strict=True))
+    raise CompositionError(
+        f"rows of a batch: a layer of the head returned a {type(first).__name__}, which cannot be "
+        f"joined row by row. Activate one adapter for all rows."
+    )

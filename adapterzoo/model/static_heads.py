@@ -1,0 +1,376 @@
+"""The static head of a task class: each adapter has its own copy of it.
+
+The copy belongs to the adapter that acts last, or to the fusion. Its layers lie where adapters
+lie, below the layers of the head (`classifier.adapters.<name>`), so that copies, pickles, files and
+replicas of the model have them; the keys of the original stay those of the plain class. An adapter
+gets its copy when it is trained or loaded with a head. Without one the original answers, and so it
+does with no adapter active.
+
+What is shared with the base model has no copies, and neither has the output layer of a language
+model, which is as large as the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from adapterzoo import inject
+from adapterzoo.composition import (
+    Composition,
+    Copies,
+    Fuse,
+    Stack,
+    fusion_key,
+    has_rows,
+    numbered,
+    rows_of,
+)
+from adapterzoo.contracts import compute_dtype
+from adapterzoo.inject.quantised import packing_of
+
+from .building import at_hand, layer_at, own_parameters
+from .sharding import refuse_if_sharded
+
+# in plans: no path of the base model starts with it
+_HEAD = "head//"
+
+Layers = Mapping[str, nn.Module]
+
+
+def owner_of(part: object) -> str | None:
+    """Under which name the head of a composition is kept; None where it has no head of its own.
+
+    Args:
+        part: of a composition; all rows of a batch take it.
+    """
+    while isinstance(part, Stack):
+        part = part.children[-1]
+    if isinstance(part, Fuse):
+        return fusion_key(part.name)
+    return part if isinstance(part, str) else None
+
+
+def owners_of(setup: Composition | None) -> tuple[str | None, ...]:
+    """The owners of the heads that answer, None for the original; rows of the base model aside."""
+    if setup is None:
+        return ()
+    parts = numbered(rows_of(setup)[0])[0] if has_rows(setup) else (setup,)
+    return tuple(dict.fromkeys(owner_of(part) for part in parts if part is not None))
+
+
+def layers_of(model: Any) -> dict[str, nn.Module]:
+    """The layers of a static head that can have copies, by path; none in a base model.
+
+    A layer is the smallest module that computes with its tensors alone: what is below it belongs
+    to it.
+
+    Args:
+        model: with adapters, without named heads.
+    """
+    found: dict[str, nn.Module] = {}
+    if model._backbone is not model:
+        shared, seen = shared_ids(model), set[int]()
+        for name, child in model.named_children():
+            if child is not model._backbone:
+                found.update(_layers(child, name, shared, seen))
+    return found
+
+
+def _layers(
+    module: nn.Module, path: str, shared: set[int], seen: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, inject.Shelf) or id(module) in seen:
+        return
+    seen.add(id(module))
+    own = [t for _, t in _tensors(module) if id(t) not in shared]
+    if own or is_parametrized(module):
+        whole = (t for m in _modules(module) for _, t in _tensors(m))
+        if not any(id(t) in shared for t in whole):
+            seen.update(map(id, _modules(module)))
+            yield path, module
+            return
+    for name, child in module.named_children():
+        yield from _layers(child, f"{path}.{name}", shared, seen)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The module's own parameters and those of its buffers that are saved."""
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and key not in module._non_persistent_buffers_set:
+            yield key, tensor
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those below, without adapters."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, inject.Shelf):
+            yield from _modules(child)
+
+
+def shared_ids(model: Any) -> set[int]:
+    """What a static head has no copies of: the base model and the output layer onto a vocabulary.
+
+    Args:
+        model: with adapters.
+    """
+    output = model.get_output_embeddings()
+    # not the state dict of the base model, which has all that its adapters have
+    found = {id(p) for p in own_parameters(model._backbone)}
+    return found | ({id(p) for p in output.parameters()} if output is not None else set())
+
+
+# --- make and enter ---
+
+
+def made(model: Any) -> dict[str, nn.Module]:
+    """Copies of the layers of the original head, not yet in the model.
+
+    Args:
+        model: with adapters.
+    """
+    return {path: _copied(layer) for path, layer in layers_of(model).items()}
+
+
+def _copied(layer: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    if isinstance(layer, inject.Adapted):
+        # the other copies are not copied, and what ties the layer to the model stays one
+        memo = {id(layer._link): layer._link, id(layer._modules["adapters"]): inject.Shelf()}
+    with at_hand(layer):
+        twin = copy.deepcopy(layer, memo)
+    for hook in ("_hf_hook", "_old_forward", "forward"):
+        # what accelerate has hung on the layer runs around its copies, too
+        vars(twin).pop(hook, None)
+    if isinstance(twin, inject.Adapted):
+        inject.discard(twin)
+    return twin
+
+
+def put(model: Any, owner: str, layers: Layers) -> None:
+    """Give an adapter a head of its own, in the place of the one that it has.
+
+    Args:
+        model: with adapters.
+        owner: of the head, see `owner_of`.
+        layers: by path; see `made`.
+    """
+    take(model, owner)
+    for path, layer in layers.items():
+        at = layer_at(model, path)
+        inject.put(at, owner, layer, model._selection, _HEAD + path)
+    if layers:
+        model._zoo.copies[owner] = tuple(layers)
+    model._replan()
+
+
+def take(model: Any, owner: str) -> dict[str, nn.Module]:
+    """Take an adapter's head out of the model, if it has one.
+
+    Args:
+        model: with adapters.
+        owner: of the head.
+
+    Returns:
+        Its layers by path.
+    """
+    paths = model._zoo.copies.pop(owner, ())
+    return {path: inject.take(layer_at(model, path), owner) for path in paths}
+
+
+def put_back(model: Any, owner: str, layers: Layers, copies: dict[str, tuple[str, ...]]) -> None:
+    """Undo `take`: the order of the heads at each layer is what it was, too.
+
+    Args:
+        model: with adapters.
+        owner: of the head.
+        layers: what `take` gave.
+        copies: those of the model's state before.
+    """
+    for path, layer in layers.items():
+        at = layer_at(model, path)
+        inject.put(at, owner, layer, model._selection, _HEAD + path)
+        heads = cast("Any", at).adapters
+        heads._modules = {name: heads._modules[name] for name in copies if name in heads}
+    model._zoo.copies = copies
+
+
+def layers_with(model: Any, owner: str) -> dict[str, nn.Module]:
+    """The layers of an adapter's own head by path, none where it has no head of its own.
+
+    Args:
+        model: with adapters.
+        owner: of the head.
+    """
+    paths = model._zoo.copies.get(owner, ())
+    return {path: cast("Any", layer_at(model, path)).adapters[owner] for path in paths}
+
+
+def prepare(model: Any, setup: Composition, call: str) -> None:
+    """Check that the heads of a composition can be trained; nothing changes.
+
+    Args:
+        model: with adapters.
+        setup: to be trained.
+        call: what the user wrote, for messages.
+
+    Raises:
+        StateError: one needs a copy, and the model is sharded.
+    """
+    missing = [o for o in owners_of(setup) if o is not None and o not in model._zoo.copies]
+    if missing and layers_of(model):
+        refuse_if_sharded(model, call, "Write it before fully_shard(model).")
+
+
+def trained(model: Any, setup: Composition | None) -> Iterator[nn.Parameter]:
+    """The parameters of the heads that answer; an adapter without a head gets its copy here.
+
+    Where no adapter speaks alone, as in an `Average`, it is the original.
+
+    Args:
+        model: with adapters.
+        setup: that is active.
+    """
+    for owner in owners_of(setup):
+        if owner is None:
+            layers = layers_of(model)
+        else:
+            if owner not in model._zoo.copies:
+                put(model, owner, made(model))
+            layers = layers_with(model, owner)
+        for layer in layers.values():
+            own = (p for m in _modules(layer) for p in m._parameters.values() if p is not None)
+            yield from (p for p in own if p.is_floating_point() and packing_of(p) is None)
+
+
+# --- run, save, merge ---
+
+
+def steps_of(model: Any, parts: Sequence[Any]) -> dict[str, Copies]:
+    """What each layer of the head does.
+
+    Args:
+        model: with adapters.
+        parts: of a composition, one for each kind of rows.
+    """
+    copies = model._zoo.copies
+    if not copies:
+        return {}
+    # compiled with the rows of a call: what follows is what a compiler can trace
+    named = [owner_of(part) for part in parts]
+    owners = [owner if owner in copies else None for owner in named]
+    paths = dict.fromkeys(path for o in owners if o is not None for path in copies[o])
+    return {
+        _HEAD + path: Copies(tuple(o if o and path in copies[o] else None for o in owners))
+        for path in paths
+    }
+
+
+def tensors_of(model: Any, owner: str | None) -> dict[str, Tensor]:
+    """The tensors of a static head by their keys in the task class.
+
+    Args:
+        model: with adapters.
+        owner: of the head; the original's stand for what it has no copy of. None: the original.
+    """
+    found = _original(model)
+    for path, layer in layers_with(model, owner).items() if owner is not None else ():
+        own = layer.state_dict(prefix=f"{path}.", keep_vars=True)
+        found |= {key: tensor for key, tensor in own.items() if key in found}
+    return found
+
+
+def _original(model: Any) -> dict[str, Tensor]:
+    if model._backbone is model:
+        return {}
+    shared = shared_ids(model)
+    kept = {key: t for key, t in _tensors(model) if key != "adapters"}
+    for name, child in model.named_children():
+        if child is not model._backbone:
+            kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
+    # quantised layers make some of their entries anew each time: their names tell
+    inside = [f"{model.base_model_prefix}."]
+    inside += [f"{path}.adapters." for paths in model._zoo.copies.values() for path in paths]
+    return {
+        key: tensor
+        for key, tensor in kept.items()
+        if id(tensor) not in shared and not key.startswith(tuple(inside))
+    }
+
+
+def rest_of(model: Any) -> dict[str, Tensor]:
+    """The tensors of the original head that have no copies.
+
+    Args:
+        model: with adapters.
+    """
+    inside = tuple(f"{path}." for path in layers_of(model))
+    return {key: t for key, t in _original(model).items() if not key.startswith(inside)}
+
+
+@torch.no_grad()
+def merge(model: Any) -> None:
+    """Write the head of the last merged adapter that has one into the original.
+
+    Args:
+        model: with merged adapters.
+    """
+    owner = next((name for name in reversed(model._zoo.merged) if name in model._zoo.copies), None)
+    for path, mine in layers_with(model, owner).items() if owner is not None else ():
+        layer = layer_at(model, path)
+        original = _state(layer)
+        model._zoo.head.setdefault(path, {k: t.detach().clone() for k, t in original.items()})
+        for key, tensor in mine.state_dict().items():
+            original[key].copy_(tensor)
+
+
+@torch.no_grad()
+def reset(model: Any) -> None:
+    """Give the original head back its bits.
+
+    Args:
+        model: with adapters.
+    """
+    for path, tensors in model._zoo.head.items():
+        own = _state(layer_at(model, path))
+        for key, tensor in tensors.items():
+            own[key].copy_(tensor)
+    model._zoo.head.clear()
+
+
+def _state(layer: nn.Module) -> dict[str, Tensor]:
+    state = layer.state_dict(keep_vars=True)
+    return {key: t for key, t in state.items() if not key.startswith("adapters.")}
+
+
+@torch.no_grad()
+def combined(model: Any, names: Sequence[str], weights: Sequence[float]) -> dict[str, nn.Module]:
+    """The head of an average: θ₀ + Σ wᵢ (θᵢ − θ₀), with θ₀ the original; none where none has one.
+
+    Args:
+        model: with adapters.
+        names: of the adapters.
+        weights: one for each.
+    """
+    theirs = [layers_with(model, name) for name in names]
+    if not any(theirs):
+        return {}
+    found = made(model)
+    for path, layer in found.items():
+        original = {key: t.detach().clone() for key, t in layer.state_dict().items()}
+        states = [each[path].state_dict() if each else original for each in theirs]
+        for key, target in layer.state_dict(keep_vars=True).items():
+            if not target.is_floating_point() or packing_of(target) is not None:
+                continue
+            wide = compute_dtype(target.dtype)
+            total = (1 - sum(weights)) * original[key].to(wide)
+            for weight, state in zip(weights, states, strict=True):
+                total = total + weight * state[key].to(target.device, wide)
+            target.copy_(total)
+    return found
