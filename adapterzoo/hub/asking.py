@@ -27,6 +27,8 @@ from huggingface_hub.errors import StrictDataclassError as StrictDataclassError
 
 from adapterzoo.errors import HubError
 
+from .settings import offline
+
 T = TypeVar("T")
 
 # the library under huggingface_hub: httpx for its 1.x, httpx2 for its 2.x
@@ -66,6 +68,7 @@ class Caller:
         revision: branch, tag or commit.
         token: as `huggingface_hub` takes it.
         writes: whether the question changes the repository.
+        cached: whether the cache may have the answer.
         no_folder: whether a folder of that name was looked for first, and is not there.
     """
 
@@ -74,6 +77,7 @@ class Caller:
     revision: str | None = None
     token: bool | str | None = field(default=None, repr=False)
     writes: bool = False
+    cached: bool = False
     no_folder: bool = False
 
     def ask(self, question: Callable[[], T], once: bool = False) -> T:
@@ -141,7 +145,9 @@ class Caller:
         if isinstance(error, LocalTokenNotFoundError):
             return "no token is stored here. Run 'hf auth login', or write token='…'."
         if isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError)):
-            return self.here(self.not_kept(constants.HF_HUB_CACHE))
+            if self.cached:
+                return self.here(self.not_kept(constants.HF_HUB_CACHE))
+            return offline(f"nothing can be {'sent to' if self.writes else 'asked of'} {what}")
         if isinstance(error, _http.TimeoutException):
             return (
                 f"{constants.ENDPOINT} did not answer in time for {what}. Try again, or set "
