@@ -37,7 +37,7 @@ class ConfigType(ABCMeta):
     @property
     def __signature__(cls) -> inspect.Signature:
         """That of the constructor, and not of `__call__` above."""
-        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
         return inspect.Signature(parameters)
 
 
