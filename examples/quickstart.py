@@ -136,7 +136,7 @@ def tour(tokenizer: Any, folder: Path, options: Options) -> None:
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         print_result(score(method, trainable, seconds, guesses, task.test), width)
         trained.setdefault("first", (model, logits))
-    print("± is the standard error, summed over movies: differences below two of it may be chance")
+    print("± is the standard error, by movie; a difference below two of them may be chance")
 
     model, logits = trained["first"]
     fresh = save_and_reload(model, logits, task, tokenizer, folder, options)
