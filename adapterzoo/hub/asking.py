@@ -127,6 +127,11 @@ class Caller:
     def _what(self) -> str:
         return "the Hub" if self.repo_id is None else repr(self.repo_id)
 
+    @property
+    def _or_cache(self) -> str:
+        """The end of a hint where the cache may help."""
+        return ", or set HF_HUB_OFFLINE=1 to use what was loaded before" if self.cached else ""
+
     def _retold(self, error: Exception) -> str:
         what = self._what
         if isinstance(error, RevisionNotFoundError):
@@ -156,8 +161,8 @@ class Caller:
         if isinstance(error, _http.HTTPError):
             return (
                 f"the connection to {constants.ENDPOINT} failed for {what} "
-                f"({_first_line(error)}). Check the network, HF_ENDPOINT and proxies, or set "
-                f"HF_HUB_OFFLINE=1 to use what was loaded before."
+                f"({_first_line(error)}). Check the network, HF_ENDPOINT and proxies"
+                f"{self._or_cache}."
             )
         if isinstance(error, OSError) and error.errno is not None:
             return (
@@ -203,10 +208,7 @@ class Caller:
                 f"are allowed: run 'hf auth login'."
             )
         if status >= 500:
-            return (
-                f"{answer}it is in trouble. Try again later, or set HF_HUB_OFFLINE=1 to use what "
-                f"was loaded before."
-            )
+            return f"{answer}it is in trouble. Try again later{self._or_cache}."
         return f"{answer}the request was refused. Check the arguments."
 
     def _secrets(self) -> list[str]:

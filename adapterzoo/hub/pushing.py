@@ -66,11 +66,11 @@ def push(
     folder = Path(folder)
     call = call or f"push({str(folder)!r}, {repo_id!r})"
     check_repo_id(call, repo_id)
-    refuse_if_offline(call, f"nothing can be sent to {repo_id!r}")
     text = text or CardText()
     check_card(call, text)
     branch = None if create_pr else revision
     contents = _contents(call, folder, repo_id, branch, text)
+    refuse_if_offline(call, f"nothing can be sent to {repo_id!r}")
     caller = Caller(call, repo_id, revision, token, writes=True)
     api = HfApi(token=token, library_name="adapterzoo")
     made = caller.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id

@@ -41,6 +41,9 @@ def test_a_push_is_refused_before_anything_is_written(tmp_path: Path) -> None:
 def test_nobody_is_told_to_load_what_no_cache_keeps(
     ask: Callable[[Path], object], tmp_path: Path
 ) -> None:
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    model.add_adapter("a", "lora")
+    model.save_adapter(tmp_path, "a")
     with pytest.raises(HubError) as caught:
         ask(tmp_path)
     assert "Load it once" not in str(caught.value)
