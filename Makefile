@@ -1,7 +1,9 @@
-# make quickstart   trains an adapter on a real model and real data
+# make quickstart   trains two adapters on a real model and real data, in three minutes
+# make compare      the same for all methods, on more rows
 # make test         lint, types, import layers and the quick tests: before each commit
 # make sweep        the rest: every architecture, dtype, kernel configuration, notebook and page
 # make docs         the documentation site, offline, in build/docs/html; make links follows its links
+# make readme       what the README shows, in an environment with what the package declares
 # make notebooks    runs the notebooks from top to bottom, and keeps what they print and draw
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
 # make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
@@ -16,7 +18,9 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 # no warning of conflicts: the packages of DATA come without the requirements they declare
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check --no-input install --no-warn-conflicts
+# bytecode is made of what is imported, which is a small part of what is installed
+PIP := -m pip --disable-pip-version-check --no-input -qq
+INSTALL := $(BIN)/python $(PIP) install --no-warn-conflicts --no-compile
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
 
@@ -29,16 +33,29 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart notebooks bench bench-gpu test sweep lint types floors docs links tests \
-	sweeps coverage devices architectures format clean
+.PHONY: help quickstart compare readme notebooks bench bench-gpu test sweep lint types floors \
+	docs links tests sweeps coverage devices architectures format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
+# threads that wait without spinning: on cores that others use too, spinning costs most of the time
+quickstart compare: export OMP_WAIT_POLICY = PASSIVE
 quickstart: $(VENV)/.quickstart-$(KEY)
-	$(BIN)/python examples/quickstart.py $(ARGS)
+	@$(BIN)/python examples/quickstart.py $(ARGS)
+
+compare: $(VENV)/.quickstart-$(KEY)
+	@$(BIN)/python examples/quickstart.py --methods all --train-rows 3000 --test-rows 2000 --output runs/compare $(ARGS)
+
+# a wheel, and beside it only what it declares
+readme: $(VENV)/.test-$(KEY)
+	rm -rf build/readme
+	$(BIN)/python $(PIP) wheel --no-deps --no-build-isolation -w build/readme .
+	$(BIN)/python -m venv build/readme/venv
+	build/readme/venv/bin/python $(PIP) install --no-compile -c $(CONSTRAINTS) '$(TORCH)' build/readme/*.whl
+	$(BIN)/python tests/run_readme.py build/readme/venv/bin/python
 
 notebooks: export OMP_NUM_THREADS = 1
 notebooks: $(VENV)/.docs-$(KEY)
@@ -55,7 +72,7 @@ bench-gpu: $(VENV)/.bench-$(KEY)
 
 test: lint types floors tests
 
-sweep: docs sweeps
+sweep: docs readme sweeps
 
 lint: $(VENV)/.test-$(KEY)
 	$(BIN)/ruff check .
@@ -109,12 +126,15 @@ clean:
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("adapterzoo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Write: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.%-$(KEY): | $(BIN)/python
-	grep -vE '$(UNPINNED)' constraints.txt > $(CONSTRAINTS)
-	$(INSTALL) -c $(CONSTRAINTS) '$(TORCH)' editables hatchling
-	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e '.[$*]'
-	$(INSTALL) --no-deps --require-hashes -r $(DATA)
-	find $(VENV) -maxdepth 1 -name '.*-*' ! -name '*-$(KEY)' -delete
-	touch $@
+	@grep -vE '$(UNPINNED)' constraints.txt > $(CONSTRAINTS)
+	@echo 'installing $(TORCH)'
+	@$(INSTALL) -c $(CONSTRAINTS) '$(TORCH)' editables hatchling
+	@echo 'installing adapterzoo and what it needs for: $*'
+	@$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e '.[$*]'
+	@echo 'installing a model and reviews'
+	@$(INSTALL) --no-deps --require-hashes -r $(DATA)
+	@find $(VENV) -maxdepth 1 -name '.*-*' ! -name '*-$(KEY)' -delete
+	@touch $@

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .errors import CompositionError, ConfigError, listing
+from .fields import ConfigType, construct
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from .anatomy import Anatomy, Site
     from .averaging import Combination
     from .contracts import Adapter
-
-_T = TypeVar("_T")
 
 DEFAULT_CONFIG = "seq_bn"
 # far above any published use; it stops a typo before it allocates
@@ -54,7 +53,7 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterConfig(ABC):
+class AdapterConfig(metaclass=ConfigType):
     """Base of all adapter configs.
 
     Subclasses are frozen keyword-only dataclasses that check their values in `__post_init__`.
@@ -328,22 +327,6 @@ def require_layers(config: AdapterConfig, field: str) -> None:
             f"layer numbers from 0. Write {field}=[0, 1]."
         )
     object.__setattr__(config, field, numbers)
-
-
-def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:
-    """A config of the class with these fields; `shown` begins the message.
-
-    Raises:
-        ConfigError: there is no such field, or a value is not legal.
-    """
-    try:
-        return cls(**fields)
-    except TypeError as error:
-        legal = sorted(f.name for f in dataclasses.fields(cast("Any", cls)))
-        unknown = sorted(set(fields) - set(legal), key=str)
-        what = f"there is no field {listing(unknown)}" if unknown else str(error)
-        known = f"Its fields: {listing(legal, limit=40)}. Write one of these."
-        raise ConfigError(f"{shown}: {what}. {known}") from error
 
 
 def _as_json(value: Any) -> Any:

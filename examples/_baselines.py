@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,11 @@ from transformers import AutoModel
 from _data import Rows, Task, packaged_model
 
 TOKENS = 64
+BASELINES = (
+    "majority class",
+    "TF-IDF + logistic regression",
+    "frozen encoder + logistic regression",
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ def batches(tokenizer: Any, texts: Sequence[str], title: str) -> Iterator[tuple[
 def majority(task: Task) -> Result:
     """Always the label that most training rows have."""
     label = Counter(task.train.labels).most_common(1)[0][0]
-    return score("majority class", 0, 0.0, [label] * len(task.test), task.test)
+    return score(BASELINES[0], 0, 0.0, [label] * len(task.test), task.test)
 
 
 def tfidf(task: Task) -> Result:
@@ -98,7 +103,7 @@ def tfidf(task: Task) -> Result:
     classifier.fit(vectorizer.fit_transform(task.train.texts), task.train.labels)
     seconds = time.perf_counter() - start
     predicted = classifier.predict(vectorizer.transform(task.test.texts))
-    return score("TF-IDF + logistic regression", _size(classifier), seconds, predicted, task.test)
+    return score(BASELINES[1], _size(classifier), seconds, predicted, task.test)
 
 
 def frozen(task: Task, path: str, tokenizer: Any, device: torch.device) -> Result:
@@ -109,8 +114,7 @@ def frozen(task: Task, path: str, tokenizer: Any, device: torch.device) -> Resul
     classifier.fit(encode(model, tokenizer, task.train.texts), task.train.labels)
     seconds = time.perf_counter() - start
     predicted = classifier.predict(encode(model, tokenizer, task.test.texts))
-    name = "frozen encoder + logistic regression"
-    return score(name, _size(classifier), seconds, predicted, task.test)
+    return score(BASELINES[2], _size(classifier), seconds, predicted, task.test)
 
 
 @torch.inference_mode()
@@ -123,14 +127,11 @@ def encode(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
     return features.numpy()
 
 
-def baselines(task: Task, path: str, tokenizer: Any, device: torch.device) -> list[Result]:
-    """All three, in the order of what they know."""
-    runs: list[Callable[[], Result]] = [
-        lambda: majority(task),
-        lambda: tfidf(task),
-        lambda: frozen(task, path, tokenizer, device),
-    ]
-    return [run() for run in runs]
+def baselines(task: Task, path: str, tokenizer: Any, device: torch.device) -> Iterator[Result]:
+    """All three as they are done, in the order of what they know."""
+    yield majority(task)
+    yield tfidf(task)
+    yield frozen(task, path, tokenizer, device)
 
 
 def _mean(hidden: Tensor, mask: Tensor) -> Tensor:

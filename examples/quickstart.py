@@ -1,8 +1,13 @@
-"""Trains adapters on a real encoder and real reviews, offline: `make quickstart`.
+"""Trains two adapters on a real encoder and real reviews, offline: `make quickstart`.
 
 For each method: load the model, add an adapter and a classification head, train those two alone,
-test on movies never seen. The first method is also saved and loaded into a fresh model. With a
-network, any encoder and data set of the Hub:
+test on movies never seen. The first adapter is saved, loaded into a fresh model, and answers a
+sentence of yours, from then on without training:
+
+    make quickstart ARGS='--text "Two hours I will not get back."'
+
+`make compare` does the same for all methods on more rows. With a network, any encoder and data set
+of the Hub:
 
     python examples/quickstart.py --model answerdotai/ModernBERT-base --dataset stanfordnlp/imdb
 """
@@ -10,24 +15,46 @@ network, any encoder and data set of the Hub:
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoTokenizer, DataCollatorWithPadding, TrainingArguments, set_seed
+from tqdm import tqdm
+from transformers import (
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.utils import logging
 
-from _baselines import TOKENS, Result, baselines, batches, device_of, encoder_of, score
+import adapterzoo
+from _baselines import (
+    BASELINES,
+    TOKENS,
+    Result,
+    baselines,
+    batches,
+    device_of,
+    encoder_of,
+    score,
+)
 from _data import SNIPPETS, DataError, Rows, Task, load_task
 from adapterzoo import AdapterTrainer, AutoAdapterModel
 
 # config strings, as add_adapter takes them, and learning rates; one line more is one line more in
-# the table. boft only turns weights, and needs larger steps; par_bn scales its update by 4, and
-# needs smaller ones
+# the table of `--methods all`. boft only turns weights, and needs larger steps; par_bn scales its
+# update by 4, and needs smaller ones
 METHODS = {
     'lora[r=8,alpha=16,attn_matrices=["q","k","v","o"]]': 1e-3,
     'dora[r=8,alpha=16,attn_matrices=["q","k","v","o"]]': 1e-3,
@@ -35,6 +62,8 @@ METHODS = {
     "seq_bn": 1e-3,
     "par_bn": 2e-4,
 }
+# one that changes weights, and one that adds layers
+TWO = ('lora[r=8,alpha=16,attn_matrices=["q","k","v","o"]]', "seq_bn")
 NAME = "reviews"
 
 
@@ -53,31 +82,67 @@ class Options:
     seed: int
     device: torch.device
     output: Path
+    text: str | None = None
+    packaged: bool = False
+
+
+class Bar(TrainerCallback):
+    """One bar of steps, gone when they are done."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show it."""
+        self._bar = tqdm(total=state.max_steps, desc="training", leave=False, unit="step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move it on."""
+        self._bar.update(1)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take it away."""
+        self._bar.close()
 
 
 def main() -> None:
-    """Runs the whole tour and prints the table."""
+    """Answers with the adapter of an earlier run, or runs the whole tour."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     options = parse()
-    task = load_task(options.dataset, options.train_rows, options.test_rows, options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
+    folder = options.output / NAME
+    if options.text is not None and is_fresh(folder, options):
+        print(f"adapter  {folder}, of an earlier run")
+        answer(reloaded(folder, options), tokenizer, options.text)
+        return
+    tour(tokenizer, folder, options)
+
+
+def tour(tokenizer: Any, folder: Path, options: Options) -> None:
+    """Baselines, then adapters, a line for each; the first adapter is saved and loaded."""
+    task = load_task(options.dataset, options.train_rows, options.test_rows, options.seed)
     print(f"model    {options.model}")
     print(
         f"data     {task.name}: {len(task.train):,} rows to learn from, {len(task.test):,} to test"
     )
     print(f"labels   {', '.join(task.label_names)}\n")
 
-    results = baselines(task, options.model, tokenizer, options.device)
+    width = print_titles((*BASELINES, *options.methods))
+    for result in baselines(task, options.model, tokenizer, options.device):
+        print_result(result, width)
+    trained: dict[str, tuple[Any, Tensor]] = {}
     for method in options.methods:
-        print(f"training {method}")
         model, seconds = train(method, task, tokenizer, options)
-        logits = predict(model, tokenizer, task.test.texts, method)
+        logits = predict(model, tokenizer, task.test.texts, "testing")
         guesses = logits.argmax(-1).tolist()
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        results.append(score(method, trainable, seconds, guesses, task.test))
-        if method == options.methods[0]:
-            save_and_reload(model, logits, task, tokenizer, options)
-            show_examples(logits, task)
-    print_table(results)
+        print_result(score(method, trainable, seconds, guesses, task.test), width)
+        trained.setdefault("first", (model, logits))
+    print("± is the standard error, by movie; a difference below two of them may be chance")
+
+    model, logits = trained["first"]
+    fresh = save_and_reload(model, logits, task, tokenizer, folder, options)
+    show_examples(logits, task)
+    if options.text is not None:
+        answer(fresh, tokenizer, options.text)
 
 
 def train(method: str, task: Task, tokenizer: Any, options: Options) -> tuple[Any, float]:
@@ -112,7 +177,7 @@ def trainer_for(
             tokens["input_ids"], tokens["attention_mask"], rows.labels, strict=True
         )
     ]
-    return AdapterTrainer(
+    trainer = AdapterTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(options.output / "trainer"),
@@ -127,10 +192,15 @@ def trainer_for(
             logging_strategy="epoch",
             save_strategy="no",
             report_to="none",
+            disable_tqdm=True,
         ),
         train_dataset=examples,
         data_collator=DataCollatorWithPadding(tokenizer),
+        callbacks=[Bar()],
     )
+    # it prints every log
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 @torch.inference_mode()
@@ -146,24 +216,57 @@ def predict(model: Any, tokenizer: Any, texts: Sequence[str], title: str) -> Ten
 
 
 def save_and_reload(
-    model: Any, logits: Tensor, task: Task, tokenizer: Any, options: Options
-) -> None:
+    model: Any, logits: Tensor, task: Task, tokenizer: Any, folder: Path, options: Options
+) -> Any:
     """Adapter and head go to disk and into a fresh model, which must predict the same."""
-    folder = options.output / NAME
-    model.save_adapter(str(folder), NAME)
-
-    fresh: Any = AutoAdapterModel.from_pretrained(options.model)
-    base = bytes_of_base(options.model, fresh)
-    fresh.load_adapter(str(folder), set_active=True)
-    fresh.to(options.device)
+    model.save_adapter(folder, NAME, meta_dict={"recipe": recipe(options)})
+    fresh = reloaded(folder, options)
     again = predict(fresh, tokenizer, task.test.texts, "reloaded")
     if not torch.equal(again, logits):
         raise SystemExit(f"the adapter reloaded from {folder} predicts something else")
 
     adapter = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(f"\nsaved    {folder}: {adapter:,} bytes, {base / adapter:.0f} times less than the model")
-    print(f"model    {base:,} bytes")
+    base = bytes_of_base(options.model, fresh)
+    print(
+        f"\nsaved    {folder}: {adapter:,} bytes; the model has {base:,}, "
+        f"{base / adapter:.0f} times as many"
+    )
     print(f"reloaded into a fresh model: all {len(logits):,} predictions identical, bit for bit\n")
+    return fresh
+
+
+def reloaded(folder: Path, options: Options) -> Any:
+    """A fresh model with the adapter and the head of the folder."""
+    fresh: Any = AutoAdapterModel.from_pretrained(options.model)
+    fresh.load_adapter(folder, set_active=True)
+    return fresh.to(options.device)
+
+
+def is_fresh(folder: Path, options: Options) -> bool:
+    """Whether the adapter in the folder is the one that these options would train again."""
+    file = folder / "adapter_config.json"
+    if not options.packaged or not file.is_file():
+        # what the Hub has may change
+        return False
+    meta = json.loads(file.read_text("utf-8")).get("meta") or {}
+    return bool(meta.get("recipe") == recipe(options))
+
+
+def recipe(options: Options) -> str:
+    """A digest of all that decides what the first method learns: options, code and versions."""
+    said = {**vars(options), "methods": options.methods[0], "text": None, "output": None}
+    digest = hashlib.sha256(f"{said} {torch.__version__} {transformers.__version__}".encode())
+    folders = Path(__file__).parent, Path(adapterzoo.__file__).parent
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def answer(model: Any, tokenizer: Any, text: str) -> None:
+    """What the adapter says of a text, and how sure it is."""
+    shares = predict(model, tokenizer, [text], "answering")[0].softmax(-1)
+    guess = int(shares.argmax())
+    print(f"answer   {model.config.id2label[guess]} ({shares[guess]:.2f}): {text}")
 
 
 def bytes_of_base(name_or_path: str, model: torch.nn.Module) -> int:
@@ -186,15 +289,20 @@ def show_examples(logits: Tensor, task: Task, count: int = 6) -> None:
     print()
 
 
-def print_table(results: Sequence[Result]) -> None:
-    """All results side by side."""
-    width = max(len(result.name) for result in results)
-    print(f"\n{'':<{width}}  {'trainable':>10}  {'seconds':>8}  test accuracy")
-    for result in results:
-        print(
-            f"{result.name:<{width}}  {result.trainable:>10,}  {result.seconds:>8.1f}"
-            f"  {result.accuracy:.3f} ± {result.standard_error:.3f}"
-        )
+def print_titles(names: Iterable[str]) -> int:
+    """The first line of the table; how wide its first column is."""
+    width = max(map(len, names))
+    print(f"{'':<{width}}  {'trainable':>10}  {'seconds':>8}  test accuracy")
+    return width
+
+
+def print_result(result: Result, width: int) -> None:
+    """One line of the table."""
+    print(
+        f"{result.name:<{width}}  {result.trainable:>10,}  {result.seconds:>8.1f}"
+        f"  {result.accuracy:.3f} ± {result.standard_error:.3f}",
+        flush=True,
+    )
 
 
 def parse() -> Options:
@@ -209,13 +317,14 @@ def parse() -> Options:
     parser.add_argument("--model", help="path or Hub name of an encoder; all-MiniLM-L6-v2 if none")
     parser.add_argument("--dataset", default=SNIPPETS, help="Hub name; %(default)s if none")
     parser.add_argument(
-        "--methods", nargs="+", default=list(METHODS), help="config strings of adapters"
+        "--methods", nargs="+", default=list(TWO), help="config strings of adapters, or all"
     )
+    parser.add_argument("--text", help="a sentence to judge, by the first adapter")
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, help="of all methods, instead of their own")
-    parser.add_argument("--train-rows", type=int, default=3000)
-    parser.add_argument("--test-rows", type=int, default=2000)
+    parser.add_argument("--train-rows", type=int, default=1500)
+    parser.add_argument("--test-rows", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="cpu or cuda; cuda if there is one")
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
@@ -223,7 +332,7 @@ def parse() -> Options:
     return Options(
         model=encoder_of(given.model),
         dataset=given.dataset,
-        methods=given.methods,
+        methods=list(METHODS) if given.methods == ["all"] else given.methods,
         epochs=given.epochs,
         batch_size=given.batch_size,
         learning_rate=given.learning_rate,
@@ -232,6 +341,8 @@ def parse() -> Options:
         seed=given.seed,
         device=device_of(given.device),
         output=given.output,
+        text=given.text,
+        packaged=given.model is None and given.dataset == SNIPPETS,
     )
 
 

@@ -15,6 +15,7 @@ import click
 from adapterzoo import __version__
 from adapterzoo.errors import AdapterZooError
 
+from .hints import for_command
 from .output import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -98,7 +99,8 @@ class ExampleCommand(click.Command):
         try:
             return super().invoke(ctx)
         except AdapterZooError as error:
-            raise RefusedError(str(error)) from error
+            options = {parameter.name or "" for parameter in self.params}
+            raise RefusedError(for_command(str(error), self.name or "", options)) from error
 
 
 class App(click.Group):

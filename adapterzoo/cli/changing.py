@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import click
 
 from .app import command, model_option
+from .early import FORMATS, check_adapter, check_base, check_can_write, check_new
 from .output import be_quiet, note, wants_progress
-
-# what formats.formats holds; named here so that --help needs no torch
-FORMATS = ("native", "adapterhub", "peft")
 
 
 @command("convert", example="adapterzoo convert runs/reviews served/reviews --to peft")
@@ -39,11 +38,15 @@ def convert_command(
     other format cannot say is an error, and nothing is written then. A native adapter whose
     adapter_config.json was changed is refused everywhere, but here with --edited.
     """
+    call = f"convert {src} --to {to}"
+    check_adapter(call, src)
+    check_base(call, model)
+    check_can_write(call, "", Path(dst))
+
     from .checkpoints import open_checkpoint
     from .converting import convert, with_edits
 
     be_quiet(wants_progress(False))
-    call = f"convert {src} --to {to}"
     with contextlib.ExitStack() as stack:
         if edited:
             checkpoint = stack.enter_context(with_edits(call, src, revision))
@@ -81,11 +84,16 @@ def merge_command(
     BASE, and the class is one of transformers that has such a head; where there is none, the class
     and the head of BASE stay.
     """
+    call = f"merge {base} {adapter}"
+    check_new(call, Path(out))
+    check_can_write(call, "", Path(out))
+    check_base(call, base)
+    check_adapter(call, adapter)
+
     from .checkpoints import open_checkpoint
     from .converting import merge
 
     be_quiet(wants_progress(False))
-    call = f"merge {base} {adapter}"
     checkpoint = open_checkpoint(call, adapter, revision)
     merged = merge(checkpoint, base, out, architecture, head)
     click.echo(f"{out}: a {merged.model_class}")

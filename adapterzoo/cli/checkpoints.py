@@ -14,8 +14,10 @@ from torch import Tensor
 from adapterzoo import hub
 from adapterzoo.checkpoint import adapterhub, folders, foreign, formats, native, peft
 from adapterzoo.checkpoint.digest import fingerprint
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError
 from adapterzoo.hub.files import ADAPTER_CONFIG, wanted
+
+from .early import no_adapter
 
 _HEAD_CONFIG = "head_config.json"
 
@@ -124,12 +126,7 @@ def _opened(call: str, path: str, folder: Path) -> Checkpoint:
     found = ((stem, formats.of(folder, stem)) for stem in formats.STEMS)
     stem, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
     if name is None:
-        there = listing(sorted(file.name for file in folder.iterdir()))
-        raise CheckpointError(
-            f"{call}: {path!r} holds no adapter and no head in a format that is known "
-            f"({formats.known()}); its files: {there}. Write the folder that save_adapter was "
-            f"given, or 'user/repository' for an adapter of the Hub."
-        )
+        raise no_adapter(call, path, (file.name for file in folder.iterdir()))
     files = wanted(file.name for file in folder.iterdir() if file.is_file())
     if not files:
         raise CheckpointError(

@@ -19,13 +19,14 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo import hub
 from adapterzoo.checkpoint import files, folders, formats, native
-from adapterzoo.errors import CheckpointError, ConfigError
+from adapterzoo.errors import CheckpointError
 from adapterzoo.heads import HeadConfig
 from adapterzoo.model.facts import facts_of
 from adapterzoo.model.static_table import is_task
 from adapterzoo.model.task_classes import class_for, task_class, with_labels
 
 from .checkpoints import Checkpoint, open_checkpoint
+from .early import unwritable
 from .models import (
     Fitted,
     base_of,
@@ -149,7 +150,6 @@ def merge(
         StateError: the adapter cannot be merged.
     """
     call = checkpoint.call
-    _check_new(call, Path(out))
     if checkpoint.stem == "head":
         raise CheckpointError(
             f"{call}: {checkpoint.path!r} holds a head alone, which changes no weight. Write the "
@@ -188,19 +188,8 @@ def merge(
                 tokenizer.save_pretrained(part)
     # safetensors tells a full disk as an error of its own
     except (OSError, SafetensorError) as error:
-        raise _unwritable(call, out, error) from error
+        raise unwritable(call, out, error) from error
     return Merged(type(model).__name__, target.lost, lost_tokenizer)
-
-
-def _check_new(call: str, out: Path) -> None:
-    try:
-        there = out.is_file() or (out.is_dir() and any(not _is_litter(f) for f in out.iterdir()))
-    except OSError as error:
-        raise _unwritable(call, str(out), error) from error
-    if there:
-        raise ConfigError(
-            f"{call}: {str(out)!r} is there already. Write a new folder, or empty this one."
-        )
 
 
 @contextlib.contextmanager
@@ -228,18 +217,6 @@ def _whole(out: Path) -> Iterator[Path]:
             return
         for file in part.iterdir():
             file.replace(out / file.name)
-
-
-def _is_litter(file: Path) -> bool:
-    return file.name.startswith(_PART)
-
-
-def _unwritable(call: str, out: str, error: Exception) -> CheckpointError:
-    reason = (isinstance(error, OSError) and error.strerror) or error
-    return CheckpointError(
-        f"{call}: {out!r} cannot be written ({reason}); nothing has been left there. Write a "
-        f"folder that can be written and has space."
-    )
 
 
 def _target(found: Fitted, call: str, own: str | None, architecture: str | None) -> _Target:

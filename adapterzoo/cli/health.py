@@ -17,7 +17,7 @@ from adapterzoo.kernels import _launch, mode
 
 _OWN = "adapterzoo"
 # what is not required, and what each is for
-_OPTIONAL = ("accelerate", "bitsandbytes", "torchao")
+_OPTIONAL = ("bitsandbytes", "torchao")
 _PEERS = ("adapters", "peft")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -10,6 +10,7 @@ import click
 from adapterzoo.errors import AdapterZooError, CheckpointError, listing
 
 from .app import command, json_option
+from .early import check_adapter, check_base
 from .output import be_quiet, print_facts, print_json
 
 if TYPE_CHECKING:
@@ -32,10 +33,14 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
     recognised. What these say of an adapter is shown as it stands; with --model it is compared
     with the model, and the config is the one that it has here.
     """
+    call = f"info {path}"
+    check_adapter(call, path)
+    check_base(call, model)
+
     from .checkpoints import open_checkpoint
 
     be_quiet(False)
-    facts = _facts(open_checkpoint(f"info {path}", path, revision), model)
+    facts = _facts(open_checkpoint(call, path, revision), model)
     if as_json:
         print_json(facts)
     else:
@@ -62,11 +67,14 @@ def verify_command(
     with that model. Its weights are read only where the adapter's files hold copies of some. Ends
     with 1 where anything is wrong.
     """
-    from .checkpoints import open_checkpoint
-
-    be_quiet(False)
     call = f"verify {path}"
     try:
+        check_adapter(call, path)
+        check_base(call, model)
+
+        from .checkpoints import open_checkpoint
+
+        be_quiet(False)
         checkpoint = open_checkpoint(call, path, revision)
         _check_files(checkpoint)
         _check_finite(checkpoint)

@@ -11,8 +11,12 @@ import click
 from adapterzoo.errors import ConfigError
 
 from .app import command, json_option, model_option
+from .early import check_adapter, check_base, check_can_write
 from .output import be_quiet, note, print_facts, print_json, wants_progress
-from .rows import read_rows
+from .rows import read_classes, read_rows
+
+# what heads.Pooling holds; named here so that nothing needs torch
+POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
 
 _text_column = click.option("--text-column", default="text", help="Name of the column of texts.")
 _batch_size = click.option(
@@ -38,8 +42,8 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if there i
 @_batch_size
 @click.option("--max-length", type=click.IntRange(min=1),
               help="Tokens of a text, at most.  [default: 128]")  # fmt: skip
-@click.option("--pooling", default="auto",
-              help="What answers for a text: auto, cls, mean, last, eos or pooler.")  # fmt: skip
+@click.option("--pooling", default="auto", type=click.Choice(POOLINGS),
+              help="What answers for a text.")  # fmt: skip
 @click.option("--layers", default=1, type=click.IntRange(min=1), help="Layers of the head.")
 @click.option("--seed", default=0, type=click.IntRange(min=0), help="Of weights and row order.")
 @_device
@@ -71,18 +75,32 @@ def train_command(
     in each line: a text and a label in each row. The classes are the labels of the rows to learn
     from. With --eval the accuracy on those rows is printed.
     """
+    call, name = f"train {train_file}", name or Path(output).name
+    check_base(call, model)
+    check_can_write(call, "--output ", Path(output))
+    files = Path(train_file), None if eval_file is None else Path(eval_file)
+    rows, tested, classes = read_classes(call, *files, text_column, label_column)
+
+    # these need torch, and no transformers yet
+    from adapterzoo.configs import AdapterConfig
+    from adapterzoo.names import check_name
+
+    check_name(call, name)
+    AdapterConfig.load(method)
+
     from .training import Plan, train
 
     shown = wants_progress(as_json)
     be_quiet(shown)
     plan = Plan(
-        call=f"train {train_file}",
+        call=call,
         model=model,
-        train_file=Path(train_file),
-        eval_file=None if eval_file is None else Path(eval_file),
+        rows=rows,
+        tested=tested,
+        classes=classes,
         output=Path(output),
         method=method,
-        name=name or Path(output).name,
+        name=name,
         epochs=epochs,
         lr=lr,
         batch_size=batch_size,
@@ -91,8 +109,6 @@ def train_command(
         layers=layers,
         seed=seed,
         device=device,
-        text_column=text_column,
-        label_column=label_column,
         progress=shown,
     )
     metrics = train(plan)
@@ -144,6 +160,8 @@ def predict_command(
         # found after the work, it would cost all answers
         raise _unwritable(call, output, "it is a folder, or there is none that can be written")
     rows = list(texts) if file is None else read_rows(call, Path(file), text_column, None).texts
+    check_adapter(call, path)
+    check_base(call, model)
 
     from .checkpoints import open_checkpoint
     from .predicting import predict, write

@@ -27,6 +27,7 @@ from adapterzoo.model.output_layers import FIELD
 from adapterzoo.model.task_classes import task_class
 
 from .checkpoints import Checkpoint
+from .early import no_base
 from .output import note
 
 _MAX_LENGTH = 128
@@ -278,7 +279,4 @@ def _told(call: str, base: str, what: str = "base model") -> Iterator[None]:
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = reason if len(reason) <= 200 else f"{reason[:199]}…"
-        raise CheckpointError(
-            f"{call}: the {what} {base!r} cannot be loaded ({reason}). Write --model with the "
-            f"folder of a transformers model, or its name on the Hub."
-        ) from error
+        raise no_base(call, base, reason, what) from error

@@ -8,6 +8,7 @@ import math
 import click
 
 from .app import command, json_option
+from .early import check_push
 from .output import be_quiet, print_json, print_table, wants_progress
 
 
@@ -47,10 +48,12 @@ def push_command(
     """
     results = dict(_metric(metric) for metric in metrics)
 
+    call = f"push {path} {repo}"
+    check_push(call, path, repo)
+
     from adapterzoo import hub
 
     be_quiet(wants_progress(as_json))
-    call = f"push {path} {repo}"
     text = hub.CardText(
         base_model=base_model,
         datasets=datasets,
@@ -93,6 +96,10 @@ def list_command(
     as_json: bool,
 ) -> None:
     """List adapters of the Hub that can be loaded here, the most downloaded first."""
+    from adapterzoo.hub.settings import refuse_if_offline
+
+    refuse_if_offline("list", "nothing can be asked of the Hub")
+
     from adapterzoo import hub
 
     found = hub.list_adapters(

@@ -63,6 +63,43 @@ def read_rows(call: str, file: Path, text: str, label: str | None) -> Rows:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """Texts with the numbers of their classes.
+
+    Attributes:
+        texts: none is empty.
+        numbers: one for each text.
+    """
+
+    texts: list[str]
+    numbers: list[int]
+
+
+def read_classes(
+    call: str, file: Path, tested: Path | None, text: str, label: str
+) -> tuple[Numbered, Numbered | None, list[str]]:
+    """The rows to learn from, those to test on if any, and the names of the classes.
+
+    Args:
+        call: what the user wrote, for messages.
+        file: of the rows to learn from.
+        tested: of the rows to test on, or None.
+        text: name of the column of texts.
+        label: name of the column of labels.
+
+    Raises:
+        ConfigError: a file cannot be read, or its rows are not to be learnt from.
+    """
+    rows = read_rows(call, file, text, label)
+    names = class_names(call, file, rows.labels)
+    learnt = Numbered(rows.texts, class_numbers(call, file, rows.labels, names))
+    if tested is None:
+        return learnt, None, names
+    judged = read_rows(call, tested, text, label)
+    return learnt, Numbered(judged.texts, class_numbers(call, tested, judged.labels, names)), names
+
+
 def class_names(call: str, file: Path, labels: list[str]) -> list[str]:
     """The classes in the labels of the rows to train on, sorted; numbers by their value.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 import tempfile
 import time
@@ -23,15 +21,12 @@ from transformers import (
 )
 
 from adapterzoo.checkpoint import formats
-from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, ConfigError, StateError
-from adapterzoo.hub.settings import nearest
-from adapterzoo.names import check_name
+from adapterzoo.errors import ConfigError
 from adapterzoo.trainer import AdapterTrainer
 
 from .models import tokenizer_of, tokens_of_text, with_weights
 from .predicting import device_named, logits_of
-from .rows import class_names, class_numbers, read_rows
+from .rows import Numbered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +36,9 @@ class Plan:
     Attributes:
         call: what the user wrote, for messages.
         model: folder or Hub name of the base model.
-        train_file: rows to learn from.
-        eval_file: rows to test on, or None.
+        rows: to learn from.
+        tested: rows to test on, or None.
+        classes: their names, in the order of their numbers.
         output: folder for the adapter.
         method: config string.
         name: of adapter and head.
@@ -54,15 +50,14 @@ class Plan:
         layers: of the head.
         seed: of weights, dropout and order.
         device: or None for the best one.
-        text_column: name of the column of texts.
-        label_column: name of the column of labels.
         progress: whether a bar is shown.
     """
 
     call: str
     model: str
-    train_file: Path
-    eval_file: Path | None
+    rows: Numbered
+    tested: Numbered | None
+    classes: list[str]
     output: Path
     method: str
     name: str
@@ -74,8 +69,6 @@ class Plan:
     layers: int
     seed: int
     device: str | None
-    text_column: str
-    label_column: str
     progress: bool
 
 
@@ -100,7 +93,7 @@ class _Bar(TrainerCallback):
 
 
 def train(plan: Plan) -> dict[str, Any]:
-    """Train, test and save an adapter; all that can be wrong with the files is found before.
+    """Train, test and save an adapter.
 
     Args:
         plan: what to do.
@@ -111,17 +104,9 @@ def train(plan: Plan) -> dict[str, Any]:
     Raises:
         CheckpointError: the base model cannot be had, or the folder cannot be written.
         ConfigError: rows, method or another value are not legal.
-        StateError: accelerate is missing.
-        UnknownNameError: there is no such method.
     """
     _check(plan)
-    rows = read_rows(plan.call, plan.train_file, plan.text_column, plan.label_column)
-    names = class_names(plan.call, plan.train_file, rows.labels)
-    labels = class_numbers(plan.call, plan.train_file, rows.labels, names)
-    judged = None
-    if plan.eval_file is not None:
-        judged = read_rows(plan.call, plan.eval_file, plan.text_column, plan.label_column)
-        expected = class_numbers(plan.call, plan.eval_file, judged.labels, names)
+    rows, names, tested = plan.rows, plan.classes, plan.tested
     tokenizer = tokenizer_of(plan.call, plan.model)
     set_seed(plan.seed)
     model = _prepared(plan, names)
@@ -129,7 +114,7 @@ def train(plan: Plan) -> dict[str, Any]:
     tokens = tokenizer(rows.texts, truncation=True, max_length=length)
     data = [
         {key: tokens[key][i] for key in tokens} | {"labels": label}
-        for i, label in enumerate(labels)
+        for i, label in enumerate(rows.numbers)
     ]
     start = time.perf_counter()
     loss, steps = _run(plan, model, tokenizer, data)
@@ -143,10 +128,10 @@ def train(plan: Plan) -> dict[str, Any]:
         "seconds": time.perf_counter() - start,
         "train_loss": loss,
     }
-    if judged is not None:
-        logits = logits_of(model, tokenizer, judged.texts, length, plan.batch_size, plan.progress)
-        right = logits.argmax(-1) == torch.tensor(expected)
-        metrics |= {"eval_rows": len(expected), "accuracy": right.double().mean().item()}
+    if tested is not None:
+        logits = logits_of(model, tokenizer, tested.texts, length, plan.batch_size, plan.progress)
+        right = logits.argmax(-1) == torch.tensor(tested.numbers)
+        metrics |= {"eval_rows": len(tested.numbers), "accuracy": right.double().mean().item()}
     kept = {key: metrics[key] for key in ("train_rows", "accuracy", "eval_rows") if key in metrics}
     settings = {
         "epochs": plan.epochs, "lr": plan.lr, "batch_size": plan.batch_size, "seed": plan.seed,
@@ -161,21 +146,8 @@ def train(plan: Plan) -> dict[str, Any]:
 
 def _check(plan: Plan) -> None:
     """What can be wrong before anything is read."""
-    if importlib.util.find_spec("accelerate") is None:
-        raise StateError(
-            f"{plan.call}: transformers' Trainer needs accelerate, which is not installed. Write "
-            f"pip install accelerate."
-        )
-    check_name(plan.call, plan.name)
-    AdapterConfig.load(plan.method)
     device_named(plan.call, plan.device)
-    there = nearest(plan.output)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            f"{plan.call}: --output {str(plan.output)!r}: {str(there)!r} is no folder that can be "
-            f"written. Write another folder."
-        )
-    held = formats.of(plan.output, "adapter") if there == plan.output else None
+    held = formats.of(plan.output, "adapter") if plan.output.is_dir() else None
     if held not in (None, "native"):
         raise ConfigError(
             f"{plan.call}: --output {str(plan.output)!r} holds an adapter in the format {held!r}. "

@@ -8,7 +8,7 @@ when they differ from their default, so that files go both ways.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.activations import activation
-from adapterzoo.configs import construct
 from adapterzoo.contracts import Head
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import ConfigType, construct
 from adapterzoo.registry import Registry
 
 from ._labels import checked, labels_from, recounted
@@ -83,7 +83,7 @@ OURS = {"ours": True}
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig(ABC):
+class HeadConfig(metaclass=ConfigType):
     """Base of all head configs.
 
     Subclasses are frozen keyword-only dataclasses that check their values in `__post_init__`.

@@ -27,6 +27,8 @@ from huggingface_hub.errors import StrictDataclassError as StrictDataclassError
 
 from adapterzoo.errors import HubError
 
+from .settings import offline
+
 T = TypeVar("T")
 
 # the library under huggingface_hub: httpx for its 1.x, httpx2 for its 2.x
@@ -66,6 +68,7 @@ class Caller:
         revision: branch, tag or commit.
         token: as `huggingface_hub` takes it.
         writes: whether the question changes the repository.
+        cached: whether the cache may have the answer.
         no_folder: whether a folder of that name was looked for first, and is not there.
     """
 
@@ -74,6 +77,7 @@ class Caller:
     revision: str | None = None
     token: bool | str | None = field(default=None, repr=False)
     writes: bool = False
+    cached: bool = False
     no_folder: bool = False
 
     def ask(self, question: Callable[[], T], once: bool = False) -> T:
@@ -123,6 +127,11 @@ class Caller:
     def _what(self) -> str:
         return "the Hub" if self.repo_id is None else repr(self.repo_id)
 
+    @property
+    def _or_cache(self) -> str:
+        """The end of a hint where the cache may help."""
+        return ", or set HF_HUB_OFFLINE=1 to use what was loaded before" if self.cached else ""
+
     def _retold(self, error: Exception) -> str:
         what = self._what
         if isinstance(error, RevisionNotFoundError):
@@ -141,7 +150,9 @@ class Caller:
         if isinstance(error, LocalTokenNotFoundError):
             return "no token is stored here. Run 'hf auth login', or write token='…'."
         if isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError)):
-            return self.here(self.not_kept(constants.HF_HUB_CACHE))
+            if self.cached:
+                return self.here(self.not_kept(constants.HF_HUB_CACHE))
+            return offline(f"nothing can be {'sent to' if self.writes else 'asked of'} {what}")
         if isinstance(error, _http.TimeoutException):
             return (
                 f"{constants.ENDPOINT} did not answer in time for {what}. Try again, or set "
@@ -150,8 +161,8 @@ class Caller:
         if isinstance(error, _http.HTTPError):
             return (
                 f"the connection to {constants.ENDPOINT} failed for {what} "
-                f"({_first_line(error)}). Check the network, HF_ENDPOINT and proxies, or set "
-                f"HF_HUB_OFFLINE=1 to use what was loaded before."
+                f"({_first_line(error)}). Check the network, HF_ENDPOINT and proxies"
+                f"{self._or_cache}."
             )
         if isinstance(error, OSError) and error.errno is not None:
             return (
@@ -197,10 +208,7 @@ class Caller:
                 f"are allowed: run 'hf auth login'."
             )
         if status >= 500:
-            return (
-                f"{answer}it is in trouble. Try again later, or set HF_HUB_OFFLINE=1 to use what "
-                f"was loaded before."
-            )
+            return f"{answer}it is in trouble. Try again later{self._or_cache}."
         return f"{answer}the request was refused. Check the arguments."
 
     def _secrets(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -86,3 +87,13 @@ def has_digest(file: Path, expected: str) -> bool:
         while block := stream.read(_BLOCK):
             hashed.update(block)
     return hashed.hexdigest() == expected
+
+
+def nearest(path: Path) -> Path:
+    """The path, or of the folders above it the first that is there and that may be looked at.
+
+    Args:
+        path: of what may be missing.
+    """
+    # unlike Path.exists, it raises nothing where a folder above may not be entered
+    return next(p for p in (path, *path.absolute().parents) if os.access(p, os.F_OK))

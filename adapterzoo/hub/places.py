@@ -101,16 +101,21 @@ def check_repo_id(call: str, repo_id: str) -> None:
     Raises:
         HubError: the name is not legal.
     """
-    if not _NAME.fullmatch(repo_id):
+    if not is_repo_id(repo_id):
         raise HubError(
             f"{call}: {repo_id!r} is no name of a repository: letters, digits, '-', '_' and '.' "
             f"are legal, 96 at most, and no '--' or '..'. Write 'user/repository'."
         )
 
 
+def is_repo_id(name: str) -> bool:
+    """Whether the Hub can have a repository of this name."""
+    return bool(_NAME.fullmatch(name))
+
+
 def is_public_name(name: object) -> bool:
     """Whether a base model's name is one that others can load: the Hub's, not a path of here."""
-    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not _exists(name)
+    return isinstance(name, str) and is_repo_id(name) and not _exists(name)
 
 
 def _exists(name: str | os.PathLike[str]) -> bool:

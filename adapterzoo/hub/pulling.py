@@ -69,7 +69,7 @@ def resolve(
     place = place_of(call, adapter_name_or_path, source)
     if isinstance(place, Path):
         return place
-    caller = Caller(call, place.repo_id, revision, token, no_folder=source is None)
+    caller = Caller(call, place.repo_id, revision, token, cached=True, no_folder=source is None)
     kept = _Cache(caller, place, cache_dir)
     if local_files_only or constants.HF_HUB_OFFLINE:
         return kept.folder_or_raise()

@@ -15,6 +15,7 @@ from .base_names import with_base_name
 from .card import CardText, adapter_card, check_card
 from .files import CARD, known_files, wanted
 from .places import check_repo_id
+from .settings import refuse_if_offline
 
 
 def push(
@@ -59,7 +60,8 @@ def push(
     Raises:
         CheckpointError: the folder holds no adapter, or a damaged one.
         ConfigError: the card cannot be written.
-        HubError: the Hub does not take it; without a commit nothing has changed there.
+        HubError: the Hub may not be asked, or does not take it; without a commit nothing
+            has changed there.
     """
     folder = Path(folder)
     call = call or f"push({str(folder)!r}, {repo_id!r})"
@@ -68,6 +70,7 @@ def push(
     check_card(call, text)
     branch = None if create_pr else revision
     contents = _contents(call, folder, repo_id, branch, text)
+    refuse_if_offline(call, f"nothing can be sent to {repo_id!r}")
     caller = Caller(call, repo_id, revision, token, writes=True)
     api = HfApi(token=token, library_name="adapterzoo")
     made = caller.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id

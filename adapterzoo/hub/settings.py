@@ -10,6 +10,10 @@ from typing import Any
 from huggingface_hub import constants, get_token
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from adapterzoo.errors import HubError
+
+from .files import nearest
+
 
 def settings() -> dict[str, Any]:
     """Endpoint, cache and what is known of them, as JSON types; of a token only that there is one.
@@ -31,14 +35,30 @@ def settings() -> dict[str, Any]:
     }
 
 
-def nearest(path: Path) -> Path:
-    """The path, or of the folders above it the first that is there and that may be looked at.
+def refuse_if_offline(call: str, lost: str) -> None:
+    """Raise where the Hub may not be asked.
 
     Args:
-        path: of what may be missing.
+        call: what the user wrote, for messages.
+        lost: what cannot be done then.
+
+    Raises:
+        HubError: `HF_HUB_OFFLINE=1`.
     """
-    # unlike Path.exists, it raises nothing where a folder above may not be entered
-    return next(p for p in (path, *path.absolute().parents) if os.access(p, os.F_OK))
+    if constants.HF_HUB_OFFLINE:
+        raise HubError(f"{call}: {offline(lost)}")
+
+
+def offline(lost: str) -> str:
+    """The message on what cannot be done where the Hub may not be asked, and no cache helps.
+
+    Args:
+        lost: what cannot be done.
+    """
+    return (
+        f"the Hub may not be asked (HF_HUB_OFFLINE=1 or TRANSFORMERS_OFFLINE=1), so {lost}. Unset "
+        f"that variable and start again with a network."
+    )
 
 
 def _has_token() -> bool:

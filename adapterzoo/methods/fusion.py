@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from adapterzoo.configs import construct
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import ConfigType, construct
 from adapterzoo.kernels.exact import is_autocast
 from adapterzoo.registry import Registry
 
@@ -35,7 +35,7 @@ fusion_configs: Registry[Callable[[], AdapterFusionConfig]] = Registry("fusion c
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterFusionConfig:
+class AdapterFusionConfig(metaclass=ConfigType):
     """Config of a fusion layer; the fields are those of adapters.
 
     Attributes:

@@ -10,6 +10,7 @@ from typing import Any
 
 from adapterzoo import hub
 from adapterzoo.hub.card import card_text, check_card
+from adapterzoo.hub.settings import refuse_if_offline
 
 from . import sharding
 from .storing import StoringMixin
@@ -66,7 +67,8 @@ class PublishingMixin(StoringMixin):
             UnknownNameError: there is no adapter of this name.
             ConfigError: the card cannot be written.
             StateError: the model is sharded.
-            HubError: the Hub does not take it; without a commit nothing has changed there.
+            HubError: the Hub may not be asked, or does not take it; without a commit nothing
+                has changed there.
         """
         call = f"push_adapter_to_hub({repo_id!r}, {adapter_name!r})"
         self._find(adapter_name, call)
@@ -83,6 +85,7 @@ class PublishingMixin(StoringMixin):
             results=dict(metrics or {}),
         )
         check_card(call, text)
+        refuse_if_offline(call, f"nothing can be sent to {repo_id!r}")
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary if local_path is None else local_path)
             self.save_adapter(folder, adapter_name, **kwargs)

@@ -23,7 +23,8 @@ import adapterzoo
 from adapterzoo.checkpoint.formats import formats
 from adapterzoo.cli import health, main
 from adapterzoo.cli.app import ExampleCommand
-from adapterzoo.cli.changing import FORMATS
+from adapterzoo.cli.early import FORMATS
+from adapterzoo.cli.learning import POOLINGS
 from adapterzoo.errors import ConfigError
 from adapterzoo.heads import Pooling
 from adapterzoo.kernels import use
@@ -86,9 +87,7 @@ def test_the_documentation_has_each_command() -> None:
 
 def test_what_is_named_twice_is_the_same() -> None:
     assert sorted(FORMATS) == sorted(formats)
-    shown = next(p for p in found("train").params if p.name == "pooling")
-    assert isinstance(shown, click.Option)
-    assert all(pooling in str(shown.help) for pooling in get_args(Pooling))
+    assert get_args(Pooling) == POOLINGS
 
 
 def test_an_unknown_command_and_option_are_usage_errors(run: Callable[..., Result]) -> None:
@@ -213,7 +212,7 @@ _AS_NOBODY = """
 import json, os, sys
 from pathlib import Path
 from click.testing import CliRunner
-from adapterzoo.cli import converting, learning, main, training
+from adapterzoo.cli import early, main
 from adapterzoo.errors import CheckpointError
 from adapterzoo.hub.settings import settings
 if os.geteuid() == 0:
@@ -228,7 +227,7 @@ for options in (
     result = CliRunner().invoke(main, options)
     said.append([result.exit_code, result.stderr])
 try:
-    converting._check_new("merge", Path(locked, "in/it"))
+    early.check_new("merge", Path(locked, "in/it"))
 except CheckpointError as error:
     said.append(str(error))
 print(json.dumps(said))

@@ -254,7 +254,7 @@ REFUSED = {
         [PEFT / "bert/lora", "--model", PEFT / "gpt2/base"], "convert "
     ),
     "a bottleneck": (
-        [HUB / "bert/seq_bn", "--model", HUB / "bert/base", "--no-head"], "format='native'"
+        [HUB / "bert/seq_bn", "--model", HUB / "bert/base", "--no-head"], "--to native"
     ),
 }  # fmt: skip
 

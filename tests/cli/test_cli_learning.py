@@ -184,14 +184,13 @@ def test_bad_lines_are_refused(
 REFUSED = {
     "an unknown method": (["--method", "lore"], "there is no config string 'lore'"),
     "an unknown field": (["--method", "lora[rank=2]"], "rank"),
-    "an unknown pooling": (["--pooling", "best"], "pooling='best'"),
     "an unknown device": (["--device", "abacus"], "--device 'abacus' cannot be used"),
     "a device without values": (
         ["--device", "meta"],
         "--device 'meta' cannot be used (it holds shapes and no values). Write --device cpu",
     ),
     "a name of a path": (["--name", "../up"], "'../up'"),
-    "no model": (["--model", "no/such/folder"], "the tokenizer 'no/such/folder' cannot be loaded"),
+    "no model": (["--model", "no/such/folder"], "the base model 'no/such/folder' cannot be loaded"),
     "no folder": (["--output", "rows.csv", "--name", "a"], "is no folder that can be written"),
     "another format": (["--output", "peft"], "in the format 'peft'"),
     "a new label": (["--eval", "new.csv"], "has the labels 'c', which no row to train on has"),

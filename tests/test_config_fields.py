@@ -1,0 +1,111 @@
+"""A wrong field of any config is an error of this library that names it, and those there are."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import adapterzoo.methods
+from adapterzoo import AdapterConfig, BnConfig, ConfigUnion, LoRAConfig, SeqBnConfig
+from adapterzoo.errors import ConfigError
+from adapterzoo.heads._base import HeadConfig
+from adapterzoo.heads.classification import ClassificationConfig
+from adapterzoo.methods.fusion import AdapterFusionConfig
+
+
+def family(cls: type) -> Iterator[type]:
+    """The class and all below it that the library defines."""
+    yield cls
+    for child in cls.__subclasses__():
+        if child.__module__.startswith("adapterzoo."):
+            yield from family(child)
+
+
+CONFIGS = sorted(
+    {
+        cls
+        for root in (AdapterConfig, AdapterFusionConfig, HeadConfig)
+        for cls in family(root)
+        if cls is not ConfigUnion
+    },
+    key=lambda cls: cls.__name__,
+)
+
+
+@pytest.mark.parametrize("cls", CONFIGS, ids=lambda cls: cls.__name__)
+def test_an_unknown_field_is_named_with_those_that_are_there(cls: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cls(bogus=1)
+    assert str(caught.value).startswith(f"{cls.__name__}(bogus=1): there is no field 'bogus'.")
+    fields = [field.name for field in dataclasses.fields(cls)]
+    assert all(repr(name) in str(caught.value) for name in fields)
+
+
+def test_the_list_of_configs_is_not_empty_of_what_users_write() -> None:
+    assert {LoRAConfig, BnConfig, AdapterFusionConfig, ClassificationConfig} <= {*CONFIGS}
+
+
+def test_a_close_field_is_suggested() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'attn_matrices'"):
+        LoRAConfig(attn_matrixes=["q"])  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="Did you mean 'num_labels'"):
+        ClassificationConfig(num_label=2)  # type: ignore[call-arg]
+
+
+def test_a_config_string_is_named_as_it_was_written() -> None:
+    with pytest.raises(ConfigError) as caught:
+        AdapterConfig.load("lora[alfa=1]")
+    assert str(caught.value).startswith("config='lora[alfa=1]': there is no field 'alfa'.")
+    assert "Did you mean 'alpha'?" in str(caught.value)
+
+
+def test_a_field_without_its_name_and_a_missing_one_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"LoRAConfig\(8\): each field is given by its name"):
+        LoRAConfig(8)  # type: ignore[call-arg, misc]
+    with pytest.raises(ConfigError, match=r"BnConfig\(\): without 'mh_adapter', 'output_adapter'"):
+        BnConfig()  # type: ignore[call-arg]
+
+
+def test_a_union_takes_no_fields() -> None:
+    with pytest.raises(ConfigError, match=r"there is no field 'bogus'"):
+        ConfigUnion(SeqBnConfig(), LoRAConfig(), bogus=1)  # type: ignore[call-arg]
+
+
+def test_a_type_error_of_a_class_itself_stays() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Broken(LoRAConfig):
+        def __post_init__(self) -> None:
+            len(3)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="has no len") as caught:
+        Broken()
+    assert not isinstance(caught.value, ConfigError)
+    with pytest.raises(TypeError, match="abstract"):
+        AdapterConfig()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize("cls", CONFIGS, ids=lambda cls: cls.__name__)
+def test_the_signature_that_help_shows_is_that_of_the_fields(cls: Any) -> None:
+    assert [*inspect.signature(cls).parameters] == [f.name for f in dataclasses.fields(cls)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoRAConfig(r=4),
+        BnConfig(mh_adapter=True, output_adapter=True, reduction_factor=4, non_linearity="relu"),
+        ConfigUnion(SeqBnConfig(), LoRAConfig()),
+        ClassificationConfig(num_labels=3),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_copies_and_pickles_need_no_fields(config: Any) -> None:
+    assert adapterzoo.methods
+    for again in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert again == config
