@@ -215,21 +215,6 @@ def module() -> None:
             near(f"gradient {i}", got.grad, expected, 1e-6, torch.float32)
 
 
-def same_bits() -> None:
-    x, dy = drawn(4, 75, 40, dtype=torch.float32), drawn(4, 75, 36, dtype=torch.float32)
-    a, b = drawn(2, 8, 40, dtype=torch.float32), drawn(2, 36, 8, dtype=torch.float32)
-    groups = Groups.of([1, 0, 1, 1])
-    plan, scales = groups.plan(75, 2, x.device), torch.tensor([0.3, 0.7])
-    once, again = (
-        (
-            *grouped_triton.expand_backward(dy, x[..., :8], b, scales, plan),
-            *grouped_triton.shrink_backward(x[..., :8], x, a, 0.0, None, plan),
-        )
-        for _ in range(2)
-    )
-    assert all(torch.equal(p, q) for p, q in zip(once, again, strict=True))
-
-
 def cases():
     for dtypes in DTYPES:
         for shape in SHAPES if dtypes in ("float32", "float16") else list(SHAPES)[5:6]:
@@ -242,4 +227,3 @@ def cases():
     yield "a plan with empty chunks", padded_plan
     yield "three ways", three_ways
     yield "through the operators", module
-    yield "the same bits", same_bits

@@ -103,13 +103,6 @@ def kept_bits() -> None:
         assert torch.equal(butterfly_triton.rotate(x, torch.eye(16).expand(3, 16, 16)), x)
 
 
-def same_bits() -> None:
-    x, dy = drawn(300, 64, dtype=torch.float32), drawn(300, 64, dtype=torch.float32)
-    blocks = drawn(4, 16, 16, dtype=torch.float32)
-    once, again = (butterfly_triton.rotate_backward(dy, x, blocks) for _ in range(2))
-    assert all(torch.equal(p, q) for p, q in zip(once, again, strict=True))
-
-
 def parts() -> None:
     """All rows have a part, no part is empty."""
     for rows in (0, 1, 64, 65, 1000, 8192):
@@ -141,6 +134,5 @@ def cases():
     yield "rows far apart", far_rows
     yield "through the operator", module
     yield "bits are kept", kept_bits
-    yield "the same bits", same_bits
     yield "parts", parts
     yield "wide in float32", wide_in_float32

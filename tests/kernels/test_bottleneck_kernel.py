@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from measured import Operations, as_near, kept, loss, near
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapterzoo import kernels
 from adapterzoo.activations import ACTIVATIONS
@@ -51,11 +51,6 @@ def drawn(batch, d_model, width, outer=torch.float64, inner=torch.float64) -> li
     return [v.to(outer if i < 2 else inner) for i, v in enumerate(values)]
 
 
-def loss(out: Tensor) -> Tensor:
-    """The sum of squares, small enough for the gradients to be numbers of float16."""
-    return out.double().square().sum() / 1024
-
-
 def operator(to, x, *params, activation="gelu"):
     """The operator itself, whatever the size."""
     return ops._bottleneck(to, None if x is to else x, *params, S, activation, True)[0]
@@ -70,13 +65,6 @@ def truth(values, activation="gelu", same=False) -> list[Tensor]:
     out = to + S * (u @ up.T + up_bias)
     grads = torch.autograd.grad(loss(out), [to, *([] if same else [x]), *wide[2:]])
     return [out.detach(), *grads]
-
-
-def near(got: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert got.shape == expected.shape
-    if got.numel():
-        size = expected.abs().max().item()
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * max(size, 1e-9))
 
 
 def split(values, same):
@@ -138,14 +126,12 @@ def test_every_activation_has_the_gradients_of_autograd(activation):
 def test_as_near_to_float64_as_the_definition(dtype, same):
     values = [v.requires_grad_() for v in drawn((4, 100), 96, 24, dtype, dtype)]
     leaves, given = split(values, same)
-    expected = truth(values, "silu", same)
-    errors = []
+    found = []
     for run in (bottleneck, bottleneck_reference):
         out = run(*given, S, "silu")
-        got = [out, *torch.autograd.grad(loss(out), leaves)]
-        errors.append([(g - w).abs().max() for g, w in zip(got, expected, strict=True)])
-    for own, reference, wanted in zip(*errors, expected, strict=True):
-        assert own <= 2 * reference + torch.finfo(dtype).eps * wanted.abs().max()
+        found.append([out, *torch.autograd.grad(loss(out), leaves)])
+    for own, reference, wanted in zip(*found, truth(values, "silu", same), strict=True):
+        as_near(own, reference, wanted)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
@@ -218,26 +204,6 @@ def test_only_what_needs_a_gradient_gets_one(needed, same):
             assert value.grad is None
 
 
-class Saved:
-    """Bytes that autograd keeps besides the parameters, each storage once."""
-
-    def __init__(self, *known: Tensor) -> None:
-        self._known = {f.untyped_storage().data_ptr() for f in known}
-        self._seen: dict[int, int] = {}
-
-    def bytes_of(self, run) -> int:
-        def note(tensor):
-            store = tensor.untyped_storage()
-            if store.data_ptr() not in self._known:
-                self._seen[store.data_ptr()] = store.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            kept = run()
-        assert kept.requires_grad
-        return sum(self._seen.values())
-
-
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [
@@ -258,19 +224,18 @@ def test_x_and_h_are_all_that_is_saved(outer, inner, activation, autocast):
     h = 64 * 64 * (2 if autocast else inner.itemsize)
     # autocast keeps its copies of the matrices
     copies = 2 * 2 * 64 * 512 if autocast and inner is torch.float32 else 0
-    assert Saved(*values[2:]).bytes_of(run) == values[1].nbytes + h + copies
+    assert sum(kept(run, *values[2:]).values()) == values[1].nbytes + h + copies
 
 
 def test_a_frozen_down_projection_keeps_no_activation():
     values = drawn(*LARGE, torch.float32, torch.float32)
     values[1].requires_grad_()
     values[4].requires_grad_()
-    saved = Saved(*values[2:]).bytes_of(lambda: bottleneck(*values, S, "gelu"))
-    assert saved == 300 * 6 * 4
+    saved = kept(lambda: bottleneck(*values, S, "gelu"), *values[2:])
+    assert sum(saved.values()) == 300 * 6 * 4
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("grad", "outer"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_the_operators_pass_opcheck(grad, outer):
     to, x, *params = (v.requires_grad_(grad) for v in drawn((3, 5), 33, 7, outer, torch.float32))
     for read in (x, None):
@@ -288,9 +253,8 @@ def test_the_operators_pass_opcheck(grad, outer):
         torch.library.opcheck(ops._bottleneck_backward, given, test_utils=checks)
 
 
-@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [((3, 5), 33, 7), LARGE], ids=str)
-@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize(("same", "outer"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_compiled_is_eager(outer, shape, same):
     torch._dynamo.reset()
     values = [v.requires_grad_() for v in drawn(*shape, outer, torch.float32)]
@@ -363,31 +327,18 @@ def test_reference_mode_is_the_definition():
         assert torch.equal(out, bottleneck_reference(to, x.float(), *params, S, "gelu"))
 
 
-class Counting(TorchDispatchMode):
-    """Names of the operations but for views, which cost no memory and little time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.name().partition("::")[2].partition(".")[0]
-        if not func.is_view and "view" not in name and name not in ("t", "empty", "new_empty"):
-            self.called.append(name)
-        return out
-
-
-@pytest.mark.parametrize("shape", [((1, 16), 64, 8), LARGE], ids=str)
-def test_four_operations_without_gradients(shape):
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        (((1, 16), 64, 8), ["add", "addmm", "addmm", "relu"]),
+        (LARGE, ["add", "addmm", "addmm_", "relu"]),
+    ],
+)
+def test_four_operations_without_gradients(shape, names):
     values = drawn(*shape, torch.float32, torch.float32)
-    with torch.no_grad(), Counting() as seen:
+    with torch.no_grad(), Operations() as seen:
         bottleneck(*values, S, "relu")
-    assert sorted(seen.called) == sorted(
-        ["addmm", "relu", "addmm", "add"]
-        if shape is not LARGE
-        else ["addmm", "relu", "add", "addmm_"]
-    )
+    assert sorted(seen.names) == names
 
 
 def test_a_model_may_write_into_the_output_in_place():

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured import kept
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
-from torch.autograd.graph import saved_tensors_hooks
 
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import cayley as module
@@ -52,11 +52,8 @@ def test_it_is_the_formula(kernel: Any, b: int, size: float) -> None:
 @pytest.mark.parametrize("t", [0.0, 0.1, -1.0, 20.0])
 def test_two_features_turn_by_twice_the_arc_tangent(t: float) -> None:
     R = torch.tensor([[0.0, -t], [t, 0.0]], dtype=torch.float64)
-    angle = -2 * math.atan(t)
-    turn = torch.tensor(
-        [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]],
-        dtype=torch.float64,
-    )
+    cos, sin = math.cos(-2 * math.atan(t)), math.sin(-2 * math.atan(t))
+    turn = torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
     torch.testing.assert_close(cayley_reference(R), turn, rtol=0, atol=1e-14)
 
 
@@ -76,17 +73,19 @@ def test_float32_is_orthogonal_to_a_millionth_at_every_angle(b: int, degrees: fl
     R = torch.stack([turns(b, degrees, seed).float() for seed in range(3)])
     Q = cayley_reference(R).double()
     assert (Q @ Q.mT - torch.eye(b)).abs().max() <= 2e-7
+    # what a solve loses is eps times the condition number of I + S
+    condition = 1 / math.cos(math.radians(degrees) / 2)
     # of what R was rounded to, the formula in float64 is the truth; rounded once
-    torch.testing.assert_close(Q, formula(R), rtol=2**-24, atol=1e-10)
-    # without float64 it is what a solve in float32 can give, and this check can tell
+    near = 64 * torch.finfo(torch.float64).eps * condition
+    torch.testing.assert_close(Q, formula(R), rtol=2**-24, atol=near)
+    # without float64 it is what a solve in float32 can give
     with mock.patch.object(module, "_HAVE_FLOAT64", ()):
         rough = cayley_reference(R).double()
     error = (rough @ rough.mT - torch.eye(b)).abs().max()
-    assert degrees > 150 or error <= 3e-6
-    assert degrees < 179.9 or b < 8 or error > 2e-7
+    assert error <= 16 * torch.finfo(torch.float32).eps * condition
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     b=st.integers(1, 33),
     blocks=st.integers(1, 5),
@@ -108,9 +107,7 @@ def test_rows_are_orthonormal_to_a_millionth(b: int, blocks: int, seed: int, siz
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("b", SIZES)
-def test_symmetric_matrices_give_exactly_the_identity(
-    kernel: Any, b: int, dtype: torch.dtype
-) -> None:
+def test_symmetric_matrices_give_exactly_the_identity(kernel: Any, b: int, dtype: Any) -> None:
     R = random(4, b, b)
     for symmetric in (torch.zeros(4, b, b), R + R.mT):
         Q = kernel(symmetric.to(dtype))
@@ -129,7 +126,6 @@ def test_half_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
 def test_autocast_changes_no_bit() -> None:
     R = random(6, 8, 8).float()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(cayley_reference(R), cayley_reference(R.clone()))
         cast = cayley_reference(R)
     assert torch.equal(cast, cayley_reference(R))
 
@@ -174,19 +170,10 @@ def test_half_precision_gradients_are_rounded_once(dtype: torch.dtype) -> None:
 
 def test_nothing_but_the_rotations_is_kept() -> None:
     R = random(3, 5, 5).float().requires_grad_()
-    kept: list[int] = []
-
-    def note(t: Tensor) -> Tensor:
-        kept.append(t.untyped_storage().data_ptr())
-        return t
-
-    with saved_tensors_hooks(note, lambda t: t):
-        Q = cayley(R)
-    assert kept == [Q.untyped_storage().data_ptr()]
-    kept.clear()
-    with saved_tensors_hooks(note, lambda t: t):
-        cayley_reference(R)
-    assert len(kept) > 1
+    found: list[Tensor] = []
+    saved = kept(lambda: found.append(cayley(R)) or found[0])
+    assert list(saved) == [found[0].untyped_storage().data_ptr()]
+    assert len(kept(lambda: cayley_reference(R))) > 1
 
 
 def test_the_operator_passes_opcheck_and_compiles() -> None:
@@ -211,19 +198,15 @@ def test_reference_mode_is_the_definition_by_autograd() -> None:
 
 
 def test_a_matrix_that_is_not_square_is_named() -> None:
-    with (
-        FakeTensorMode(),
-        pytest.raises(KernelError, match=r"'R \[2, 3\]'.*R is \[\*batch, b, b\]"),
-    ):
+    wrong = pytest.raises(KernelError, match=r"'R \[2, 3\]'.*R is \[\*batch, b, b\]")
+    with FakeTensorMode(), wrong:
         cayley(torch.empty(2, 3))
 
 
 def test_the_gradient_is_antisymmetric() -> None:
-    R = random(3, 5, 5).requires_grad_()
-    (cayley(R) * random(3, 5, 5, seed=1)).sum().backward()
-    assert R.grad is not None
-    assert R.grad.abs().max() > 0.1
-    torch.testing.assert_close(R.grad, -R.grad.mT, rtol=0, atol=1e-15)
+    grad = gradient(cayley, random(3, 5, 5))
+    assert grad.abs().max() > 0.1
+    torch.testing.assert_close(grad, -grad.mT, rtol=0, atol=1e-15)
 
 
 def test_nan_comes_out_as_nan() -> None:
@@ -240,8 +223,3 @@ def test_strided_and_empty_batches() -> None:
     wide = random(1, 4, 4).expand(5, 4, 4)
     torch.testing.assert_close(cayley_reference(wide), formula(wide), rtol=0, atol=1e-13)
     assert cayley_reference(torch.empty(0, 4, 4)).shape == (0, 4, 4)
-
-
-def test_it_follows_the_device() -> None:
-    for kernel in KERNELS:
-        assert kernel(torch.empty(2, 4, 4, device="meta")).is_meta

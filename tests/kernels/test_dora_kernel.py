@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from measured import Operations
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -78,7 +79,7 @@ def test_a_b_of_zeros_gives_the_bits_of_the_plain_norm(tile: int, transposed: bo
 
 @pytest.mark.parametrize("left", [1e-2, 1e-4, 0.0])
 def test_a_sum_that_cancels_keeps_its_digits(left: float):
-    # W ≈ −s B A, where the factored form has nothing but rounding left
+    # W ≈ −s B A, where the factored form ‖W‖² + 2s W·BA + … has nothing but rounding left
     w, a, b = factors(16, 64, 4)
     s = 0.5
     w = (-s * (b.double() @ a.double()) + left * w.double()).float()
@@ -86,9 +87,6 @@ def test_a_sum_that_cancels_keeps_its_digits(left: float):
     # each element of the sum is right to an ulp of the two that cancel
     ulp = torch.finfo(torch.float32).eps * w.double().norm(dim=-1)
     assert bool(((got - truth).abs() <= ulp).all())
-    squares = w.square().sum(-1) + 2 * s * ((w @ a.T) * b).sum(-1)
-    factored = (squares + s * s * ((b @ (a @ a.T)) * b).sum(-1)).clamp(min=0).sqrt().double()
-    assert (got - truth).abs().max() * 20 < (factored - truth).abs().max()
 
 
 def test_a_cpu_takes_the_definition():
@@ -122,22 +120,10 @@ def test_autocast_does_not_reach_the_norm():
 
 
 def test_no_more_than_a_tile_of_the_sum_exists():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            # views have no memory of their own
-            if isinstance(out, Tensor) and out._base is None:
-                self.elements = max(self.elements, out.numel())
-            return out
-
     w, a, b = factors(256, 64, 4)
-    with torch.no_grad(), Largest() as seen:
+    with torch.no_grad(), Operations() as seen:
         row_norm_reference(w, a, b, 0.5, tile=1024)
-    assert 256 <= seen.elements <= 1024
+    assert 256 <= seen.largest <= 1024
 
 
 def test_gradients_of_the_norm_are_those_of_differences():
