@@ -14,9 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
-SECTIONS = [
-    *("ceilings", "gate", "kernels", "layers", "bottlenecks", "models", "mixed", "graphs"),
-]
+SECTIONS = [*("ceilings", "gate", "kernels", "layers", "bottlenecks", "models", "mixed", "graphs")]
 
 # each plants a bug in a kernel and says whether the gate saw it; the last runs all of it
 PLANTED = """

@@ -52,10 +52,7 @@ def _bnb(**settings: Any) -> BitsAndBytesConfig:
 
 def _four_bits(kind: str, double: bool = False, **more: Any) -> BitsAndBytesConfig:
     return _bnb(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=double,
-        **more,
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double, **more
     )
 
 
@@ -240,10 +237,7 @@ def test_blocks_whose_packed_weights_look_alike_keep_their_widths(load):
     found = find(model)
     assert {
         s.path: (s.d_in, s.d_out) for b in found.blocks for s in b.sites if s.role == "mlp_in"
-    } == {
-        "layers.0.mlp.up_proj": (32, 128),
-        "layers.1.mlp.up_proj": (64, 64),
-    }
+    } == {"layers.0.mlp.up_proj": (32, 128), "layers.1.mlp.up_proj": (64, 64)}
 
 
 # --- what they compute ---

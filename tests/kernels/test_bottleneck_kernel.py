@@ -26,12 +26,7 @@ SHAPES = [
     ((2, 3, 5), 64, 64),  # several dimensions, as wide as the model
     ((4, 50), 130, 8),  # above the size where the path changes
 ]
-TOLERANCE = {
-    torch.float64: 1e-13,
-    torch.float32: 2e-6,
-    torch.bfloat16: 2e-2,
-    torch.float16: 3e-3,
-}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LARGE = ((5, 60), 64, 6)
 
 

@@ -45,12 +45,7 @@ INDICES = {
     "no rows": [],
 }
 TOKENS = {"decoding": (1,), "flat": (), "longer than the rank": (2, 5), "none": (0,)}
-TOLERANCE = {
-    torch.float64: 1e-13,
-    torch.float32: 1e-6,
-    torch.bfloat16: 1.6e-2,
-    torch.float16: 2e-3,
-}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 def drawn(index, tokens, ranks=RANKS, d_in=11, d_out=7, outer=torch.float64, factor=torch.float64):

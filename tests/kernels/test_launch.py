@@ -62,8 +62,7 @@ def test_only_the_helper_launches():
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["shrink_kernel[grid](x)", "k.kernel[(1,)](x)", "f[1, 2](x)", "f.run(x, grid=(1,))"],
+    "line", ["shrink_kernel[grid](x)", "k.kernel[(1,)](x)", "f[1, 2](x)", "f.run(x, grid=(1,))"]
 )
 def test_the_lint_bites(line: str):
     assert launches(line) == [1]

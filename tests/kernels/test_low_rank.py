@@ -23,12 +23,7 @@ SHAPES = [
     ((2, 3, 5), 64, 24, 24),  # several dimensions, rank as wide as the output
     ((4, 50), 100, 130, 8),  # above the size where the path changes
 ]
-TOLERANCE = {
-    torch.float64: 1e-14,
-    torch.float32: 1e-6,
-    torch.bfloat16: 1.6e-2,
-    torch.float16: 2e-3,
-}
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 def drawn(batch, d_in, d_out, rank, outer=torch.float64, factor=torch.float64) -> list[Tensor]:
@@ -298,8 +293,7 @@ def test_reference_mode_is_the_definition():
 
 
 @pytest.mark.parametrize(
-    ("batch", "names"),
-    [((1, 16), ["mm", "mm", "add"]), ((8, 128), ["mm", "_to_copy", "addmm_"])],
+    ("batch", "names"), [((1, 16), ["mm", "mm", "add"]), ((8, 128), ["mm", "_to_copy", "addmm_"])]
 )
 def test_few_operations_without_gradients(batch, names):
     values = drawn(batch, 64, 64, 8, torch.float32, torch.float32)
