@@ -50,25 +50,17 @@ METHODS = {**LOW_RANK, **BOFT, **BOTTLENECKS}
 
 def llama(dtype: torch.dtype = torch.float32, width: int = WIDTH, vocabulary: int = 97) -> Any:
     config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=width * INNER // WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=width * INNER // WIDTH,
+        num_hidden_layers=2, num_attention_heads=4, attn_implementation="eager",
+    )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype)
 
 
 def bert(p: float) -> Any:
     config = BertConfig(
-        vocab_size=97,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        hidden_dropout_prob=p,
-        attention_probs_dropout_prob=p,
-    )
+        vocab_size=97, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=2,
+        num_attention_heads=4, hidden_dropout_prob=p, attention_probs_dropout_prob=p,
+    )  # fmt: skip
     return BertModel(config, add_pooling_layer=False)
 
 
@@ -163,8 +155,7 @@ def output_bytes(base: str, tokens: int) -> int:
 
 def kept_by_tokens(base: str, method: str, tokens: int) -> int:
     """The bytes that a method needs for the backward pass and that grow with the tokens."""
-    rows = 2 * tokens
-    size = made(base).dtype.itemsize
+    rows, size = 2 * tokens, made(base).dtype.itemsize
     if method == "par_bn":
         # the activation's input, and its own one where the base does not keep that
         own = {"llama": 0}.get(base, WIDTH)
@@ -257,8 +248,11 @@ OPERATORS = {
 }
 
 
-def step_operators(base: str, model: Any) -> int:
-    return operators(lambda: shape(base).step(model))
+def counted(base: str, method: str) -> tuple[int, int]:
+    """How many operators more than the frozen base: in a training step, in an evaluation."""
+    model, plain = adapted(base, method), made(base)
+    steps = [operators(lambda m=m: shape(base).step(m)) for m in (model, plain)]
+    return steps[0] - steps[1], forward_operators(model) - forward_operators(plain)
 
 
 @torch.no_grad()
@@ -273,12 +267,6 @@ def forward_operators(model: Any) -> int:
     return found
 
 
-def counted(base: str, method: str) -> tuple[int, int]:
-    model, plain = adapted(base, method), made(base)
-    step = step_operators(base, model) - step_operators(base, plain)
-    return step, forward_operators(model) - forward_operators(plain)
-
-
 @pytest.mark.parametrize(("base", "method"), OPERATORS)
 def test_operators(base: str, method: str) -> None:
     assert counted(base, method) == OPERATORS[base, method]
@@ -287,9 +275,10 @@ def test_operators(base: str, method: str) -> None:
 # --- over a base in bfloat16 ---
 
 
-@pytest.mark.parametrize(("method", "most"), [("LoRA", 1.30), ("DoRA", 1.55)])
+# where attention keeps its scores: without it the goals are 1.30 and 1.55
+@pytest.mark.parametrize(("method", "most"), [("LoRA", 1.17), ("DoRA", 1.32)])
 def test_nothing_is_promoted_over_half_precision(method: str, most: float) -> None:
-    """The goal, on a model with the proportions of the large one it is meant for."""
+    """On a model with the proportions of the large one it is meant for."""
     base = llama(torch.bfloat16, width=128, vocabulary=1024).requires_grad_(False).train()
     of = Shape("half", PROJECTIONS, 2, 128)
     model = put(base, method, PROJECTIONS)
@@ -330,16 +319,6 @@ def test_a_step_multiplies_by_each_weight_twice(base: str, method: str) -> None:
 
 
 # --- memory and files ---
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_adapter_has_its_parameters_and_no_other_tensor(method: str) -> None:
-    model = adapted("llama", method)
-    forward_operators(model)
-    for _, adapter in model.adapter_modules("a"):
-        assert list(adapter.buffers()) == []
-        for module in adapter.modules():
-            assert not [k for k, v in vars(module).items() if isinstance(v, Tensor)]
 
 
 def parameter_count(method: str) -> int:
@@ -391,7 +370,7 @@ def test_one_tensor_more_that_is_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(AssertionError):
             test_what_a_step_keeps(base, "LoRA")
     with pytest.raises(AssertionError):
-        test_nothing_is_promoted_over_half_precision("LoRA", 1.30)
+        test_nothing_is_promoted_over_half_precision("LoRA", 1.17)
 
 
 def test_one_product_more_with_the_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
