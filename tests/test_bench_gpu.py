@@ -83,6 +83,7 @@ def run(*command: str | Path, interpreted: bool = False) -> subprocess.Completed
     )
 
 
+@pytest.mark.sweep
 def test_a_dry_run_fills_every_section_and_writes_no_number(tmp_path: Path):
     results = ROOT / "benchmarks" / "results"
     before = sorted(results.rglob("*")) if results.exists() else None
@@ -112,6 +113,7 @@ def test_a_dry_run_fills_every_section_and_writes_no_number(tmp_path: Path):
             assert row["cells"]["PEFT bf16"] == row["cells"]["PEFT default"] == "dry run"
 
 
+@pytest.mark.sweep
 def test_a_wrong_kernel_stops_the_run(tmp_path: Path):
     done = run("-c", PLANTED, str(tmp_path), interpreted=True)
     assert done.returncode == 0, done.stderr[-2000:]
