@@ -1,7 +1,5 @@
 """The GPU benchmark, where there is no GPU: all of its lines run, and its gate stops it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -73,7 +71,7 @@ print(json.dumps(seen))
 """
 
 
-def run(*command: str | Path, interpreted: bool = False) -> subprocess.CompletedProcess[str]:
+def run(*command, interpreted=False):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if interpreted:
@@ -84,7 +82,7 @@ def run(*command: str | Path, interpreted: bool = False) -> subprocess.Completed
 
 
 @pytest.mark.sweep
-def test_a_dry_run_fills_every_section_and_writes_no_number(tmp_path: Path):
+def test_a_dry_run_fills_every_section_and_writes_no_number(tmp_path):
     results = ROOT / "benchmarks" / "results"
     before = sorted(results.rglob("*")) if results.exists() else None
     done = run(SCRIPT, "--dry-run", "--output", tmp_path)
@@ -114,7 +112,7 @@ def test_a_dry_run_fills_every_section_and_writes_no_number(tmp_path: Path):
 
 
 @pytest.mark.sweep
-def test_a_wrong_kernel_stops_the_run(tmp_path: Path):
+def test_a_wrong_kernel_stops_the_run(tmp_path):
     done = run("-c", PLANTED, str(tmp_path), interpreted=True)
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout.splitlines()[-1])
@@ -134,7 +132,7 @@ def test_a_wrong_kernel_stops_the_run(tmp_path: Path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it would measure")
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path):
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     done = run(SCRIPT, "--output", tmp_path)
     assert done.returncode == 1
     assert done.stderr.strip() == (
@@ -144,7 +142,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def kernel_names() -> list[str]:
+def kernel_names():
     from _gpu_kernels import KERNELS
 
     return [kernel.name for kernel in KERNELS]
@@ -195,7 +193,7 @@ def test_what_there_is_no_time_for_is_listed():
     assert part.skipped[0] == "LoRA r=16, 20 × 32 → 48: no time left for it"
 
 
-def test_a_report_shows_figures_and_whether_their_goals_are_met(tmp_path: Path):
+def test_a_report_shows_figures_and_whether_their_goals_are_met(tmp_path):
     from _gpu_report import Part, Report, Row, at_least, at_most, slug
     from _measure import Ratio
 
@@ -234,10 +232,10 @@ def test_calls_take_turns_and_failures_of_peers_are_cells():
 
     log: list[str] = []
 
-    def broken() -> None:
+    def broken():
         raise RuntimeError("no")
 
-    def call(name: str) -> None:
+    def call(name):
         log.append(name)
 
     clock = Clock(torch.device("cpu"), 5)

@@ -1,7 +1,5 @@
 """`torch.compile(fullgraph=True)`: compiled equals eager, and nothing compiles twice."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

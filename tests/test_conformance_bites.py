@@ -1,20 +1,16 @@
 """Each check of `adapterzoo.testing` bites: methods broken on purpose, and what catches them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import dropout
 
-from adapterzoo.anatomy import Site
-from adapterzoo.configs import AdapterConfig, architectures
-from adapterzoo.contracts import Base
+from adapterzoo.configs import architectures
 from adapterzoo.inject.views import Layer, RowsOf
 from adapterzoo.methods.lora import LoRA, LoRAConfig
 from adapterzoo.testing import ConformanceError, check_method, checks, report
@@ -28,7 +24,7 @@ class Broken(LoRAConfig):
     layer: ClassVar[Callable[..., LoRA]] = LoRA
     __hash__ = LoRAConfig.__hash__
 
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
+    def build(self, site, device, dtype):
         return self.layer(self, site, device, dtype)
 
 
@@ -43,10 +39,10 @@ TABLE: dict[type[Broken], set[str]] = {}
 BROAD: dict[type[Broken], str] = {}
 
 
-def breaks(*caught_by: str, broad: bool = False) -> Callable[[Any], Any]:
+def breaks(*caught_by, broad=False):
     """Enter a broken config, or a broken layer with a config around it, into one of the tables."""
 
-    def enter(made: Any) -> Any:
+    def enter(made):
         config = made
         if issubclass(made, LoRA):
             config = type(made.__name__, (Broken,), {"layer": made, "__module__": __name__})
@@ -67,7 +63,7 @@ def breaks(*caught_by: str, broad: bool = False) -> Callable[[Any], Any]:
 
 @breaks("identity_at_birth", "stacks")
 class NotIdentity(LoRA):
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         nn.init.constant_(self.lora_B, 0.01)
 
@@ -75,7 +71,7 @@ class NotIdentity(LoRA):
 @breaks("identity_at_birth")
 class PromisesTooLittle(Broken):
     @property
-    def starts_as_identity(self) -> bool:
+    def starts_as_identity(self):
         return False
 
 
@@ -83,7 +79,7 @@ class PromisesTooLittle(Broken):
 class DeviceRandom(LoRA):
     """The peers' bug: drawn where and in what dtype the layer happens to be."""
 
-    def __init__(self, config: LoRAConfig, site: Site, device: torch.device, dtype: Any) -> None:
+    def __init__(self, config, site, device, dtype):
         super().__init__(config, site, device, dtype)
         nn.init.kaiming_uniform_(self.lora_A)
 
@@ -92,7 +88,7 @@ class DeviceRandom(LoRA):
 class EqualEverywhere(LoRA):
     """The peer's bug: one seed gives all layers the same values."""
 
-    def __init__(self, config: LoRAConfig, site: Site, device: torch.device, dtype: Any) -> None:
+    def __init__(self, config, site, device, dtype):
         super().__init__(config, site, device, dtype)
         if config.init_weights_seed and not self.lora_A.is_meta:
             source = torch.Generator().manual_seed(config.init_weights_seed)
@@ -106,13 +102,13 @@ class EqualEverywhere(LoRA):
 
 @breaks("merge_equals_forward", "stacks")
 class WrongMerge(LoRA):
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w, base):
         return w + 1.01 * (super().weight(w, base) - w)
 
 
 @breaks("not_finite_refuses_to_merge")
 class SwallowsNan(LoRA):
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w, base):
         return super().weight(w, base).nan_to_num()
 
 
@@ -120,7 +116,7 @@ class SwallowsNan(LoRA):
 class Replaces(LoRA):
     """In a stack the last one wins: what acted before is not asked."""
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         return base.plain(x) + (super().forward(x, base) - base(x))
 
 
@@ -129,30 +125,30 @@ class MixesTheWrong(LoRA):
     """In a mixed batch each row gets the adapter of another one."""
 
     @classmethod
-    def mixed(cls, adapters: Any, groups: Any, x: Tensor, base: Base) -> Tensor:
+    def mixed(cls, adapters, groups, x, base):
         return super().mixed(adapters[::-1], groups, x, base)
 
 
 @breaks("gradients")
 class UnusedParameter(LoRA):
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.unused = nn.Parameter(torch.ones_like(self.lora_A))
 
 
 class Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return 2 * grad
 
 
 @breaks("gradcheck")
 class WrongGradient(LoRA):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         y = base(x)
         return y + Doubled.apply(super().forward(x, base) - y)
 
@@ -163,7 +159,7 @@ class Alternates(LoRA):
 
     calls = 0
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         self.calls += torch.is_grad_enabled()
         if self.calls % 2 or not torch.is_grad_enabled():
             return super().forward(x, base)
@@ -177,13 +173,13 @@ class Alternates(LoRA):
 
 @breaks("any_leading_shape")
 class NeedsContiguous(LoRA):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         return super().forward(x.view(x.numel()).view(x.shape), base)
 
 
 @breaks("any_leading_shape")
 class NeedsThreeDimensions(LoRA):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         if x.is_floating_point():
             _batch, _tokens, _features = x.shape
         return super().forward(x, base)
@@ -191,7 +187,7 @@ class NeedsThreeDimensions(LoRA):
 
 @breaks("any_leading_shape", "merge_equals_forward", "mixed_rows", "stacks")
 class RowsMeet(LoRA):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         y = base(x)
         update = super().forward(x, base) - y
         return y + (update - update.mean(0, keepdim=True) if update.dim() > 2 else update)
@@ -201,24 +197,24 @@ class RowsMeet(LoRA):
 class Promotes(LoRA):
     """A magnitude of float32 in the chain."""
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         return super().forward(x, base) * torch.ones(1, dtype=torch.float32, device=x.device)
 
 
 @breaks("state_is_registered", "device_follows", "save_and_load")
 class PlainAttribute(LoRA):
-    def __init__(self, config: LoRAConfig, site: Site, device: torch.device, dtype: Any) -> None:
+    def __init__(self, config, site, device, dtype):
         super().__init__(config, site, device, dtype)
         self.cache = {"ones": torch.ones(site.d_out, device=device, dtype=dtype)}
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         y = super().forward(x, base)
         return y * self.cache["ones"].to(y.dtype)
 
 
 @breaks("state_is_registered")
 class HiddenInClosure(LoRA):
-    def __init__(self, config: LoRAConfig, site: Site, device: torch.device, dtype: Any) -> None:
+    def __init__(self, config, site, device, dtype):
         super().__init__(config, site, device, dtype)
         ones = torch.ones(site.d_out, device=device, dtype=dtype)
         self.times = Closure(lambda: ones)
@@ -227,16 +223,16 @@ class HiddenInClosure(LoRA):
 class Closure:
     """Holds a function that copies and pickles cannot look into."""
 
-    def __init__(self, function: Callable[[], Tensor]) -> None:
+    def __init__(self, function):
         self.function = function
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Closure, (len,)
 
 
 @breaks("device_follows")
 class CpuTemporary(LoRA):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         y = super().forward(x, base)
         return y * torch.ones(y.shape[-1], dtype=y.dtype, device="cpu")
 
@@ -245,26 +241,26 @@ class CpuTemporary(LoRA):
 class ReadsParameters(LoRA):
     """DataParallel's replicas have no parameters, only tensors in their places."""
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         return super().forward(x, base) + 0.0 * self._parameters["lora_B"].sum()
 
 
 @breaks("modes_reach_dropout")
 class IgnoresEval(LoRA):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         return super().forward(dropout(x, self.dropout, True) if self.dropout else x, base)
 
 
 @breaks("modes_reach_dropout")
 class NeverDrops(LoRA):
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.dropout = 0.0
 
 
 @breaks("compiles")
 class BreaksGraph(LoRA):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         torch._dynamo.graph_break()
         return super().forward(x, base)
 
@@ -274,7 +270,7 @@ class BreaksGraph(LoRA):
 
 @breaks("leaves_input_alone", broad=True)
 class ChangesInput(LoRA):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         y = super().forward(x, base)
         if not torch.is_grad_enabled() and x.is_floating_point():
             x.clamp_(-0.5, 0.5)
@@ -283,7 +279,7 @@ class ChangesInput(LoRA):
 
 @breaks("inactive_is_base", broad=True)
 class ChangesBase(LoRA):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         with torch.no_grad():
             base.weight.mul_(1.001)
         return super().forward(x, base)
@@ -291,7 +287,7 @@ class ChangesBase(LoRA):
 
 @breaks("take_leaves_no_trace")
 class LeavesMark(LoRA):
-    def forward(self, x: Tensor, base: Any) -> Tensor:
+    def forward(self, x, base):
         inner = base
         while not isinstance(inner, Layer):
             inner = inner._base if isinstance(inner, RowsOf) else inner._inner
@@ -305,7 +301,7 @@ class SharesWithOthers(LoRA):
 
     memory: ClassVar[dict[object, nn.Parameter]] = {}
 
-    def __init__(self, config: LoRAConfig, site: Site, device: torch.device, dtype: Any) -> None:
+    def __init__(self, config, site, device, dtype):
         super().__init__(config, site, device, dtype)
         key = (site.path, site.role, device.type, dtype)
         self.lora_A = self.memory.setdefault(key, self.lora_A)
@@ -313,7 +309,7 @@ class SharesWithOthers(LoRA):
 
 @breaks("copies_are_independent")
 class SharesWithCopies(LoRA):
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoRA:
+    def __deepcopy__(self, memo):
         return self
 
 
@@ -321,16 +317,16 @@ class SharesWithCopies(LoRA):
 class ForgetsAtSave(LoRA):
     """A random projection that is not in the state dict."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         signs = torch.rand(self.lora_B.shape[:1], device="cpu", dtype=torch.float32) + 0.5
         self.register_buffer("signs", signs.to(self.lora_B), persistent=False)
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         y = base(x)
         return y + (super().forward(x, base) - y) * self.signs.to(y.dtype)
 
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w, base):
         return w + (super().weight(w, base) - w) * self.signs[:, None]
 
 
@@ -339,14 +335,14 @@ _numbers = itertools.count()
 
 @breaks("save_and_load", broad=True)
 class NumberedKeys(LoRA):
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.register_buffer(f"number_{next(_numbers)}", self.lora_B.detach().clone())
 
 
 @breaks("counts_parameters", "save_and_load")
 class SmallerOnMeta(LoRA):
-    def __init__(self, config: LoRAConfig, site: Site, device: torch.device, dtype: Any) -> None:
+    def __init__(self, config, site, device, dtype):
         rank = config.replace(r=1) if device.type == "meta" else config
         super().__init__(rank, site, device, dtype)
 
@@ -356,35 +352,35 @@ class SmallerOnMeta(LoRA):
 
 @breaks("repr_is_a_call")
 class NoCall(Broken):
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"NoCall(rank {self.r})"
 
 
 @breaks("dict_round_trip")
 class LosesField(Broken):
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self):
         return {k: v for k, v in super().to_dict().items() if k != "init_weights_seed"}
 
 
 @breaks("unknown_fields_raise")
 class TakesAnything(Broken):
     @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> AdapterConfig:
+    def _from_fields(cls, fields):
         return super()._from_fields({k: v for k, v in fields.items() if k != "no_such_field"})
 
 
 @breaks("config_is_frozen", broad=True)
 class ChangesItself(Broken):
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
+    def build(self, site, device, dtype):
         object.__setattr__(self, "exclude_modules", ("embed_tokens", *(self.exclude_modules or ())))
         return super().build(site, device, dtype)
 
 
 @pytest.fixture
-def enter(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Broken]], Broken]:
+def enter(monkeypatch):
     """Registers a config class for the time of the test, and makes one of it."""
 
-    def registered(method: type[Broken]) -> Broken:
+    def registered(method):
         monkeypatch.setitem(architectures._entries, "broken", method)
         return method()
 
@@ -392,7 +388,7 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Broken]], Broken]:
 
 
 @pytest.mark.parametrize("method", TABLE, ids=lambda method: method.__name__)
-def test_a_broken_method_is_caught(method: type[Broken], enter: Any) -> None:
+def test_a_broken_method_is_caught(method, enter):
     expected = TABLE[method]
     # compiling is slow: only where it is what shall fail
     names = [n for n in checks if n != "compiles" or n in expected]
@@ -401,18 +397,18 @@ def test_a_broken_method_is_caught(method: type[Broken], enter: Any) -> None:
 
 
 @pytest.mark.parametrize("method", BROAD, ids=lambda method: method.__name__)
-def test_a_method_broken_all_over_is_caught(method: type[Broken], enter: Any) -> None:
+def test_a_method_broken_all_over_is_caught(method, enter):
     assert report(enter(method), only=[BROAD[method]])
 
 
-def test_a_right_method_is_not_caught(enter: Any) -> None:
+def test_a_right_method_is_not_caught(enter):
     check_method(enter(Right), only=[name for name in checks if name != "compiles"])
 
 
 class DoubledUpdateLayer(LoRA):
     """Right, but not what the `mixed` that it inherits computes."""
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         y = base(x)
         return y + 2 * (super().forward(x, base) - y)
 
@@ -421,15 +417,15 @@ class DoubledUpdate(Broken):
     layer = DoubledUpdateLayer
 
 
-def test_a_forward_of_its_own_is_not_mixed_as_the_inherited_one(enter: Any) -> None:
+def test_a_forward_of_its_own_is_not_mixed_as_the_inherited_one(enter):
     assert not report(enter(DoubledUpdate), only=["mixed_rows"])
 
 
-def test_every_check_bites() -> None:
+def test_every_check_bites():
     assert set.union(*TABLE.values(), BROAD.values()) == set(checks)
 
 
-def test_the_error_has_every_failure(enter: Any) -> None:
+def test_the_error_has_every_failure(enter):
     with pytest.raises(ConformanceError) as caught:
         check_method(enter(NotIdentity), only=["identity_at_birth", "stacks", "gradients"])
     message = str(caught.value)

@@ -1,7 +1,5 @@
 """Every method in every dtype in every way that a model runs: the cells of `docs/devices.md`."""
 
-from __future__ import annotations
-
 import device_modes as modes
 import device_steps as steps
 import devices_table as tables
@@ -11,7 +9,7 @@ import torch
 from adapterzoo.configs import architectures
 
 
-def red(cells: modes.Cells) -> dict[str, str]:
+def red(cells):
     return {cell: text for cell, text in cells.items() if not text.startswith(modes.GREEN)}
 
 

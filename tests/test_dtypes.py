@@ -10,13 +10,10 @@ test_boft, kernels/), merging against a formula (test_merging, test_dora), heads
 (heads/), float64 down to the last digits (`gradcheck` of the conformance suite).
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,7 @@ import torch
 from families import tiny_inputs
 from snapshots import adapter_bits, refused, same_bits
 from test_conformance import CONFIGS as REGISTERED
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapterzoo import BnConfig, BOFTConfig, ConfigUnion
 from adapterzoo.configs import AdapterConfig
@@ -39,7 +36,7 @@ LABELS = torch.tensor([0, 2])
 Made = Callable[..., Any]
 
 
-def smooth(config: AdapterConfig) -> AdapterConfig:
+def smooth(config):
     """The config without ReLU, which has two slopes at zero, and rounding chooses."""
     if isinstance(config, ConfigUnion):
         return ConfigUnion(*map(smooth, config.configs))
@@ -51,7 +48,7 @@ CONFIGS = {text: smooth(config) for text, config in REGISTERED.items()}
 QUICK = ("lora", "dora", "boft", "seq_bn", "par_bn")
 
 
-def swept(values: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+def swept(values, quick):
     """Values of parameters; those that are not quick are part of the sweep."""
     quick, marks = [*quick], pytest.mark.sweep
     each = ((v, v if isinstance(v, tuple) else (v,)) for v in values)
@@ -63,15 +60,15 @@ every_method = pytest.mark.parametrize("text", CONFIGS)
 
 
 @pytest.fixture(scope="module")
-def hosts() -> dict[tuple[str, torch.dtype], Any]:
+def hosts():
     return {}
 
 
 @pytest.fixture
-def base(tiny: Made, hosts: dict[tuple[str, torch.dtype], Any]) -> Made:
+def base(tiny, hosts):
     """A tiny model of a family in a dtype, with a head; layers far from zero."""
 
-    def make(family: str = "bert", dtype: torch.dtype = torch.float32) -> Any:
+    def make(family="bert", dtype=torch.float32):
         if (family, dtype) not in hosts:
             model = tiny(family)
             with torch.random.fork_rng(devices=()):
@@ -91,10 +88,10 @@ def base(tiny: Made, hosts: dict[tuple[str, torch.dtype], Any]) -> Made:
 
 
 @pytest.fixture
-def made(base: Made) -> Made:
+def made(base):
     """The same with an active adapter that is not the identity."""
 
-    def make(text: Any, family: str = "bert", dtype: torch.dtype = torch.float32) -> Any:
+    def make(text, family="bert", dtype=torch.float32):
         model = base(family, dtype)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(4)
@@ -106,14 +103,14 @@ def made(base: Made) -> Made:
 
 
 @pytest.fixture
-def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+def default_dtype():
     before = torch.get_default_dtype()
     yield torch.set_default_dtype
     torch.set_default_dtype(before)
 
 
 @torch.no_grad()
-def moved(model: Any, name: str = "a") -> None:
+def moved(model, name="a"):
     source = torch.Generator().manual_seed(1)
     for parameter in model._parameters_of(name):
         noise = torch.randn(parameter.shape, generator=source, dtype=torch.float32)
@@ -121,28 +118,28 @@ def moved(model: Any, name: str = "a") -> None:
 
 
 @torch.no_grad()
-def outputs(model: Any) -> dict[str, Tensor]:
+def outputs(model):
     """Hidden states and logits."""
     inputs = tiny_inputs(model.config.model_type)
     out = model(**inputs, output_hidden_states=True)
     return {"hidden": out.hidden_states[-1], "logits": out.logits}
 
 
-def wide(model: Any) -> Any:
+def wide(model):
     """The model with the same values in float64."""
     return copy.deepcopy(model).double()
 
 
-def magnitudes(model: Any) -> dict[str, Tensor]:
+def magnitudes(model):
     tensors = model._tensors_of("a")
     return {k: t for k, t in tensors.items() if k.endswith(("/m", ".m"))}
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def distance(one, other):
     return (one.double() - other.double()).abs().max().item()
 
 
-def check_near(model: Any, dtype: torch.dtype, width: int = 8) -> dict[str, Tensor]:
+def check_near(model, dtype, width=8):
     """The model's outputs have the dtype, are finite and as near to float64 as it allows.
 
     Returns:
@@ -164,7 +161,7 @@ def check_near(model: Any, dtype: torch.dtype, width: int = 8) -> dict[str, Tens
     return truth
 
 
-def loss_of(model: Any, training: bool = False) -> Tensor:
+def loss_of(model, training=False):
     """Of a model whose adapter and head are to be trained; without dropout, unless in training."""
     model.train_adapter("a")
     model.train(training)
@@ -173,7 +170,7 @@ def loss_of(model: Any, training: bool = False) -> Tensor:
     return loss
 
 
-def require_gradients(model: Any) -> dict[str, Tensor]:
+def require_gradients(model):
     """Of all that is trained: finite and of its dtype."""
     found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     for name, grad in found.items():
@@ -184,7 +181,7 @@ def require_gradients(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
+def gradients(model):
     """Of the adapter and the head, after a backward from the loss."""
     loss = loss_of(model)
     assert loss.dtype is compute_dtype(model.dtype)
@@ -192,14 +189,14 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return require_gradients(model)
 
 
-def check_gradients(model: Any, dtype: torch.dtype) -> None:
+def check_gradients(model, dtype):
     found, exact = gradients(model), gradients(wide(model))
     one, other = (torch.cat([g[k].double().flatten() for k in sorted(g)]) for g in (found, exact))
     assert other.norm() > 1e-3
     assert (one - other).norm() <= 16 * torch.finfo(dtype).eps * other.norm()
 
 
-def check_step(model: Any) -> None:
+def check_step(model):
     """A step of AdamW moves all that is trained, and nothing else, by finite numbers."""
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     with torch.random.fork_rng(devices=()):
@@ -216,7 +213,7 @@ def check_step(model: Any) -> None:
         assert same_bits(parameter, before[name]) != parameter.requires_grad, name
 
 
-def check_dtypes(model: Any, of_adapter: torch.dtype, of_base: torch.dtype) -> None:
+def check_dtypes(model, of_adapter, of_base):
     """As documented: parameters of adapters have their dtype, magnitudes are never a half."""
     for name, tensor in model.state_dict().items():
         expected = of_adapter if ".adapters." in name else of_base
@@ -225,7 +222,7 @@ def check_dtypes(model: Any, of_adapter: torch.dtype, of_base: torch.dtype) -> N
         assert tensor.dtype is expected, name
 
 
-def check_merge(model: Any, dtype: torch.dtype, truth: dict[str, Tensor]) -> None:
+def check_merge(model, dtype, truth):
     """Merged is as near to float64 as unmerged; a reset, or a refusal, leaves every bit."""
     before = {k: t.clone() for k, t in model.state_dict().items()}
     unmerged = outputs(model)
@@ -251,14 +248,14 @@ def check_merge(model: Any, dtype: torch.dtype, truth: dict[str, Tensor]) -> Non
         assert same_bits(y, unmerged[key])
 
 
-def check_all(model: Any, dtype: torch.dtype) -> None:
+def check_all(model, dtype):
     """Outputs, merging, gradients and a step."""
     check_merge(model, dtype, check_near(model, dtype))
     check_gradients(model, dtype)
     check_step(model)
 
 
-def check_files(model: Any, fresh: Any, folder: Path) -> None:
+def check_files(model, fresh, folder):
     """What is saved is loaded bit for bit, with its head."""
     model.save_adapter(folder, "a")
     fresh.delete_head("a")
@@ -276,9 +273,7 @@ def check_files(model: Any, fresh: Any, folder: Path) -> None:
     ("family", "dtype"),
     swept(itertools.product(FAMILIES, DTYPES), [("bert", torch.bfloat16), ("gpt2", torch.float32)]),
 )
-def test_a_method_lives_in_a_dtype(
-    made: Made, base: Made, tmp_path: Path, text: str, family: str, dtype: torch.dtype
-) -> None:
+def test_a_method_lives_in_a_dtype(made, base, tmp_path, text, family, dtype):
     model = made(text, family, dtype)
     check_dtypes(model, dtype, dtype)
     check_all(model, dtype)
@@ -288,9 +283,7 @@ def test_a_method_lives_in_a_dtype(
 
 @every_method
 @pytest.mark.parametrize("there", swept(DTYPES[1:], DTYPES[1:2]))
-def test_a_file_goes_to_a_model_of_another_dtype_and_back(
-    made: Made, base: Made, tmp_path: Path, text: str, there: torch.dtype
-) -> None:
+def test_a_file_goes_to_a_model_of_another_dtype_and_back(made, base, tmp_path, text, there):
     here = torch.float16 if there is torch.float32 else torch.float32
     model, other = made(text, dtype=here), base(dtype=there)
     model.save_adapter(tmp_path / "one", "a")
@@ -315,7 +308,7 @@ def test_a_file_goes_to_a_model_of_another_dtype_and_back(
 # --- autocast ---
 
 
-def works_under_autocast(model: Any, to: torch.dtype) -> bool:
+def works_under_autocast(model, to):
     """Whether the base model alone does: norms refuse an input of another half."""
     active = model.active_adapters
     model.set_active_adapters(None)
@@ -350,12 +343,12 @@ ALL = {**CONFIGS, **OPTIONS}
 
 
 @contextmanager
-def layers_of(model: Any) -> Iterator[dict[str, torch.dtype]]:
+def layers_of(model):
     """Dtypes of what all modules of the base model give, those of adapters left out."""
     found: dict[str, torch.dtype] = {}
 
-    def keep(path: str) -> Any:
-        def hook(module: nn.Module, args: object, out: Any) -> None:
+    def keep(path):
+        def hook(module, args, out):
             first = out[0] if isinstance(out, tuple) else out
             if isinstance(first, Tensor):
                 found[path] = first.dtype
@@ -374,7 +367,7 @@ def layers_of(model: Any) -> Iterator[dict[str, torch.dtype]]:
 
 @pytest.mark.parametrize("text", swept(ALL, OPTIONS))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_autocast_changes_what_it_changes_in_the_base(made: Made, text: str, family: str) -> None:
+def test_autocast_changes_what_it_changes_in_the_base(made, text, family):
     ran = []
     for dtype in DTYPES:
         model = made(ALL[text], family, dtype)
@@ -403,8 +396,8 @@ def test_autocast_changes_what_it_changes_in_the_base(made: Made, text: str, fam
 
 
 @every_method
-def test_autocast_rounds_nothing_that_is_stored(made: Made, text: str) -> None:
-    def done(model: Any, to: torch.dtype | None) -> dict[str, Tensor]:
+def test_autocast_rounds_nothing_that_is_stored(made, text):
+    def done(model, to):
         with torch.autocast("cpu", to, enabled=to is not None), torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             model.add_adapter("b", CONFIGS[text])
@@ -428,9 +421,9 @@ def test_autocast_rounds_nothing_that_is_stored(made: Made, text: str) -> None:
 @every_method
 @pytest.mark.parametrize("other", swept([torch.float64, *HALVES], [torch.float64]))
 def test_the_default_dtype_changes_nothing(
-    made: Made, base: Made, tmp_path: Path, text: str, other: torch.dtype,
-    default_dtype: Callable[[torch.dtype], None],
-) -> None:  # fmt: skip
+    made, base, tmp_path, text, other,
+    default_dtype,
+):  # fmt: skip
     own = torch.bfloat16 if other is torch.float16 else torch.float32
     expected = made(text, dtype=own)
     truth, grads = outputs(expected), gradients(expected)
@@ -459,9 +452,7 @@ CASTS: dict[str, tuple[str, torch.dtype, Callable[[Any], Any]]] = {
 
 @every_method
 @pytest.mark.parametrize("how", swept(CASTS, ["bfloat16", "there and back"]))
-def test_a_model_that_is_cast_afterwards(
-    made: Made, base: Made, tmp_path: Path, text: str, how: str
-) -> None:
+def test_a_model_that_is_cast_afterwards(made, base, tmp_path, text, how):
     family, dtype, cast = CASTS[how]
     model = cast(made(text, family))
     check_dtypes(model, dtype, dtype)
@@ -471,7 +462,7 @@ def test_a_model_that_is_cast_afterwards(
 
 @every_method
 @pytest.mark.parametrize("how", CASTS)
-def test_a_fresh_identity_stays_one_when_it_is_cast(base: Made, text: str, how: str) -> None:
+def test_a_fresh_identity_stays_one_when_it_is_cast(base, text, how):
     if not CONFIGS[text].starts_as_identity:
         return
     family, dtype, cast = CASTS[how]
@@ -490,7 +481,7 @@ def test_a_fresh_identity_stays_one_when_it_is_cast(base: Made, text: str, how: 
 # --- float32 adapters over a half-precision base ---
 
 
-def kept_wide(config: AdapterConfig) -> AdapterConfig:
+def kept_wide(config):
     if isinstance(config, ConfigUnion):
         return ConfigUnion(*map(kept_wide, config.configs))
     return config.replace(dtype="float32")
@@ -498,9 +489,7 @@ def kept_wide(config: AdapterConfig) -> AdapterConfig:
 
 @every_method
 @pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, HALVES, strict=True)])
-def test_adapters_in_float32_over_a_half_base(
-    made: Made, base: Made, tmp_path: Path, text: str, family: str, dtype: torch.dtype
-) -> None:
+def test_adapters_in_float32_over_a_half_base(made, base, tmp_path, text, family, dtype):
     model = made(kept_wide(CONFIGS[text]), family, dtype)
     check_dtypes(model, torch.float32, dtype)
     with layers_of(model) as given:
@@ -516,7 +505,7 @@ def test_adapters_in_float32_over_a_half_base(
 
 @every_method
 @pytest.mark.parametrize("dtype", swept(DTYPES, HALVES[:1]))
-def test_an_adapter_is_cast_alone(made: Made, text: str, dtype: torch.dtype) -> None:
+def test_an_adapter_is_cast_alone(made, text, dtype):
     for of_base in (torch.float32, torch.bfloat16):
         model = made(text, dtype=of_base)
         with torch.random.fork_rng(devices=()):
@@ -536,9 +525,7 @@ def test_an_adapter_is_cast_alone(made: Made, text: str, dtype: torch.dtype) -> 
 
 @every_method
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float32, torch.float16)])
-def test_a_second_adapter_never_casts_the_first(
-    made: Made, tmp_path: Path, text: str, dtypes: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_a_second_adapter_never_casts_the_first(made, tmp_path, text, dtypes):
     own, other = dtypes
     model = made(text, dtype=own)
     first, y = adapter_bits(model, "a"), outputs(model)
@@ -557,15 +544,13 @@ def test_a_second_adapter_never_casts_the_first(
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_cast_rounds_a_magnitude(
-    made: Made, base: Made, tmp_path: Path, family: str, dtype: torch.dtype
-) -> None:
+def test_no_cast_rounds_a_magnitude(made, base, tmp_path, family, dtype):
     model = made("dora", family)
     born = {key: t.clone() for key, t in magnitudes(model).items()}
     assert born
     assert all(t.dtype is torch.float32 for t in born.values())
 
-    def check(one: Any) -> None:
+    def check(one):
         found = magnitudes(one)
         assert found.keys() == born.keys()
         assert not [k for k, t in found.items() if not same_bits(t, born[k])]
@@ -587,7 +572,7 @@ def test_no_cast_rounds_a_magnitude(
     check(type(model).from_pretrained(tmp_path / "whole", dtype=dtype))
 
 
-def test_a_gradient_of_a_magnitude_is_cast_like_it(made: Made) -> None:
+def test_a_gradient_of_a_magnitude_is_cast_like_it(made):
     model = made("dora")
     expected = gradients(model)
     expected = {name: grad.clone() for name, grad in expected.items()}
@@ -607,9 +592,7 @@ def test_a_gradient_of_a_magnitude_is_cast_like_it(made: Made) -> None:
 
 @pytest.mark.parametrize("text", ["lora", "dora", "boft", "dora[convention='adapterhub']"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_merge_in_float16_of_a_large_weight_does_not_overflow(
-    base: Made, text: str, family: str
-) -> None:
+def test_a_merge_in_float16_of_a_large_weight_does_not_overflow(base, text, family):
     model = base(family, torch.float16)
     paths = {"bert": "encoder.layer.0.attention.self.query", "gpt2": "h.0.attn.c_attn"}
     layer = model.base_model.get_submodule(paths[family])
@@ -660,7 +643,7 @@ def test_a_merge_in_float16_of_a_large_weight_does_not_overflow(
 
 
 @pytest.mark.parametrize("text", swept(ALL, (*QUICK, *OPTIONS)))
-def test_no_rows_and_no_tokens(text: str) -> None:
+def test_no_rows_and_no_tokens(text):
     for case in cases(ALL[text]):
         model = case.trained("a")
         model.train_adapter("a")
@@ -675,7 +658,7 @@ def test_no_rows_and_no_tokens(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", swept(ALL, (*QUICK, *OPTIONS)))
-def test_what_is_no_number_stays_in_its_row(text: str) -> None:
+def test_what_is_no_number_stays_in_its_row(text):
     for case in cases(ALL[text]):
         x = case.input(4, 3)
         if not x.is_floating_point():

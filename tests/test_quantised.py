@@ -4,10 +4,8 @@ What a quantised layer computes is its library's affair; what the adapters add t
 with formulas in float64, on the weight that the layer shows when it multiplies by the identity.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,23 +43,23 @@ FAMILIES = {
 METHODS = ["lora", "dora", "boft", "double_seq_bn"]
 
 
-def _bnb(**settings: Any) -> BitsAndBytesConfig:
+def _bnb(**settings):
     pytest.importorskip("bitsandbytes")
     return BitsAndBytesConfig(**settings)
 
 
-def _four_bits(kind: str, double: bool = False, **more: Any) -> BitsAndBytesConfig:
+def _four_bits(kind, double=False, **more):
     return _bnb(
         load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double, **more
     )
 
 
-def _torchao(name: str, **settings: Any) -> TorchAoConfig:
+def _torchao(name, **settings):
     made = getattr(pytest.importorskip("torchao.quantization"), name)
     return TorchAoConfig(made(**settings))
 
 
-def _torchao_int4(**settings: Any) -> TorchAoConfig:
+def _torchao_int4(**settings):
     granularity = pytest.importorskip("torchao.quantization").PerGroup(32)
     return _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=granularity)
 
@@ -80,11 +78,11 @@ FOUR_BITS = "bitsandbytes nf4"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def saved(tmp_path_factory):
     """The folder of a plain base model of a family."""
     folders: dict[str, str] = {}
 
-    def folder(family: str) -> str:
+    def folder(family):
         if family not in folders:
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(0)
@@ -100,16 +98,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="module")
-def load(saved: Callable[[str], str]) -> Callable[..., Any]:
+def load(saved):
     """The base model of a family, quantised as it was loaded: each time an equal one."""
     loaded: dict[tuple[str, str], Any] = {}
 
-    def from_disk(config: Any, family: str, **settings: Any) -> Any:
+    def from_disk(config, family, **settings):
         return AutoAdapterModel.from_pretrained(
             saved(family), quantization_config=config, **settings
         )
 
-    def make(scheme: str | Any, family: str = "llama", **settings: Any) -> Any:
+    def make(scheme, family="llama", **settings):
         if not isinstance(scheme, str):
             return from_disk(scheme, family, **settings)
         if (scheme, family) not in loaded:
@@ -119,27 +117,27 @@ def load(saved: Callable[[str], str]) -> Callable[..., Any]:
     return make
 
 
-def inputs() -> dict[str, Tensor]:
+def inputs():
     ids = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def run(model: Any) -> Tensor:
+def run(model):
     with torch.no_grad():
         return first_output(model(**inputs()))
 
 
-def loss_of(model: Any) -> Tensor:
+def loss_of(model):
     return first_output(model(**inputs())).float().pow(2).mean()
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
+def gradients(model):
     model.zero_grad()
     loss_of(model).backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def leaves(tensor: Tensor) -> Iterator[Tensor]:
+def leaves(tensor):
     """The plain tensors that a tensor subclass is made of."""
     names = getattr(tensor, "__tensor_flatten__", None)
     if names is None:
@@ -148,7 +146,7 @@ def leaves(tensor: Tensor) -> Iterator[Tensor]:
         yield from leaves(getattr(tensor, name))
 
 
-def base_bits(model: Any) -> dict[str, list[bytes]]:
+def base_bits(model):
     """Every bit of the base model, packed weights and their scales included."""
     states = {
         path: module.state_dict() for path, module in model.named_modules() if not module._modules
@@ -161,7 +159,7 @@ def base_bits(model: Any) -> dict[str, list[bytes]]:
     }
 
 
-def weight_of(layer: nn.Module, d_in: int) -> Tensor:
+def weight_of(layer, d_in):
     """The weight `[d_out, d_in]` in float64, as its products show it."""
     layer.train()
     # where a gradient is wanted bitsandbytes takes no short cut
@@ -169,7 +167,7 @@ def weight_of(layer: nn.Module, d_in: int) -> Tensor:
     return (layer(eye) - layer(torch.zeros_like(eye))).detach().double().T
 
 
-def rotation(R: Tensor) -> Tensor:
+def rotation(R):
     """The block-diagonal rotation of BOFT with one factor."""
     blocks = []
     for block in R[0].double():
@@ -179,7 +177,7 @@ def rotation(R: Tensor) -> Tensor:
     return torch.block_diag(*blocks)
 
 
-def adapted(method: str, adapter: Any, layer: Any, x: Tensor) -> Tensor:
+def adapted(method, adapter, layer, x):
     """What the formula of the paper makes of an untouched layer's output, in float64."""
     p = {name: tensor.double() for name, tensor in adapter.state_dict().items()}
     bias = 0.0 if layer.bias is None else layer.bias.detach().double()

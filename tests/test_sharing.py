@@ -1,16 +1,13 @@
 """Layers that read one input share what their adapters compute from it."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from families import first_output, tiny_config, tiny_inputs
 from snapshots import changes, output, snapshot, stir
-from torch import Tensor, nn
+from torch import nn
 
 from adapterzoo import AutoAdapterModel, BOFTConfig, DoRAConfig, LoRAConfig, Stack
 from adapterzoo.families import Family
@@ -25,11 +22,11 @@ CONFIGS = {
 
 
 @pytest.fixture(autouse=True)
-def share_also_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def share_also_of_few_tokens(monkeypatch):
     monkeypatch.setattr("adapterzoo.families.FEW", 0)
 
 
-def built(family: str, *configs: Any, dtype: torch.dtype = torch.float64) -> Any:
+def built(family, *configs, dtype=torch.float64):
     torch.manual_seed(0)
     model = AutoAdapterModel.from_config(tiny_config(family)).to(dtype)
     for name, config in zip("abc", configs, strict=False):
@@ -38,7 +35,7 @@ def built(family: str, *configs: Any, dtype: torch.dtype = torch.float64) -> Any
     return model.train()
 
 
-def apart(model: Any) -> Any:
+def apart(model):
     """The same model, in which each adapter computes alone."""
     default = model._selection.default
     default.plan = replace(default.plan, families={})
@@ -48,11 +45,11 @@ def apart(model: Any) -> Any:
 class Calls:
     """Counts calls of `from_input` of a class, and how many adapters each serves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cls: type = LowRank) -> None:
+    def __init__(self, monkeypatch, cls=LowRank):
         self.sizes: list[int] = []
         plain = cls.from_input.__func__
 
-        def counted(kind: type, adapters: list[Any], x: Tensor) -> Any:
+        def counted(kind, adapters, x):
             self.sizes.append(len(adapters))
             return plain(kind, adapters, x)
 
@@ -138,7 +135,7 @@ def test_layers_of_one_input_drop_the_same_features():
 
 
 @pytest.fixture
-def adapters() -> list[Any]:
+def adapters():
     model = built("llama", LoRAConfig(attn_matrices=["q", "k", "v"]))
     return [module for _, module in model.adapter_modules("a")][:3]
 
@@ -149,7 +146,7 @@ def test_each_gets_its_part_once_and_for_the_very_tensor(adapters, monkeypatch):
     family = Family(adapters)
     x, other = torch.randn(2, 4, 32, dtype=torch.float64)
 
-    def expect(adapter: Any, source: Tensor, sizes: list[int]) -> None:
+    def expect(adapter, source, sizes):
         made = family.from_input(adapter, source)
         torch.testing.assert_close(made, source @ adapter.lora_A.T, rtol=1e-12, atol=1e-13)
         assert calls.sizes == sizes
@@ -184,7 +181,7 @@ def test_a_forward_that_fails_leaves_nothing_behind():
     before = output(model)
     layer = model.get_submodule("model.layers.0.self_attn.k_proj")
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise RuntimeError("planted")
 
     hook = layer.register_forward_pre_hook(fail)

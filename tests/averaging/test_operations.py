@@ -1,7 +1,5 @@
 """The operations on tensors: against PEFT's functions, against formulas, and by their laws."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,13 +1,10 @@
 """The bottleneck's kernel against float64: values, gradients, what it saves, who sees through."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
 import torch
 from measured import Operations, as_near, kept, loss, near
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels
@@ -37,7 +34,7 @@ def sizes():
         yield
 
 
-def drawn(batch, d_model, width, outer=torch.float64, inner=torch.float64) -> list[Tensor]:
+def drawn(batch, d_model, width, outer=torch.float64, inner=torch.float64):
     """`to`, x, down, its bias, up and its bias; h is of the size of 1."""
     source = torch.Generator().manual_seed(0)
     shapes = ((*batch, d_model),) * 2 + ((width, d_model), (width,), (d_model, width), (d_model,))
@@ -52,7 +49,7 @@ def operator(to, x, *params, activation="gelu"):
 
 
 @torch.enable_grad()
-def truth(values, activation="gelu", same=False) -> list[Tensor]:
+def truth(values, activation="gelu", same=False):
     """The output and all gradients of its `loss`, in float64; with `same`, x is `to`."""
     wide = [v.detach().double().requires_grad_() for v in values]
     to, x, down, down_bias, up, up_bias = [wide[0], *wide[:1], *wide[2:]] if same else wide

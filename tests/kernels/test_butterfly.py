@@ -1,14 +1,10 @@
 """Butterfly rotations against dense matrices that are built from the words of the paper."""
 
-from __future__ import annotations
-
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from measured import Operations, as_near, kept
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -41,16 +37,16 @@ SHAPES = [
 KERNELS = [butterfly_reference, butterfly]
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
+def random(*shape, seed=0):
     source = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=source, dtype=torch.float64)
 
 
-def rotations(m: int, blocks: int, b: int, seed: int = 1) -> Tensor:
+def rotations(m, blocks, b, seed=1):
     return cayley_reference(random(m, blocks, b, b, seed=seed))
 
 
-def permutation(i: int, b: int, d: int) -> Tensor:
+def permutation(i, b, d):
     """P_i: in each group of b · 2ⁱ features the even half-blocks come first, then the odd ones."""
     if i == 0:
         return torch.eye(d, dtype=torch.float64)
@@ -65,7 +61,7 @@ def permutation(i: int, b: int, d: int) -> Tensor:
     return P
 
 
-def dense(Q: Tensor) -> Tensor:
+def dense(Q):
     """Rot = M_{m−1} ⋯ M_0 with M_i = P_i diag(Q_i) P_iᵀ, `[d_in, d_in]`."""
     m, blocks, b, _ = Q.shape
     Rot = torch.eye(blocks * b, dtype=torch.float64)
@@ -77,7 +73,7 @@ def dense(Q: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("b", "blocks", "m"), SHAPES)
-def test_it_multiplies_by_the_dense_matrix(kernel: Any, b: int, blocks: int, m: int) -> None:
+def test_it_multiplies_by_the_dense_matrix(kernel, b, blocks, m):
     x, Q = random(3, 5, b * blocks), rotations(m, blocks, b)
     Rot = dense(Q)
     assert m == 1 or (Rot - dense(Q.flip(0))).abs().max() > 0.1
@@ -88,7 +84,7 @@ def test_it_multiplies_by_the_dense_matrix(kernel: Any, b: int, blocks: int, m: 
 
 
 @pytest.mark.parametrize(("b", "blocks", "m"), SHAPES[:-1])
-def test_folding_gives_the_dense_matrix_in_chunks(b: int, blocks: int, m: int) -> None:
+def test_folding_gives_the_dense_matrix_in_chunks(b, blocks, m):
     Q = rotations(m, blocks, b)
     folded = fold(Q)
     width = folded.shape[-1]
@@ -99,7 +95,7 @@ def test_folding_gives_the_dense_matrix_in_chunks(b: int, blocks: int, m: int) -
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("b", "m"), [(4, 1), (4, 3)])
-def test_each_expert_has_its_own_rotation(kernel: Any, b: int, m: int) -> None:
+def test_each_expert_has_its_own_rotation(kernel, b, m):
     x = random(3, 5, 2, 32)
     Q = torch.stack([rotations(m, 32 // b, b, seed=i) for i in range(3)])
     expected = torch.stack([x[i] @ dense(Q[i]) for i in range(3)])
@@ -108,7 +104,7 @@ def test_each_expert_has_its_own_rotation(kernel: Any, b: int, m: int) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("m", [1, 3])
-def test_any_leading_shape_and_stride(kernel: Any, m: int) -> None:
+def test_any_leading_shape_and_stride(kernel, m):
     Q = rotations(m, 8, 4)
     Rot = dense(Q)
     for batch in ((), (1,), (0,), (2, 0), (1, 1), (2, 1, 3)):
@@ -121,7 +117,7 @@ def test_any_leading_shape_and_stride(kernel: Any, m: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 2])
-def test_identities_change_no_value(kernel: Any, dtype: torch.dtype, m: int) -> None:
+def test_identities_change_no_value(kernel, dtype, m):
     info = torch.finfo(dtype)
     # the ends of the range, and what is in between
     ends = [info.max, -info.max, info.smallest_normal, -info.smallest_normal, 0.0, 1.0]
@@ -134,7 +130,7 @@ def test_identities_change_no_value(kernel: Any, dtype: torch.dtype, m: int) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("b", "blocks", "m"), [(4, 8, 1), (4, 8, 4), (8, 12, 3)])
-def test_folding_is_as_exact_as_the_definition(b: int, blocks: int, m: int, dtype: Any) -> None:
+def test_folding_is_as_exact_as_the_definition(b, blocks, m, dtype):
     x, Q = random(64, b * blocks).to(dtype), rotations(m, blocks, b)
     exact = x.double() @ dense(Q)
     Q = Q if dtype is torch.float64 else Q.float()
@@ -143,11 +139,11 @@ def test_folding_is_as_exact_as_the_definition(b: int, blocks: int, m: int, dtyp
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("b", "blocks", "m"), [(4, 4, 1), (3, 3, 1), (4, 4, 2), (2, 8, 3)])
-def test_gradients_agree_with_differences(kernel: Any, b: int, blocks: int, m: int) -> None:
+def test_gradients_agree_with_differences(kernel, b, blocks, m):
     x = random(2, b * blocks).requires_grad_()
     R = random(m, blocks, b, b).requires_grad_()
 
-    def turned(x: Tensor, R: Tensor) -> Tensor:
+    def turned(x, R):
         return kernel(x, cayley_reference(R))
 
     assert gradcheck(turned, (x, R))
@@ -155,7 +151,7 @@ def test_gradients_agree_with_differences(kernel: Any, b: int, blocks: int, m: i
     assert gradgradcheck(turned, (x, R), atol=1e-4, fast_mode=True)
 
 
-def test_factors_are_folded_in_float32_under_autocast() -> None:
+def test_factors_are_folded_in_float32_under_autocast():
     Q = rotations(3, 8, 4).float()
     with torch.autocast("cpu", torch.bfloat16):
         folded = fold(Q)
@@ -165,7 +161,7 @@ def test_factors_are_folded_in_float32_under_autocast() -> None:
 
 
 @pytest.mark.parametrize(("b", "m"), [(4, 1), (8, 2), (8, 4), (8, 8)])
-def test_no_dense_rotation_is_ever_built(b: int, m: int) -> None:
+def test_no_dense_rotation_is_ever_built(b, m):
     d = 1024
     x = random(4, d).float().requires_grad_()
     R = (random(m, d // b, b, b) / 10).float().requires_grad_()
@@ -178,7 +174,7 @@ def test_no_dense_rotation_is_ever_built(b: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 3])
-def test_the_backward_keeps_x_and_numbers_of_the_size_of_the_rotation(m: int) -> None:
+def test_the_backward_keeps_x_and_numbers_of_the_size_of_the_rotation(m):
     rows, d, b = 512, 64, 4
     x, Q = random(rows, d).float().requires_grad_(), rotations(m, d // b, b).float()
     saved = kept(lambda: butterfly(x, Q.requires_grad_()))
@@ -186,20 +182,20 @@ def test_the_backward_keeps_x_and_numbers_of_the_size_of_the_rotation(m: int) ->
     assert sum(saved.values()) <= 4 * d * 16 * (2 * m + 1)
 
 
-def operator(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
+def operator(x, Q, transposed=False):
     """`turned` as on a GPU: by the operator, which here runs in torch."""
     with mock.patch.object(module.mode, "may_take_triton", return_value=True):
         return turned(x, Q, transposed)
 
 
-def with_experts() -> tuple[Tensor, Tensor]:
+def with_experts():
     Q = torch.stack([rotations(2, 8, 4, seed=i) for i in range(3)])
     return random(3, 5, 2, 32), folded(Q)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("m", [1, 2, 8])
-def test_the_operator_is_the_definition(m: int, transposed: bool) -> None:
+def test_the_operator_is_the_definition(m, transposed):
     Q = folded(rotations(m, 128, 4))
     for x, own in ((random(3, 5, 512), Q), with_experts()):
         expected = butterfly_reference(x, own, transposed)
@@ -207,12 +203,12 @@ def test_the_operator_is_the_definition(m: int, transposed: bool) -> None:
             torch.testing.assert_close(run(x, own, transposed), expected, rtol=0, atol=1e-13)
 
 
-def test_gradients_of_the_operator_agree_with_differences() -> None:
+def test_gradients_of_the_operator_agree_with_differences():
     x, Q = with_experts()
     x.requires_grad_()
     Q.requires_grad_()
 
-    def run(x: Tensor, Q: Tensor) -> Tensor:
+    def run(x, Q):
         return module._rotate(x, Q.squeeze(-4))
 
     # neighbours are zero in the blocks, and learn all the same
@@ -221,7 +217,7 @@ def test_gradients_of_the_operator_agree_with_differences() -> None:
 
 
 @pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
-def test_the_operator_keeps_x_only_for_the_blocks(needed: tuple[bool, bool]) -> None:
+def test_the_operator_keeps_x_only_for_the_blocks(needed):
     x, Q = random(512, 64).float(), folded(rotations(1, 16, 4).float()).squeeze(-4)
     x.requires_grad_(needed[0])
     Q = Q.detach().requires_grad_(needed[1])
@@ -232,7 +228,7 @@ def test_the_operator_keeps_x_only_for_the_blocks(needed: tuple[bool, bool]) -> 
     assert [v.grad is not None for v in (x, Q)] == list(needed)
 
 
-def test_the_operators_pass_opcheck() -> None:
+def test_the_operators_pass_opcheck():
     x, Q = with_experts()
     blocks = Q.squeeze(-4).float()
     for own in (x, x.bfloat16()):
@@ -245,7 +241,7 @@ def test_the_operators_pass_opcheck() -> None:
             torch.library.opcheck(module._rotate_backward, operands, test_utils=checks)
 
 
-def test_autocast_of_the_operator_is_that_of_the_definition() -> None:
+def test_autocast_of_the_operator_is_that_of_the_definition():
     x, Q = random(2, 32).float().requires_grad_(), folded(rotations(1, 8, 4).float())
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = operator(x, Q), butterfly_reference(x, Q)
@@ -256,7 +252,7 @@ def test_autocast_of_the_operator_is_that_of_the_definition() -> None:
     assert x.grad.dtype is torch.float32
 
 
-def test_operands_that_do_not_fit_are_named() -> None:
+def test_operands_that_do_not_fit_are_named():
     wrong = pytest.raises(KernelError, match=r"rotate: .*'x \[5, 33\]'.* x is \[\*experts, ")
     with FakeTensorMode(), wrong:
         module._rotate(torch.empty(5, 33), torch.empty(2, 16, 16))

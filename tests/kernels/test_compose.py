@@ -1,14 +1,11 @@
 """The composition of a rescaled layer: against float64, with what it keeps for the backward."""
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 
 import pytest
 import torch
 from measured import kept
-from torch import Tensor
 
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import compose as module
@@ -36,14 +33,14 @@ def operands(dtype=torch.float32, bias=True, update=True, wide=torch.float32):
     return {k: v if v is None else v.requires_grad_() for k, v in found.items()}
 
 
-def gradients(out: Tensor, of: dict[str, Tensor | None]) -> list[Tensor]:
+def gradients(out, of):
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return list(
         torch.autograd.grad((out * weights).sum(), [t for t in of.values() if t is not None])
     )
 
 
-def truth(of: dict[str, Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+def truth(of):
     wide = {k: v if v is None else v.detach().double().requires_grad_() for k, v in of.items()}
     y, gain, bias = wide["y"], wide["gain"], wide["bias"]
     whole = y if wide["t"] is None else y + 0.7 * wide["t"] @ wide["b"].T

@@ -1,11 +1,8 @@
 """DoRA's norm and composition against float64, on shapes and values that are hostile to them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from measured import Operations
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo.errors import KernelError
@@ -15,18 +12,16 @@ from adapterzoo.kernels.dora import direction_reference, row_norm, row_norm_refe
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def factors(
-    d_out: int, d_in: int, rank: int, *experts: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
+def factors(d_out, d_in, rank, *experts, dtype=torch.float32):
     source = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
+    def drawn(*shape):
         return torch.randn(*experts, *shape, generator=source, dtype=torch.float64).to(dtype)
 
     return drawn(d_out, d_in), drawn(rank, d_in), drawn(d_out, rank)
 
 
-def true_norm(w: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
+def true_norm(w, a, b, s):
     return torch.linalg.vector_norm(w.double() + s * (b.double() @ a.double()), dim=-1)
 
 
@@ -42,7 +37,7 @@ def true_norm(w: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", [1, 100, 1 << 22])
-def test_norms_are_those_of_float64(shape: tuple[int, ...], dtype: torch.dtype, tile: int):
+def test_norms_are_those_of_float64(shape, dtype, tile):
     d_out, d_in, rank, *experts = shape
     w, a, b = factors(d_out, d_in, rank, *experts, dtype=dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -55,7 +50,7 @@ def test_norms_are_those_of_float64(shape: tuple[int, ...], dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("layout", ["transposed", "rows", "strided", "expanded"])
-def test_the_layout_of_the_weight_does_not_matter(layout: str):
+def test_the_layout_of_the_weight_does_not_matter(layout):
     w, a, b = factors(24, 40, 4)
     shown = {
         "transposed": w.T.contiguous().T,
@@ -69,7 +64,7 @@ def test_the_layout_of_the_weight_does_not_matter(layout: str):
 
 @pytest.mark.parametrize("tile", [100, 1 << 22])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_b_of_zeros_gives_the_bits_of_the_plain_norm(tile: int, transposed: bool):
+def test_a_b_of_zeros_gives_the_bits_of_the_plain_norm(tile, transposed):
     w, a, b = factors(33, 70, 4)
     w = w.T.contiguous().T if transposed else w
     got = row_norm_reference(w, a, torch.zeros_like(b), 3.0, tile)
@@ -78,7 +73,7 @@ def test_a_b_of_zeros_gives_the_bits_of_the_plain_norm(tile: int, transposed: bo
 
 
 @pytest.mark.parametrize("left", [1e-2, 1e-4, 0.0])
-def test_a_sum_that_cancels_keeps_its_digits(left: float):
+def test_a_sum_that_cancels_keeps_its_digits(left):
     # W ≈ −s B A, where the factored form ‖W‖² + 2s W·BA + … has nothing but rounding left
     w, a, b = factors(16, 64, 4)
     s = 0.5

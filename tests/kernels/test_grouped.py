@@ -1,7 +1,5 @@
 """The low-rank update of a mixed batch against float64 and against each row alone."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from copy import deepcopy
@@ -9,7 +7,6 @@ from copy import deepcopy
 import pytest
 import torch
 from measured import Operations, kept, loss, near
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels
@@ -78,7 +75,7 @@ def truth(y, x, a, b, scaling, index, mask=None):
     ]
 
 
-def results(out: Tensor, y, x, a, b) -> list[Tensor]:
+def results(out, y, x, a, b):
     return [out, *torch.autograd.grad(loss(out), [y, x, *a, *b])]
 
 

@@ -1,7 +1,5 @@
 """Where kernels run: one helper launches them, on the device of their operands; and the modes."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -40,7 +38,7 @@ MODULES = (
 )
 
 
-def launches(source: str) -> list[int]:
+def launches(source):
     """Lines that launch: `name[grid](…)` on a name that ends as kernels do, `.run`, `.warmup`."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -64,12 +62,12 @@ def test_only_the_helper_launches():
 @pytest.mark.parametrize(
     "line", ["shrink_kernel[grid](x)", "k.kernel[(1,)](x)", "f[1, 2](x)", "f.run(x, grid=(1,))"]
 )
-def test_the_lint_bites(line: str):
+def test_the_lint_bites(line):
     assert launches(line) == [1]
     assert launches("table[key](x); LAYOUTS[name](site)") == []
 
 
-def kernels_of(*modules) -> list[tuple[object, str]]:
+def kernels_of(*modules):
     """Every kernel of these modules by name, also under the names that they import."""
     return [(m, name) for m in modules for name in sorted(vars(m)) if name.endswith("_kernel")]
 
@@ -83,7 +81,7 @@ def test_every_module_of_kernels_is_recorded():
 class Recorder:
     """In place of a kernel: notes under which device it was launched, and checks its operands."""
 
-    def __init__(self, kernel, current: list[str], log: list[str]) -> None:
+    def __init__(self, kernel, current, log):
         self.fn, self.arg_names = kernel.fn, kernel.arg_names
         self._current, self._log = current, log
 
@@ -187,7 +185,7 @@ def of_mixed_batches(empty, rows):
     [low_rank, of_dora, of_boft, of_bottlenecks, of_bottlenecks_that_read_what_they_add_to,
      of_mixed_batches],
 )  # fmt: skip
-def test_every_kernel_runs_on_the_device_of_its_operands(recorded, run, device: str, rows: int):
+def test_every_kernel_runs_on_the_device_of_its_operands(recorded, run, device, rows):
     made, grads, likes, names = run(functools.partial(torch.empty, device=device), rows)
     for tensor, shape in made.items():
         assert tensor.shape == shape

@@ -1,13 +1,10 @@
 """The low-rank update against float64: values, gradients, what it saves, and who sees through."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from measured import Operations, kept, loss, near
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels
@@ -26,7 +23,7 @@ SHAPES = [
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
-def drawn(batch, d_in, d_out, rank, outer=torch.float64, factor=torch.float64) -> list[Tensor]:
+def drawn(batch, d_in, d_out, rank, outer=torch.float64, factor=torch.float64):
     """y, x, a and b."""
     source = torch.Generator().manual_seed(0)
     shapes = ((*batch, d_out), (*batch, d_in), (rank, d_in), (d_out, rank))
@@ -38,7 +35,7 @@ def drawn(batch, d_in, d_out, rank, outer=torch.float64, factor=torch.float64) -
 
 
 @torch.enable_grad()
-def truth(y, x, a, b, mask=1.0) -> list[Tensor]:
+def truth(y, x, a, b, mask=1.0):
     """The output and all gradients of its `loss`, in float64."""
     wide = [v.detach().double().requires_grad_() for v in (y, x, a, b)]
     out = wide[0] + S * (wide[1] * mask) @ wide[2].T @ wide[3].T

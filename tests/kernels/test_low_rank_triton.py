@@ -1,7 +1,5 @@
 """How the Triton kernels of the low-rank update are cut into programs and tiles."""
 
-from __future__ import annotations
-
 import torch
 
 from adapterzoo.kernels import low_rank_triton as shipped

@@ -1,11 +1,7 @@
 """BOFT against dense matrices, against PEFT's own layers, and in company of other adapters."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,21 +17,20 @@ from adapterzoo.anatomy import Site
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import base_of
 from adapterzoo.kernels.butterfly import folded
-from adapterzoo.methods.boft import BOFT
 from adapterzoo.testing import report
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def site(d_in: int = 32, d_out: int = 24, **fields: Any) -> Site:
+def site(d_in=32, d_out=24, **fields):
     return Site(
         **{"path": "block.0.query", "role": "query", "layer": 0, "stack": "block",
            "kind": "linear", "d_in": d_in, "d_out": d_out} | fields
     )  # fmt: skip
 
 
-def built(d_in: int = 32, d_out: int = 24, of: torch.dtype = torch.float64, **fields: Any) -> BOFT:
+def built(d_in=32, d_out=24, of=torch.float64, **fields):
     """An adapter of its own, with other values than the first."""
     config = BOFTConfig(init_weights=False, init_weights_seed=3, **fields)
     adapter = config.build(site(d_in, d_out), CPU, of)
@@ -44,9 +39,7 @@ def built(d_in: int = 32, d_out: int = 24, of: torch.dtype = torch.float64, **fi
     return adapter
 
 
-def linear(
-    d_in: int = 32, d_out: int = 24, dtype: torch.dtype = torch.float64, bias: bool = True
-) -> nn.Linear:
+def linear(d_in=32, d_out=24, dtype=torch.float64, bias=True):
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         made = nn.Linear(d_in, d_out, bias=bias)
@@ -55,12 +48,12 @@ def linear(
     return made.to(dtype).requires_grad_(False)
 
 
-def hidden(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+def hidden(*shape, dtype=torch.float64, seed=0):
     source = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
 
 
-def rot(R: Tensor) -> Tensor:
+def rot(R):
     """Rot = M_{m−1} ⋯ M_0, `[d_in, d_in]` in float64, column by column of its factors."""
     m, blocks, b, _ = R.shape
     S = (R.double() - R.double().mT) / 2
@@ -79,7 +72,7 @@ def rot(R: Tensor) -> Tensor:
     return whole
 
 
-def expected(adapter: BOFT, layer: nn.Linear, x: Tensor) -> Tensor:
+def expected(adapter, layer, x):
     """The formula s ⊙ (x Rot) Wᵀ + bias with a dense Rot, in float64."""
     y = (x.double() @ rot(adapter.boft_R.detach())) @ layer.weight.double().T
     y = y * adapter.boft_s.detach().double().squeeze(-1)
@@ -87,7 +80,7 @@ def expected(adapter: BOFT, layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def stir(model: Any, name: str, seed: int = 0, size: float = 0.3) -> None:
+def stir(model, name, seed=0, size=0.3):
     source = torch.Generator().manual_seed(seed)
     for _, module in model.adapter_modules(name):
         for parameter in module.parameters():
@@ -96,7 +89,7 @@ def stir(model: Any, name: str, seed: int = 0, size: float = 0.3) -> None:
 
 
 @torch.no_grad()
-def run(model: Any, inputs: dict[str, Tensor], setup: object) -> Tensor:
+def run(model, inputs, setup):
     model.set_active_adapters(setup)
     return model(**inputs).last_hidden_state
 
@@ -106,7 +99,7 @@ def run(model: Any, inputs: dict[str, Tensor], setup: object) -> Tensor:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("b", "m"), [(4, 1), (3, 1), (48, 1), (4, 2), (4, 3), (6, 4), (2, 5)])
-def test_it_is_the_formula_with_a_dense_rotation(b: int, m: int, bias: bool) -> None:
+def test_it_is_the_formula_with_a_dense_rotation(b, m, bias):
     d_in = 48 if m < 5 else 32
     adapter = built(d_in, boft_block_size=b, boft_n_butterfly_factor=m)
     assert adapter.boft_R.shape == (m, d_in // b, b, b)
@@ -118,11 +111,11 @@ def test_it_is_the_formula_with_a_dense_rotation(b: int, m: int, bias: bool) -> 
 
 
 @pytest.mark.parametrize("m", [1, 2, 3])
-def test_gradients_agree_with_differences(m: int) -> None:
+def test_gradients_agree_with_differences(m):
     adapter = built(16, 5, boft_n_butterfly_factor=m)
     base = base_of(linear(16, 5))
 
-    def layer(x: Tensor, R: Tensor, s: Tensor) -> Tensor:
+    def layer(x, R, s):
         parameters = {"boft_R": R, "boft_s": s}
         return torch.func.functional_call(adapter, parameters, (x, base))
 
@@ -130,19 +123,19 @@ def test_gradients_agree_with_differences(m: int) -> None:
     assert gradcheck(layer, (hidden(3, 16).requires_grad_(), *values))
 
 
-def merged_weight(adapter: BOFT, layer: nn.Linear) -> Tensor:
+def merged_weight(adapter, layer):
     return layer.weight @ rot(adapter.boft_R.detach()).T * adapter.boft_s.detach()
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
-def test_the_merged_weight_is_the_layer(m: int) -> None:
+def test_the_merged_weight_is_the_layer(m):
     adapter, layer = built(boft_n_butterfly_factor=m), linear()
     w, b = adapter.weight(layer.weight, base_of(layer)), adapter.bias(layer.bias, base_of(layer))
     torch.testing.assert_close(w.detach(), merged_weight(adapter, layer), rtol=0, atol=1e-12)
     assert torch.equal(b, layer.bias)
 
 
-def test_a_bias_that_another_adapter_added_is_scaled() -> None:
+def test_a_bias_that_another_adapter_added_is_scaled():
     adapter, layer = built(), linear()
     added = hidden(24, seed=5)
     b = adapter.bias(layer.bias + added, base_of(layer))
@@ -153,7 +146,7 @@ def test_a_bias_that_another_adapter_added_is_scaled() -> None:
 
 
 @pytest.mark.parametrize("m", [1, 3])
-def test_experts_have_rotations_of_their_own(m: int) -> None:
+def test_experts_have_rotations_of_their_own(m):
     config = BOFTConfig(init_weights=False, init_weights_seed=1, boft_n_butterfly_factor=m)
     adapter = config.build(site(parameter="gate_up_proj", experts=3), CPU, torch.float64)
     assert adapter.boft_R.shape == (3, m, 8, 4, 4)
@@ -169,7 +162,7 @@ def test_experts_have_rotations_of_their_own(m: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("b", "m"), [(4, 1), (4, 3), (6, 2), (48, 1)])
-def test_a_fresh_adapter_changes_no_bit(b: int, m: int, dtype: torch.dtype) -> None:
+def test_a_fresh_adapter_changes_no_bit(b, m, dtype):
     config = BOFTConfig(boft_block_size=b, boft_n_butterfly_factor=m)
     adapter, layer = config.build(site(48), CPU, dtype), linear(48, dtype=dtype)
     # large biases: (y − bias) + bias would not be y
@@ -181,7 +174,7 @@ def test_a_fresh_adapter_changes_no_bit(b: int, m: int, dtype: torch.dtype) -> N
     assert torch.equal(adapter.weight(layer.weight, base_of(layer)), layer.weight)
 
 
-def test_initial_values_other_than_the_identity() -> None:
+def test_initial_values_other_than_the_identity():
     config = BOFTConfig(init_weights=False, init_weights_seed=1)
     assert not config.starts_as_identity
     assert BOFTConfig().starts_as_identity
@@ -204,9 +197,7 @@ def test_initial_values_other_than_the_identity() -> None:
         pytest.param(32, 1, torch.float32, None, 2e-3, marks=pytest.mark.sweep),
     ],
 )
-def test_rotations_stay_orthogonal_over_a_thousand_steps(
-    b: int, m: int, dtype: torch.dtype, of_adapter: str | None, rate: float
-) -> None:
+def test_rotations_stay_orthogonal_over_a_thousand_steps(b, m, dtype, of_adapter, rate):
     config = BOFTConfig(boft_block_size=b, boft_n_butterfly_factor=m, dtype=of_adapter)
     layer, x = linear(64, 64, dtype), hidden(8, 64, dtype=dtype)
     adapter = config.build(site(64, 64), CPU, dtype)
@@ -233,7 +224,7 @@ def test_rotations_stay_orthogonal_over_a_thousand_steps(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("wide", [False, True])
-def test_precision_of_each_dtype(dtype: torch.dtype, m: int, wide: bool) -> None:
+def test_precision_of_each_dtype(dtype, m, wide):
     adapter = built(64, 48, dtype, boft_n_butterfly_factor=m, dtype="float32" if wide else None)
     layer, x = linear(64, 48, dtype), hidden(32, 64, dtype=dtype)
     assert adapter.boft_R.dtype is (torch.float32 if wide else dtype)
@@ -248,7 +239,7 @@ def test_precision_of_each_dtype(dtype: torch.dtype, m: int, wide: bool) -> None
     assert error <= 2 * allowed + torch.finfo(dtype).eps
 
 
-def test_a_wide_scale_over_a_half_layer_is_not_rounded_before_it_acts() -> None:
+def test_a_wide_scale_over_a_half_layer_is_not_rounded_before_it_acts():
     config = BOFTConfig(dtype="float32")
     layer, x = linear(32, 24, torch.bfloat16), hidden(256, 32, dtype=torch.bfloat16)
     adapter = config.build(site(), CPU, torch.bfloat16)
@@ -265,14 +256,12 @@ def test_a_wide_scale_over_a_half_layer_is_not_rounded_before_it_acts() -> None:
 
 
 @pytest.mark.parametrize(("m", "p", "count"), [(1, 0.5, 4), (3, 0.3, 2), (2, 0.1, 0), (4, 0.99, 7)])
-def test_dropout_replaces_that_many_blocks_of_one_factor(
-    m: int, p: float, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_replaces_that_many_blocks_of_one_factor(m, p, count, monkeypatch):
     adapter = built(boft_n_butterfly_factor=m, boft_dropout=p)
     layer, x = linear(), hidden(2, 32)
     used: list[Tensor] = []
 
-    def record(Q: Tensor) -> Tensor:
+    def record(Q):
         used.append(Q[0].detach())
         return folded(Q)
 
@@ -297,7 +286,7 @@ def test_dropout_replaces_that_many_blocks_of_one_factor(
         assert (hits.sum(0) / hits.sum() * 8 - 1).abs().max() < 0.25
 
 
-def test_dropout_acts_in_training_only_and_stops_no_gradient() -> None:
+def test_dropout_acts_in_training_only_and_stops_no_gradient():
     adapter = built(boft_n_butterfly_factor=2, boft_dropout=0.5)
     layer, x = linear(), hidden(3, 32)
     exact = expected(adapter, layer, x)
@@ -335,9 +324,7 @@ BOFTS = {
         ("bert", ("boft", "biased")),
     ],
 )
-def test_a_stack_is_what_merging_in_its_order_gives(
-    family: str, names: tuple[str, ...], tiny: Callable[..., Any]
-) -> None:
+def test_a_stack_is_what_merging_in_its_order_gives(family, names, tiny):
     model, inputs = tiny(family).double(), tiny_inputs(family)
     for i, name in enumerate(names):
         model.add_adapter(name, BOFTS[name])
@@ -355,9 +342,7 @@ def test_a_stack_is_what_merging_in_its_order_gives(
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("kinds", [("lora", "boft"), ("boft", "lora"), ("boft", "wide")])
-def test_a_union_at_one_layer_is_what_it_merges_to(
-    family: str, kinds: tuple[str, str], tiny: Callable[..., Any]
-) -> None:
+def test_a_union_at_one_layer_is_what_it_merges_to(family, kinds, tiny):
     model, inputs = tiny(family).double(), tiny_inputs(family)
     model.add_adapter("a", ConfigUnion(*(BOFTS[kind] for kind in kinds)))
     stir(model, "a")
@@ -366,7 +351,7 @@ def test_a_union_at_one_layer_is_what_it_merges_to(
     torch.testing.assert_close(run(model, inputs, None), adapted, rtol=0, atol=1e-11)
 
 
-def test_two_sizes_and_factors_on_one_layer(tiny: Callable[..., Any]) -> None:
+def test_two_sizes_and_factors_on_one_layer(tiny):
     model = tiny("bert").double()
     model.add_adapter("small", BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=3))
     model.add_adapter("large", BOFTConfig(boft_block_num=2))
@@ -384,7 +369,7 @@ def test_two_sizes_and_factors_on_one_layer(tiny: Callable[..., Any]) -> None:
 # --- configs and refusals ---
 
 
-def test_a_block_size_of_four_when_none_is_given() -> None:
+def test_a_block_size_of_four_when_none_is_given():
     assert built(32).boft_R.shape == (1, 8, 4, 4)
     assert built(32, boft_block_num=2).boft_R.shape == (1, 2, 16, 16)
     assert built(32, boft_block_size=8, boft_n_butterfly_factor=3).boft_R.shape == (3, 4, 8, 8)
@@ -406,7 +391,7 @@ def test_a_block_size_of_four_when_none_is_given() -> None:
         ({"dtype": "int8"}, ["dtype='int8'", "'float32'", "Write dtype=None."]),
     ],
 )  # fmt: skip
-def test_illegal_values_say_what_to_write(fields: dict[str, Any], parts: list[str]) -> None:
+def test_illegal_values_say_what_to_write(fields, parts):
     with pytest.raises(ConfigError) as raised:
         BOFTConfig(**fields)
     for part in parts:
@@ -432,9 +417,7 @@ def test_illegal_values_say_what_to_write(fields: dict[str, Any], parts: list[st
          ["boft_block_size=4 does not divide d_in=63", "nothing does", "factor=1"]),
     ],
 )  # fmt: skip
-def test_blocks_that_do_not_fit_say_which_do(
-    d_in: int, fields: dict[str, Any], parts: list[str]
-) -> None:
+def test_blocks_that_do_not_fit_say_which_do(d_in, fields, parts):
     with pytest.raises(ConfigError) as raised:
         BOFTConfig(**fields).build(site(d_in), CPU, torch.float32)
     for part in [*parts, "at 'block.0.query'"]:
@@ -459,16 +442,14 @@ def test_blocks_that_do_not_fit_say_which_do(
          ["boft_dropout=0.5", "Write boft_dropout=0"]),
     ],
 )  # fmt: skip
-def test_a_refusal_leaves_the_model_alone(
-    family: str, fields: dict[str, Any], says: list[str], tiny: Callable[..., Any]
-) -> None:
+def test_a_refusal_leaves_the_model_alone(family, fields, says, tiny):
     model = tiny(family)
     with refused(model, ConfigError, *says):
         model.add_adapter("a", BOFTConfig(**fields))
 
 
 @pytest.mark.parametrize("fields", [{"boft_n_butterfly_factor": 3}, {"boft_block_num": 4}])
-def test_other_configs_conform_too(fields: dict[str, Any]) -> None:
+def test_other_configs_conform_too(fields):
     # 48, the width of the hidden layer, and 32 are both multiples of 4 · 2²
     config = BOFTConfig(intermediate_lora=True, output_lora=True, boft_dropout=0.2, **fields)
     only = ["identity_at_birth", "gradients", "merge_equals_forward", "any_leading_shape",
@@ -488,9 +469,7 @@ TARGETS = {"bert": ["query", "value", "output.dense"], "llama": ["q_proj", "down
 
 @pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize(("b", "m"), [(4, 1), (8, 1), (4, 2), (8, 3)])
-def test_outputs_and_gradients_are_those_of_peft(
-    family: str, b: int, m: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_and_gradients_are_those_of_peft(family, b, m, monkeypatch):
     import peft
     from peft.tuners.boft import layer as peft_layer
 

@@ -1,9 +1,6 @@
 """What is true of DoRA alone; what every method must do is in test_conformance.py."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -11,7 +8,7 @@ import pytest
 import torch
 from families import first_output, tiny_config, tiny_inputs
 from snapshots import output, refused, same_bits
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoModel
 
@@ -29,7 +26,7 @@ ALL = {"target_modules": "all-linear", "r": 4, "alpha": 12}
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def stir(model: Any, name: str, seed: int = 1) -> None:
+def stir(model, name, seed=1):
     """Move all values of an adapter: magnitudes by a few percent, factors off zero."""
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -39,7 +36,7 @@ def stir(model: Any, name: str, seed: int = 1) -> None:
                 parameter.add_(0.1 * noise)
 
 
-def with_biases(model: Any) -> Any:
+def with_biases(model):
     """The model with biases that are not the zeros of a fresh one."""
     source = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -49,24 +46,20 @@ def with_biases(model: Any) -> Any:
     return model
 
 
-def adapted(
-    tiny: Callable[..., Any], family: str, config: DoRAConfig, dtype: torch.dtype = torch.float32
-) -> Any:
+def adapted(tiny, family, config, dtype=torch.float32):
     model = with_biases(tiny(family)).to(dtype)
     model.add_adapter("a", config)
     stir(model, "a")
     return model
 
 
-def first_of(model: Any) -> tuple[nn.Module, nn.Module]:
+def first_of(model):
     """The first adapted layer and its adapter."""
     path, module = next(iter(model.adapter_modules("a")))
     return model.base_model.get_submodule(path), module
 
 
-def explicit(
-    x: Tensor, w: Tensor, bias: Tensor | None, module: nn.Module, convention: str
-) -> Tensor:
+def explicit(x, w, bias, module, convention):
     """The formula of the convention, written out with a dense B A, in the dtype of its inputs."""
     delta = module.lora_B.to(w.dtype) @ module.lora_A.to(w.dtype)
     direction = w + module.scaling * delta
@@ -83,7 +76,7 @@ def explicit(
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_and_gradients_are_those_of_the_formula(tiny, convention: str, bias: bool):
+def test_outputs_and_gradients_are_those_of_the_formula(tiny, convention, bias):
     config = DoRAConfig(convention=convention, **ALL)
     layer, module = first_of(adapted(tiny, "bert" if bias else "llama", config, torch.float64))
     module.requires_grad_(True)
@@ -121,8 +114,8 @@ def test_dropout_touches_the_low_rank_path_alone(tiny):
     x = torch.randn(4, layer.weight.shape[1], dtype=torch.float64)
     calls: list[Tensor] = []
 
-    class Counting(type(base_of(layer))):  # type: ignore[misc]
-        def _run(self, x: Tensor) -> Tensor:
+    class Counting(type(base_of(layer))):
+        def _run(self, x):
             calls.append(x)
             return super()._run(x)
 
@@ -147,7 +140,7 @@ def test_dropout_touches_the_low_rank_path_alone(tiny):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "mixtral", "t5"])
-def test_magnitudes_are_born_as_the_norms_of_the_rows(tiny, family: str, dtype: torch.dtype):
+def test_magnitudes_are_born_as_the_norms_of_the_rows(tiny, family, dtype):
     model = with_biases(tiny(family)).to(dtype)
     base = output(model)
     # of the fused layers, gpt2's has rows without an adapter; experts keep one under its own name
@@ -209,9 +202,7 @@ def test_offloaded_layers_give_their_norms(tmp_path):
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_a_row_of_zeros_is_the_identity_forward_and_backward(
-    tiny, convention: str, dtype: torch.dtype
-):
+def test_a_row_of_zeros_is_the_identity_forward_and_backward(tiny, convention, dtype):
     model = with_biases(tiny("bert")).to(dtype)
     layer = model.base_model.encoder.layer[0].attention.self.query
     with torch.no_grad():
@@ -237,7 +228,7 @@ def test_a_row_of_zeros_is_the_identity_forward_and_backward(
 
 
 @pytest.mark.parametrize("left", [1e-2, 1e-4])
-def test_a_weight_that_the_update_cancels_keeps_its_digits(tiny, left: float):
+def test_a_weight_that_the_update_cancels_keeps_its_digits(tiny, left):
     model = tiny("bert")
     model.add_adapter("a", DoRAConfig(r=4))
     layer, module = first_of(model)
@@ -259,9 +250,7 @@ def test_a_weight_that_the_update_cancels_keeps_its_digits(tiny, left: float):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("adapter_dtype", [None, "float32"])
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_half_precision_rounds_the_output_once(
-    tiny, dtype: torch.dtype, adapter_dtype: str | None, convention: str
-):
+def test_half_precision_rounds_the_output_once(tiny, dtype, adapter_dtype, convention):
     config = DoRAConfig(dtype=adapter_dtype, convention=convention, **ALL)
     layer, module = first_of(adapted(tiny, "bert", config, dtype))
     x = torch.randn(6, layer.weight.shape[1]).to(dtype)
@@ -292,7 +281,7 @@ def test_autocast_leaves_the_gain_in_float32(tiny):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_neox", "mixtral", "t5"])
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_rows_of_the_merged_weight_have_the_magnitudes(tiny, family: str, convention: str):
+def test_rows_of_the_merged_weight_have_the_magnitudes(tiny, family, convention):
     # s = 1: the norm of both conventions is that of the merged direction
     config = DoRAConfig(convention=convention, attn_matrices="qkv", output_lora=True, alpha=8, r=8)
     model = adapted(tiny, family, config)
@@ -323,7 +312,7 @@ def test_rows_of_the_merged_weight_have_the_magnitudes(tiny, family: str, conven
         ("mixtral", "adapterhub", torch.float32),
     ],
 )
-def test_merged_is_unmerged(tiny, family: str, convention: str, dtype: torch.dtype):
+def test_merged_is_unmerged(tiny, family, convention, dtype):
     targets: dict[str, Any] = {"intermediate_lora": True, "output_lora": True}
     if family == "gemma3_text":
         # an embedding that multiplies its output
@@ -344,14 +333,14 @@ def test_merged_is_unmerged(tiny, family: str, convention: str, dtype: torch.dty
     assert same_bits(output(model), base)
 
 
-def doubled(model: Any) -> dict[str, Tensor]:
+def doubled(model):
     inputs = tiny_inputs(model.config.model_type)
     return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("family", ["bert", "gpt2", "mixtral"])
-def test_a_stack_adds_changes_of_the_original_weight(tiny, family: str, convention: str):
+def test_a_stack_adds_changes_of_the_original_weight(tiny, family, convention):
     config = DoRAConfig(convention=convention, intermediate_lora=True, alpha=12)
     model = adapted(tiny, family, config, torch.float64)
     model.add_adapter("b", config.replace(r=2))
@@ -387,7 +376,7 @@ PEFT_TARGETS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", PEFT_TARGETS)
-def test_outputs_and_gradients_equal_pefts(family: str):
+def test_outputs_and_gradients_equal_pefts(family):
     torch.manual_seed(0)
     base = with_biases(AutoModel.from_config(tiny_config(family)).eval())
     ours = adapterzoo.init(copy.deepcopy(base))
@@ -438,7 +427,7 @@ def test_outputs_and_gradients_equal_pefts(family: str):
          ["DoRAConfig(dropout=0.5)", "dropout=0.0"]),
     ],
 )  # fmt: skip
-def test_what_is_not_legal_is_refused(tiny, config: str, says: list[str]):
+def test_what_is_not_legal_is_refused(tiny, config, says):
     model = tiny("bert")
     with refused(model, ConfigError, *says):
         model.add_adapter("a", config)

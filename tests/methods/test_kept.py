@@ -1,7 +1,5 @@
 """What is kept in evaluation is never stale: DoRA's gain and BOFT's rotation against fresh ones."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle

@@ -1,17 +1,14 @@
 """LoRA: its formula in float64, PEFT beside it, where its adapters sit, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from typing import Any
 
 import peft
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
 from snapshots import refused
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModel
 
 import adapterzoo
@@ -21,13 +18,12 @@ from adapterzoo.averaging import combination
 from adapterzoo.errors import CompositionError, ConfigError, SiteError, StateError
 from adapterzoo.inject import base_of
 from adapterzoo.kernels import use
-from adapterzoo.methods.lora import LoRA
 from adapterzoo.testing import checks, report
 
 BATCH = 3
 
 
-def model(family: str = "bert") -> Any:
+def model(family="bert"):
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         made = AutoModel.from_config(tiny_config(family)).eval()
@@ -38,7 +34,7 @@ def model(family: str = "bert") -> Any:
     return made
 
 
-def adapted(config: LoRAConfig, family: str = "bert", seed: int = 1) -> Any:
+def adapted(config, family="bert", seed=1):
     """A model whose adapter "a" is active and holds no first value any more."""
     made = adapterzoo.init(model(family))
     made.add_adapter("a", config, set_active=True)
@@ -46,7 +42,7 @@ def adapted(config: LoRAConfig, family: str = "bert", seed: int = 1) -> Any:
     return made
 
 
-def parameters_of(made: Any) -> dict[str, nn.Parameter]:
+def parameters_of(made):
     return {
         f"{path}.{key}": parameter
         for path, module in made.adapter_modules("a")
@@ -54,7 +50,7 @@ def parameters_of(made: Any) -> dict[str, nn.Parameter]:
     }
 
 
-def stir(parameters: dict[str, Tensor], seed: int) -> None:
+def stir(parameters, seed):
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(parameters.items()):
@@ -64,7 +60,7 @@ def stir(parameters: dict[str, Tensor], seed: int) -> None:
 # --- the formula ---
 
 
-def linear(d_out: int, d_in: int) -> Any:
+def linear(d_out, d_in):
     """A base layer y = W x + b, in float64."""
     source = torch.Generator().manual_seed(2)
     made = nn.Linear(d_in, d_out, dtype=torch.float64).requires_grad_(False)
@@ -73,7 +69,7 @@ def linear(d_out: int, d_in: int) -> Any:
     return base_of(made)
 
 
-def layer(config: LoRAConfig, d_in: int = 5, d_out: int = 7) -> LoRA:
+def layer(config, d_in=5, d_out=7):
     site = Site("layer.0.query", "query", 0, "layer", "linear", d_in, d_out)
     made = config.build(site, torch.device("cpu"), torch.float64)
     stir(dict(made.named_parameters()), seed=3)
@@ -86,7 +82,7 @@ X = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual
 @pytest.mark.parametrize("r", [1, 3, 64])
 @pytest.mark.parametrize("alpha", [1, 16, 0.5, -2])
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_the_output_is_that_of_equation_3(r: int, alpha: float, use_rslora: bool) -> None:
+def test_the_output_is_that_of_equation_3(r, alpha, use_rslora):
     lora, base = layer(LoRAConfig(r=r, alpha=alpha, use_rslora=use_rslora)), linear(7, 5)
     assert lora.lora_A.shape == (r, 5)
     assert lora.lora_B.shape == (7, r)
@@ -97,7 +93,7 @@ def test_the_output_is_that_of_equation_3(r: int, alpha: float, use_rslora: bool
     assert lora.bias(base.bias, base) is base.bias
 
 
-def test_the_bias_of_b_is_scaled_with_it() -> None:
+def test_the_bias_of_b_is_scaled_with_it():
     lora, base = layer(LoRAConfig(r=4, alpha=8, lora_bias=True)), linear(7, 5)
     w = base.weight + 2.0 * lora.lora_B @ lora.lora_A
     b = base.bias + 2.0 * lora.lora_B_bias
@@ -106,7 +102,7 @@ def test_the_bias_of_b_is_scaled_with_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 4, 5), (2, 3, 4, 5)])
-def test_the_gate_is_one_number_a_sequence(shape: tuple[int, ...]) -> None:
+def test_the_gate_is_one_number_a_sequence(shape):
     lora, base = layer(LoRAConfig(r=4, alpha=8, use_gating=True)), linear(7, 5)
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     gates = torch.sigmoid((x * lora.gate.weight[0]).sum(-1) + lora.gate.bias[0])
@@ -118,7 +114,7 @@ def test_the_gate_is_one_number_a_sequence(shape: tuple[int, ...]) -> None:
         lora.weight(base.weight, base)
 
 
-def test_dropout_is_on_the_way_to_a() -> None:
+def test_dropout_is_on_the_way_to_a():
     lora, base = layer(LoRAConfig(r=4, alpha=4, dropout=0.5)), linear(7, 5)
     torch.testing.assert_close(lora(X, base), layer(LoRAConfig(r=4, alpha=4))(X, base))
     lora.train()
@@ -131,7 +127,7 @@ def test_dropout_is_on_the_way_to_a() -> None:
     torch.testing.assert_close(y, base(X) + dropped @ (lora.lora_B @ lora.lora_A).T)
 
 
-def test_first_values_are_those_of_a_linear_layer() -> None:
+def test_first_values_are_those_of_a_linear_layer():
     torch.manual_seed(0)
     lora = LoRAConfig(r=8).build(
         Site("q", "query", 0, "", "linear", 256, 32), torch.device("cpu"), torch.float32
@@ -157,7 +153,7 @@ def test_first_values_are_those_of_a_linear_layer() -> None:
     ],
     ids=repr,
 )
-def test_every_option_conforms(config: LoRAConfig) -> None:
+def test_every_option_conforms(config):
     # compiling is slow, and the same for all options
     names = [name for name in checks if name != "compiles"]
     failures = report(config, only=names, kinds=["conv1d"])
@@ -176,7 +172,7 @@ TARGETS = {
 }
 
 
-def peft_twin(made: Any, family: str, **options: Any) -> tuple[Any, dict[str, nn.Parameter]]:
+def peft_twin(made, family, **options):
     """PEFT's model with the values of ours, and its parameters by our names."""
     base = model(family).double()
     config = peft.LoraConfig(fan_in_fan_out=family == "gpt2", **options)
@@ -199,7 +195,7 @@ def peft_twin(made: Any, family: str, **options: Any) -> tuple[Any, dict[str, nn
     return twin, theirs
 
 
-def assert_equals_peft(config: LoRAConfig, family: str, **options: Any) -> None:
+def assert_equals_peft(config, family, **options):
     made = adapted(config, family).double()
     made.train_adapter("a")
     made.eval()
@@ -230,7 +226,7 @@ def assert_equals_peft(config: LoRAConfig, family: str, **options: Any) -> None:
     [{}, {"use_rslora": True}, {"lora_bias": True}, {"target_modules": "embedding"}],
     ids=str,
 )
-def test_outputs_and_gradients_are_pefts(family: str, options: dict[str, Any]) -> None:
+def test_outputs_and_gradients_are_pefts(family, options):
     embedding = {"bert": "word_embeddings", "llama": "embed_tokens", "gpt2": "wte"}[family]
     targets = [embedding] if "target_modules" in options else TARGETS[family]
     options = {**options, "target_modules": targets}
@@ -247,9 +243,7 @@ def test_outputs_and_gradients_are_pefts(family: str, options: dict[str, Any]) -
         ("llama", {"layers.1.self_attn.q_proj": 2}, {"v_proj": 3}),
     ],
 )
-def test_patterns_mean_what_they_mean_in_peft(
-    family: str, ranks: dict[str, int], alphas: dict[str, float]
-) -> None:
+def test_patterns_mean_what_they_mean_in_peft(family, ranks, alphas):
     targets, patterns = TARGETS[family], {"rank_pattern": ranks, "alpha_pattern": alphas}
     config = LoRAConfig(r=4, alpha=8, target_modules=targets, **patterns)
     assert_equals_peft(config, family, r=4, lora_alpha=8, target_modules=targets, **patterns)
@@ -278,7 +272,7 @@ def test_patterns_mean_what_they_mean_in_peft(
     ],
     ids=str,
 )
-def test_the_same_layers_are_adapted_as_in_peft(family: str, wanted: Any) -> None:
+def test_the_same_layers_are_adapted_as_in_peft(family, wanted):
     plain = model(family)
     if isinstance(wanted, list):
         # here a name that matches nothing is an error, in PEFT it is not
@@ -315,9 +309,7 @@ def test_the_same_layers_are_adapted_as_in_peft(family: str, wanted: Any) -> Non
     ],
     ids=str,
 )
-def test_roles_and_numbers_choose_layers(
-    fields: dict[str, Any], expected: list[str], blocks: list[int]
-) -> None:
+def test_roles_and_numbers_choose_layers(fields, expected, blocks):
     made = adapted(LoRAConfig(r=2, **fields))
     paths = [f"encoder.layer.{i}.{name}" for i in blocks for name in expected]
     assert sorted(path for path, _ in made.adapter_modules("a")) == sorted(paths)
@@ -328,7 +320,7 @@ def test_roles_and_numbers_choose_layers(
 
 
 @pytest.mark.parametrize("matrices", ["q", "k", "v", "qv", "qkv"])
-def test_the_parts_of_a_fused_layer_are_adapted_one_by_one(matrices: str) -> None:
+def test_the_parts_of_a_fused_layer_are_adapted_one_by_one(matrices):
     made = adapted(LoRAConfig(r=2, alpha=6, attn_matrices=matrices), "gpt2").double()
     plain = model("gpt2").double()
     # the definition: each part's update on its third of c_attn's columns [d_in, 3 d]
@@ -348,7 +340,7 @@ def test_the_parts_of_a_fused_layer_are_adapted_one_by_one(matrices: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_parameters_are_of_their_layers_dtype_or_as_said(dtype: torch.dtype) -> None:
+def test_parameters_are_of_their_layers_dtype_or_as_said(dtype):
     made = adapterzoo.init(model().to(dtype))
     made.add_adapter("as layer", LoRAConfig(r=2))
     made.add_adapter("as said", LoRAConfig(r=2, dtype="float32"), set_active=True)
@@ -400,7 +392,7 @@ def test_parameters_are_of_their_layers_dtype_or_as_said(dtype: torch.dtype) -> 
     ],
     ids=str,
 )
-def test_a_value_that_is_not_legal_is_refused(fields: dict[str, Any], says: list[str]) -> None:
+def test_a_value_that_is_not_legal_is_refused(fields, says):
     with pytest.raises(ConfigError) as caught:
         LoRAConfig(**fields)
     for part in says:
@@ -429,9 +421,7 @@ EMBEDDING = {"target_modules": ["word_embeddings"]}
     ],
     ids=str,
 )
-def test_what_fits_no_layer_is_refused_and_changes_nothing(
-    fields: dict[str, Any], says: list[str]
-) -> None:
+def test_what_fits_no_layer_is_refused_and_changes_nothing(fields, says):
     made = adapterzoo.init(model())
     error = ConfigError if fields.get("target_modules") == ["word_embeddings"] else SiteError
     with refused(made, error, *says):
@@ -445,7 +435,7 @@ def test_what_fits_no_layer_is_refused_and_changes_nothing(
      (r".*\.q(ue)?rey", r"'.*\\.q(ue)?rey'")],
     ids=str,
 )  # fmt: skip
-def test_an_exclusion_that_matches_no_layer_is_said(exclude: Any, missing: str) -> None:
+def test_an_exclusion_that_matches_no_layer_is_said(exclude, missing):
     made = adapterzoo.init(model())
     with pytest.warns(UserWarning, match="exclude_modules") as caught:
         made.add_adapter("a", LoRAConfig(exclude_modules=exclude))
@@ -458,20 +448,20 @@ def test_an_exclusion_that_matches_no_layer_is_said(exclude: Any, missing: str) 
 
 
 @pytest.mark.parametrize("exclude", [["key"], "word_embeddings", r".*layer\.1\..*", "pooler.dense"])
-def test_an_exclusion_of_what_is_not_targeted_is_fine(exclude: Any) -> None:
+def test_an_exclusion_of_what_is_not_targeted_is_fine(exclude):
     made = adapterzoo.init(model())
     made.add_adapter("a", LoRAConfig(exclude_modules=exclude))
     assert "a" in made.adapters_config
 
 
-def test_a_bias_is_not_merged_where_there_is_none() -> None:
+def test_a_bias_is_not_merged_where_there_is_none():
     made = adapted(LoRAConfig(target_modules=["q_proj"], lora_bias=True), "llama")
     with refused(made, StateError, "adds a bias", "Keep it active instead"):
         made.merge_adapter("a")
 
 
 @pytest.mark.parametrize("fields", [{"leave_out": [1]}, {"layers_to_transform": [0]}], ids=str)
-def test_a_pattern_may_be_of_a_block_without_adapters(fields: dict[str, Any]) -> None:
+def test_a_pattern_may_be_of_a_block_without_adapters(fields):
     key = "layer.1.attention.self.query"
     made = adapterzoo.init(model())
     made.add_adapter("a", LoRAConfig(rank_pattern={key: 4, "value": 2}, **fields))
@@ -494,12 +484,12 @@ def test_a_pattern_may_be_of_a_block_without_adapters(fields: dict[str, Any]) ->
         ("self", "layer.0.self.query", 8),
     ],
 )
-def test_the_key_of_a_pattern_fits_from_a_name_on(pattern: str, path: str, rank: int) -> None:
+def test_the_key_of_a_pattern_fits_from_a_name_on(pattern, path, rank):
     assert LoRAConfig(rank_pattern={pattern: 3}).rank_at(path) == rank
 
 
 @pytest.mark.parametrize("kind", [LoRAConfig, DoRAConfig])
-def test_ranks_side_by_side_that_are_too_many_name_the_call_and_a_legal_one(kind: Any) -> None:
+def test_ranks_side_by_side_that_are_too_many_name_the_call_and_a_legal_one(kind):
     anatomy, configs = find(model()), [kind(r=65_536), kind(r=3)]
     how = combination("average_adapter('c', ['a', 'b'])", "cat")
     with pytest.raises(CompositionError) as caught:
@@ -511,7 +501,7 @@ def test_ranks_side_by_side_that_are_too_many_name_the_call_and_a_legal_one(kind
 
 
 @pytest.mark.parametrize("name", ["lora", "dora"])
-def test_padding_gives_no_gradient_to_its_column_of_a(name: str) -> None:
+def test_padding_gives_no_gradient_to_its_column_of_a(name):
     made = adapted(f"{name}[r=4,target_modules=['word_embeddings']]")
     made.train_adapter("a")
     table = made.get_input_embeddings()

@@ -1,9 +1,5 @@
 """Several adapters of one method in one call, each on its rows, against each adapter alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,33 +65,33 @@ BATCHES = {"sorted": [0, 0, 1, 1], "mixed": [1, None, 0, 1, 1, None], "none of o
 class Host(Base):
     """A layer with a residual stream, of one batch."""
 
-    def __init__(self, layer: nn.Module, residual: Tensor) -> None:
+    def __init__(self, layer, residual):
         self.layer = layer
         self.inp = residual
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x):
         return self.layer(x)
 
     plain = __call__
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self):
         return self.layer.weight
 
     @property
-    def bias(self) -> Tensor | None:
+    def bias(self):
         return self.layer.bias
 
     @property
-    def scale(self) -> float:
+    def scale(self):
         return 1.0
 
     @property
-    def residual(self) -> Tensor:
+    def residual(self):
         return self.inp
 
 
-def built(name: str, dtype: torch.dtype = torch.float64) -> tuple[list[Adapter], nn.Module]:
+def built(name, dtype=torch.float64):
     """The adapters of a pair with values of their own, and a layer for them."""
     kind = name.split(",")[0]
     width = 512 if "wide" in name else D
@@ -116,15 +112,13 @@ def built(name: str, dtype: torch.dtype = torch.float64) -> tuple[list[Adapter],
     return adapters, layer.to(dtype).requires_grad_(False)
 
 
-def tensors(rows: int, like: nn.Module, shape: tuple[int, ...] = (5,)) -> tuple[Tensor, Tensor]:
+def tensors(rows, like, shape=(5,)):
     """An input and a residual stream."""
     weight = like.weight
     return tuple(torch.randn(rows, *shape, weight.shape[-1], dtype=weight.dtype) for _ in "xr")
 
 
-def one_by_one(
-    adapters: list[Adapter], index: list[int | None], x: Tensor, layer: nn.Module, residual: Tensor
-) -> Tensor:
+def one_by_one(adapters, index, x, layer, residual):
     found = []
     for r, i in enumerate(index):
         row, base = x[r : r + 1], Host(layer, residual[r : r + 1])
@@ -132,7 +126,7 @@ def one_by_one(
     return torch.cat(found) if found else layer(x)
 
 
-def mixed(adapters: list[Adapter], index: Any, x: Tensor, base: Base) -> Tensor:
+def mixed(adapters, index, x, base):
     assert can_mix(adapters)
     return type(adapters[0]).mixed(adapters, Groups.of(index), x, base)
 
