@@ -65,14 +65,17 @@ def near(y, truth):
     torch.testing.assert_close(y.detach().double(), truth, rtol=1e-5, atol=1e-5)
 
 
+def put(experts, name, adapter, selection):
+    parts = inject.ParameterParts({"down_proj": inject.Parts([("mlp_out", None, adapter)])})
+    inject.put(experts, name, parts, selection, "at")
+
+
 def adapted(**factors):
     """Experts with an adapter of each name; the first one is active."""
-    experts, selection = Experts(), Selection(Default())
+    experts, selection = Experts(), Selection(Default(plan(next(iter(factors)))))
     counted = {name: Counted(factor) for name, factor in factors.items()}
     for name, adapter in counted.items():
-        parts = inject.ParameterParts({"down_proj": inject.Parts([("mlp_out", None, adapter)])})
-        inject.put(experts, name, parts, selection, "at")
-    selection.default.plan = plan(next(iter(factors)))
+        put(experts, name, adapter, selection)
     return experts, counted, selection
 
 
@@ -142,12 +145,10 @@ def test_another_setup_within_a_call_is_seen():
 
 def test_the_reads_of_another_module_do_not_meet():
     outer, counted, selection = adapted(a=2.0)
-    inner = Experts()
+    inner, adapter = Experts(), Counted(3.0)
     with torch.no_grad():
         inner.down_proj.mul_(10.0)
-    adapter = Counted(3.0)
-    parts = inject.ParameterParts({"down_proj": inject.Parts([("mlp_out", None, adapter)])})
-    inject.put(inner, "a", parts, selection, "at")
+    put(inner, "a", adapter, selection)
     outer.between = lambda _, x: inner(x)
     near(outer(X), expected(2.0) + expected(30.0))
     assert (counted["a"].asked, adapter.asked) == (1, 1)
@@ -180,8 +181,7 @@ def test_what_was_read_without_gradients_does_not_hide_them():
             return super().forward(x)
 
     looks, adapter = Looks(), Counted(2.0)
-    parts = inject.ParameterParts({"down_proj": inject.Parts([("mlp_out", None, adapter)])})
-    inject.put(looks, "a", parts, Selection(Default(plan("a"))), "at")
+    put(looks, "a", adapter, Selection(Default(plan("a"))))
     looks(X).sum().backward()
     near(adapter.factor.grad, expected().sum())
     assert adapter.asked == 2

@@ -1,5 +1,6 @@
 """The bottleneck's kernel against float64: values, gradients, what it saves, who sees through."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -367,12 +368,10 @@ def test_operands_that_do_not_fit_are_named():
             bottleneck(to, x, *params[:2], torch.empty(33, 4, device="meta"), params[3], S, "gelu")
 
 
-def test_the_default_tile_is_a_function_of_the_shape():
-    half = torch.bfloat16
-    assert shipped.bottleneck_tile(8192, 48, half) == (64, 64, 64, 4, 3)
-    assert shipped.bottleneck_tile(1, 200, half) == (16, 64, 256, 8, 2)
-    assert shipped.bottleneck_tile(8192, 17, torch.float32) == (64, 32, 32, 8, 2)
-    for dtype, widest in ((half, shipped._WIDEST), (torch.float32, shipped._WIDEST_OF_FLOAT32)):
-        # a program keeps the whole width
-        tiles = [shipped.bottleneck_tile(rows, w, dtype) for rows in (1, 8192) for w in (1, widest)]
-        assert [t.rank >= w for t, w in zip(tiles, (1, widest) * 2, strict=True)] == [True] * 4
+def test_a_program_keeps_the_whole_width():
+    for dtype, widest in (
+        (torch.bfloat16, shipped._WIDEST),
+        (torch.float32, shipped._WIDEST_OF_FLOAT32),
+    ):
+        for rows, width in itertools.product((1, 8192), (1, widest)):
+            assert shipped.bottleneck_tile(rows, width, dtype).rank >= width
