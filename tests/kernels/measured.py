@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,3 +67,62 @@ class Operations(TorchDispatchMode):
             of = out if isinstance(out, (tuple, list)) else (out,)
             self.largest = max([self.largest, *(t.numel() for t in of if isinstance(t, Tensor))])
         return out
+
+
+def with_gradients(run: Callable[..., Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """The output and the gradients of its `loss`."""
+    out = run(*values)
+    return [out, *torch.autograd.grad(loss(out), values)]
+
+
+def compiled_as_eager(run: Callable[..., Tensor], values: Sequence[Tensor], near_to: float) -> None:
+    """In one graph, with the same random numbers."""
+    torch._dynamo.reset()
+    found = []
+    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(2)
+        found.append(with_gradients(call, values))
+    torch._dynamo.reset()
+    for eager, compiled in zip(*found, strict=True):
+        near(compiled, eager.detach().double(), near_to)
+
+
+def autocast_as(
+    reference: Callable[..., Tensor],
+    run: Callable[..., Tensor],
+    values: Sequence[Tensor],
+    near_to: float,
+) -> None:
+    """Dtypes and values, with gradients and without."""
+    found = []
+    for call in (run, reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            # a backward inside the region, which is not recommended, is right too
+            found.append(with_gradients(call, values))
+    for own, expected in zip(*found, strict=True):
+        assert own.dtype is expected.dtype
+        near(own, expected.detach().double(), near_to)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        near(run(*values), found[1][0].double(), near_to)
+
+
+def only_needed_gradients(
+    run: Callable[..., Tensor], values: Sequence[Tensor], expected: Sequence[Tensor]
+) -> None:
+    """Whichever operands need one, they get the expected gradient, and no other operand does."""
+    for needed in itertools.product((False, True), repeat=len(values)):
+        own = [v.detach().clone().requires_grad_(n) for v, n in zip(values, needed, strict=True)]
+        out = run(*own)
+        if any(needed):
+            loss(out).backward()
+        for value, wanted, need in zip(own, expected, needed, strict=True):
+            assert (value.grad is not None) == need
+            if need:
+                near(value.grad, wanted, 1e-13)
+
+
+def writable(run: Callable[[], Tensor], params: Sequence[Tensor]) -> None:
+    """A model may write into the output in place: gradients are those of a product beside it."""
+    wanted = torch.autograd.grad(run().mul(2).sum(), params)
+    found = torch.autograd.grad(run().mul_(2).sum(), params)
+    assert all(map(torch.equal, found, wanted))

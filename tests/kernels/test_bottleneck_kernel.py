@@ -5,7 +5,17 @@ from unittest import mock
 
 import pytest
 import torch
-from measured import Operations, as_near, kept, loss, near
+from measured import (
+    Operations,
+    as_near,
+    autocast_as,
+    compiled_as_eager,
+    kept,
+    loss,
+    near,
+    only_needed_gradients,
+    writable,
+)
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels
@@ -181,20 +191,11 @@ def test_second_derivatives_do_not_need_the_matrices_to_learn(frozen):
 
 
 @pytest.mark.parametrize("same", [False, True])
-@pytest.mark.parametrize("needed", range(64))
-def test_only_what_needs_a_gradient_gets_one(needed, same):
+def test_only_what_needs_a_gradient_gets_one(same):
     values = drawn((2, 3), 5, 4)
-    for i, value in enumerate(values):
-        value.requires_grad_(bool(needed >> i & 1))
-    leaves, given = split(values, same)
-    out = operator(*given)
-    if any(v.requires_grad for v in leaves):
-        loss(out).backward()
-    for value, wanted in zip(leaves, truth(values, same=same)[1:], strict=True):
-        if value.requires_grad:
-            near(value.grad, wanted, 1e-13)
-        else:
-            assert value.grad is None
+    leaves, _ = split(values, same)
+    expected = truth(values, same=same)[1:]
+    only_needed_gradients(lambda *v: operator(*v[:1] * same, *v), leaves, expected)
 
 
 @pytest.mark.parametrize(
@@ -249,20 +250,12 @@ def test_the_operators_pass_opcheck(grad, outer):
 @pytest.mark.parametrize("shape", [((3, 5), 33, 7), LARGE], ids=str)
 @pytest.mark.parametrize(("same", "outer"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_compiled_is_eager(outer, shape, same):
-    torch._dynamo.reset()
     values = [v.requires_grad_() for v in drawn(*shape, outer, torch.float32)]
-    leaves, _ = split(values, same)
 
-    def run(to, x, *params):
-        return bottleneck(to, to if same else x, *params, S, "gelu_new")
+    def run(to, *rest):
+        return bottleneck(to, *([to] if same else []), *rest, S, "gelu_new")
 
-    results = []
-    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        out = call(*values)
-        results.append([out, *torch.autograd.grad(loss(out), leaves)])
-    for eager, compiled in zip(*results, strict=True):
-        near(compiled, eager.double(), TOLERANCE[outer])
-    torch._dynamo.reset()
+    compiled_as_eager(run, split(values, same)[0], TOLERANCE[outer])
 
 
 @pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
@@ -270,18 +263,8 @@ def test_compiled_is_eager(outer, shape, same):
 @pytest.mark.parametrize("shape", [((3, 5), 33, 7), LARGE], ids=str)
 def test_autocast_is_that_of_the_reference(outer, inner, shape):
     values = [v.requires_grad_() for v in drawn(*shape, outer, inner)]
-    results = []
-    for run in (bottleneck, bottleneck_reference):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = run(*values, S, "gelu")
-            # a backward inside the region, which is not recommended, is right too
-            grads = torch.autograd.grad(loss(out), values)
-        results.append([out, *grads])
-    for own, reference in zip(*results, strict=True):
-        assert own.dtype is reference.dtype
-        near(own, reference.double(), TOLERANCE[torch.bfloat16])
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        near(bottleneck(*values, S, "gelu"), results[1][0].double(), 2e-2)
+    own, reference = (lambda *v, f=f: f(*v, S, "gelu") for f in (bottleneck, bottleneck_reference))
+    autocast_as(reference, own, values, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -334,16 +317,10 @@ def test_four_operations_without_gradients(shape, names):
     assert sorted(seen.names) == names
 
 
-def test_a_model_may_write_into_the_output_in_place():
-    for outer in (torch.float32, torch.bfloat16):
-        values = drawn(*LARGE, outer, torch.float32)
-        params = [v.requires_grad_() for v in values[2:]]
-        plain = bottleneck(*values, S, "relu")
-        wanted = torch.autograd.grad(plain.mul(2).sum(), params)
-        out = bottleneck(*values, S, "relu")
-        found = torch.autograd.grad(out.mul_(2).sum(), params)
-        for got, want in zip(found, wanted, strict=True):
-            assert torch.equal(got, want)
+@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
+def test_a_model_may_write_into_the_output_in_place(outer):
+    values = drawn(*LARGE, outer, torch.float32)
+    writable(lambda: bottleneck(*values, S, "relu"), [v.requires_grad_() for v in values[2:]])
 
 
 def test_the_transforms_of_torch_func():

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from measured import kept
+from measured import compiled_as_eager, kept
 
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import compose as module
@@ -211,13 +211,7 @@ def test_opcheck():
 
 def test_compiled_is_eager():
     of = operands()
-    torch._dynamo.reset()
-    compiled = torch.compile(compose, fullgraph=True, backend="aot_eager")
-    eager = compose(*of.values(), 0.7)
-    out = compiled(*of.values(), 0.7)
-    torch.testing.assert_close(out, eager, rtol=1e-6, atol=1e-6)
-    for got, want in zip(gradients(out, of), gradients(eager, of), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    compiled_as_eager(lambda *v: compose(*v, 0.7), [*of.values()], 1e-6)
 
 
 @pytest.mark.parametrize("bias", [True, False])

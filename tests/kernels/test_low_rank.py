@@ -4,7 +4,16 @@ import math
 
 import pytest
 import torch
-from measured import Operations, kept, loss, near
+from measured import (
+    Operations,
+    autocast_as,
+    compiled_as_eager,
+    kept,
+    loss,
+    near,
+    only_needed_gradients,
+    writable,
+)
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels
@@ -111,24 +120,15 @@ def test_gradients_and_their_gradients_are_those_of_differences(shape):
     assert torch.autograd.gradgradcheck(through, values, fast_mode=True)
 
 
-@pytest.mark.parametrize("needed", range(16))
-def test_only_what_needs_a_gradient_gets_one(needed):
+def test_only_what_needs_a_gradient_gets_one():
     values = drawn((2, 3), 5, 4, 2)
-    for i, value in enumerate(values):
-        value.requires_grad_(bool(needed >> i & 1))
     noise = _dropout.bits(values[1], 0.4)
-    y, x, a, b = values
-    out = low_rank._expand(y, low_rank._shrink(x, a, 0.4, noise), b, S)
-    asked = [v for v in values if v.requires_grad]
-    if asked:
-        mask = _dropout.mask(noise, x.shape).double() * _dropout.kept_scale(0.4)
-        expected = truth(*values, mask)[1:]
-        loss(out).backward()
-    for i, value in enumerate(values):
-        if needed >> i & 1:
-            near(value.grad, expected[i], 1e-13)
-        else:
-            assert value.grad is None
+    mask = _dropout.mask(noise, values[1].shape).double() * _dropout.kept_scale(0.4)
+
+    def run(y, x, a, b):
+        return low_rank._expand(y, low_rank._shrink(x, a, 0.4, noise), b, S)
+
+    only_needed_gradients(run, values, truth(*values, mask)[1:])
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9, 1e-4])
@@ -240,42 +240,24 @@ def test_the_operators_pass_opcheck(grad, noisy, outer):
 @pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_compiled_is_eager(outer, p):
-    torch._dynamo.reset()
     values = [v.requires_grad_() for v in drawn((3, 5), 33, 7, 3, outer, torch.float32)]
 
-    def run(y, x, a, b):
-        return low_rank.low_rank(y, x, a, b, S, p, training=True)
+    def run(*values):
+        return low_rank.low_rank(*values, S, p, training=True)
 
-    results = []
-    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(2)
-        out = call(*values)
-        results.append([out, *torch.autograd.grad(out.float().square().sum(), values)])
-    for eager, compiled in zip(*results, strict=True):
-        near(compiled, eager.double(), TOLERANCE[outer])
-    torch._dynamo.reset()
+    compiled_as_eager(run, values, TOLERANCE[outer])
 
 
 @pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [torch.float32, torch.bfloat16])
 def test_autocast_is_that_of_the_reference(outer, factor):
     values = [v.requires_grad_() for v in drawn((3, 5), 33, 7, 3, outer, factor)]
-    results = []
-    for run in (low_rank.low_rank, low_rank_reference):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = run(*values, S)
-            # a backward inside the region, which is not recommended, is right too
-            grads = torch.autograd.grad(out.float().square().sum(), values)
-        results.append([out, *grads])
-    for own, reference in zip(*results, strict=True):
-        assert own.dtype is reference.dtype
-        near(own, reference.double(), 3 * TOLERANCE[torch.bfloat16])
+    own, reference = (lambda *v, f=f: f(*v, S) for f in (low_rank.low_rank, low_rank_reference))
+    autocast_as(reference, own, values, 2 * TOLERANCE[torch.bfloat16])
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        near(low_rank.low_rank(*values, S), results[1][0].double(), 3e-2)
         assert shrink(values[1], values[2]).dtype is torch.bfloat16
         # autocast leaves float64 alone
-        wide = shrink(values[1], values[2].double())
-    assert wide.dtype is torch.float64
+        assert shrink(values[1], values[2].double()).dtype is torch.float64
 
 
 def test_reference_mode_is_the_definition():
@@ -311,16 +293,10 @@ def test_operands_that_do_not_fit_are_named():
 
 @pytest.mark.parametrize("factors", [torch.float32, torch.bfloat16])
 def test_a_model_may_write_into_the_output_in_place(factors):
-    y = torch.randn(300, 64, dtype=torch.bfloat16)
-    x = torch.randn(300, 32, dtype=torch.bfloat16)
-    a, b = (torch.randn(*s, dtype=factors, requires_grad=True) for s in ((4, 32), (64, 4)))
+    y, x, a, b = drawn((300,), 32, 64, 4, torch.bfloat16, factors)
+    params = a.requires_grad_(), b.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        plain = low_rank.low_rank(y, x, a, b, 0.5, dropout=0.0)
-        wanted = torch.autograd.grad(plain.mul(2).sum(), (a, b))
-        out = low_rank.low_rank(y, x, a, b, 0.5, dropout=0.0)
-        found = torch.autograd.grad(out.mul_(2).sum(), (a, b))
-    for got, want in zip(found, wanted, strict=True):
-        assert torch.equal(got, want)
+        writable(lambda: low_rank.low_rank(y, x, a, b, 0.5, dropout=0.0), params)
 
 
 def test_the_transforms_of_torch_func():
