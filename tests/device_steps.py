@@ -29,11 +29,12 @@ SMALLEST = 1 / 64
 
 
 def _methods() -> dict[str, AdapterConfig]:
-    """The config strings, without unions, which are made of others: the first of each class."""
+    """The package's config strings, the first of each class; unions are made of others."""
     found: dict[type, str] = {}
     for text in config_strings:
-        if text != "union":
-            found.setdefault(type(AdapterConfig.load(text)), text)
+        kind = type(AdapterConfig.load(text)) if text != "union" else object
+        if kind.__module__.startswith("adapterzoo."):
+            found.setdefault(kind, text)
     return {text: AdapterConfig.load(text) for text in sorted(found.values())}
 
 

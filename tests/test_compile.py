@@ -1,7 +1,5 @@
 """`torch.compile(fullgraph=True)`: compiled equals eager, and nothing compiles twice."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -92,6 +90,7 @@ def test_training_and_inference_compile_once_whatever_the_weights(variant, tmp_p
     block, x = model.bert.encoder.layer[0], torch.randn(2, 7, 32)
     backend = Counting()
     compiled = torch.compile(block, fullgraph=True, backend=backend)
+    seen = []
 
     def check():
         # with dropout, where there is any
@@ -101,25 +100,23 @@ def test_training_and_inference_compile_once_whatever_the_weights(variant, tmp_p
         same(gradients(block, compiled, x), expected)
         model.eval()
         with torch.no_grad():
-            y = block(x)
-            assert torch.equal(compiled(x), y)
-        return y
+            seen.append(block(x))
+            assert torch.equal(compiled(x), seen[-1])
+        assert backend.graphs == 2
 
-    seen = [check()]
-    assert backend.graphs == 2
+    check()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01).step()
-    seen.append(check())
+    check()
     stir(model, "a", seed=5)
-    seen.append(check())
+    check()
     state = {key: t * 1.5 if t.is_floating_point() else t for key, t in model.state_dict().items()}
     model.load_state_dict(state)
-    seen.append(check())
+    check()
     model.load_adapter(tmp_path, load_as="a", set_active=True, overwrite_ok=True)
     model.train_adapter("a")
-    seen.append(check())
+    check()
     for i, one in enumerate(seen):
         assert not any(torch.equal(one, other) for other in seen[:i])
-    assert backend.graphs == 2
 
 
 def test_a_whole_training_step_of_all_methods_compiles():
@@ -218,6 +215,8 @@ def test_fused_experts_compile():
     assert not model._selection.reads
 
 
+# half a minute; the quick part compiles all methods at once by aot_eager
+@pytest.mark.sweep
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_gives_the_eager_gradients_for_all_methods_at_once():
     at_output = {"selfattn_lora": False, "output_lora": True}

@@ -1,7 +1,5 @@
 """Every registered method does what every method must: the checks of `adapterzoo.testing`."""
 
-from __future__ import annotations
-
 import pytest
 
 from adapterzoo.configs import AdapterConfig, config_strings
@@ -12,12 +10,12 @@ from adapterzoo.testing import KINDS, ConformanceError, cases, check_method, che
 UNIONS = ("seq_bn|lora", "lora[attn_matrices=['q'],dropout=0.1]|lora[output_lora=True]")
 
 
-def distinct() -> dict[str, AdapterConfig]:
-    """Every registered config string, and unions; of strings for equal configs, the first."""
+def distinct():
+    """The package's config strings, and unions; of strings for equal configs, the first."""
     found: dict[str, AdapterConfig] = {}
     for text in [*(s for s in config_strings if s != "union"), *UNIONS]:
         config = AdapterConfig.load(text)
-        if config not in found.values():
+        if type(config).__module__.startswith("adapterzoo.") and config not in found.values():
             found[text] = config
     return found
 
@@ -27,35 +25,28 @@ CONFIGS = distinct()
 
 @pytest.mark.parametrize("check", checks)
 @pytest.mark.parametrize("text", CONFIGS)
-def test_method(text: str, check: str) -> None:
+def test_method(text, check):
     failures = report(CONFIGS[text], only=[check])
     assert not failures, "\n".join(map(str, failures))
 
 
-@pytest.mark.parametrize("text", CONFIGS)
-def test_every_kind_of_layer_is_tried(text: str) -> None:
+def test_every_kind_of_layer_is_tried():
     # a method that refuses a kind of layer would be left out without a word
-    kinds = {case.kind for case in cases(CONFIGS[text])}
-    assert kinds >= set(KINDS) - {"embedding"}
-
-
-def test_embeddings_are_tried_where_layers_can_be_named() -> None:
     kinds = {text: {case.kind for case in cases(config)} for text, config in CONFIGS.items()}
+    assert all(found >= set(KINDS) - {"embedding"} for found in kinds.values()), kinds
+    # where layers can be named
     named = {text for text, config in CONFIGS.items() if "target_modules" in dir(config)}
     assert {text for text, found in kinds.items() if "embedding" in found} <= named
     assert "embedding" in kinds["lora"]
 
 
-def test_every_check_says_what_must_hold() -> None:
-    for check in checks.values():
-        assert check.run.__doc__, check.name
 
 
-def test_a_config_that_fits_nowhere_is_an_error() -> None:
+def test_a_config_that_fits_nowhere_is_an_error():
     with pytest.raises(ConformanceError, match="fits no model of the suite"):
         check_method("lora[target_modules=['no_such_layer']]")
 
 
-def test_an_unknown_check_is_an_error_with_the_near_one() -> None:
+def test_an_unknown_check_is_an_error_with_the_near_one():
     with pytest.raises(UnknownNameError, match="Did you mean 'gradients'"):
         report("lora", only=["gradient"])

@@ -5,19 +5,16 @@ count that has changed on purpose is written down anew: `PYTHONPATH=benchmarks p
 tests/test_costs.py` prints `WEIGHTS` and `OPERATORS`, and `ruff format` arranges them.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
 import sys
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
@@ -27,7 +24,6 @@ from _measure import operators, saved_bytes
 from _models import DENSE, PROJECTIONS, Shape, twin
 from adapterzoo import families
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.contracts import Base
 from adapterzoo.methods.lora import LoRA
 
 WIDTH, INNER, RANK, REDUCED = 64, 160, 4, 8
@@ -48,27 +44,19 @@ BOTTLENECKS = {
 METHODS = {**LOW_RANK, **BOFT, **BOTTLENECKS}
 
 
-def llama(dtype: torch.dtype = torch.float32, width: int = WIDTH, vocabulary: int = 97) -> Any:
+def llama(dtype=torch.float32, width=WIDTH, vocabulary=97):
     config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=width * INNER // WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=width * INNER // WIDTH,
+        num_hidden_layers=2, num_attention_heads=4, attn_implementation="eager",
+    )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype)
 
 
-def bert(p: float) -> Any:
+def bert(p):
     config = BertConfig(
-        vocab_size=97,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        hidden_dropout_prob=p,
-        attention_probs_dropout_prob=p,
-    )
+        vocab_size=97, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=2,
+        num_attention_heads=4, hidden_dropout_prob=p, attention_probs_dropout_prob=p,
+    )  # fmt: skip
     return BertModel(config, add_pooling_layer=False)
 
 
@@ -82,21 +70,21 @@ EVERY = [(base, method) for base in BASES for method in METHODS]
 
 
 @functools.cache
-def made(base: str) -> Any:
+def made(base):
     torch.manual_seed(0)
     return BASES[base][0]().requires_grad_(False).train()
 
 
-def shape(base: str, tokens: int = 8) -> Shape:
+def shape(base, tokens=8):
     return Shape(base, BASES[base][1], 2, tokens)
 
 
-def adapted(base: str, method: str) -> Any:
+def adapted(base, method):
     """Trained-for, in training, on the parameters of the base."""
     return put(made(base), method, BASES[base][1])
 
 
-def put(base: Any, method: str, targets: str) -> Any:
+def put(base, method, targets):
     model = adapterzoo.init(twin(base))
     config = AdapterConfig.load(METHODS[method])
     # the bottlenecks know their places
@@ -107,12 +95,12 @@ def put(base: Any, method: str, targets: str) -> Any:
     return model.train()
 
 
-def linears(base: str, model: Any = None) -> dict[str, nn.Linear]:
+def linears(base, model=None):
     named = (made(base) if model is None else model).named_modules()
     return {path: module for path, module in named if re.fullmatch(BASES[base][1], path)}
 
 
-def sharing(base: str) -> list[list[nn.Linear]]:
+def sharing(base):
     """The layers by the input that they read: query, key and value, gate and up, others alone."""
     found: dict[str, list[nn.Linear]] = {}
     for path, layer in linears(base).items():
@@ -123,7 +111,7 @@ def sharing(base: str) -> list[list[nn.Linear]]:
     return list(found.values())
 
 
-def kept_bytes(base: str, model: Any, tokens: int) -> int:
+def kept_bytes(base, model, tokens):
     """Over those of the frozen base."""
     of = shape(base, tokens)
     floor = saved_bytes(made(base), lambda: of.loss(made(base)))
@@ -134,17 +122,17 @@ class Keeping(torch.autograd.Function):
     """Keeps what goes through it, once, however often others do."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
+    def forward(ctx, y):
         out = y.clone()
         ctx.save_for_backward(out)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(ctx, dy):
         return dy
 
 
-def input_bytes(base: str, tokens: int) -> int:
+def input_bytes(base, tokens):
     """The layers' inputs, as far as the frozen base does not keep them: autograd's own answer."""
     model = twin(made(base))
     for layer in linears(base, model).values():
@@ -153,7 +141,7 @@ def input_bytes(base: str, tokens: int) -> int:
     return kept_bytes(base, model, tokens)
 
 
-def output_bytes(base: str, tokens: int) -> int:
+def output_bytes(base, tokens):
     """The layers' outputs, as far as the frozen base does not keep them."""
     model = twin(made(base))
     for layer in linears(base, model).values():
@@ -161,10 +149,9 @@ def output_bytes(base: str, tokens: int) -> int:
     return kept_bytes(base, model, tokens)
 
 
-def kept_by_tokens(base: str, method: str, tokens: int) -> int:
+def kept_by_tokens(base, method, tokens):
     """The bytes that a method needs for the backward pass and that grow with the tokens."""
-    rows = 2 * tokens
-    size = made(base).dtype.itemsize
+    rows, size = 2 * tokens, made(base).dtype.itemsize
     if method == "par_bn":
         # the activation's input, and its own one where the base does not keep that
         own = {"llama": 0}.get(base, WIDTH)
@@ -188,7 +175,7 @@ def kept_by_tokens(base: str, method: str, tokens: int) -> int:
 
 
 @pytest.mark.parametrize(("base", "method"), EVERY)
-def test_what_a_step_keeps(base: str, method: str) -> None:
+def test_what_a_step_keeps(base, method):
     model = adapted(base, method)
     # 160 are enough for the operations that large inputs take
     for tokens in (8, 160):
@@ -197,7 +184,7 @@ def test_what_a_step_keeps(base: str, method: str) -> None:
         assert least <= rest <= most
 
 
-def weight_bytes(base: str, method: str) -> tuple[int, int]:
+def weight_bytes(base, method):
     """What a step keeps besides, however many tokens there are: it follows from weights alone."""
     if method in BOTTLENECKS:
         return 0, 0
@@ -215,7 +202,7 @@ def weight_bytes(base: str, method: str) -> tuple[int, int]:
 
 
 @pytest.fixture(autouse=True)
-def as_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_of_many_tokens(monkeypatch):
     monkeypatch.setattr(families, "FEW", 0)
 
 
@@ -257,12 +244,15 @@ OPERATORS = {
 }
 
 
-def step_operators(base: str, model: Any) -> int:
-    return operators(lambda: shape(base).step(model))
+def counted(base, method):
+    """How many operators more than the frozen base: in a training step, in an evaluation."""
+    model, plain = adapted(base, method), made(base)
+    steps = [operators(lambda m=m: shape(base).step(m)) for m in (model, plain)]
+    return steps[0] - steps[1], forward_operators(model) - forward_operators(plain)
 
 
 @torch.no_grad()
-def forward_operators(model: Any) -> int:
+def forward_operators(model):
     mode = model.training
     model.eval()
     ids = torch.arange(8).expand(2, -1)
@@ -273,23 +263,18 @@ def forward_operators(model: Any) -> int:
     return found
 
 
-def counted(base: str, method: str) -> tuple[int, int]:
-    model, plain = adapted(base, method), made(base)
-    step = step_operators(base, model) - step_operators(base, plain)
-    return step, forward_operators(model) - forward_operators(plain)
-
-
 @pytest.mark.parametrize(("base", "method"), OPERATORS)
-def test_operators(base: str, method: str) -> None:
+def test_operators(base, method):
     assert counted(base, method) == OPERATORS[base, method]
 
 
 # --- over a base in bfloat16 ---
 
 
-@pytest.mark.parametrize(("method", "most"), [("LoRA", 1.30), ("DoRA", 1.55)])
-def test_nothing_is_promoted_over_half_precision(method: str, most: float) -> None:
-    """The goal, on a model with the proportions of the large one it is meant for."""
+# where attention keeps its scores: without it the goals are 1.30 and 1.55
+@pytest.mark.parametrize(("method", "most"), [("LoRA", 1.17), ("DoRA", 1.32)])
+def test_nothing_is_promoted_over_half_precision(method, most):
+    """On a model with the proportions of the large one it is meant for."""
     base = llama(torch.bfloat16, width=128, vocabulary=1024).requires_grad_(False).train()
     of = Shape("half", PROJECTIONS, 2, 128)
     model = put(base, method, PROJECTIONS)
@@ -303,12 +288,12 @@ def test_nothing_is_promoted_over_half_precision(method: str, most: float) -> No
 class Products(TorchDispatchMode):
     """Counts matrix products by the weight that they read."""
 
-    def __init__(self, weights: list[Tensor]) -> None:
+    def __init__(self, weights):
         super().__init__()
         self.weights = {w.untyped_storage().data_ptr() for w in weights}
         self.found: Counter[int] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in ("mm", "bmm", "addmm", "linear"):
             # of addmm the first is what is added to
@@ -320,7 +305,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("base", ["llama", "bert + dropout"])
-def test_a_step_multiplies_by_each_weight_twice(base: str, method: str) -> None:
+def test_a_step_multiplies_by_each_weight_twice(base, method):
     """Forward and backward; dropout of the update asks for no product of its own."""
     weights = [layer.weight for layer in linears(base).values()]
     model = adapted(base, method)
@@ -332,17 +317,7 @@ def test_a_step_multiplies_by_each_weight_twice(base: str, method: str) -> None:
 # --- memory and files ---
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_adapter_has_its_parameters_and_no_other_tensor(method: str) -> None:
-    model = adapted("llama", method)
-    forward_operators(model)
-    for _, adapter in model.adapter_modules("a"):
-        assert list(adapter.buffers()) == []
-        for module in adapter.modules():
-            assert not [k for k, v in vars(module).items() if isinstance(v, Tensor)]
-
-
-def parameter_count(method: str) -> int:
+def parameter_count(method):
     """Of the adapter on the Llama."""
     sizes = [(m.in_features, m.out_features) for m in linears("llama").values()]
     if method in BOTTLENECKS:
@@ -355,7 +330,7 @@ def parameter_count(method: str) -> int:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_file_has_the_parameters_and_little_else(tmp_path: Any, method: str) -> None:
+def test_a_file_has_the_parameters_and_little_else(tmp_path, method):
     model = adapted("llama", method)
     model.save_adapter(tmp_path, "a")
     (file,) = tmp_path.glob("*.safetensors")
@@ -371,7 +346,7 @@ def test_a_file_has_the_parameters_and_little_else(tmp_path: Any, method: str) -
 # --- the checks can fail ---
 
 
-def test_one_operator_more_in_each_forward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_operator_more_in_each_forward_is_seen(monkeypatch):
     forward = LoRA.forward
     monkeypatch.setattr(LoRA, "forward", lambda self, x, base: forward(self, x, base) * 1)
     step, evaluation = OPERATORS["llama", "LoRA"]
@@ -379,10 +354,10 @@ def test_one_operator_more_in_each_forward_is_seen(monkeypatch: pytest.MonkeyPat
     assert counted("llama", "LoRA") == (step + 2 * 14, evaluation + 14)
 
 
-def test_one_tensor_more_that_is_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tensor_more_that_is_kept_is_seen(monkeypatch):
     forward = LoRA.forward
 
-    def promoted(self: LoRA, x: Tensor, base: Base) -> Tensor:
+    def promoted(self, x, base):
         y = forward(self, x, base)
         return Keeping.apply(y.float()).to(y.dtype)
 
@@ -391,13 +366,13 @@ def test_one_tensor_more_that_is_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(AssertionError):
             test_what_a_step_keeps(base, "LoRA")
     with pytest.raises(AssertionError):
-        test_nothing_is_promoted_over_half_precision("LoRA", 1.30)
+        test_nothing_is_promoted_over_half_precision("LoRA", 1.17)
 
 
-def test_one_product_more_with_the_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_product_more_with_the_weight_is_seen(monkeypatch):
     forward = LoRA.forward
 
-    def twice(self: LoRA, x: Tensor, base: Base) -> Tensor:
+    def twice(self, x, base):
         return forward(self, x, base) + 0 * linear(x, base.weight)
 
     monkeypatch.setattr(LoRA, "forward", twice)
@@ -405,7 +380,7 @@ def test_one_product_more_with_the_weight_is_seen(monkeypatch: pytest.MonkeyPatc
         test_a_step_multiplies_by_each_weight_twice("llama", "LoRA")
 
 
-def main() -> None:
+def main():
     """Write the tables to stdout."""
     families.FEW = 0
     pairs = [(base, method) for base in BASES if "dropout" not in base for method in BOFT]

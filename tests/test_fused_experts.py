@@ -1,7 +1,5 @@
 """Modules that compute with their parameters: changed once in a call, and never kept beyond it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adapterzoo import inject
 from adapterzoo.composition import Stack
-from adapterzoo.contracts import Base, WeightAdapter
+from adapterzoo.contracts import WeightAdapter
 from adapterzoo.selection import Default, Plan, Selection
 
 X = torch.arange(8.0).reshape(2, 4) / 8
@@ -25,15 +23,15 @@ EXPERTS = 3
 class Counted(WeightAdapter):
     """The weight multiplied; counts how often it was asked for it."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor):
         super().__init__()
         self.factor = nn.Parameter(torch.tensor(factor))
         self.asked = 0
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x, base):
         return self.factor * base(x)
 
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w, base):
         self.asked += 1
         return self.factor * w
 
@@ -41,14 +39,14 @@ class Counted(WeightAdapter):
 class Experts(nn.Module):
     """The sum of all experts; reads its parameter once for each, and calls itself if told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.down_proj = nn.Parameter(torch.randn(EXPERTS, 4, 4))
         # called with (self, x) between two reads
         self.between: Callable[[Any, Tensor], Tensor | None] = lambda _, x: None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = x @ self.down_proj[0].T
         if (more := self.between(self, x)) is not None:
             y = y + more
@@ -57,32 +55,35 @@ class Experts(nn.Module):
         return y
 
 
-def expected(factor: float = 1.0) -> Tensor:
+def expected(factor=1.0):
     """In float64, without the machinery."""
     weight = Experts().down_proj.detach().double()
     return factor * torch.einsum("bi,eoi->bo", X.double(), weight)
 
 
-def near(y: Tensor, truth: Tensor) -> None:
+def near(y, truth):
     torch.testing.assert_close(y.detach().double(), truth, rtol=1e-5, atol=1e-5)
 
 
-def adapted(**factors: float) -> tuple[Any, dict[str, Counted], Selection]:
+def put(experts, name, adapter, selection):
+    parts = inject.ParameterParts({"down_proj": inject.Parts([("mlp_out", None, adapter)])})
+    inject.put(experts, name, parts, selection, "at")
+
+
+def adapted(**factors):
     """Experts with an adapter of each name; the first one is active."""
-    experts, selection = Experts(), Selection(Default())
+    experts, selection = Experts(), Selection(Default(plan(next(iter(factors)))))
     counted = {name: Counted(factor) for name, factor in factors.items()}
     for name, adapter in counted.items():
-        parts = inject.ParameterParts({"down_proj": inject.Parts([("mlp_out", None, adapter)])})
-        inject.put(experts, name, parts, selection, "at")
-    selection.default.plan = plan(next(iter(factors)))
+        put(experts, name, adapter, selection)
     return experts, counted, selection
 
 
-def plan(*names: str) -> Plan:
+def plan(*names):
     return Plan(Stack(*names), steps={"at": names})
 
 
-def test_all_reads_of_a_call_get_one_weight_and_the_next_call_a_new_one() -> None:
+def test_all_reads_of_a_call_get_one_weight_and_the_next_call_a_new_one():
     experts, counted, selection = adapted(a=2.0)
     before = set(vars(experts))
     near(experts(X), expected(2.0))
@@ -98,7 +99,7 @@ def test_all_reads_of_a_call_get_one_weight_and_the_next_call_a_new_one() -> Non
     assert counted["a"].asked == 3
 
 
-def test_a_stack_is_built_once_too_and_merges_its_changes() -> None:
+def test_a_stack_is_built_once_too_and_merges_its_changes():
     experts, counted, selection = adapted(a=2.0, b=7.0)
     selection.default.plan = plan("a", "b")
     near(experts(X), expected(14.0))
@@ -108,7 +109,7 @@ def test_a_stack_is_built_once_too_and_merges_its_changes() -> None:
     assert [adapter.asked for adapter in counted.values()] == [1, 1]
 
 
-def test_a_read_outside_of_a_call_is_not_kept() -> None:
+def test_a_read_outside_of_a_call_is_not_kept():
     experts, counted, _ = adapted(a=2.0)
     first = experts.down_proj
     with torch.no_grad():
@@ -116,10 +117,10 @@ def test_a_read_outside_of_a_call_is_not_kept() -> None:
     assert torch.equal(experts.down_proj, first * 1.5)
 
 
-def test_nested_calls_of_one_module_have_weights_of_their_own() -> None:
+def test_nested_calls_of_one_module_have_weights_of_their_own():
     experts, counted, selection = adapted(a=2.0, b=7.0)
 
-    def with_other_adapter(module: Any, x: Tensor) -> Tensor | None:
+    def with_other_adapter(module, x):
         module.between = lambda _, x: None
         with selection.overridden(plan("b")):
             return module(x)
@@ -130,10 +131,10 @@ def test_nested_calls_of_one_module_have_weights_of_their_own() -> None:
     assert not selection.reads
 
 
-def test_another_setup_within_a_call_is_seen() -> None:
+def test_another_setup_within_a_call_is_seen():
     experts, _, selection = adapted(a=2.0, b=7.0)
 
-    def read_with_b(module: Any, x: Tensor) -> Tensor:
+    def read_with_b(module, x):
         with selection.overridden(plan("b")):
             return x @ module.down_proj[0].T
 
@@ -142,14 +143,12 @@ def test_another_setup_within_a_call_is_seen() -> None:
     near(experts(X), expected(2.0) + 7.0 * first)
 
 
-def test_the_reads_of_another_module_do_not_meet() -> None:
+def test_the_reads_of_another_module_do_not_meet():
     outer, counted, selection = adapted(a=2.0)
-    inner = Experts()
+    inner, adapter = Experts(), Counted(3.0)
     with torch.no_grad():
         inner.down_proj.mul_(10.0)
-    adapter = Counted(3.0)
-    parts = inject.ParameterParts({"down_proj": inject.Parts([("mlp_out", None, adapter)])})
-    inject.put(inner, "a", parts, selection, "at")
+    put(inner, "a", adapter, selection)
     outer.between = lambda _, x: inner(x)
     near(outer(X), expected(2.0) + expected(30.0))
     assert (counted["a"].asked, adapter.asked) == (1, 1)
@@ -158,10 +157,10 @@ def test_the_reads_of_another_module_do_not_meet() -> None:
     near(outer(X), expected(2.0) + expected(30.0))
 
 
-def test_a_call_that_fails_leaves_nothing() -> None:
+def test_a_call_that_fails_leaves_nothing():
     experts, counted, selection = adapted(a=2.0)
 
-    def fail(module: Any, x: Tensor) -> Tensor:
+    def fail(module, x):
         raise ArithmeticError
 
     experts.between = fail
@@ -174,29 +173,28 @@ def test_a_call_that_fails_leaves_nothing() -> None:
     near(experts(X), expected(4.0))
 
 
-def test_what_was_read_without_gradients_does_not_hide_them() -> None:
+def test_what_was_read_without_gradients_does_not_hide_them():
     class Looks(Experts):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             with torch.no_grad():
                 self.down_proj.norm()
             return super().forward(x)
 
     looks, adapter = Looks(), Counted(2.0)
-    parts = inject.ParameterParts({"down_proj": inject.Parts([("mlp_out", None, adapter)])})
-    inject.put(looks, "a", parts, Selection(Default(plan("a"))), "at")
+    put(looks, "a", adapter, Selection(Default(plan("a"))))
     looks(X).sum().backward()
     near(adapter.factor.grad, expected().sum())
     assert adapter.asked == 2
 
 
-def test_threads_on_one_module_do_not_meet() -> None:
+def test_threads_on_one_module_do_not_meet():
     experts, counted, selection = adapted(a=2.0, b=7.0)
     both = threading.Barrier(2, timeout=20)
     # each thread has read its first expert when the other reads its second
     experts.between = lambda _, x: both.wait() and None
     found: dict[str, Tensor] = {}
 
-    def run(name: str) -> None:
+    def run(name):
         with selection.overridden(plan(name)):
             found[name] = experts(X)
 
@@ -211,7 +209,7 @@ def test_threads_on_one_module_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_call_builds_once_more_to_recompute(reentrant: bool) -> None:
+def test_a_checkpointed_call_builds_once_more_to_recompute(reentrant):
     experts, counted, selection = adapted(a=2.0)
     experts(X).square().sum().backward()
     plain, counted["a"].factor.grad = counted["a"].factor.grad, None
@@ -224,7 +222,7 @@ def test_a_checkpointed_call_builds_once_more_to_recompute(reentrant: bool) -> N
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_a_real_model_builds_each_weight_once(tiny: Any, family: str, monkeypatch: Any) -> None:
+def test_a_real_model_builds_each_weight_once(tiny, family, monkeypatch):
     model, inputs = tiny(family), tiny_inputs(family)
     # its loop over experts reads the weights anew for each
     model.config._experts_implementation = "eager"
@@ -233,7 +231,7 @@ def test_a_real_model_builds_each_weight_once(tiny: Any, family: str, monkeypatc
     changed = inject.ParameterParts.changed
     built: list[tuple[int, str]] = []
 
-    def counting(parts: inject.ParameterParts, parameter: str, w: Tensor, base: Base) -> Tensor:
+    def counting(parts, parameter, w, base):
         built.append((id(parts), parameter))
         return changed(parts, parameter, w, base)
 

@@ -1,7 +1,5 @@
 """Names of labels when the config of a head is changed or read."""
 
-from __future__ import annotations
-
 import pytest
 
 from adapterzoo.errors import ConfigError

@@ -1,7 +1,5 @@
 """Language modelling heads when the vocabulary gets another size: all of them fit it, and files."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import tiny_config, tiny_inputs

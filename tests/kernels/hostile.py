@@ -1,27 +1,24 @@
 """Operands that are hostile to kernels, and the comparison with float64."""
 
-from __future__ import annotations
-
 import mmap
 
 import torch
-from torch import Tensor
 
 LAYOUTS = ("columns", "strided", "rows of a wider tensor", "expanded", "a batch of sequences")
 
 
-def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+def drawn(*shape, dtype):
     return torch.randn(*shape, dtype=torch.float64).to(dtype)
 
 
-def edged(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+def edged(rows, width, dtype):
     """A matrix with NaN all around: what is read beyond its edges spoils the result."""
     whole = torch.full((rows + 300, width + 300), float("nan"), dtype=dtype)
     inner = whole[150 : 150 + rows, 150 : 150 + width]
     return inner.copy_(drawn(rows, width, dtype=dtype))
 
 
-def near(name: str, got: Tensor, truth: Tensor, tolerance: float, dtype: torch.dtype) -> None:
+def near(name, got, truth, tolerance, dtype):
     """Whole tensors, to a part of the largest element; NaN anywhere fails."""
     if got.dtype is not dtype or got.shape != truth.shape:
         raise ValueError(f"{name}: {got.dtype} {list(got.shape)}, not {dtype} {list(truth.shape)}")
@@ -32,7 +29,7 @@ def near(name: str, got: Tensor, truth: Tensor, tolerance: float, dtype: torch.d
             raise ValueError(f"{name}: wrong by {error:.1e}")
 
 
-def arranged(layout: str, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def arranged(layout, rows, width, dtype=torch.float32):
     """`[rows, width]`, or for a batch of sequences `[2, rows, width]`, in one of LAYOUTS."""
     whole = drawn(2 * rows, 2 * width, dtype=dtype)
     return {
@@ -44,7 +41,7 @@ def arranged(layout: str, rows: int, width: int, dtype: torch.dtype = torch.floa
     }[layout]
 
 
-def far(rows: int, width: int) -> Tensor:
+def far(rows, width):
     """Rows 2²⁸ elements apart: row · stride passes 2³¹; only what is touched takes memory."""
     apart = 1 << 28
     memory = mmap.mmap(-1, 2 * apart * rows, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)

@@ -1,10 +1,7 @@
 """DoRA's norms in the interpreter; `interpreted.py` runs it."""
 
-from __future__ import annotations
-
 import torch
 from hostile import LAYOUTS, arranged, drawn, edged, far, near
-from torch import Tensor
 
 from adapterzoo import kernels
 from adapterzoo.kernels import dora, row_norm_triton
@@ -32,7 +29,7 @@ DTYPES = {
 }
 
 
-def against_float64(w: Tensor, a: Tensor, b: Tensor, s: float = S) -> None:
+def against_float64(w, a, b, s=S):
     whole = w.double() + s * b.double() @ a.double()
     truth = torch.linalg.vector_norm(whole, dim=-1)
     got = row_norm_triton.row_norm(w, a, b, s)
@@ -44,18 +41,18 @@ def against_float64(w: Tensor, a: Tensor, b: Tensor, s: float = S) -> None:
         raise ValueError(f"a row is wrong by {((got - truth).abs() / lost).max():.1f} times")
 
 
-def shaped(shape: str, dtypes: str) -> None:
+def shaped(shape, dtypes):
     d_out, d_in, rank = SHAPES[shape]
     of_w, of_a, of_b = DTYPES[dtypes]
     against_float64(edged(d_out, d_in, of_w), edged(rank, d_in, of_a), edged(d_out, rank, of_b))
 
 
-def layout(name: str) -> None:
+def layout(name):
     w, a, b = (arranged(name, *shape) for shape in ((18, 40), (3, 40), (18, 3)))
     against_float64(w, a, b)
 
 
-def cancelling() -> None:
+def cancelling():
     """Rows of w ≈ −s · b a beside ordinary ones, at ranks inside and over the tile."""
     for rank in (3, 70):
         for left in (0.3, 1e-2, 0.0) if rank == 3 else (1e-4,):
@@ -66,7 +63,7 @@ def cancelling() -> None:
             against_float64(w, a, b)
 
 
-def rows_of_zeros() -> None:
+def rows_of_zeros():
     w, a, b = edged(20, 33, torch.float16), edged(3, 33, torch.float16), edged(20, 3, torch.float16)
     w[4] = 0.0
     b[4:6] = 0.0
@@ -74,7 +71,7 @@ def rows_of_zeros() -> None:
     assert row_norm_triton.row_norm(w, a, b, S)[4] == 0.0
 
 
-def kept_bits() -> None:
+def kept_bits():
     """A b of zeros gives the norm of w, whatever a and s are: a fresh gain is exactly one."""
     for rank in (3, 70):
         w, a = edged(33, 70, torch.bfloat16), edged(rank, 70, torch.bfloat16)
@@ -83,18 +80,18 @@ def kept_bits() -> None:
         assert torch.equal(once, row_norm_triton.row_norm(w, 9 * a, b, 0.0))
 
 
-def not_a_number() -> None:
+def not_a_number():
     w, a, b = (edged(*s, torch.float32) for s in ((20, 33), (3, 33), (20, 3)))
     w[7, 5] = float("nan")
     bad = row_norm_triton.row_norm(w, a, b, S).isnan()
     assert bad.nonzero().tolist() == [[7]]
 
 
-def far_rows() -> None:
+def far_rows():
     against_float64(far(10, 20), drawn(3, 20, dtype=torch.float16), far(10, 3))
 
 
-def module() -> None:
+def module():
     """Through the operator, with experts."""
     w, a, b = (drawn(*s, dtype=torch.float32) for s in ((3, 9, 40), (3, 4, 40), (3, 9, 4)))
     torch.set_float32_matmul_precision("medium")

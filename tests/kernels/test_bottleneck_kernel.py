@@ -1,14 +1,22 @@
 """The bottleneck's kernel against float64: values, gradients, what it saves, who sees through."""
 
-from __future__ import annotations
-
+import itertools
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from measured import (
+    Operations,
+    as_near,
+    autocast_as,
+    compiled_as_eager,
+    kept,
+    loss,
+    near,
+    only_needed_gradients,
+    writable,
+)
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapterzoo import kernels
 from adapterzoo.activations import ACTIVATIONS
@@ -26,12 +34,7 @@ SHAPES = [
     ((2, 3, 5), 64, 64),  # several dimensions, as wide as the model
     ((4, 50), 130, 8),  # above the size where the path changes
 ]
-TOLERANCE = {
-    torch.float64: 1e-13,
-    torch.float32: 2e-6,
-    torch.bfloat16: 2e-2,
-    torch.float16: 3e-3,
-}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LARGE = ((5, 60), 64, 6)
 
 
@@ -42,7 +45,7 @@ def sizes():
         yield
 
 
-def drawn(batch, d_model, width, outer=torch.float64, inner=torch.float64) -> list[Tensor]:
+def drawn(batch, d_model, width, outer=torch.float64, inner=torch.float64):
     """`to`, x, down, its bias, up and its bias; h is of the size of 1."""
     source = torch.Generator().manual_seed(0)
     shapes = ((*batch, d_model),) * 2 + ((width, d_model), (width,), (d_model, width), (d_model,))
@@ -51,18 +54,13 @@ def drawn(batch, d_model, width, outer=torch.float64, inner=torch.float64) -> li
     return [v.to(outer if i < 2 else inner) for i, v in enumerate(values)]
 
 
-def loss(out: Tensor) -> Tensor:
-    """The sum of squares, small enough for the gradients to be numbers of float16."""
-    return out.double().square().sum() / 1024
-
-
 def operator(to, x, *params, activation="gelu"):
     """The operator itself, whatever the size."""
     return ops._bottleneck(to, None if x is to else x, *params, S, activation, True)[0]
 
 
 @torch.enable_grad()
-def truth(values, activation="gelu", same=False) -> list[Tensor]:
+def truth(values, activation="gelu", same=False):
     """The output and all gradients of its `loss`, in float64; with `same`, x is `to`."""
     wide = [v.detach().double().requires_grad_() for v in values]
     to, x, down, down_bias, up, up_bias = [wide[0], *wide[:1], *wide[2:]] if same else wide
@@ -70,13 +68,6 @@ def truth(values, activation="gelu", same=False) -> list[Tensor]:
     out = to + S * (u @ up.T + up_bias)
     grads = torch.autograd.grad(loss(out), [to, *([] if same else [x]), *wide[2:]])
     return [out.detach(), *grads]
-
-
-def near(got: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert got.shape == expected.shape
-    if got.numel():
-        size = expected.abs().max().item()
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * max(size, 1e-9))
 
 
 def split(values, same):
@@ -138,14 +129,12 @@ def test_every_activation_has_the_gradients_of_autograd(activation):
 def test_as_near_to_float64_as_the_definition(dtype, same):
     values = [v.requires_grad_() for v in drawn((4, 100), 96, 24, dtype, dtype)]
     leaves, given = split(values, same)
-    expected = truth(values, "silu", same)
-    errors = []
+    found = []
     for run in (bottleneck, bottleneck_reference):
         out = run(*given, S, "silu")
-        got = [out, *torch.autograd.grad(loss(out), leaves)]
-        errors.append([(g - w).abs().max() for g, w in zip(got, expected, strict=True)])
-    for own, reference, wanted in zip(*errors, expected, strict=True):
-        assert own <= 2 * reference + torch.finfo(dtype).eps * wanted.abs().max()
+        found.append([out, *torch.autograd.grad(loss(out), leaves)])
+    for own, reference, wanted in zip(*found, truth(values, "silu", same), strict=True):
+        as_near(own, reference, wanted)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded"])
@@ -202,40 +191,11 @@ def test_second_derivatives_do_not_need_the_matrices_to_learn(frozen):
 
 
 @pytest.mark.parametrize("same", [False, True])
-@pytest.mark.parametrize("needed", range(64))
-def test_only_what_needs_a_gradient_gets_one(needed, same):
+def test_only_what_needs_a_gradient_gets_one(same):
     values = drawn((2, 3), 5, 4)
-    for i, value in enumerate(values):
-        value.requires_grad_(bool(needed >> i & 1))
-    leaves, given = split(values, same)
-    out = operator(*given)
-    if any(v.requires_grad for v in leaves):
-        loss(out).backward()
-    for value, wanted in zip(leaves, truth(values, same=same)[1:], strict=True):
-        if value.requires_grad:
-            near(value.grad, wanted, 1e-13)
-        else:
-            assert value.grad is None
-
-
-class Saved:
-    """Bytes that autograd keeps besides the parameters, each storage once."""
-
-    def __init__(self, *known: Tensor) -> None:
-        self._known = {f.untyped_storage().data_ptr() for f in known}
-        self._seen: dict[int, int] = {}
-
-    def bytes_of(self, run) -> int:
-        def note(tensor):
-            store = tensor.untyped_storage()
-            if store.data_ptr() not in self._known:
-                self._seen[store.data_ptr()] = store.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            kept = run()
-        assert kept.requires_grad
-        return sum(self._seen.values())
+    leaves, _ = split(values, same)
+    expected = truth(values, same=same)[1:]
+    only_needed_gradients(lambda *v: operator(*v[:1] * same, *v), leaves, expected)
 
 
 @pytest.mark.parametrize(
@@ -258,19 +218,18 @@ def test_x_and_h_are_all_that_is_saved(outer, inner, activation, autocast):
     h = 64 * 64 * (2 if autocast else inner.itemsize)
     # autocast keeps its copies of the matrices
     copies = 2 * 2 * 64 * 512 if autocast and inner is torch.float32 else 0
-    assert Saved(*values[2:]).bytes_of(run) == values[1].nbytes + h + copies
+    assert sum(kept(run, *values[2:]).values()) == values[1].nbytes + h + copies
 
 
 def test_a_frozen_down_projection_keeps_no_activation():
     values = drawn(*LARGE, torch.float32, torch.float32)
     values[1].requires_grad_()
     values[4].requires_grad_()
-    saved = Saved(*values[2:]).bytes_of(lambda: bottleneck(*values, S, "gelu"))
-    assert saved == 300 * 6 * 4
+    saved = kept(lambda: bottleneck(*values, S, "gelu"), *values[2:])
+    assert sum(saved.values()) == 300 * 6 * 4
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("grad", "outer"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_the_operators_pass_opcheck(grad, outer):
     to, x, *params = (v.requires_grad_(grad) for v in drawn((3, 5), 33, 7, outer, torch.float32))
     for read in (x, None):
@@ -288,24 +247,15 @@ def test_the_operators_pass_opcheck(grad, outer):
         torch.library.opcheck(ops._bottleneck_backward, given, test_utils=checks)
 
 
-@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [((3, 5), 33, 7), LARGE], ids=str)
-@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize(("same", "outer"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_compiled_is_eager(outer, shape, same):
-    torch._dynamo.reset()
     values = [v.requires_grad_() for v in drawn(*shape, outer, torch.float32)]
-    leaves, _ = split(values, same)
 
-    def run(to, x, *params):
-        return bottleneck(to, to if same else x, *params, S, "gelu_new")
+    def run(to, *rest):
+        return bottleneck(to, *([to] if same else []), *rest, S, "gelu_new")
 
-    results = []
-    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        out = call(*values)
-        results.append([out, *torch.autograd.grad(loss(out), leaves)])
-    for eager, compiled in zip(*results, strict=True):
-        near(compiled, eager.double(), TOLERANCE[outer])
-    torch._dynamo.reset()
+    compiled_as_eager(run, split(values, same)[0], TOLERANCE[outer])
 
 
 @pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
@@ -313,18 +263,8 @@ def test_compiled_is_eager(outer, shape, same):
 @pytest.mark.parametrize("shape", [((3, 5), 33, 7), LARGE], ids=str)
 def test_autocast_is_that_of_the_reference(outer, inner, shape):
     values = [v.requires_grad_() for v in drawn(*shape, outer, inner)]
-    results = []
-    for run in (bottleneck, bottleneck_reference):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = run(*values, S, "gelu")
-            # a backward inside the region, which is not recommended, is right too
-            grads = torch.autograd.grad(loss(out), values)
-        results.append([out, *grads])
-    for own, reference in zip(*results, strict=True):
-        assert own.dtype is reference.dtype
-        near(own, reference.double(), TOLERANCE[torch.bfloat16])
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        near(bottleneck(*values, S, "gelu"), results[1][0].double(), 2e-2)
+    own, reference = (lambda *v, f=f: f(*v, S, "gelu") for f in (bottleneck, bottleneck_reference))
+    autocast_as(reference, own, values, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -363,43 +303,24 @@ def test_reference_mode_is_the_definition():
         assert torch.equal(out, bottleneck_reference(to, x.float(), *params, S, "gelu"))
 
 
-class Counting(TorchDispatchMode):
-    """Names of the operations but for views, which cost no memory and little time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.name().partition("::")[2].partition(".")[0]
-        if not func.is_view and "view" not in name and name not in ("t", "empty", "new_empty"):
-            self.called.append(name)
-        return out
-
-
-@pytest.mark.parametrize("shape", [((1, 16), 64, 8), LARGE], ids=str)
-def test_four_operations_without_gradients(shape):
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        (((1, 16), 64, 8), ["add", "addmm", "addmm", "relu"]),
+        (LARGE, ["add", "addmm", "addmm_", "relu"]),
+    ],
+)
+def test_four_operations_without_gradients(shape, names):
     values = drawn(*shape, torch.float32, torch.float32)
-    with torch.no_grad(), Counting() as seen:
+    with torch.no_grad(), Operations() as seen:
         bottleneck(*values, S, "relu")
-    assert sorted(seen.called) == sorted(
-        ["addmm", "relu", "addmm", "add"]
-        if shape is not LARGE
-        else ["addmm", "relu", "add", "addmm_"]
-    )
+    assert sorted(seen.names) == names
 
 
-def test_a_model_may_write_into_the_output_in_place():
-    for outer in (torch.float32, torch.bfloat16):
-        values = drawn(*LARGE, outer, torch.float32)
-        params = [v.requires_grad_() for v in values[2:]]
-        plain = bottleneck(*values, S, "relu")
-        wanted = torch.autograd.grad(plain.mul(2).sum(), params)
-        out = bottleneck(*values, S, "relu")
-        found = torch.autograd.grad(out.mul_(2).sum(), params)
-        for got, want in zip(found, wanted, strict=True):
-            assert torch.equal(got, want)
+@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16])
+def test_a_model_may_write_into_the_output_in_place(outer):
+    values = drawn(*LARGE, outer, torch.float32)
+    writable(lambda: bottleneck(*values, S, "relu"), [v.requires_grad_() for v in values[2:]])
 
 
 def test_the_transforms_of_torch_func():
@@ -424,12 +345,10 @@ def test_operands_that_do_not_fit_are_named():
             bottleneck(to, x, *params[:2], torch.empty(33, 4, device="meta"), params[3], S, "gelu")
 
 
-def test_the_default_tile_is_a_function_of_the_shape():
-    half = torch.bfloat16
-    assert shipped.bottleneck_tile(8192, 48, half) == (64, 64, 64, 4, 3)
-    assert shipped.bottleneck_tile(1, 200, half) == (16, 64, 256, 8, 2)
-    assert shipped.bottleneck_tile(8192, 17, torch.float32) == (64, 32, 32, 8, 2)
-    for dtype, widest in ((half, shipped._WIDEST), (torch.float32, shipped._WIDEST_OF_FLOAT32)):
-        # a program keeps the whole width
-        tiles = [shipped.bottleneck_tile(rows, w, dtype) for rows in (1, 8192) for w in (1, widest)]
-        assert [t.rank >= w for t, w in zip(tiles, (1, widest) * 2, strict=True)] == [True] * 4
+def test_a_program_keeps_the_whole_width():
+    for dtype, widest in (
+        (torch.bfloat16, shipped._WIDEST),
+        (torch.float32, shipped._WIDEST_OF_FLOAT32),
+    ):
+        for rows, width in itertools.product((1, 8192), (1, widest)):
+            assert shipped.bottleneck_tile(rows, width, dtype).rank >= width

@@ -1,10 +1,8 @@
 """DoRA's norm and composition against float64, on shapes and values that are hostile to them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
+from measured import Operations
 from torch._subclasses import FakeTensorMode
 
 from adapterzoo.errors import KernelError
@@ -14,18 +12,16 @@ from adapterzoo.kernels.dora import direction_reference, row_norm, row_norm_refe
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def factors(
-    d_out: int, d_in: int, rank: int, *experts: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
+def factors(d_out, d_in, rank, *experts, dtype=torch.float32):
     source = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
+    def drawn(*shape):
         return torch.randn(*experts, *shape, generator=source, dtype=torch.float64).to(dtype)
 
     return drawn(d_out, d_in), drawn(rank, d_in), drawn(d_out, rank)
 
 
-def true_norm(w: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
+def true_norm(w, a, b, s):
     return torch.linalg.vector_norm(w.double() + s * (b.double() @ a.double()), dim=-1)
 
 
@@ -41,7 +37,7 @@ def true_norm(w: Tensor, a: Tensor, b: Tensor, s: float) -> Tensor:
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", [1, 100, 1 << 22])
-def test_norms_are_those_of_float64(shape: tuple[int, ...], dtype: torch.dtype, tile: int):
+def test_norms_are_those_of_float64(shape, dtype, tile):
     d_out, d_in, rank, *experts = shape
     w, a, b = factors(d_out, d_in, rank, *experts, dtype=dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -54,7 +50,7 @@ def test_norms_are_those_of_float64(shape: tuple[int, ...], dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("layout", ["transposed", "rows", "strided", "expanded"])
-def test_the_layout_of_the_weight_does_not_matter(layout: str):
+def test_the_layout_of_the_weight_does_not_matter(layout):
     w, a, b = factors(24, 40, 4)
     shown = {
         "transposed": w.T.contiguous().T,
@@ -68,7 +64,7 @@ def test_the_layout_of_the_weight_does_not_matter(layout: str):
 
 @pytest.mark.parametrize("tile", [100, 1 << 22])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_b_of_zeros_gives_the_bits_of_the_plain_norm(tile: int, transposed: bool):
+def test_a_b_of_zeros_gives_the_bits_of_the_plain_norm(tile, transposed):
     w, a, b = factors(33, 70, 4)
     w = w.T.contiguous().T if transposed else w
     got = row_norm_reference(w, a, torch.zeros_like(b), 3.0, tile)
@@ -77,8 +73,8 @@ def test_a_b_of_zeros_gives_the_bits_of_the_plain_norm(tile: int, transposed: bo
 
 
 @pytest.mark.parametrize("left", [1e-2, 1e-4, 0.0])
-def test_a_sum_that_cancels_keeps_its_digits(left: float):
-    # W ≈ −s B A, where the factored form has nothing but rounding left
+def test_a_sum_that_cancels_keeps_its_digits(left):
+    # W ≈ −s B A, where the factored form ‖W‖² + 2s W·BA + … has nothing but rounding left
     w, a, b = factors(16, 64, 4)
     s = 0.5
     w = (-s * (b.double() @ a.double()) + left * w.double()).float()
@@ -86,9 +82,6 @@ def test_a_sum_that_cancels_keeps_its_digits(left: float):
     # each element of the sum is right to an ulp of the two that cancel
     ulp = torch.finfo(torch.float32).eps * w.double().norm(dim=-1)
     assert bool(((got - truth).abs() <= ulp).all())
-    squares = w.square().sum(-1) + 2 * s * ((w @ a.T) * b).sum(-1)
-    factored = (squares + s * s * ((b @ (a @ a.T)) * b).sum(-1)).clamp(min=0).sqrt().double()
-    assert (got - truth).abs().max() * 20 < (factored - truth).abs().max()
 
 
 def test_a_cpu_takes_the_definition():
@@ -122,22 +115,10 @@ def test_autocast_does_not_reach_the_norm():
 
 
 def test_no_more_than_a_tile_of_the_sum_exists():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            # views have no memory of their own
-            if isinstance(out, Tensor) and out._base is None:
-                self.elements = max(self.elements, out.numel())
-            return out
-
     w, a, b = factors(256, 64, 4)
-    with torch.no_grad(), Largest() as seen:
+    with torch.no_grad(), Operations() as seen:
         row_norm_reference(w, a, b, 0.5, tile=1024)
-    assert 256 <= seen.elements <= 1024
+    assert 256 <= seen.largest <= 1024
 
 
 def test_gradients_of_the_norm_are_those_of_differences():

@@ -1,18 +1,17 @@
 """The low-rank update of a mixed batch against float64 and against each row alone."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from copy import deepcopy
 
 import pytest
 import torch
-from torch import Tensor
+from measured import Operations, kept, loss, near
+from torch._subclasses import FakeTensorMode
 
 from adapterzoo import kernels
 from adapterzoo.errors import KernelError
-from adapterzoo.kernels import _dropout, _grouped_ops, _groups, grouped
+from adapterzoo.kernels import _dropout, _grouped_ops, _groups
 from adapterzoo.kernels._grouped_torch import blocks_of
 from adapterzoo.kernels.grouped import (
     Groups,
@@ -43,12 +42,7 @@ INDICES = {
     "no rows": [],
 }
 TOKENS = {"decoding": (1,), "flat": (), "longer than the rank": (2, 5), "none": (0,)}
-TOLERANCE = {
-    torch.float64: 1e-13,
-    torch.float32: 1e-6,
-    torch.bfloat16: 1.6e-2,
-    torch.float16: 2e-3,
-}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 def drawn(index, tokens, ranks=RANKS, d_in=11, d_out=7, outer=torch.float64, factor=torch.float64):
@@ -62,10 +56,6 @@ def drawn(index, tokens, ranks=RANKS, d_in=11, d_out=7, outer=torch.float64, fac
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
     return y, x, factors[: len(ranks)], factors[len(ranks) :]
-
-
-def loss(out: Tensor) -> Tensor:
-    return out.double().square().sum() / 256
 
 
 def truth(y, x, a, b, scaling, index, mask=None):
@@ -85,15 +75,8 @@ def truth(y, x, a, b, scaling, index, mask=None):
     ]
 
 
-def results(out: Tensor, y, x, a, b) -> list[Tensor]:
+def results(out, y, x, a, b):
     return [out, *torch.autograd.grad(loss(out), [y, x, *a, *b])]
-
-
-def near(got: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert got.shape == expected.shape
-    if got.numel():
-        size = expected.abs().max().item()
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * max(size, 1e-9))
 
 
 def by_operators(y, x, stack, groups, p=0.0, noise=None):
@@ -275,9 +258,9 @@ def test_dropout_is_that_of_one_adapter_and_repeated_in_the_backward(dtype):
     near(still, truth(y, x, a, b, SCALING, index)[0], 3 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
-    ("noisy", "outer"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)]
+    ("grad", "noisy", "outer"),
+    [(True, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float32)],
 )
 def test_the_operators_pass_opcheck(grad, noisy, outer):
     index = [2, None, 0, 2]
@@ -374,25 +357,17 @@ def test_the_transforms_of_torch_func():
     near(torch.func.grad(total)(x), truth(y, x, a, b, SCALING, index)[2], 1e-13)
 
 
-def test_x_is_saved_once_and_nothing_large_beside_it():
-    seen = {}
-
-    def note(tensor):
-        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    for index in ([0, 1, 2, 3], [3, 1, None, 2]):
-        for p in (0.0, 0.1):
-            y, x, a, b = drawn(index, (64,), EQUAL, 256, 512, torch.float32, torch.float32)
-            y.requires_grad_(False)
-            seen.clear()
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-                out = grouped_low_rank(y, x, a, b, ONE, Groups.of(index), p, training=True)
-            assert out.requires_grad
-            factors = 4 * 4 * (256 + 512) * 4
-            limit = x.nbytes + 4 * 64 * 4 * 4 + (x.numel() // 8 if p else 0)
-            # the stacks, once more by row, and numbers of rows
-            assert sum(seen.values()) <= limit + 2 * factors + 1024
+@pytest.mark.parametrize("index", [[0, 1, 2, 3], [3, 1, None, 2]])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_x_is_saved_once_and_nothing_large_beside_it(index, p):
+    y, x, a, b = drawn(index, (64,), EQUAL, 256, 512, torch.float32, torch.float32)
+    y.requires_grad_(False)
+    groups = Groups.of(index)
+    saved = kept(lambda: grouped_low_rank(y, x, a, b, ONE, groups, p, training=True))
+    limit = x.nbytes + 4 * 64 * 4 * 4 + (x.numel() // 8 if p else 0)
+    # the stacks, once more by row, and numbers of rows
+    factors = 4 * 4 * (256 + 512) * 4
+    assert sum(saved.values()) <= limit + 2 * factors + 1024
 
 
 def test_the_plan_belongs_to_the_batch():
@@ -451,8 +426,6 @@ def test_operands_that_do_not_fit_are_named():
         grouped_shrink(x, stack.a, Groups.of([0, 4]))
     with pytest.raises(KernelError, match=r"groups are of 3 rows"):
         grouped_expand(y, y, stack.b, SCALING, Groups.of([0, 1, 2]))
-    from torch._subclasses import FakeTensorMode
-
     with FakeTensorMode():
         index, x = torch.empty(2, dtype=torch.int64), torch.empty(2, 33)
         a = torch.empty(4, 3, 32)
@@ -464,27 +437,21 @@ def test_operands_that_do_not_fit_are_named():
             _grouped_ops.expand(y, t, torch.empty(4, 5, 3), scaling, index)
 
 
-def test_few_operations_without_gradients():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counting(TorchDispatchMode):
-        called = ()
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if not func.is_view and "view" not in str(func):
-                self.called += (str(func).removeprefix("aten.").partition(".")[0],)
-            return func(*args, **(kwargs or {}))
-
-    def calls(index, tokens):
-        y, x, a, b = drawn(index, (tokens,), EQUAL)
-        groups = Groups.of(index)
-        with torch.no_grad():
-            stack = stacked(a, b, ONE)
-            grouped.grouped_low_rank(y, x, *stack, groups)
-            with Counting() as seen:
-                grouped.grouped_low_rank(y, x, *stack, groups)
-        return list(seen.called)
-
-    assert calls([0, 1, 2, 3], 1) == ["bmm", "baddbmm"]
-    assert calls([3, 1, 0, 2], 1) == ["index_select", "bmm", "bmm", "index_select", "add"]
-    assert calls([3, 1, 0, 2], 9) == ["index_select", "index_select", "bmm", "baddbmm"]
+@pytest.mark.parametrize(
+    ("index", "tokens", "names"),
+    [
+        ([0, 1, 2, 3], 1, ["bmm", "baddbmm"]),
+        ([3, 1, 0, 2], 1, ["index_select", "bmm", "bmm", "index_select", "add"]),
+        ([3, 1, 0, 2], 9, ["index_select", "index_select", "bmm", "baddbmm"]),
+    ],
+)
+def test_few_operations_without_gradients(index, tokens, names):
+    y, x, a, b = drawn(index, (tokens,), EQUAL)
+    groups = Groups.of(index)
+    with torch.no_grad():
+        stack = stacked(a, b, ONE)
+        # the first call makes the numbers of rows
+        grouped_low_rank(y, x, *stack, groups)
+        with Operations() as seen:
+            grouped_low_rank(y, x, *stack, groups)
+    assert seen.names == names

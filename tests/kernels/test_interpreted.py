@@ -1,7 +1,5 @@
 """The Triton kernels in Triton's interpreter, against float64."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -23,7 +21,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_shapes_dtypes_and_layouts_are_right(name: str):
+def test_all_shapes_dtypes_and_layouts_are_right(name):
     done = subprocess.run(
         [sys.executable, SCRIPT, name],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},

@@ -1,9 +1,8 @@
 """Where kernels run: one helper launches them, on the device of their operands; and the modes."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +25,6 @@ from adapterzoo.kernels import (
     mode,
     row_norm_triton,
 )
-from adapterzoo.kernels._launch import launch
 from adapterzoo.kernels.grouped import Groups
 
 PACKAGE = Path(adapterzoo.__file__).parent
@@ -40,7 +38,7 @@ MODULES = (
 )
 
 
-def launches(source: str) -> list[int]:
+def launches(source):
     """Lines that launch: `name[grid](…)` on a name that ends as kernels do, `.run`, `.warmup`."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -62,15 +60,14 @@ def test_only_the_helper_launches():
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["shrink_kernel[grid](x)", "k.kernel[(1,)](x)", "f[1, 2](x)", "f.run(x, grid=(1,))"],
+    "line", ["shrink_kernel[grid](x)", "k.kernel[(1,)](x)", "f[1, 2](x)", "f.run(x, grid=(1,))"]
 )
-def test_the_lint_bites(line: str):
+def test_the_lint_bites(line):
     assert launches(line) == [1]
     assert launches("table[key](x); LAYOUTS[name](site)") == []
 
 
-def kernels_of(*modules) -> list[tuple[object, str]]:
+def kernels_of(*modules):
     """Every kernel of these modules by name, also under the names that they import."""
     return [(m, name) for m in modules for name in sorted(vars(m)) if name.endswith("_kernel")]
 
@@ -84,7 +81,7 @@ def test_every_module_of_kernels_is_recorded():
 class Recorder:
     """In place of a kernel: notes under which device it was launched, and checks its operands."""
 
-    def __init__(self, kernel, current: list[str], log: list[str]) -> None:
+    def __init__(self, kernel, current, log):
         self.fn, self.arg_names = kernel.fn, kernel.arg_names
         self._current, self._log = current, log
 
@@ -120,80 +117,54 @@ def recorded():
         yield log
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("rows", [0, 5, 300])
-def test_every_kernel_runs_on_the_device_of_its_operands(recorded, device: str, rows: int):
-    x, y = torch.empty(rows, 40, device=device), torch.empty(rows, 24, device=device)
-    a, b = torch.empty(8, 40, device=device), torch.empty(24, 8, device=device)
-    seed = torch.empty(1, dtype=torch.int64, device=device)
+def low_rank(empty, rows):
+    x, y, a, b = empty(rows, 40), empty(rows, 24), empty(8, 40), empty(24, 8)
+    seed = empty(1, dtype=torch.int64)
     t = low_rank_triton.shrink(x, a, 0.1, seed)
     out = low_rank_triton.expand(y, t, b, 0.5)
     grads = low_rank_triton.expand_backward(out, t, b, 0.5)
     grads += low_rank_triton.shrink_backward(grads[0], x, a, 0.1, seed)
-    assert [g.shape for g in grads] == [t.shape, b.shape, x.shape, a.shape]
-    assert {str(v.device) for v in (t, out, *grads)} == {device}
-    names = ("shrink", "expand", "expand_backward", "shrink_backward")
-    # a grid without programs is an error of CUDA
-    assert recorded == ([f"{name}_kernel on {device}" for name in names] if rows else [])
+    names = ["shrink", "expand", "expand_backward", "shrink_backward"]
+    return {t: (rows, 8), out: y.shape}, grads, (t, b, x, a), names if rows else []
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("rows", [0, 5, 300])
-def test_the_kernels_of_dora_run_on_the_device_of_their_operands(recorded, device: str, rows: int):
-    y, t = torch.empty(rows, 40, device=device), torch.empty(rows, 8, device=device)
-    gain, b = torch.empty(40, device=device), torch.empty(40, 8, device=device)
-    w, a = torch.empty(rows, 30, device=device), torch.empty(8, 30, device=device)
+def of_dora(empty, rows):
+    y, t, w = empty(rows, 40), empty(rows, 8), empty(rows, 30)
+    gain, b, a = empty(40), empty(40, 8), empty(8, 30)
     out = compose_triton.compose(y, gain, gain, t, b, 0.5)
     grads = compose_triton.compose_backward(out, y, gain, gain, t, b, 0.5, False, *[True] * 5)
-    norm = row_norm_triton.row_norm(w, a, torch.empty(rows, 8, device=device), 0.5)
-    assert [g.shape for g in grads] == [v.shape for v in (y, gain, gain, t, b)]
-    assert norm.shape == (rows,)
-    assert {str(v.device) for v in (out, norm, *grads)} == {device}
-    names = ["compose", "compose_backward", "shrink", "row_norm"]
+    norm = row_norm_triton.row_norm(w, a, empty(rows, 8), 0.5)
     # a aᵀ has rows of its own
-    ran = names if rows else ["shrink"]
-    assert recorded == [f"{name}_kernel on {device}" for name in ran]
+    names = ["compose", "compose_backward", "shrink", "row_norm"] if rows else ["shrink"]
+    return {out: y.shape, norm: (rows,)}, grads, (y, gain, gain, t, b), names
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("rows", [0, 5, 300])
-def test_the_kernels_of_boft_run_on_the_device_of_their_operands(recorded, device: str, rows: int):
-    x, blocks = torch.empty(rows, 48, device=device), torch.empty(3, 16, 16, device=device)
+def of_boft(empty, rows):
+    x, blocks = empty(rows, 48), empty(3, 16, 16)
     y = butterfly_triton.rotate(x, blocks)
     grads = butterfly_triton.rotate_backward(y, x, blocks)
-    assert [g.shape for g in grads] == [x.shape, blocks.shape]
-    assert {str(v.device) for v in (y, *grads)} == {device}
     # of no rows too there is a gradient of the blocks, and it is written
-    assert recorded == [f"{name}_kernel on {device}" for name in ("rotate", "rotate_backward")]
+    return {y: x.shape}, grads, (x, blocks), ["rotate", "rotate_backward"]
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("rows", [0, 5, 300])
-@pytest.mark.parametrize("same", [False, True])
-def test_the_kernels_of_bottlenecks_run_on_the_device_of_their_operands(
-    recorded, device: str, rows: int, same: bool
-):
-    x, down = torch.empty(rows, 40, device=device), torch.empty(8, 40, device=device)
-    to, up = torch.empty(rows, 40, device=device), torch.empty(40, 8, device=device)
-    biases = torch.empty(8, device=device), torch.empty(40, device=device)
+def of_bottlenecks(empty, rows, same=False):
+    x, to, down, up = empty(rows, 40), empty(rows, 40), empty(8, 40), empty(40, 8)
+    biases = empty(8), empty(40)
     given = (None if same else x, down, biases[0], up, biases[1], 0.5, "relu", True)
     out, h = bottleneck_triton.bottleneck(to, *given)
     grads = bottleneck_triton.bottleneck_backward(out, x, h, down, up, 0.5, "relu", same)
-    assert h.shape == (rows, 8)
-    assert [g.shape for g in grads] == [v.shape for v in (x, down, biases[0], up, biases[1])]
-    assert {str(v.device) for v in (out, h, *grads)} == {device}
     names = ["bottleneck", "bottleneck_backward", *["expand"] * same, "shrink_backward"]
-    assert recorded == ([f"{name}_kernel on {device}" for name in names] if rows else [])
+    likes = (x, down, biases[0], up, biases[1])
+    return {out: to.shape, h: (rows, 8)}, grads, likes, names if rows else []
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("rows", [0, 5, 300])
-def test_the_kernels_of_mixed_batches_run_on_the_device_of_their_operands(
-    recorded, device: str, rows: int
-):
-    x, y = torch.empty(rows, 2, 40, device=device), torch.empty(rows, 2, 24, device=device)
-    a, b = torch.empty(3, 8, 40, device=device), torch.empty(3, 24, 8, device=device)
-    seed = torch.empty(1, dtype=torch.int64, device=device)
+def of_bottlenecks_that_read_what_they_add_to(empty, rows):
+    return of_bottlenecks(empty, rows, same=True)
+
+
+def of_mixed_batches(empty, rows):
+    x, y, a, b = empty(rows, 2, 40), empty(rows, 2, 24), empty(3, 8, 40), empty(3, 24, 8)
+    seed = empty(1, dtype=torch.int64)
     groups = Groups.of([i % 4 - 1 for i in range(rows)])
     plan = groups.plan(2, 3, x.device)
     scales = groups.scales((0.5, 1.0, 2.0), x.device, torch.float32)
@@ -201,12 +172,27 @@ def test_the_kernels_of_mixed_batches_run_on_the_device_of_their_operands(
     out = grouped_triton.expand(y, t, b, scales, plan)
     grads = grouped_triton.expand_backward(out, t, b, scales, plan)
     grads += grouped_triton.shrink_backward(grads[0], x, a, 0.1, seed, plan)
-    assert [g.shape for g in grads] == [t.shape, b.shape, x.shape, a.shape]
-    assert {str(v.device) for v in (t, out, plan, *grads)} == {device}
     # of no rows too there are gradients of the factors, and they are written
-    names = ["shrink", "expand", "shrink", "outer", "expand", "outer"]
-    ran = names if rows else ["outer", "outer"]
-    assert recorded == [f"grouped_{name}_kernel on {device}" for name in ran]
+    names = ["shrink", "expand", "shrink", "outer", "expand", "outer"] if rows else ["outer"] * 2
+    made = {t: (rows, 2, 8), out: y.shape, plan: plan.shape}
+    return made, grads, (t, b, x, a), [f"grouped_{name}" for name in names]
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("rows", [0, 5, 300])
+@pytest.mark.parametrize(
+    "run",
+    [low_rank, of_dora, of_boft, of_bottlenecks, of_bottlenecks_that_read_what_they_add_to,
+     of_mixed_batches],
+)  # fmt: skip
+def test_every_kernel_runs_on_the_device_of_its_operands(recorded, run, device, rows):
+    made, grads, likes, names = run(functools.partial(torch.empty, device=device), rows)
+    for tensor, shape in made.items():
+        assert tensor.shape == shape
+    assert [g.shape for g in grads] == [v.shape for v in likes]
+    assert {str(v.device) for v in (*made, *grads)} == {device}
+    # a grid without programs is an error of CUDA
+    assert recorded == [f"{name}_kernel on {device}" for name in names]
 
 
 def test_a_launch_without_the_guard_is_seen(recorded):
@@ -231,11 +217,9 @@ def test_nothing_runs_on_a_cpu_or_an_old_gpu():
     with FakeTensorMode(), mock.patch.object(_launch, "_capability", return_value=(7, 5)):
         reason = _launch.obstacle(torch.empty(1, device="cuda:0"))
     assert reason == "cuda:0 is older than compute capability 8.0"
-    assert launch is _launch.launch
 
 
 def test_a_mode_holds_until_its_block_ends():
-    assert not mode.is_reference()
     with kernels.use("reference"):
         assert mode.is_reference()
         with kernels.use("auto"):
@@ -245,9 +229,11 @@ def test_a_mode_holds_until_its_block_ends():
     with pytest.raises(ZeroDivisionError), kernels.use("reference"):
         raise ZeroDivisionError
     assert not mode.is_reference()
-    kernels.use("reference")
-    assert mode.is_reference()
-    kernels.use("auto")
+    try:
+        kernels.use("reference")
+        assert mode.is_reference()
+    finally:
+        kernels.use("auto")
     assert not mode.is_reference()
 
 

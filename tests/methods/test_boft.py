@@ -1,41 +1,36 @@
 """BOFT against dense matrices, against PEFT's own layers, and in company of other adapters."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
+import itertools
 
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from snapshots import refused
 from torch import Tensor, nn
 from torch.autograd import gradcheck
-from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModel, LlamaConfig, LlamaModel
+from transformers import AutoModel
 
 from _stand_in import BlockDiagonal
 from adapterzoo import BOFTConfig, ConfigUnion, LoRAConfig, Stack, init
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject import base_of
 from adapterzoo.kernels.butterfly import folded
-from adapterzoo.methods.boft import BOFT
 from adapterzoo.testing import report
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def site(d_in: int = 32, d_out: int = 24, **fields: Any) -> Site:
+def site(d_in=32, d_out=24, **fields):
     return Site(
         **{"path": "block.0.query", "role": "query", "layer": 0, "stack": "block",
            "kind": "linear", "d_in": d_in, "d_out": d_out} | fields
     )  # fmt: skip
 
 
-def built(d_in: int = 32, d_out: int = 24, of: torch.dtype = torch.float64, **fields: Any) -> BOFT:
+def built(d_in=32, d_out=24, of=torch.float64, **fields):
     """An adapter of its own, with other values than the first."""
     config = BOFTConfig(init_weights=False, init_weights_seed=3, **fields)
     adapter = config.build(site(d_in, d_out), CPU, of)
@@ -44,9 +39,7 @@ def built(d_in: int = 32, d_out: int = 24, of: torch.dtype = torch.float64, **fi
     return adapter
 
 
-def linear(
-    d_in: int = 32, d_out: int = 24, dtype: torch.dtype = torch.float64, bias: bool = True
-) -> nn.Linear:
+def linear(d_in=32, d_out=24, dtype=torch.float64, bias=True):
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         made = nn.Linear(d_in, d_out, bias=bias)
@@ -55,12 +48,12 @@ def linear(
     return made.to(dtype).requires_grad_(False)
 
 
-def hidden(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+def hidden(*shape, dtype=torch.float64, seed=0):
     source = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
 
 
-def rot(R: Tensor) -> Tensor:
+def rot(R):
     """Rot = M_{m−1} ⋯ M_0, `[d_in, d_in]` in float64, column by column of its factors."""
     m, blocks, b, _ = R.shape
     S = (R.double() - R.double().mT) / 2
@@ -79,7 +72,7 @@ def rot(R: Tensor) -> Tensor:
     return whole
 
 
-def expected(adapter: BOFT, layer: nn.Linear, x: Tensor) -> Tensor:
+def expected(adapter, layer, x):
     """The formula s ⊙ (x Rot) Wᵀ + bias with a dense Rot, in float64."""
     y = (x.double() @ rot(adapter.boft_R.detach())) @ layer.weight.double().T
     y = y * adapter.boft_s.detach().double().squeeze(-1)
@@ -87,7 +80,7 @@ def expected(adapter: BOFT, layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def stir(model: Any, name: str, seed: int = 0, size: float = 0.3) -> None:
+def stir(model, name, seed=0, size=0.3):
     source = torch.Generator().manual_seed(seed)
     for _, module in model.adapter_modules(name):
         for parameter in module.parameters():
@@ -96,7 +89,7 @@ def stir(model: Any, name: str, seed: int = 0, size: float = 0.3) -> None:
 
 
 @torch.no_grad()
-def run(model: Any, inputs: dict[str, Tensor], setup: object) -> Tensor:
+def run(model, inputs, setup):
     model.set_active_adapters(setup)
     return model(**inputs).last_hidden_state
 
@@ -106,7 +99,7 @@ def run(model: Any, inputs: dict[str, Tensor], setup: object) -> Tensor:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("b", "m"), [(4, 1), (3, 1), (48, 1), (4, 2), (4, 3), (6, 4), (2, 5)])
-def test_it_is_the_formula_with_a_dense_rotation(b: int, m: int, bias: bool) -> None:
+def test_it_is_the_formula_with_a_dense_rotation(b, m, bias):
     d_in = 48 if m < 5 else 32
     adapter = built(d_in, boft_block_size=b, boft_n_butterfly_factor=m)
     assert adapter.boft_R.shape == (m, d_in // b, b, b)
@@ -118,11 +111,11 @@ def test_it_is_the_formula_with_a_dense_rotation(b: int, m: int, bias: bool) -> 
 
 
 @pytest.mark.parametrize("m", [1, 2, 3])
-def test_gradients_agree_with_differences(m: int) -> None:
+def test_gradients_agree_with_differences(m):
     adapter = built(16, 5, boft_n_butterfly_factor=m)
     base = base_of(linear(16, 5))
 
-    def layer(x: Tensor, R: Tensor, s: Tensor) -> Tensor:
+    def layer(x, R, s):
         parameters = {"boft_R": R, "boft_s": s}
         return torch.func.functional_call(adapter, parameters, (x, base))
 
@@ -130,16 +123,19 @@ def test_gradients_agree_with_differences(m: int) -> None:
     assert gradcheck(layer, (hidden(3, 16).requires_grad_(), *values))
 
 
+def merged_weight(adapter, layer):
+    return layer.weight @ rot(adapter.boft_R.detach()).T * adapter.boft_s.detach()
+
+
 @pytest.mark.parametrize("m", [1, 2, 4])
-def test_the_merged_weight_is_the_layer(m: int) -> None:
+def test_the_merged_weight_is_the_layer(m):
     adapter, layer = built(boft_n_butterfly_factor=m), linear()
     w, b = adapter.weight(layer.weight, base_of(layer)), adapter.bias(layer.bias, base_of(layer))
-    W = layer.weight @ rot(adapter.boft_R.detach()).T * adapter.boft_s.detach()
-    torch.testing.assert_close(w.detach(), W, rtol=0, atol=1e-12)
+    torch.testing.assert_close(w.detach(), merged_weight(adapter, layer), rtol=0, atol=1e-12)
     assert torch.equal(b, layer.bias)
 
 
-def test_a_bias_that_another_adapter_added_is_scaled() -> None:
+def test_a_bias_that_another_adapter_added_is_scaled():
     adapter, layer = built(), linear()
     added = hidden(24, seed=5)
     b = adapter.bias(layer.bias + added, base_of(layer))
@@ -150,7 +146,7 @@ def test_a_bias_that_another_adapter_added_is_scaled() -> None:
 
 
 @pytest.mark.parametrize("m", [1, 3])
-def test_experts_have_rotations_of_their_own(m: int) -> None:
+def test_experts_have_rotations_of_their_own(m):
     config = BOFTConfig(init_weights=False, init_weights_seed=1, boft_n_butterfly_factor=m)
     adapter = config.build(site(parameter="gate_up_proj", experts=3), CPU, torch.float64)
     assert adapter.boft_R.shape == (3, m, 8, 4, 4)
@@ -161,27 +157,12 @@ def test_experts_have_rotations_of_their_own(m: int) -> None:
         torch.testing.assert_close(got[i], W, rtol=0, atol=1e-12)
 
 
-def test_experts_of_a_real_model_act_and_merge(tiny: Callable[..., Any]) -> None:
-    model, inputs = tiny("mixtral").double(), tiny_inputs("mixtral")
-    fields = {"selfattn_lora": False, "intermediate_lora": True, "output_lora": True}
-    model.add_adapter("a", BOFTConfig(boft_n_butterfly_factor=2, **fields))
-    base = run(model, inputs, None)
-    assert torch.equal(run(model, inputs, "a"), base)
-    stir(model, "a")
-    adapted = run(model, inputs, "a")
-    assert (adapted - base).abs().max() > 0.01
-    model.merge_adapter("a")
-    torch.testing.assert_close(run(model, inputs, None), adapted, rtol=0, atol=1e-10)
-    model.reset_adapter()
-    assert torch.equal(run(model, inputs, None), base)
-
-
 # --- first values and numbers ---
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("b", "m"), [(4, 1), (4, 3), (6, 2), (48, 1)])
-def test_a_fresh_adapter_changes_no_bit(b: int, m: int, dtype: torch.dtype) -> None:
+def test_a_fresh_adapter_changes_no_bit(b, m, dtype):
     config = BOFTConfig(boft_block_size=b, boft_n_butterfly_factor=m)
     adapter, layer = config.build(site(48), CPU, dtype), linear(48, dtype=dtype)
     # large biases: (y − bias) + bias would not be y
@@ -193,7 +174,7 @@ def test_a_fresh_adapter_changes_no_bit(b: int, m: int, dtype: torch.dtype) -> N
     assert torch.equal(adapter.weight(layer.weight, base_of(layer)), layer.weight)
 
 
-def test_initial_values_other_than_the_identity() -> None:
+def test_initial_values_other_than_the_identity():
     config = BOFTConfig(init_weights=False, init_weights_seed=1)
     assert not config.starts_as_identity
     assert BOFTConfig().starts_as_identity
@@ -207,37 +188,43 @@ def test_initial_values_other_than_the_identity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("b", "m", "dtype"),
-    [(4, 1, torch.float32), (8, 2, torch.float32), (32, 1, torch.float32), (8, 2, torch.bfloat16)],
+    ("b", "m", "dtype", "of_adapter", "rate"),
+    [
+        (8, 2, torch.bfloat16, None, 2e-3),
+        # by far more than a quarter turn
+        (8, 2, torch.float32, None, 0.01),
+        pytest.param(8, 2, torch.bfloat16, "float32", 0.01, marks=pytest.mark.sweep),
+        pytest.param(32, 1, torch.float32, None, 2e-3, marks=pytest.mark.sweep),
+    ],
 )
-def test_rotations_stay_orthogonal_over_a_thousand_steps(
-    b: int, m: int, dtype: torch.dtype
-) -> None:
-    config = BOFTConfig(boft_block_size=b, boft_n_butterfly_factor=m)
+def test_rotations_stay_orthogonal_over_a_thousand_steps(b, m, dtype, of_adapter, rate):
+    config = BOFTConfig(boft_block_size=b, boft_n_butterfly_factor=m, dtype=of_adapter)
     layer, x = linear(64, 64, dtype), hidden(8, 64, dtype=dtype)
     adapter = config.build(site(64, 64), CPU, dtype)
     target = layer(x @ torch.linalg.qr(hidden(64, 64, seed=1))[0].to(dtype))
-    optimizer = torch.optim.Adam(adapter.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(adapter.parameters(), lr=rate)
     losses = []
     for _ in range(1000):
         optimizer.zero_grad()
-        loss = (adapter(x, base_of(layer)) - target).float().square().mean()
+        y = adapter(x, base_of(layer))
+        loss = (y - target).float().square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    assert y.dtype is dtype
     assert losses[-1] < losses[0] / 2
     Q = adapter.rotations(dtype).detach()
     assert Q.dtype is torch.float32
-    eye = torch.eye(b)
-    assert (Q - eye).abs().max() > 0.1
+    Q, eye = Q.double(), torch.eye(b)
+    assert (Q - eye).abs().max() > (1.0 if rate == 0.01 else 0.1)
     assert (Q @ Q.mT - eye).abs().max() <= 1e-6
-    assert (Q.double() @ Q.double().mT - eye).abs().max() <= 1e-6
+    assert (Q.mT @ Q - eye).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("wide", [False, True])
-def test_precision_of_each_dtype(dtype: torch.dtype, m: int, wide: bool) -> None:
+def test_precision_of_each_dtype(dtype, m, wide):
     adapter = built(64, 48, dtype, boft_n_butterfly_factor=m, dtype="float32" if wide else None)
     layer, x = linear(64, 48, dtype), hidden(32, 64, dtype=dtype)
     assert adapter.boft_R.dtype is (torch.float32 if wide else dtype)
@@ -252,7 +239,7 @@ def test_precision_of_each_dtype(dtype: torch.dtype, m: int, wide: bool) -> None
     assert error <= 2 * allowed + torch.finfo(dtype).eps
 
 
-def test_a_wide_scale_over_a_half_layer_is_not_rounded_before_it_acts() -> None:
+def test_a_wide_scale_over_a_half_layer_is_not_rounded_before_it_acts():
     config = BOFTConfig(dtype="float32")
     layer, x = linear(32, 24, torch.bfloat16), hidden(256, 32, dtype=torch.bfloat16)
     adapter = config.build(site(), CPU, torch.bfloat16)
@@ -265,44 +252,16 @@ def test_a_wide_scale_over_a_half_layer_is_not_rounded_before_it_acts() -> None:
     assert (y.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("m", [1, 2])
-def test_autocast_gives_the_dtype_of_the_layer(bias: bool, m: int) -> None:
-    adapter = built(of=torch.float32, boft_n_butterfly_factor=m)
-    layer, x = linear(dtype=torch.float32, bias=bias), hidden(5, 32, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = adapter(x, base_of(layer))
-    assert y.dtype is torch.bfloat16
-    error = (y.double() - expected(adapter, layer, x)).abs().max()
-    assert error <= 4 * torch.finfo(torch.bfloat16).eps * expected(adapter, layer, x).abs().max()
-    y.float().sum().backward()
-    assert adapter.boft_R.grad is not None
-    assert adapter.boft_R.grad.abs().max() > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_model_that_is_cast_afterwards(dtype: torch.dtype, tiny: Callable[..., Any]) -> None:
-    model, inputs = tiny("llama"), tiny_inputs("llama")
-    model.add_adapter("a", BOFTConfig(boft_n_butterfly_factor=2))
-    stir(model, "a", size=0.1)
-    wide = run(model, inputs, "a")
-    y = run(model.to(dtype), inputs, "a")
-    assert y.dtype is dtype
-    assert (y - wide).abs().max() <= 32 * max(torch.finfo(dtype).eps, 1e-7) * wide.abs().max()
-
-
 # --- multiplicative dropout ---
 
 
 @pytest.mark.parametrize(("m", "p", "count"), [(1, 0.5, 4), (3, 0.3, 2), (2, 0.1, 0), (4, 0.99, 7)])
-def test_dropout_replaces_that_many_blocks_of_one_factor(
-    m: int, p: float, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_replaces_that_many_blocks_of_one_factor(m, p, count, monkeypatch):
     adapter = built(boft_n_butterfly_factor=m, boft_dropout=p)
     layer, x = linear(), hidden(2, 32)
     used: list[Tensor] = []
 
-    def record(Q: Tensor) -> Tensor:
+    def record(Q):
         used.append(Q[0].detach())
         return folded(Q)
 
@@ -327,7 +286,7 @@ def test_dropout_replaces_that_many_blocks_of_one_factor(
         assert (hits.sum(0) / hits.sum() * 8 - 1).abs().max() < 0.25
 
 
-def test_dropout_acts_in_training_only_and_stops_no_gradient() -> None:
+def test_dropout_acts_in_training_only_and_stops_no_gradient():
     adapter = built(boft_n_butterfly_factor=2, boft_dropout=0.5)
     layer, x = linear(), hidden(3, 32)
     exact = expected(adapter, layer, x)
@@ -337,15 +296,10 @@ def test_dropout_acts_in_training_only_and_stops_no_gradient() -> None:
     assert all((y - exact).abs().max() > 1e-3 for y in outputs)
     assert any(not torch.equal(outputs[0], y) for y in outputs[1:])
     sum(y.sum() for y in outputs).backward()
-    assert adapter.boft_R.grad is not None
     off = adapter.boft_R.grad.abs().amax((-2, -1))
     assert (off > 0).double().mean() > 0.8
-    torch.testing.assert_close(
-        adapter.weight(layer.weight, base_of(layer)).detach(),
-        layer.weight @ rot(adapter.boft_R.detach()).T * adapter.boft_s.detach(),
-        rtol=0,
-        atol=1e-12,
-    )
+    w = adapter.weight(layer.weight, base_of(layer)).detach()
+    torch.testing.assert_close(w, merged_weight(adapter, layer), rtol=0, atol=1e-12)
 
 
 # --- several adapters ---
@@ -359,15 +313,18 @@ BOFTS = {
 
 
 # gpt2: Conv1D, fused in parts; llama: no bias; t5: two stacks
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize(
-    "names",
-    [("boft", "lora"), ("lora", "boft"), ("boft", "wide"), ("wide", "lora", "boft")],
-    ids="-".join,
+    ("family", "names"),
+    [
+        *itertools.product(
+            ["bert", "gpt2", "llama"],
+            [("boft", "lora"), ("lora", "boft"), ("boft", "wide"), ("wide", "lora", "boft")],
+        ),
+        ("bert", ("biased", "boft")),
+        ("bert", ("boft", "biased")),
+    ],
 )
-def test_a_stack_is_what_merging_in_its_order_gives(
-    family: str, names: tuple[str, ...], tiny: Callable[..., Any]
-) -> None:
+def test_a_stack_is_what_merging_in_its_order_gives(family, names, tiny):
     model, inputs = tiny(family).double(), tiny_inputs(family)
     for i, name in enumerate(names):
         model.add_adapter(name, BOFTS[name])
@@ -380,27 +337,12 @@ def test_a_stack_is_what_merging_in_its_order_gives(
         model.merge_adapter(name)
     torch.testing.assert_close(run(model, inputs, None), stacked, rtol=0, atol=1e-11)
     model.reset_adapter()
-    torch.testing.assert_close(run(model, inputs, Stack(*names)), stacked, rtol=0, atol=0)
-
-
-def test_a_stack_with_a_biased_lora_merges_its_bias(tiny: Callable[..., Any]) -> None:
-    for names in (("biased", "boft"), ("boft", "biased")):
-        model, inputs = tiny("bert").double(), tiny_inputs("bert")
-        for i, name in enumerate(names):
-            model.add_adapter(name, BOFTS[name])
-            stir(model, name, seed=i)
-        stacked = run(model, inputs, Stack(*names))
-        model.set_active_adapters(None)
-        for name in names:
-            model.merge_adapter(name)
-        torch.testing.assert_close(run(model, inputs, None), stacked, rtol=0, atol=1e-11)
+    assert torch.equal(run(model, inputs, Stack(*names)), stacked)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("kinds", [("lora", "boft"), ("boft", "lora"), ("boft", "wide")])
-def test_a_union_at_one_layer_is_what_it_merges_to(
-    family: str, kinds: tuple[str, str], tiny: Callable[..., Any]
-) -> None:
+def test_a_union_at_one_layer_is_what_it_merges_to(family, kinds, tiny):
     model, inputs = tiny(family).double(), tiny_inputs(family)
     model.add_adapter("a", ConfigUnion(*(BOFTS[kind] for kind in kinds)))
     stir(model, "a")
@@ -409,56 +351,28 @@ def test_a_union_at_one_layer_is_what_it_merges_to(
     torch.testing.assert_close(run(model, inputs, None), adapted, rtol=0, atol=1e-11)
 
 
-def test_two_sizes_and_factors_on_one_layer(tiny: Callable[..., Any]) -> None:
-    model, inputs = tiny("bert").double(), tiny_inputs("bert")
+def test_two_sizes_and_factors_on_one_layer(tiny):
+    model = tiny("bert").double()
     model.add_adapter("small", BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=3))
-    stir(model, "small")
-    alone = run(model, inputs, "small")
     model.add_adapter("large", BOFTConfig(boft_block_num=2))
-    stir(model, "large", seed=1)
-    large = run(model, inputs, "large")
     layer = model.base_model.encoder.layer[0].attention.self.query
-    assert layer.adapters["small"].boft_R.shape == (3, 8, 4, 4)
-    assert layer.adapters["large"].boft_R.shape == (1, 2, 16, 16)
-    assert torch.equal(run(model, inputs, "small"), alone)
-    assert (large - alone).abs().max() > 1e-3
-    x = hidden(3, 32)
-    plain = copy.deepcopy(layer)
-    for name in ("small", "large"):
+    plain, x = copy.deepcopy(layer), hidden(3, 32)
+    for name, shape in (("small", (3, 8, 4, 4)), ("large", (1, 2, 16, 16))):
+        assert layer.adapters[name].boft_R.shape == shape
+        stir(model, name)
+        plain.adapters[name].load_state_dict(layer.adapters[name].state_dict())
         model.set_active_adapters(name)
-        torch.testing.assert_close(
-            layer(x), expected(plain.adapters[name], plain, x), rtol=0, atol=1e-12
-        )
-
-
-def test_no_buffers_and_no_permutations(tiny: Callable[..., Any]) -> None:
-    model = tiny("bert")
-    model.add_adapter("a", BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=4))
-    for _, module in model.adapter_modules("a"):
-        assert not list(module.buffers())
-        assert not set(module.state_dict()) - {"boft_R", "boft_s"}
-        assert {name: p.numel() for name, p in module.named_parameters()} == {
-            "boft_R": 4 * 32 * 4,
-            "boft_s": 32,
-        }
-        assert module.extra_repr() == "d_in=32, d_out=32, factors=4, block_size=4"
+        y = expected(plain.adapters[name], plain, x)
+        torch.testing.assert_close(layer(x), y, rtol=0, atol=1e-12)
 
 
 # --- configs and refusals ---
 
 
-def test_a_block_size_of_four_when_none_is_given() -> None:
+def test_a_block_size_of_four_when_none_is_given():
     assert built(32).boft_R.shape == (1, 8, 4, 4)
     assert built(32, boft_block_num=2).boft_R.shape == (1, 2, 16, 16)
     assert built(32, boft_block_size=8, boft_n_butterfly_factor=3).boft_R.shape == (3, 4, 8, 8)
-
-
-def test_config_strings_and_dicts() -> None:
-    config = AdapterConfig.load("boft[boft_block_size=8,boft_n_butterfly_factor=2]")
-    assert config == BOFTConfig(boft_block_size=8, boft_n_butterfly_factor=2)
-    assert AdapterConfig.from_dict(config.to_dict()) == config
-    assert config.to_dict()["architecture"] == "boft"
-    assert AdapterConfig.load("boft") == BOFTConfig()
 
 
 @pytest.mark.parametrize(
@@ -477,7 +391,7 @@ def test_config_strings_and_dicts() -> None:
         ({"dtype": "int8"}, ["dtype='int8'", "'float32'", "Write dtype=None."]),
     ],
 )  # fmt: skip
-def test_illegal_values_say_what_to_write(fields: dict[str, Any], parts: list[str]) -> None:
+def test_illegal_values_say_what_to_write(fields, parts):
     with pytest.raises(ConfigError) as raised:
         BOFTConfig(**fields)
     for part in parts:
@@ -503,9 +417,7 @@ def test_illegal_values_say_what_to_write(fields: dict[str, Any], parts: list[st
          ["boft_block_size=4 does not divide d_in=63", "nothing does", "factor=1"]),
     ],
 )  # fmt: skip
-def test_blocks_that_do_not_fit_say_which_do(
-    d_in: int, fields: dict[str, Any], parts: list[str]
-) -> None:
+def test_blocks_that_do_not_fit_say_which_do(d_in, fields, parts):
     with pytest.raises(ConfigError) as raised:
         BOFTConfig(**fields).build(site(d_in), CPU, torch.float32)
     for part in [*parts, "at 'block.0.query'"]:
@@ -520,30 +432,24 @@ def test_blocks_that_do_not_fit_say_which_do(
         assert d_in % (b << (m - 1)) == 0
 
 
-def test_a_refusal_leaves_the_model_alone(tiny: Callable[..., Any]) -> None:
-    model, inputs = tiny("bert"), tiny_inputs("bert")
-    before = run(model, inputs, None)
-    with pytest.raises(ConfigError, match=r"d_in=32 at 'encoder\.layer\.0\.attention"):
-        model.add_adapter("a", BOFTConfig(boft_block_size=5))
-    assert not model.has_adapters()
-    assert torch.equal(run(model, inputs, None), before)
-
-
-def test_embeddings_are_refused(tiny: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="token numbers") as raised:
-        tiny("bert").add_adapter("a", BOFTConfig(target_modules=["word_embeddings"]))
-    assert "exclude_modules=['embeddings.word_embeddings']" in str(raised.value)
-
-
-def test_dropout_at_fused_parameters_is_refused(tiny: Callable[..., Any]) -> None:
-    fields = {"selfattn_lora": False, "output_lora": True, "boft_dropout": 0.5}
-    with pytest.raises(ConfigError, match="Write boft_dropout=0") as raised:
-        tiny("mixtral").add_adapter("a", BOFTConfig(**fields))
-    assert "boft_dropout=0.5" in str(raised.value)
+@pytest.mark.parametrize(
+    ("family", "fields", "says"),
+    [
+        ("bert", {"boft_block_size": 5}, ["d_in=32 at 'encoder.layer.0.attention", "Write"]),
+        ("bert", {"target_modules": ["word_embeddings"]},
+         ["token numbers", "exclude_modules=['embeddings.word_embeddings']"]),
+        ("mixtral", {"selfattn_lora": False, "output_lora": True, "boft_dropout": 0.5},
+         ["boft_dropout=0.5", "Write boft_dropout=0"]),
+    ],
+)  # fmt: skip
+def test_a_refusal_leaves_the_model_alone(family, fields, says, tiny):
+    model = tiny(family)
+    with refused(model, ConfigError, *says):
+        model.add_adapter("a", BOFTConfig(**fields))
 
 
 @pytest.mark.parametrize("fields", [{"boft_n_butterfly_factor": 3}, {"boft_block_num": 4}])
-def test_other_configs_conform_too(fields: dict[str, Any]) -> None:
+def test_other_configs_conform_too(fields):
     # 48, the width of the hidden layer, and 32 are both multiples of 4 · 2²
     config = BOFTConfig(intermediate_lora=True, output_lora=True, boft_dropout=0.2, **fields)
     only = ["identity_at_birth", "gradients", "merge_equals_forward", "any_leading_shape",
@@ -552,45 +458,6 @@ def test_other_configs_conform_too(fields: dict[str, Any]) -> None:
 
 
 # --- what the backward keeps ---
-
-
-def saved_bytes(step: Callable[[], object]) -> int:
-    kept: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with saved_tensors_hooks(keep, lambda t: t):
-        step()
-    return sum(kept.values())
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("m", [1, 3])
-def test_the_backward_keeps_the_input_and_the_unscaled_output(bias: bool, m: int) -> None:
-    rows, d_in, d_out = 1024, 64, 48
-    adapter = built(d_in, d_out, torch.float32, boft_n_butterfly_factor=m)
-    layer, x = linear(d_in, d_out, torch.float32, bias), hidden(rows, d_in, dtype=torch.float32)
-    kept = saved_bytes(lambda: adapter(x.requires_grad_(), base_of(layer)))
-    small = d_in * d_out + d_in * 16 * (4 * m + 2) + 4 * d_out
-    assert kept <= 4 * (rows * (d_in + d_out) + small)
-
-
-# LLaMA's blocks keep a lot themselves: the bound is a count, and moves with the blocks' code
-@pytest.mark.parametrize(("b", "m", "bound"), [(4, 1, 2.06), (8, 2, 2.11)])
-def test_bytes_saved_for_the_backward_of_a_model(b: int, m: int, bound: float) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2,
-             "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
-    model = init(LlamaModel(LlamaConfig(**sizes)))
-    model.requires_grad_(False)
-    x = torch.randn(8, 128, 128, requires_grad=True)
-    own = sum(p.untyped_storage().nbytes() for p in model.parameters())
-    floor = saved_bytes(lambda: model(inputs_embeds=x)) - own
-    fields = {"boft_block_size": b, "boft_n_butterfly_factor": m}
-    model.add_adapter("a", BOFTConfig(target_modules="all-linear", **fields))
-    model.train_adapter("a")
-    assert saved_bytes(lambda: model(inputs_embeds=x)) - own <= bound * floor
 
 
 # --- PEFT itself ---
@@ -602,9 +469,7 @@ TARGETS = {"bert": ["query", "value", "output.dense"], "llama": ["q_proj", "down
 
 @pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize(("b", "m"), [(4, 1), (8, 1), (4, 2), (8, 3)])
-def test_outputs_and_gradients_are_those_of_peft(
-    family: str, b: int, m: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_and_gradients_are_those_of_peft(family, b, m, monkeypatch):
     import peft
     from peft.tuners.boft import layer as peft_layer
 
@@ -632,9 +497,9 @@ def test_outputs_and_gradients_are_those_of_peft(
             mine[path].boft_R.copy_(layer.boft_R["default"])
             mine[path].boft_s.copy_(layer.boft_s["default"])
     inputs = tiny_inputs(family)
-    outputs = [net(**inputs).last_hidden_state for net in (ours, theirs)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
-    weights = hidden(*outputs[0].shape, dtype=torch.float32)
+    outputs = [net.double()(**inputs).last_hidden_state for net in (ours, theirs)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
+    weights = hidden(*outputs[0].shape)
     for output in outputs:
         (output * weights).sum().backward()
     for path, layer in layers.items():
@@ -642,4 +507,4 @@ def test_outputs_and_gradients_are_those_of_peft(
             grad, peer = getattr(mine[path], name).grad, getattr(layer, name)["default"].grad
             scale = max(1.0, peer.abs().max().item())
             assert peer.abs().max() > 1e-4
-            torch.testing.assert_close(grad / scale, peer / scale, rtol=0, atol=1e-5)
+            torch.testing.assert_close(grad / scale, peer / scale, rtol=0, atol=1e-10)

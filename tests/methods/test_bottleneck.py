@@ -161,16 +161,11 @@ def stream(config, p, h, inp, norm):
     return apply(out + inp) if config.original_ln_after else out
 
 
+WHERE = ("original_ln_before", "original_ln_after", "residual_before_ln", "is_parallel")
+EITHER = (False, True)
 RESIDUALS = [
-    {
-        "original_ln_before": before,
-        "original_ln_after": after,
-        "residual_before_ln": residual,
-        "is_parallel": parallel,
-    }
-    for before, after, residual, parallel in itertools.product(
-        (False, True), (False, True), (True, False, "post_add"), (False, True)
-    )
+    dict(zip(WHERE, values, strict=True))
+    for values in itertools.product(EITHER, EITHER, (True, False, "post_add"), EITHER)
 ]
 INSIDES = [
     {},
@@ -206,8 +201,7 @@ def test_every_combination_of_options_is_its_formula(post_norm, inside):
         plain = copy.deepcopy(model)
         adapters = adapt(model, anatomy_of(model), {"a": config})["a"]
         randomise(adapters)
-        expected = x
-        actual = x
+        expected = actual = x
         for number in range(2):
 
             def leave(name, h, inp, norm, number=number, config=config, adapters=adapters):
@@ -237,13 +231,9 @@ def below(prefix):
 
 def peer_model(family):
     sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "vocab_size": 32,
-        "max_position_embeddings": 16,
-    }
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 24, "vocab_size": 32, "max_position_embeddings": 16,
+    }  # fmt: skip
     if family == "bert":
         config = transformers.BertConfig(**sizes)
         model = transformers.BertModel(config, add_pooling_layer=False)
@@ -253,15 +243,10 @@ def peer_model(family):
     return model.eval()
 
 
-@pytest.mark.parametrize(
-    ("family", "case"),
-    [
-        (family, case)
-        for family in ("bert", "llama")
-        for case in PEER_CONFIGS
-        if f"{family}/{case}" in PEER
-    ],
-)
+CASES = [(f, case) for f in ("bert", "llama") for case in PEER_CONFIGS if f"{f}/{case}" in PEER]
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
 def test_every_option_gives_what_adapters_gives(family, case):
     model = peer_model(family)
     base = model(PEER[f"{family}/input_ids"])[0]
@@ -371,16 +356,6 @@ def built(config, layer=0, d_model=D, dtype=torch.float32, path="block.out"):
     return config.build(site, CPU, dtype)
 
 
-def test_par_bn_is_the_identity_at_birth_and_seq_bn_is_not():
-    for post_norm in (True, False):
-        x = torch.randn(2, 3, D, dtype=torch.float64)
-        for config, same in ((ParBnConfig(), True), (SeqBnConfig(), False)):
-            model = tiny(post_norm)
-            before = model.blocks[0](x)
-            adapt(model, anatomy_of(model), {"a": config.replace(reduction_factor=1)})
-            assert torch.equal(model.blocks[0](x), before) == same
-
-
 def test_initial_values_follow_the_named_scheme():
     def weights(scheme):
         config = BnConfig(
@@ -433,53 +408,45 @@ def test_a_seed_gives_each_site_values_of_its_own_in_any_order(scheme, seed):
     assert torch.equal(make("a.0", torch.float16), first.half())
 
 
-def test_without_a_seed_the_default_generator_rules_in_every_dtype():
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        torch.manual_seed(5)
-        with torch.device("meta"):
-            adapter = built(DoubleSeqBnConfig(reduction_factor=2), dtype=dtype)
-        torch.manual_seed(5)
-        down, up = torch.empty(D // 2, D).normal_(0, 0.02), torch.empty(D, D // 2).normal_(0, 0.02)
-        assert torch.equal(adapter.adapter_down[0].weight, down.to(dtype))
-        assert torch.equal(adapter.adapter_up.weight, up.to(dtype))
 
 
-@pytest.mark.parametrize("d_type", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("p_type", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_result_has_the_dtype_of_the_model_whatever_that_of_the_parameters(d_type, p_type):
-    insides = ({}, {"ln_after": True, "adapter_residual_before_ln": True}, {"scaling": "learned"})
-    for inside in ({"ln_before": True, "ln_after": True}, {"use_gating": True}, *insides):
+@pytest.mark.parametrize(
+    "inside",
+    [{}, {"ln_before": True, "ln_after": True}, {"use_gating": True}, {"scaling": "learned"},
+     {"ln_after": True, "adapter_residual_before_ln": True}],
+    ids=str,
+)  # fmt: skip
+def test_the_result_has_the_dtype_of_the_model_whatever_that_of_the_parameters(inside):
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for d_type, p_type in itertools.product(dtypes, dtypes):
         adapter = built(BnConfig(**PLAIN, **inside), dtype=p_type)
         randomise({0: adapter})
         x = torch.randn(2, 3, D).to(d_type)
         out = adapter.added(x, to=x)
         assert out.dtype == d_type
         exact = copy.deepcopy(adapter).double().added(x.double(), to=x.double())
-        tolerance = 0.1 if torch.bfloat16 in (d_type, p_type) else 0.02
-        torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+        near = 12 * max(torch.finfo(dtype).eps for dtype in (d_type, p_type))
+        torch.testing.assert_close(out.double(), exact, rtol=near, atol=near)
 
 
-def test_stochastic_depth_drops_whole_rows_in_training_only():
-    adapter = built(AdapterPlusConfig(reduction_factor=2, stochastic_depth=0.25))
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        (AdapterPlusConfig(reduction_factor=2, stochastic_depth=0.25), 4000),
+        (SeqBnConfig(reduction_factor=2, dropout=0.25), 500),
+    ],
+)
+def test_rows_or_features_are_dropped_in_training_only(config, rows):
+    adapter = built(config)
     randomise({0: adapter})
-    x = torch.randn(4000, 3, D)
-    whole = adapter.eval().added(x, to=torch.zeros_like(x))
-    torch.manual_seed(0)
-    parts = adapter.train().added(x, to=torch.zeros_like(x))
-    dropped = (parts == 0).all(-1).all(-1)
-    assert 0.22 < dropped.float().mean() < 0.28
-    torch.testing.assert_close(parts[~dropped], whole[~dropped] / 0.75)
-
-
-def test_dropout_drops_features_in_training_only():
-    adapter = built(SeqBnConfig(reduction_factor=2, dropout=0.25))
-    randomise({0: adapter})
-    x = torch.randn(500, 3, D)
+    x = torch.randn(rows, 3, D)
     whole = adapter.eval().added(x, to=torch.zeros_like(x))
     torch.manual_seed(0)
     parts = adapter.train().added(x, to=torch.zeros_like(x))
     dropped = parts == 0
-    assert 0.23 < dropped.float().mean() < 0.27
+    if config.stochastic_depth:
+        dropped = dropped.all(-1).all(-1)
+    assert abs(dropped.double().mean() - 0.25) < 4 * (0.25 * 0.75 / dropped.numel()) ** 0.5
     torch.testing.assert_close(parts[~dropped], whole[~dropped] / 0.75)
 
 
@@ -497,64 +464,20 @@ def test_a_gate_is_one_number_per_sequence_for_any_shape_of_tokens():
 
 def test_gradients_are_exact():
     config = BnConfig(
-        **PLAIN,
-        use_gating=True,
-        ln_before=True,
-        ln_after=True,
-        adapter_residual_before_ln=True,
+        **PLAIN, use_gating=True, ln_before=True, ln_after=True, adapter_residual_before_ln=True,
         scaling="channel",
-    )
+    )  # fmt: skip
     adapter = built(config, dtype=torch.float64)
     randomise({0: adapter})
+    adapter.forward = lambda x, to: adapter.added(x, to=to)
     names, values = zip(*adapter.named_parameters(), strict=True)
 
     def call(x, to, *parameters):
         state = dict(zip(names, parameters, strict=True))
-        return torch.func.functional_call(
-            Caller(adapter), {f"inner.{k}": v for k, v in state.items()}, (x, to)
-        )
-
-    class Caller(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x, to):
-            return self.inner.added(x, to=to)
+        return torch.func.functional_call(adapter, state, (x, to))
 
     x, to = (torch.randn(2, 3, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(call, (x, to, *(v.detach().requires_grad_() for v in values)))
-
-
-@pytest.mark.parametrize("config", [SeqBnConfig(), ParBnConfig(), AdapterPlusConfig()])
-def test_an_adapter_copies_and_pickles_and_keeps_no_tensor_outside_its_parameters(config):
-    adapter = built(config.replace(ln_after=True, use_gating=True))
-    for other in (copy.deepcopy(adapter), pickle.loads(pickle.dumps(adapter))):
-        for (name, ours), theirs in zip(
-            adapter.named_parameters(), other.parameters(), strict=True
-        ):
-            assert torch.equal(ours, theirs), name
-            assert ours.data_ptr() != theirs.data_ptr()
-    for module in adapter.modules():
-        own = {k: v for k, v in vars(module).items() if not k.startswith("_")}
-        assert not [k for k, v in own.items() if isinstance(v, torch.Tensor)]
-
-
-def test_parameter_names_are_those_of_adapters():
-    plain = {f"adapter_{k}" for k in ("down.0.weight", "down.0.bias", "up.weight", "up.bias")}
-    assert set(built(SeqBnConfig()).state_dict()) == plain
-    everything = BnConfig(
-        **PLAIN, ln_before=True, ln_after=True, use_gating=True, scaling="learned"
-    )
-    assert set(built(everything).state_dict()) == plain | {
-        "adapter_down.1.weight",
-        "adapter_down.1.bias",
-        "adapter_norm_after.weight",
-        "adapter_norm_after.bias",
-        "gate.weight",
-        "gate.bias",
-        "scaling",
-    }
 
 
 @pytest.mark.parametrize(
@@ -654,19 +577,18 @@ def test_config_strings_are_those_of_adapters():
 
 @pytest.mark.parametrize(
     "config",
-    [SeqBnConfig(), DoubleSeqBnConfig(leave_out=[1]), scaled_par_bn(), AdapterPlusConfig(),
+    [DoubleSeqBnConfig(leave_out=[1]), scaled_par_bn(),
      SeqBnConfig(reduction_factor={"0": 4, "default": 2.5})],
 )  # fmt: skip
 def test_a_config_survives_json_repr_and_pickle(config):
-    read = AdapterConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    assert read == config
-    assert hash(read) == hash(config)
-    assert read != config.replace(dropout=0.1)
+    document = json.loads(json.dumps(config.to_dict()))
+    # files of the peer have no architecture
+    without = {k: v for k, v in document.items() if k != "architecture"}
+    for read in (document, without):
+        assert AdapterConfig.from_dict(read) == config
+    assert hash(AdapterConfig.from_dict(document)) == hash(config)
     assert eval(repr(config)) == config
     assert pickle.loads(pickle.dumps(config)) == config
-    # files of the peer have no architecture
-    without = {k: v for k, v in config.to_dict().items() if k != "architecture"}
-    assert AdapterConfig.from_dict(without) == config
 
 
 def test_defaults_are_those_of_adapters():

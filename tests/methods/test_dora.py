@@ -1,9 +1,6 @@
 """What is true of DoRA alone; what every method must do is in test_conformance.py."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -11,7 +8,7 @@ import pytest
 import torch
 from families import first_output, tiny_config, tiny_inputs
 from snapshots import output, refused, same_bits
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoModel
 
@@ -29,7 +26,7 @@ ALL = {"target_modules": "all-linear", "r": 4, "alpha": 12}
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def stir(model: Any, name: str, seed: int = 1) -> None:
+def stir(model, name, seed=1):
     """Move all values of an adapter: magnitudes by a few percent, factors off zero."""
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -39,7 +36,7 @@ def stir(model: Any, name: str, seed: int = 1) -> None:
                 parameter.add_(0.1 * noise)
 
 
-def with_biases(model: Any) -> Any:
+def with_biases(model):
     """The model with biases that are not the zeros of a fresh one."""
     source = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -49,18 +46,20 @@ def with_biases(model: Any) -> Any:
     return model
 
 
-def adapted(
-    tiny: Callable[..., Any], family: str, config: DoRAConfig, dtype: torch.dtype = torch.float32
-) -> Any:
+def adapted(tiny, family, config, dtype=torch.float32):
     model = with_biases(tiny(family)).to(dtype)
     model.add_adapter("a", config)
     stir(model, "a")
     return model
 
 
-def explicit(
-    x: Tensor, w: Tensor, bias: Tensor | None, module: nn.Module, convention: str
-) -> Tensor:
+def first_of(model):
+    """The first adapted layer and its adapter."""
+    path, module = next(iter(model.adapter_modules("a")))
+    return model.base_model.get_submodule(path), module
+
+
+def explicit(x, w, bias, module, convention):
     """The formula of the convention, written out with a dense B A, in the dtype of its inputs."""
     delta = module.lora_B.to(w.dtype) @ module.lora_A.to(w.dtype)
     direction = w + module.scaling * delta
@@ -77,11 +76,9 @@ def explicit(
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_and_gradients_are_those_of_the_formula(tiny, convention: str, bias: bool):
+def test_outputs_and_gradients_are_those_of_the_formula(tiny, convention, bias):
     config = DoRAConfig(convention=convention, **ALL)
-    model = adapted(tiny, "bert" if bias else "llama", config, torch.float64)
-    path, module = next(iter(model.adapter_modules("a")))
-    layer = model.base_model.get_submodule(path)
+    layer, module = first_of(adapted(tiny, "bert" if bias else "llama", config, torch.float64))
     module.requires_grad_(True)
     assert (layer.bias is not None) == bias
     x = torch.randn(2, 5, layer.weight.shape[1], dtype=torch.float64, requires_grad=True)
@@ -91,15 +88,15 @@ def test_outputs_and_gradients_are_those_of_the_formula(tiny, convention: str, b
     expected = explicit(x, layer.weight, layer.bias, module, convention)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     assert (y - linear(x, layer.weight, layer.bias)).abs().max() > 0.01
+    (other,) = set(CONVENTIONS) - {convention}
+    assert (y - explicit(x, layer.weight, layer.bias, module, other)).abs().max() > 1e-3
     ours = torch.autograd.grad((y * weights).sum(), wanted)
     theirs = torch.autograd.grad((expected * weights).sum(), wanted)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_the_norm_of_the_paper_gets_no_gradient(tiny):
-    model = adapted(tiny, "bert", DoRAConfig(**ALL), torch.float64)
-    path, module = next(iter(model.adapter_modules("a")))
-    layer = model.base_model.get_submodule(path)
+    layer, module = first_of(adapted(tiny, "bert", DoRAConfig(**ALL), torch.float64))
     module.requires_grad_(True)
     x = torch.randn(3, layer.weight.shape[1], dtype=torch.float64)
     direction = layer.weight + module.scaling * module.lora_B @ module.lora_A
@@ -111,24 +108,14 @@ def test_the_norm_of_the_paper_gets_no_gradient(tiny):
         assert (one - other).abs().max() > 0.01 * other.abs().max()
 
 
-def test_the_conventions_differ_in_norm_and_bias(tiny):
-    paper = adapted(tiny, "bert", DoRAConfig(**ALL))
-    hub = adapted(tiny, "bert", DoRAConfig(convention="adapterhub", **ALL))
-    for model in (paper, hub):
-        model.set_active_adapters("a")
-    assert (output(paper) - output(hub)).abs().max() > 1e-3
-
-
 def test_dropout_touches_the_low_rank_path_alone(tiny):
     config = DoRAConfig(dropout=0.5, **ALL)
-    model = adapted(tiny, "bert", config, torch.float64).train()
-    path, module = next(iter(model.adapter_modules("a")))
-    layer = model.base_model.get_submodule(path)
+    layer, module = first_of(adapted(tiny, "bert", config, torch.float64).train())
     x = torch.randn(4, layer.weight.shape[1], dtype=torch.float64)
     calls: list[Tensor] = []
 
-    class Counting(type(base_of(layer))):  # type: ignore[misc]
-        def _run(self, x: Tensor) -> Tensor:
+    class Counting(type(base_of(layer))):
+        def _run(self, x):
             calls.append(x)
             return super()._run(x)
 
@@ -141,10 +128,9 @@ def test_dropout_touches_the_low_rank_path_alone(tiny):
     assert calls[0] is x
     torch.manual_seed(3)
     dropped = torch.nn.functional.dropout(x, 0.5)
-    direction = layer.weight + module.scaling * module.lora_B @ module.lora_A
-    gain = module.m / torch.linalg.norm(direction, dim=-1)
-    update = module.scaling * dropped @ (module.lora_B @ module.lora_A).T
-    expected = gain * (x @ layer.weight.T + update) + layer.bias
+    update = module.scaling * module.lora_B @ module.lora_A
+    gain = module.m / torch.linalg.norm(layer.weight + update, dim=-1)
+    expected = gain * (x @ layer.weight.T + dropped @ update.T) + layer.bias
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     assert not torch.equal(dropped, x)
 
@@ -153,40 +139,29 @@ def test_dropout_touches_the_low_rank_path_alone(tiny):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "mixtral", "t5"])
-def test_magnitudes_are_born_as_the_norms_of_the_rows(tiny, family: str, dtype: torch.dtype):
+@pytest.mark.parametrize("family", ["bert", "gpt2", "mixtral", "t5"])
+def test_magnitudes_are_born_as_the_norms_of_the_rows(tiny, family, dtype):
     model = with_biases(tiny(family)).to(dtype)
     base = output(model)
-    model.add_adapter("a", DoRAConfig(attn_matrices="qkvo", intermediate_lora=True))
+    # of the fused layers, gpt2's has rows without an adapter; experts keep one under its own name
+    fields = {"intermediate_lora": family != "mixtral", "output_lora": True}
+    model.add_adapter("a", DoRAConfig(attn_matrices="vq", **fields))
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     checked = 0
     for path, module in model.adapter_modules("a"):
         layer = model.base_model.get_submodule(path)
-        for part in (m for m in module.modules() if "m" in m._parameters):
+        weight = layer.down_proj if "down_proj" in module._modules else layer.weight
+        norms = weight.double().norm(dim=0 if "Conv1D" in str(layer) else -1)
+        parts = {name: m for name, m in module.named_modules() if "m" in m._parameters}
+        rows = {"query": slice(32), "value": slice(64, 96)}
+        for name, part in parts.items():
             assert part.m.dtype is wide
+            eps, truth = torch.finfo(wide).eps, norms[rows.get(name, slice(None))]
+            torch.testing.assert_close(part.m.double(), truth, rtol=8 * eps, atol=0)
             checked += 1
-        if "m" in module._parameters:
-            truth = layer.weight.double().norm(dim=0 if "Conv1D" in str(layer) else 1)
-            eps = torch.finfo(wide).eps
-            torch.testing.assert_close(module.m.double(), truth, rtol=8 * eps, atol=0)
-    assert checked
+    assert checked >= 8 or family == "mixtral"
     model.set_active_adapters("a")
     assert torch.equal(output(model), base)
-
-
-def test_magnitudes_of_parts_and_experts_are_those_of_their_rows(tiny):
-    model = tiny("gpt2")
-    model.add_adapter("a", DoRAConfig(attn_matrices=("v", "q")))
-    path, module = next(iter(model.adapter_modules("a")))
-    norms = model.base_model.get_submodule(path).weight.norm(dim=0)
-    torch.testing.assert_close(module.query.m, norms[:32], rtol=1e-6, atol=0)
-    torch.testing.assert_close(module.value.m, norms[64:], rtol=1e-6, atol=0)
-    model = tiny("mixtral")
-    model.add_adapter("a", DoRAConfig(selfattn_lora=False, output_lora=True))
-    path, module = next(iter(model.adapter_modules("a")))
-    norms = model.base_model.get_submodule(path).down_proj.norm(dim=-1)  # [experts, d_out]
-    (found,) = (m for m in module.modules() if "m" in m._parameters)
-    torch.testing.assert_close(found.m, norms, rtol=1e-6, atol=0)
 
 
 def test_a_second_adapter_is_born_from_the_untouched_layer(tiny):
@@ -196,14 +171,6 @@ def test_a_second_adapter_is_born_from_the_untouched_layer(tiny):
     for path, module in model.adapter_modules("b"):
         weight = model.base_model.get_submodule(path).weight
         torch.testing.assert_close(module.m, weight.norm(dim=1), rtol=1e-6, atol=0)
-
-
-def test_magnitudes_on_meta_stay_there(tiny):
-    model = tiny("bert").to("meta")
-    model.add_adapter("a", "dora")
-    tensors = [p for _, m in model.adapter_modules("a") for p in m.parameters()]
-    assert tensors
-    assert all(p.is_meta for p in tensors)
 
 
 def test_offloaded_layers_give_their_norms(tmp_path):
@@ -235,9 +202,7 @@ def test_offloaded_layers_give_their_norms(tmp_path):
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_a_row_of_zeros_is_the_identity_forward_and_backward(
-    tiny, convention: str, dtype: torch.dtype
-):
+def test_a_row_of_zeros_is_the_identity_forward_and_backward(tiny, convention, dtype):
     model = with_biases(tiny("bert")).to(dtype)
     layer = model.base_model.encoder.layer[0].attention.self.query
     with torch.no_grad():
@@ -246,65 +211,53 @@ def test_a_row_of_zeros_is_the_identity_forward_and_backward(
     model.train_adapter("a")
     module = layer.adapters["a"]
     x = torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
+    leaves = [x, module.lora_A, module.lora_B, module.m]
     y = module(x, base_of(layer))
     assert torch.equal(y, linear(x, layer.weight, layer.bias))
-    y.float().square().sum().backward()
-    for tensor in (x, module.lora_A, module.lora_B, module.m):
-        assert tensor.grad is not None
-        assert bool(tensor.grad.isfinite().all())
-    assert module.m.grad[3] == 0
+    grads = torch.autograd.grad(y.float().square().sum(), leaves)
+    assert all(bool(g.isfinite().all()) for g in grads)
+    assert grads[-1][3] == 0
     with torch.no_grad():
         merged = module.weight(layer.weight.to(torch.float32), base_of(layer))
-    assert torch.equal(merged, layer.weight.float())
-    # and it can be trained: B moves, and the next steps stay finite
-    with torch.no_grad():
+        assert torch.equal(merged, layer.weight.float())
+        # and it can be trained: B moves, and the next steps stay finite
         module.lora_B.add_(0.1)
     y = module(x, base_of(layer))
-    grads = torch.autograd.grad(y.float().square().sum(), [module.m, module.lora_B])
-    assert all(bool(g.isfinite().all()) for g in grads)
-    assert bool(y.isfinite().all())
+    grads = torch.autograd.grad(y.float().square().sum(), leaves)
+    assert all(bool(t.isfinite().all()) for t in (y, *grads))
 
 
 @pytest.mark.parametrize("left", [1e-2, 1e-4])
-def test_a_weight_that_the_update_cancels_keeps_its_digits(left: float):
-    torch.manual_seed(0)
-    host = adapterzoo.init(AutoModel.from_config(tiny_config("bert")).eval())
-    host.add_adapter("a", DoRAConfig(r=4))
-    layer = host.encoder.layer[0].attention.self.query
-    module = layer.adapters["a"]
+def test_a_weight_that_the_update_cancels_keeps_its_digits(tiny, left):
+    model = tiny("bert")
+    model.add_adapter("a", DoRAConfig(r=4))
+    layer, module = first_of(model)
     with torch.no_grad():
         module.lora_B.normal_()
         update = module.scaling * module.lora_B.double() @ module.lora_A.double()
         layer.weight.copy_(left * layer.weight.double() - update)
-    x = torch.randn(8, 32)
-    with torch.no_grad():
+        x = torch.randn(8, 32)
         y = module(x, base_of(layer)).double()
-        exact = copy.deepcopy(module).double()
-        truth = explicit(x.double(), layer.weight.double(), layer.bias.double(), exact, "paper")
+    exact, wide = copy.deepcopy(module).double(), layer.weight.detach().double()
+    truth = explicit(x.double(), wide, layer.bias.double(), exact, "paper").detach()
     # W x and s B A x cancel too: their rounding is what remains, blown up by g
-    gain = exact.m / torch.linalg.norm(layer.weight.double() + update, dim=1)
+    gain = exact.m / torch.linalg.norm(wide + update, dim=1)
     ulps = 16 * torch.finfo(torch.float32).eps
-    size = layer.weight.double().norm(dim=1) * x.double().norm(dim=1, keepdim=True)
+    size = wide.norm(dim=1) * x.double().norm(dim=1, keepdim=True)
     assert bool(((y - truth).abs() <= ulps * (gain * size + 1)).all())
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("adapter_dtype", [None, "float32"])
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_half_precision_rounds_the_output_once(
-    tiny, dtype: torch.dtype, adapter_dtype: str | None, convention: str
-):
+def test_half_precision_rounds_the_output_once(tiny, dtype, adapter_dtype, convention):
     config = DoRAConfig(dtype=adapter_dtype, convention=convention, **ALL)
-    model = adapted(tiny, "bert", config, dtype)
-    path, module = next(iter(model.adapter_modules("a")))
-    layer = model.base_model.get_submodule(path)
+    layer, module = first_of(adapted(tiny, "bert", config, dtype))
     x = torch.randn(6, layer.weight.shape[1]).to(dtype)
     with torch.no_grad():
         y = module(x, base_of(layer))
-        bias = layer.bias.double()
-        truth = explicit(
-            x.double(), layer.weight.double(), bias, copy.deepcopy(module).double(), convention
-        )
+        wide = (t.double() for t in (x, layer.weight, layer.bias))
+        truth = explicit(*wide, copy.deepcopy(module).double(), convention)
     assert y.dtype is dtype
     # base output, the two products of the update, and the result: four roundings
     near = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
@@ -312,9 +265,7 @@ def test_half_precision_rounds_the_output_once(
 
 
 def test_autocast_leaves_the_gain_in_float32(tiny):
-    model = adapted(tiny, "bert", DoRAConfig(**ALL))
-    path, module = next(iter(model.adapter_modules("a")))
-    layer = model.base_model.get_submodule(path)
+    layer, module = first_of(adapted(tiny, "bert", DoRAConfig(**ALL)))
     expected = module.gain(layer.weight)
     with torch.autocast("cpu", torch.bfloat16):
         gain = module.gain(layer.weight)
@@ -328,9 +279,9 @@ def test_autocast_leaves_the_gain_in_float32(tiny):
 # --- merging and stacks ---
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_neox", "llama", "mixtral", "t5"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_neox", "mixtral", "t5"])
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_rows_of_the_merged_weight_have_the_magnitudes(tiny, family: str, convention: str):
+def test_rows_of_the_merged_weight_have_the_magnitudes(tiny, family, convention):
     # s = 1: the norm of both conventions is that of the merged direction
     config = DoRAConfig(convention=convention, attn_matrices="qkv", output_lora=True, alpha=8, r=8)
     model = adapted(tiny, family, config)
@@ -341,22 +292,27 @@ def test_rows_of_the_merged_weight_have_the_magnitudes(tiny, family: str, conven
         weights = [p for n, p in layer.named_parameters(recurse=False) if n in module._modules]
         weight = weights[0] if weights else layer.weight
         norms = weight.norm(dim=0 if "Conv1D" in str(layer) else -1)
-        # the parts of a fused layer share its rows out among them: none is left
-        magnitudes = [m.m.abs() for m in module.modules() if "m" in m._parameters]
-        torch.testing.assert_close(
-            norms.flatten().sort().values,
-            torch.cat([m.flatten() for m in magnitudes]).sort().values,
-            rtol=1e-5,
-            atol=1e-6,
-        )
-        if "m" in module._parameters:
-            torch.testing.assert_close(norms, module.m.abs(), rtol=1e-5, atol=1e-6)
+        magnitudes = [m.m.abs().flatten() for m in module.modules() if "m" in m._parameters]
+        if "m" not in module._parameters:
+            # the parts of a fused layer share its rows out among them: none is left
+            norms = norms.flatten().sort().values
+            magnitudes = [torch.cat(magnitudes).sort().values]
+        torch.testing.assert_close(norms, magnitudes[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "gemma3_text", "mixtral"])
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
-def test_merged_is_unmerged(tiny, family: str, convention: str, dtype: torch.dtype):
+# bert in every dtype is in the conformance suite, with the convention of the paper
+@pytest.mark.parametrize(
+    ("family", "convention", "dtype"),
+    [
+        *[("bert", "adapterhub", dtype) for dtype in (torch.float32, torch.float64, *HALVES)],
+        ("gpt2", "adapterhub", torch.bfloat16),
+        ("gemma3_text", "paper", torch.float32),
+        ("gemma3_text", "adapterhub", torch.bfloat16),
+        ("mixtral", "paper", torch.float16),
+        ("mixtral", "adapterhub", torch.float32),
+    ],
+)
+def test_merged_is_unmerged(tiny, family, convention, dtype):
     targets: dict[str, Any] = {"intermediate_lora": True, "output_lora": True}
     if family == "gemma3_text":
         # an embedding that multiplies its output
@@ -377,14 +333,14 @@ def test_merged_is_unmerged(tiny, family: str, convention: str, dtype: torch.dty
     assert same_bits(output(model), base)
 
 
-def doubled(model: Any) -> dict[str, Tensor]:
+def doubled(model):
     inputs = tiny_inputs(model.config.model_type)
     return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("family", ["bert", "gpt2", "mixtral"])
-def test_a_stack_adds_changes_of_the_original_weight(tiny, family: str, convention: str):
+def test_a_stack_adds_changes_of_the_original_weight(tiny, family, convention):
     config = DoRAConfig(convention=convention, intermediate_lora=True, alpha=12)
     model = adapted(tiny, family, config, torch.float64)
     model.add_adapter("b", config.replace(r=2))
@@ -409,30 +365,6 @@ def test_a_stack_adds_changes_of_the_original_weight(tiny, family: str, conventi
     torch.testing.assert_close(output(model, **doubled(model)), stacked, rtol=1e-9, atol=1e-9)
 
 
-def test_a_stack_runs_the_layer_once(tiny):
-    model = adapted(tiny, "bert", DoRAConfig(**ALL))
-    for name in ("b", "c"):
-        model.add_adapter(name, DoRAConfig(**ALL))
-        stir(model, name, seed=5)
-    layer = model.base_model.encoder.layer[0].attention.self.query
-    calls = []
-
-    class Counted(type(layer.weight)):  # type: ignore[misc]
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if func is linear and isinstance(args[1], Counted):
-                calls.append(func)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    layer._parameters["weight"] = layer.weight.detach().as_subclass(Counted)
-    for setup in ("a", Stack("a", "b", "c")):
-        calls.clear()
-        model.set_active_adapters(setup)
-        with torch.no_grad():
-            layer(torch.randn(2, 32))
-        assert len(calls) == 1, setup
-
-
 # --- the peer beside it ---
 
 
@@ -444,27 +376,25 @@ PEFT_TARGETS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", PEFT_TARGETS)
-def test_outputs_and_gradients_equal_pefts(family: str):
+def test_outputs_and_gradients_equal_pefts(family):
     torch.manual_seed(0)
     base = with_biases(AutoModel.from_config(tiny_config(family)).eval())
     ours = adapterzoo.init(copy.deepcopy(base))
-    ours.add_adapter("a", DoRAConfig(target_modules=PEFT_TARGETS[family], r=4, alpha=12))
-    theirs = peft.get_peft_model(
-        copy.deepcopy(base),
-        peft.LoraConfig(
-            use_dora=True, r=4, lora_alpha=12, target_modules=PEFT_TARGETS[family], lora_dropout=0.0
-        ),
-    )
+    targets = PEFT_TARGETS[family]
+    ours.add_adapter("a", DoRAConfig(target_modules=targets, r=4, alpha=12))
+    config = peft.LoraConfig(use_dora=True, r=4, lora_alpha=12, target_modules=targets)
+    theirs = peft.get_peft_model(copy.deepcopy(base), config)
     named = dict(theirs.named_parameters())
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for path, module in ours.adapter_modules("a"):
-        prefix = f"base_model.model.{path}."
-        keys = {
-            "lora_A": "lora_A.default.weight",
-            "lora_B": "lora_B.default.weight",
-            "m": "lora_magnitude_vector.default.weight",
-        }
-        pairs += [(module.get_parameter(n), named.pop(prefix + k)) for n, k in keys.items()]
+    keys = {
+        "lora_A": "lora_A.default.weight",
+        "lora_B": "lora_B.default.weight",
+        "m": "lora_magnitude_vector.default.weight",
+    }
+    pairs: list[tuple[Tensor, Tensor]] = [
+        (module.get_parameter(own), named.pop(f"base_model.model.{path}.{key}"))
+        for path, module in ours.adapter_modules("a")
+        for own, key in keys.items()
+    ]
     assert not [n for n in named if "lora" in n]
     torch.testing.assert_close(*zip(*[p for p in pairs if p[0].dim() == 1], strict=True))
     source = torch.Generator().manual_seed(1)
@@ -473,50 +403,46 @@ def test_outputs_and_gradients_equal_pefts(family: str):
             mine.add_(0.1 * torch.randn(mine.shape, generator=source))
             other.copy_(mine)
     ours.train_adapter("a")
-    ours.eval()
-    theirs.eval()
-    inputs = tiny_inputs(family)
-    y, z = first_output(ours(**inputs)), first_output(theirs(**inputs))
-    torch.testing.assert_close(y, z, rtol=0, atol=1e-5)
-    assert (y - first_output(base(**inputs))).abs().max() > 0.01
+    y, z, plain = (
+        first_output(net.double().eval()(**tiny_inputs(family))) for net in (ours, theirs, base)
+    )
+    torch.testing.assert_close(y, z, rtol=0, atol=1e-10)
+    assert (y - plain).abs().max() > 0.01
     weights = torch.randn(y.shape, generator=source) / y.numel() ** 0.5
     (y * weights).sum().backward()
     (z * weights).sum().backward()
     for mine, other in pairs:
-        assert mine.grad is not None
         assert mine.grad.count_nonzero()
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-8, atol=1e-10)
 
 
 # --- the config ---
 
 
-def test_an_unknown_convention_is_refused_with_the_legal_ones(tiny):
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("dora[convention='peft']", ["convention='peft'", "'adapterhub'", "convention='paper'"]),
+        ("dora[dropout=0.5,target_modules=['word_embeddings']]",
+         ["DoRAConfig(dropout=0.5)", "dropout=0.0"]),
+    ],
+)  # fmt: skip
+def test_what_is_not_legal_is_refused(tiny, config, says):
     model = tiny("bert")
-    with refused(model, ConfigError, "convention='peft'", "'adapterhub'", "convention='paper'"):
-        model.add_adapter("a", "dora[convention='peft']")
-
-
-def test_dropout_of_token_numbers_is_refused(tiny):
-    model = tiny("bert")
-    with refused(model, ConfigError, "DoRAConfig(dropout=0.5)", "dropout=0.0"):
-        model.add_adapter("a", DoRAConfig(dropout=0.5, target_modules=["word_embeddings"]))
+    with refused(model, ConfigError, *says):
+        model.add_adapter("a", config)
 
 
 class SaysTooMuch(DoRAConfig):
     """A norm that is held constant, under a config that says nothing of it."""
 
-    @property
-    def gradients_are_exact(self) -> bool:
-        return True
+    gradients_are_exact = True
 
 
 class SaysTooLittle(DoRAConfig):
     """All gradients are right, and the config says that some are not."""
 
-    @property
-    def gradients_are_exact(self) -> bool:
-        return False
+    gradients_are_exact = False
 
 
 def test_what_the_config_says_of_gradients_is_checked():
@@ -526,18 +452,11 @@ def test_what_the_config_says_of_gradients_is_checked():
     assert "gradients_are_exact is False" in failure.message
 
 
-def test_a_part_of_a_fused_layer_is_composed_as_a_layer_of_its_own(monkeypatch):
-    torch.manual_seed(0)
-    model = adapterzoo.init(AutoModel.from_config(tiny_config("gpt2")).eval())
-    model.add_adapter("a", "dora")
-    model.set_active_adapters("a")
+def test_a_part_of_a_fused_layer_is_composed_as_a_layer_of_its_own(tiny, monkeypatch):
+    model = tiny("gpt2")
+    model.add_adapter("a", "dora", set_active=True)
     seen = []
-
-    def compose(y, *rest):
-        seen.append(y)
-        return y
-
-    monkeypatch.setattr(dora, "compose", compose)
+    monkeypatch.setattr(dora, "compose", lambda y, *rest: seen.append(y) or y)
     model.bfloat16()(**tiny_inputs("gpt2"))
     # the wide detour is for what earlier adapters have changed
     assert seen

@@ -1,7 +1,5 @@
 """The fusion layer against the formula of its paper, and its config."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

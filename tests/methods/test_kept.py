@@ -1,7 +1,5 @@
 """What is kept in evaluation is never stale: DoRA's gain and BOFT's rotation against fresh ones."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -54,15 +52,14 @@ def parameters_of(model):
 @torch.no_grad()
 def outputs(model, family="bert"):
     """The output, and that of the same weights with nothing kept."""
-    inputs = tiny_inputs(family)
-    found = first_output(model(**inputs)).clone()
     fresh = copy.deepcopy(model)
     assert not filled(fresh)
-    return found, first_output(fresh(**inputs))
+    found, expected = (first_output(m(**tiny_inputs(family))) for m in (model, fresh))
+    return found.clone(), expected
 
 
-def is_right(model):
-    found, fresh = outputs(model)
+def is_right(model, family="bert"):
+    found, fresh = outputs(model, family)
     assert torch.equal(found, fresh)
     return found
 
@@ -90,52 +87,36 @@ def test_the_second_call_computes_nothing_anew(model, monkeypatch):
         model(**tiny_inputs("bert"))
 
 
-def a_step(model, run=None, **kind):
+def a_step(model, run=None, *, mode="eval", looks=False, **kind):
+    """A step of AdamW.
+
+    Args:
+        model: it has an adapter "a".
+        run: what to call instead of the model.
+        mode: of the forward; "evaluated": in training, and the gradients wait for an evaluation.
+        looks: whether the model is looked at between a forward and its step.
+        kind: of the optimizer; fused ones, the default of the trainer, write without a new version.
+    """
     model.train_adapter("a")
-    model.eval()
-    is_right(model)
-    assert filled(model)
+    if mode == "eval":
+        model.eval()
+        is_right(model)
+        assert filled(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, 0.1, **kind)
-    first_output((model if run is None else run)(**tiny_inputs("bert")))[..., 0].sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def plain_step(model):
-    a_step(model, foreach=False)
-
-
-def foreach_step(model):
-    a_step(model, foreach=True)
-
-
-def fused_step(model):
-    a_step(model, fused=True)
-
-
-def fused_steps(model):
-    # the default of transformers' trainer; fused optimizers write without a new version
-    model.train_adapter("a")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, 0.1, fused=True)
-    first_output(model(**tiny_inputs("bert")))[..., 0].sum().backward()
-    optimizer.step()
-    model.eval()
-
-
-def fused_step_in_evaluation_mode(model):
-    model.train_adapter("a")
-    model.eval()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, 0.1, fused=True)
-    loss = first_output(model(**tiny_inputs("bert")))[..., 0].sum()
-    # a look at the model between a forward and its step
-    outputs(model)
+    loss = first_output((model if run is None else run)(**tiny_inputs("bert")))[..., 0].sum()
+    if looks:
+        outputs(model)
     loss.backward()
-    outputs(model)
+    if mode == "evaluated":
+        model.eval()
+    if looks or mode == "evaluated":
+        outputs(model)
     optimizer.step()
-    optimizer.zero_grad()
+    if mode == "train":
+        model.eval()
+    else:
+        optimizer.zero_grad()
 
 
 def moved_a_little(model):
@@ -143,43 +124,12 @@ def moved_a_little(model):
         torch._foreach_add_(parameters_of(model), 0.1)
 
 
-def fused_step_after_an_evaluation(model):
-    model.train_adapter("a")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, 0.1, fused=True)
-    first_output(model(**tiny_inputs("bert")))[..., 0].sum().backward()
-    # the gradients wait
-    model.eval()
-    outputs(model)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def load_state_dict(model):
-    state = {k: v + 0.1 for k, v in model.state_dict().items() if v.is_floating_point()}
-    model.load_state_dict(state, strict=False)
-
-
-def assign_state_dict(model):
-    state = {k: v + 0.1 for k, v in model.state_dict().items() if v.is_floating_point()}
-    model.load_state_dict(state, strict=False, assign=True)
-
-
-def swapped_state_dict(model):
-    state = {k: v + 0.1 for k, v in model.state_dict().items() if v.is_floating_point()}
-    with mock.patch("torch.__future__.get_swap_module_params_on_conversion", return_value=True):
-        model.load_state_dict(state, strict=False)
-
-
-def swapped(model):
-    layer = layer_of(model)
-    torch.utils.swap_tensors(layer.weight, nn.Parameter(layer.weight.detach() * 1.5))
-
-
-def assigned_twice(model):
-    # freed memory comes back under the address it had
-    for _ in range(2):
-        assign_state_dict(model)
+def load_state_dict(model, swap=False, times=1, **how):
+    for _ in range(times):
+        state = {k: v + 0.1 for k, v in model.state_dict().items() if v.is_floating_point()}
+        swaps = "torch.__future__.get_swap_module_params_on_conversion"
+        with mock.patch(swaps, return_value=swap):
+            model.load_state_dict(state, strict=False, **how)
 
 
 def base_edit(model):
@@ -187,14 +137,9 @@ def base_edit(model):
         layer_of(model).weight[0].mul_(3.0)
 
 
-def base_replaced(model):
-    layer = layer_of(model)
-    layer.weight = nn.Parameter(layer.weight.detach() * 1.5)
-
-
-def base_replaced_by_data(model):
-    layer = layer_of(model)
-    layer.weight.data = layer.weight.detach() * 1.5
+def larger(model):
+    """Another weight for the layer."""
+    return nn.Parameter(layer_of(model).weight.detach() * 1.5)
 
 
 def base_replaced_in_its_memory(model):
@@ -204,24 +149,6 @@ def base_replaced_in_its_memory(model):
         alias.mul_(1.5)
     # nothing tells it from the old one but that it is another
     layer.weight = nn.Parameter(alias)
-
-
-def base_turned(model):
-    # the same memory, read by columns
-    layer = layer_of(model)
-    layer.weight.data = layer.weight.data.mT
-
-
-def base_edit_below_a_detached(model):
-    layer_of(model).weight.detach()[0].mul_(3.0)
-
-
-def cast_there_and_back(model):
-    model.to(torch.bfloat16).to(torch.float32)
-
-
-def halved(model):
-    model.half()
 
 
 def moved(model):
@@ -236,38 +163,39 @@ def scaled_below_autograd(model):
         torch._foreach_mul_(parameters_of(model), 1.5)
 
 
-CHANGES = [
-    fused_steps,
-    fused_step_in_evaluation_mode,
-    plain_step,
-    foreach_step,
-    fused_step,
-    fused_step_after_an_evaluation,
-    moved_a_little,
-    load_state_dict,
-    assign_state_dict,
-    swapped_state_dict,
-    swapped,
-    assigned_twice,
-    base_edit,
-    base_edit_below_a_detached,
-    base_replaced,
-    base_replaced_by_data,
-    base_replaced_in_its_memory,
-    base_turned,
-    cast_there_and_back,
-    halved,
-    moved,
-    scaled_below_autograd,
-]
+CHANGES = {
+    "plain step": lambda m: a_step(m, foreach=False),
+    "foreach step": lambda m: a_step(m, foreach=True),
+    "fused step": lambda m: a_step(m, fused=True),
+    "fused step in training": lambda m: a_step(m, mode="train", fused=True),
+    "fused step after a look at the model": lambda m: a_step(m, looks=True, fused=True),
+    "fused step after an evaluation": lambda m: a_step(m, mode="evaluated", fused=True),
+    "moved a little": moved_a_little,
+    "scaled below autograd": scaled_below_autograd,
+    "load_state_dict": load_state_dict,
+    "load_state_dict, assigned": lambda m: load_state_dict(m, assign=True),
+    # freed memory comes back under the address it had
+    "load_state_dict, assigned twice": lambda m: load_state_dict(m, times=2, assign=True),
+    "load_state_dict, swapped": lambda m: load_state_dict(m, swap=True),
+    "swapped": lambda m: torch.utils.swap_tensors(layer_of(m).weight, larger(m)),
+    "base edit": base_edit,
+    "base edit below a detached": lambda m: layer_of(m).weight.detach()[0].mul_(3.0),
+    "base replaced": lambda m: setattr(layer_of(m), "weight", larger(m)),
+    "base replaced by data": lambda m: setattr(layer_of(m).weight, "data", larger(m).data),
+    "base replaced in its memory": base_replaced_in_its_memory,
+    # the same memory, read by columns
+    "base turned": lambda m: setattr(layer_of(m).weight, "data", layer_of(m).weight.data.mT),
+    "cast there and back": lambda m: m.to(torch.bfloat16).to(torch.float32),
+    "halved": lambda m: m.half(),
+    "moved": moved,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_every_change_is_seen(model, change):
     before = is_right(model)
     change(model)
-    after = is_right(model)
-    assert not torch.equal(before, after)
+    assert not torch.equal(before, is_right(model))
 
 
 def test_a_changed_scaling_is_seen():
@@ -443,15 +371,14 @@ def test_nothing_is_kept_of_what_another_process_may_train(model):
     assert filled(model)
 
 
-def test_threads_with_their_own_models_and_one_together(model):
+def test_threads_share_one_model(model):
     expected = is_right(model)
-    wrong = []
+    found = []
 
     def run():
         for _ in range(5):
             with torch.no_grad():
-                if not torch.equal(first_output(model(**tiny_inputs("bert"))), expected):
-                    wrong.append(1)
+                found.append(first_output(model(**tiny_inputs("bert"))))
 
     layer_of(model).weight.data = layer_of(model).weight.detach().clone()
     threads = [threading.Thread(target=run) for _ in range(4)]
@@ -459,94 +386,90 @@ def test_threads_with_their_own_models_and_one_together(model):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert len(found) == 20
+    assert all(torch.equal(y, expected) for y in found)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("method", METHODS)
 def test_views_of_other_layouts_and_fused_rows_are_followed(family, method):
     model = adapted(method, family)
-    found, fresh = outputs(model, family)
-    assert torch.equal(found, fresh)
+    found = is_right(model, family)
     assert filled(model)
     base_edit(model)
-    after, fresh = outputs(model, family)
-    assert torch.equal(after, fresh)
-    assert not torch.equal(after, found)
+    assert not torch.equal(is_right(model, family), found)
 
 
-@torch.no_grad()
-def test_what_is_forgotten_while_it_is_computed_is_not_kept():
-    kept_one, source = Kept().eval(), torch.ones(2)
+@pytest.fixture
+def one():
+    """A cache of its own."""
+    with torch.no_grad():
+        yield Kept().eval()
+
+
+def test_what_is_forgotten_while_it_is_computed_is_not_kept(one):
+    source = torch.ones(2)
 
     def compute():
         # as another thread would, between the computation and its end
-        kept_one.eval()
+        one.eval()
         return source * 2
 
-    assert torch.equal(kept_one.get(compute, source), source * 2)
-    assert kept_one.value is None
-    kept_one.get(lambda: source * 2, source)
-    assert kept_one.value is not None
+    assert torch.equal(one.get(compute, source), source * 2)
+    assert one.value is None
+    one.get(lambda: source * 2, source)
+    assert one.value is not None
 
 
-@torch.no_grad()
-def test_a_value_never_meets_the_marks_of_another():
-    kept_one, source = Kept().eval(), torch.ones(2)
+def test_a_value_never_meets_the_marks_of_another(one):
+    source = torch.ones(2)
 
     def compute():
         value = source * 1.0
         # a change, and another thread that sees it, while this one is at work
         source.add_(1.0)
-        assert torch.equal(kept_one.get(lambda: source * 1.0, source), source)
+        assert torch.equal(one.get(lambda: source * 1.0, source), source)
         return value
 
-    kept_one.get(compute, source)
-    assert torch.equal(kept_one.get(lambda: source * 1.0, source), source)
+    one.get(compute, source)
+    assert torch.equal(one.get(lambda: source * 1.0, source), source)
 
 
-@torch.no_grad()
-def test_freed_memory_that_comes_back_is_other_memory():
-    kept_one = Kept().eval()
+def test_freed_memory_that_comes_back_is_other_memory(one):
     for i in range(5):
         source = torch.full((1000,), float(i))
         # as many in place operations, and most often the same address
-        assert torch.equal(kept_one.get(lambda s=source: s * 2, source), source * 2)
+        assert torch.equal(one.get(lambda s=source: s * 2, source), source * 2)
         del source
 
 
-@torch.no_grad()
-def test_pretend_tensors_are_not_kept():
-    kept_one, source = Kept().eval(), torch.ones(2)
+def test_pretend_tensors_are_not_kept(one):
+    source = torch.ones(2)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        kept_one.get(lambda: source * 2, source)
-    assert kept_one.value is None
-    torch.func.vmap(lambda x: x + kept_one.get(lambda: source * 2, source))(torch.ones(3, 2))
-    assert kept_one.value is None
+        one.get(lambda: source * 2, source)
+    assert one.value is None
+    torch.func.vmap(lambda x: x + one.get(lambda: source * 2, source))(torch.ones(3, 2))
+    assert one.value is None
 
 
 class Hidden(torch.Tensor):
     """A subclass, as quantised weights are: what is inside may change unseen."""
 
 
-@torch.no_grad()
-def test_nothing_is_kept_of_tensors_that_hide_their_memory():
-    kept_one, source = Kept().eval(), torch.ones(2).as_subclass(Hidden)
-    kept_one.get(lambda: torch.ones(2), source)
-    assert kept_one.value is None
-    kept_one.get(lambda: torch.ones(2), torch.ones(2))
-    assert kept_one.value is not None
+def test_nothing_is_kept_of_tensors_that_hide_their_memory(one):
+    one.get(lambda: torch.ones(2), torch.ones(2).as_subclass(Hidden))
+    assert one.value is None
+    one.get(lambda: torch.ones(2), torch.ones(2))
+    assert one.value is not None
 
 
-@torch.no_grad()
-def test_nothing_is_kept_of_tensors_without_a_version():
-    kept_one = Kept().eval()
+def test_nothing_is_kept_of_tensors_without_a_version(one):
     with torch.inference_mode():
         source = torch.ones(2)
         for factor in (1, 2):
             source.mul_(factor)
-            assert torch.equal(kept_one.get(lambda: source * 2, source), source * 2)
-    assert kept_one.value is None
+            assert torch.equal(one.get(lambda: source * 2, source), source * 2)
+    assert one.value is None
 
 
 @pytest.mark.gpu
@@ -581,9 +504,8 @@ def test_a_cuda_graph_follows_the_weights(model):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@torch.no_grad()
-def test_what_one_stream_has_computed_is_not_for_another():
-    kept_one, source = Kept().eval(), torch.ones(2, device="cuda")
+def test_what_one_stream_has_computed_is_not_for_another(one):
+    source = torch.ones(2, device="cuda")
     side, calls = torch.cuda.Stream(), []
 
     def compute():
@@ -591,9 +513,9 @@ def test_what_one_stream_has_computed_is_not_for_another():
         return source * 2
 
     for _ in range(2):
-        kept_one.get(compute, source)
+        one.get(compute, source)
     with torch.cuda.stream(side):
-        kept_one.get(compute, source)
+        one.get(compute, source)
     assert calls == [torch.cuda.default_stream(), side]
 
 

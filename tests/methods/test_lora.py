@@ -1,38 +1,29 @@
 """LoRA: its formula in float64, PEFT beside it, where its adapters sit, and what it refuses."""
 
-from __future__ import annotations
-
-import copy
+import itertools
 import math
-from typing import Any
 
 import peft
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
-from torch import Tensor, nn
+from snapshots import refused
+from torch import nn
 from transformers import AutoModel
 
 import adapterzoo
-from adapterzoo import ConfigUnion, DoRAConfig, LoRAConfig
+from adapterzoo import DoRAConfig, LoRAConfig
 from adapterzoo.anatomy import Site, find
 from adapterzoo.averaging import combination
-from adapterzoo.contracts import Base
-from adapterzoo.errors import (
-    AdapterZooError,
-    CompositionError,
-    ConfigError,
-    SiteError,
-    StateError,
-)
+from adapterzoo.errors import CompositionError, ConfigError, SiteError, StateError
+from adapterzoo.inject import base_of
 from adapterzoo.kernels import use
-from adapterzoo.methods.lora import LoRA
 from adapterzoo.testing import checks, report
 
 BATCH = 3
 
 
-def model(family: str = "bert") -> Any:
+def model(family="bert"):
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         made = AutoModel.from_config(tiny_config(family)).eval()
@@ -43,7 +34,7 @@ def model(family: str = "bert") -> Any:
     return made
 
 
-def adapted(config: LoRAConfig, family: str = "bert", seed: int = 1) -> Any:
+def adapted(config, family="bert", seed=1):
     """A model whose adapter "a" is active and holds no first value any more."""
     made = adapterzoo.init(model(family))
     made.add_adapter("a", config, set_active=True)
@@ -51,7 +42,7 @@ def adapted(config: LoRAConfig, family: str = "bert", seed: int = 1) -> Any:
     return made
 
 
-def parameters_of(made: Any) -> dict[str, nn.Parameter]:
+def parameters_of(made):
     return {
         f"{path}.{key}": parameter
         for path, module in made.adapter_modules("a")
@@ -59,7 +50,7 @@ def parameters_of(made: Any) -> dict[str, nn.Parameter]:
     }
 
 
-def stir(parameters: dict[str, Tensor], seed: int) -> None:
+def stir(parameters, seed):
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(parameters.items()):
@@ -69,37 +60,16 @@ def stir(parameters: dict[str, Tensor], seed: int) -> None:
 # --- the formula ---
 
 
-class Linear(Base):
-    """y = W x + b, in float64."""
-
-    def __init__(self, d_out: int, d_in: int) -> None:
-        source = torch.Generator().manual_seed(2)
-        self._weight = torch.randn(d_out, d_in, dtype=torch.float64, generator=source)
-        self._bias = torch.randn(d_out, dtype=torch.float64, generator=source)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x @ self._weight.T + self._bias
-
-    plain = __call__
-
-    @property
-    def weight(self) -> Tensor:
-        return self._weight
-
-    @property
-    def bias(self) -> Tensor:
-        return self._bias
-
-    @property
-    def scale(self) -> float:
-        return 1.0
-
-    @property
-    def residual(self) -> Tensor:
-        raise NotImplementedError
+def linear(d_out, d_in):
+    """A base layer y = W x + b, in float64."""
+    source = torch.Generator().manual_seed(2)
+    made = nn.Linear(d_in, d_out, dtype=torch.float64).requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.normal_(generator=source)
+    return base_of(made)
 
 
-def layer(config: LoRAConfig, d_in: int = 5, d_out: int = 7) -> LoRA:
+def layer(config, d_in=5, d_out=7):
     site = Site("layer.0.query", "query", 0, "layer", "linear", d_in, d_out)
     made = config.build(site, torch.device("cpu"), torch.float64)
     stir(dict(made.named_parameters()), seed=3)
@@ -112,8 +82,8 @@ X = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual
 @pytest.mark.parametrize("r", [1, 3, 64])
 @pytest.mark.parametrize("alpha", [1, 16, 0.5, -2])
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_the_output_is_that_of_equation_3(r: int, alpha: float, use_rslora: bool) -> None:
-    lora, base = layer(LoRAConfig(r=r, alpha=alpha, use_rslora=use_rslora)), Linear(7, 5)
+def test_the_output_is_that_of_equation_3(r, alpha, use_rslora):
+    lora, base = layer(LoRAConfig(r=r, alpha=alpha, use_rslora=use_rslora)), linear(7, 5)
     assert lora.lora_A.shape == (r, 5)
     assert lora.lora_B.shape == (7, r)
     s = alpha / (math.sqrt(r) if use_rslora else r)
@@ -123,8 +93,8 @@ def test_the_output_is_that_of_equation_3(r: int, alpha: float, use_rslora: bool
     assert lora.bias(base.bias, base) is base.bias
 
 
-def test_the_bias_of_b_is_scaled_with_it() -> None:
-    lora, base = layer(LoRAConfig(r=4, alpha=8, lora_bias=True)), Linear(7, 5)
+def test_the_bias_of_b_is_scaled_with_it():
+    lora, base = layer(LoRAConfig(r=4, alpha=8, lora_bias=True)), linear(7, 5)
     w = base.weight + 2.0 * lora.lora_B @ lora.lora_A
     b = base.bias + 2.0 * lora.lora_B_bias
     torch.testing.assert_close(lora(X, base), X @ w.T + b)
@@ -132,8 +102,8 @@ def test_the_bias_of_b_is_scaled_with_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 4, 5), (2, 3, 4, 5)])
-def test_the_gate_is_one_number_a_sequence(shape: tuple[int, ...]) -> None:
-    lora, base = layer(LoRAConfig(r=4, alpha=8, use_gating=True)), Linear(7, 5)
+def test_the_gate_is_one_number_a_sequence(shape):
+    lora, base = layer(LoRAConfig(r=4, alpha=8, use_gating=True)), linear(7, 5)
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     gates = torch.sigmoid((x * lora.gate.weight[0]).sum(-1) + lora.gate.bias[0])
     # the first dimension is the batch; what stands between it and the features are tokens
@@ -144,8 +114,8 @@ def test_the_gate_is_one_number_a_sequence(shape: tuple[int, ...]) -> None:
         lora.weight(base.weight, base)
 
 
-def test_dropout_is_on_the_way_to_a() -> None:
-    lora, base = layer(LoRAConfig(r=4, alpha=4, dropout=0.5)), Linear(7, 5)
+def test_dropout_is_on_the_way_to_a():
+    lora, base = layer(LoRAConfig(r=4, alpha=4, dropout=0.5)), linear(7, 5)
     torch.testing.assert_close(lora(X, base), layer(LoRAConfig(r=4, alpha=4))(X, base))
     lora.train()
     torch.manual_seed(0)
@@ -157,13 +127,7 @@ def test_dropout_is_on_the_way_to_a() -> None:
     torch.testing.assert_close(y, base(X) + dropped @ (lora.lora_B @ lora.lora_A).T)
 
 
-def test_it_has_as_many_parameters_as_it_says() -> None:
-    made = adapted(LoRAConfig(r=4, target_modules=["query", "intermediate.dense"]))
-    # rank · (d_in + d_out), in two blocks
-    assert sum(p.numel() for p in parameters_of(made).values()) == 2 * 4 * (64 + 96)
-
-
-def test_first_values_are_those_of_a_linear_layer() -> None:
+def test_first_values_are_those_of_a_linear_layer():
     torch.manual_seed(0)
     lora = LoRAConfig(r=8).build(
         Site("q", "query", 0, "", "linear", 256, 32), torch.device("cpu"), torch.float32
@@ -189,7 +153,7 @@ def test_first_values_are_those_of_a_linear_layer() -> None:
     ],
     ids=repr,
 )
-def test_every_option_conforms(config: LoRAConfig) -> None:
+def test_every_option_conforms(config):
     # compiling is slow, and the same for all options
     names = [name for name in checks if name != "compiles"]
     failures = report(config, only=names, kinds=["conv1d"])
@@ -208,36 +172,35 @@ TARGETS = {
 }
 
 
-def peft_twin(made: Any, family: str, **options: Any) -> Any:
-    """PEFT's model with the values of ours."""
+def peft_twin(made, family, **options):
+    """PEFT's model with the values of ours, and its parameters by our names."""
     base = model(family).double()
     config = peft.LoraConfig(fan_in_fan_out=family == "gpt2", **options)
     twin = peft.get_peft_model(base, config).eval()
-    values = parameters_of(made)
     names = {
         "lora_A": "lora_A.default.weight",
         "lora_B": "lora_B.default.weight",
         "lora_B_bias": "lora_B.default.bias",
     }
-    with torch.no_grad():
-        for key, value in values.items():
-            path, _, leaf = key.rpartition(".")
-            site = base.get_submodule(path)
-            if isinstance(site, peft.tuners.lora.Embedding):
-                site.get_parameter(f"lora_embedding_{leaf[-1]}.default").copy_(value)
-            else:
-                site.get_parameter(names[leaf]).copy_(value)
-    return twin
+    theirs = {}
+    for key, value in parameters_of(made).items():
+        path, _, leaf = key.rpartition(".")
+        site = base.get_submodule(path)
+        embeds = isinstance(site, peft.tuners.lora.Embedding)
+        name = f"lora_embedding_{leaf[-1]}.default" if embeds else names[leaf]
+        theirs[key] = site.get_parameter(name)
+        theirs[key].data.copy_(value)
+    trained = [p for n, p in twin.named_parameters() if ".lora_" in n]
+    assert {id(p) for p in trained} == {id(p) for p in theirs.values()}
+    return twin, theirs
 
 
-def assert_equals_peft(config: LoRAConfig, family: str, **options: Any) -> None:
+def assert_equals_peft(config, family, **options):
     made = adapted(config, family).double()
-    made.requires_grad_(False)
-    for parameter in parameters_of(made).values():
-        parameter.requires_grad_()
-    twin = peft_twin(made, family, **options)
-    ours, theirs = parameters_of(made), lora_parameters(twin)
-    assert len(theirs) == len(ours)
+    made.train_adapter("a")
+    made.eval()
+    ours = parameters_of(made)
+    twin, theirs = peft_twin(made, family, **options)
     batch = tiny_inputs(family, batch=BATCH)
     # the row of padding gets no gradient in an embedding
     batch["input_ids"][0, :2] = made.config.pad_token_id or 0
@@ -252,34 +215,22 @@ def assert_equals_peft(config: LoRAConfig, family: str, **options: Any) -> None:
     weights = torch.randn(plain.shape, generator=torch.Generator().manual_seed(6)) / plain.numel()
     for output in outputs:
         (output * weights).sum().backward()
-    mine = {shape_key(key): p.grad for key, p in ours.items()}
     for key, parameter in theirs.items():
-        torch.testing.assert_close(mine[key], parameter.grad, rtol=1e-9, atol=1e-9)
-
-
-def shape_key(key: str) -> tuple[str, str]:
-    path, _, leaf = key.rpartition(".")
-    return path, leaf.removeprefix("lora_")
-
-
-def lora_parameters(twin: Any) -> dict[tuple[str, str], nn.Parameter]:
-    """PEFT's parameters under our names: (path of the layer, A, B or B_bias)."""
-    found = {}
-    for name, parameter in twin.base_model.model.named_parameters():
-        path, mark, rest = name.partition(".lora_")
-        if mark:
-            kind = rest.removeprefix("embedding_")
-            found[path, f"{kind[0]}_bias" if kind.endswith(".bias") else kind[0]] = parameter
-    return found
+        torch.testing.assert_close(ours[key].grad, parameter.grad, rtol=1e-9, atol=1e-9)
 
 
 @quiet
 @pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"lora_bias": True}], ids=str)
-def test_outputs_and_gradients_are_pefts(family: str, options: dict[str, Any]) -> None:
-    targets = TARGETS[family]
-    config = LoRAConfig(r=4, alpha=12, target_modules=targets, **options)
-    assert_equals_peft(config, family, r=4, lora_alpha=12, target_modules=targets, **options)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True}, {"lora_bias": True}, {"target_modules": "embedding"}],
+    ids=str,
+)
+def test_outputs_and_gradients_are_pefts(family, options):
+    embedding = {"bert": "word_embeddings", "llama": "embed_tokens", "gpt2": "wte"}[family]
+    targets = [embedding] if "target_modules" in options else TARGETS[family]
+    options = {**options, "target_modules": targets}
+    assert_equals_peft(LoRAConfig(r=4, alpha=12, **options), family, r=4, lora_alpha=12, **options)
 
 
 @quiet
@@ -292,74 +243,51 @@ def test_outputs_and_gradients_are_pefts(family: str, options: dict[str, Any]) -
         ("llama", {"layers.1.self_attn.q_proj": 2}, {"v_proj": 3}),
     ],
 )
-def test_patterns_mean_what_they_mean_in_peft(
-    family: str, ranks: dict[str, int], alphas: dict[str, float]
-) -> None:
+def test_patterns_mean_what_they_mean_in_peft(family, ranks, alphas):
     targets, patterns = TARGETS[family], {"rank_pattern": ranks, "alpha_pattern": alphas}
     config = LoRAConfig(r=4, alpha=8, target_modules=targets, **patterns)
     assert_equals_peft(config, family, r=4, lora_alpha=8, target_modules=targets, **patterns)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [("bert", "word_embeddings"), ("llama", "embed_tokens"), ("gpt2", "wte")]
-)
-def test_embeddings_are_pefts(family: str, name: str) -> None:
-    config = LoRAConfig(r=4, alpha=2, target_modules=[name])
-    assert_equals_peft(config, family, r=4, lora_alpha=2, target_modules=[name])
-
-
 @quiet
-@pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize(
-    "wanted",
+    ("family", "wanted"),
     [
-        ["query", "q_proj", "c_attn"],
-        ["dense", "down_proj", "c_proj"],
-        ["attention.self.query", "self_attn.q_proj", "attn.c_attn"],
-        ["0.attention.self.query", "0.self_attn.q_proj", "0.attn.c_attn"],
-        r".*\.1\..*(query|value|q_proj|v_proj|c_attn)",
-        r".*(key|k_proj|c_fc)$",
-        r".*",
-        "all-linear",
+        *itertools.product(
+            TARGETS,
+            [
+                ["query", "q_proj", "c_attn"],
+                ["dense", "down_proj", "c_proj"],
+                ["attention.self.query", "self_attn.q_proj", "attn.c_attn"],
+                ["0.attention.self.query", "0.self_attn.q_proj", "0.attn.c_attn"],
+                r".*\.1\..*(query|value|q_proj|v_proj|c_attn)",
+                r".*(key|k_proj|c_fc)$",
+                r".*(encoder|layers|h)\..*\d+\..*(query|dense|_proj|c_\w+)",
+                "all-linear",
+            ],
+        ),
+        ("bert", {"exclude_modules": ["1.attention.self.query"]}),
+        ("bert", {"exclude_modules": r".*layer\.0.*"}),
+        ("bert", {"layers_to_transform": [1]}),
     ],
     ids=str,
 )
-def test_the_same_layers_are_adapted_as_in_peft(family: str, wanted: Any) -> None:
+def test_the_same_layers_are_adapted_as_in_peft(family, wanted):
     plain = model(family)
     if isinstance(wanted, list):
         # here a name that matches nothing is an error, in PEFT it is not
         paths = [path for path, _ in plain.named_modules()]
         wanted = [n for n in wanted if any(p == n or p.endswith(f".{n}") for p in paths)]
-    if wanted == ".*":
-        wanted = r".*(encoder|layers|h)\..*\d+\..*(query|dense|_proj|c_\w+)"
-    theirs = peft.get_peft_model(
-        copy.deepcopy(plain), peft.LoraConfig(r=2, target_modules=wanted)
-    ).base_model.model
+    options = {"target_modules": wanted}
+    if isinstance(wanted, dict):
+        options = {"target_modules": ["query", "value"], **wanted}
+    theirs = peft.get_peft_model(plain, peft.LoraConfig(r=2, **options)).base_model.model
     expected = [p for p, m in theirs.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
     if wanted == "all-linear":
         # PEFT's also means a pooler behind the blocks
         expected = [path for path in expected if not path.startswith("pooler.")]
     assert expected
-    made = adapted(LoRAConfig(r=2, target_modules=wanted), family)
-    assert sorted(path for path, _ in made.adapter_modules("a")) == sorted(expected)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"exclude_modules": ["1.attention.self.query"]},
-        {"exclude_modules": r".*layer\.0.*"},
-        {"layers_to_transform": [1]},
-    ],
-    ids=str,
-)
-def test_the_same_layers_are_left_out_as_in_peft(options: dict[str, Any]) -> None:
-    targets = ["query", "value"]
-    theirs = peft.get_peft_model(
-        model(), peft.LoraConfig(r=2, target_modules=targets, **options)
-    ).base_model.model
-    expected = [p for p, m in theirs.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
-    made = adapted(LoRAConfig(r=2, target_modules=targets, **options))
+    made = adapted(LoRAConfig(r=2, **options), family)
     assert sorted(path for path, _ in made.adapter_modules("a")) == sorted(expected)
 
 
@@ -367,53 +295,52 @@ def test_the_same_layers_are_left_out_as_in_peft(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("fields", "expected", "blocks"),
     [
-        ({}, ["attention.self.query", "attention.self.value"]),
-        ({"attn_matrices": ["k"]}, ["attention.self.key"]),
-        ({"attn_matrices": ["o"]}, ["attention.output.dense"]),
-        ({"selfattn_lora": False, "intermediate_lora": True}, ["intermediate.dense"]),
-        ({"selfattn_lora": False, "output_lora": True}, ["output.dense"]),
+        ({}, ["attention.self.query", "attention.self.value"], [0, 1]),
+        ({"attn_matrices": ["k"]}, ["attention.self.key"], [0, 1]),
+        ({"attn_matrices": ["o"]}, ["attention.output.dense"], [0, 1]),
+        # named twice, adapted once
+        ({"attn_matrices": ["q", "q"]}, ["attention.self.query"], [0, 1]),
+        ({"selfattn_lora": False, "intermediate_lora": True}, ["intermediate.dense"], [0, 1]),
+        ({"selfattn_lora": False, "output_lora": True}, ["output.dense"], [0, 1]),
+        ({"attn_matrices": ["q"], "leave_out": [0]}, ["attention.self.query"], [1]),
+        ({"attn_matrices": ["q"], "layers_to_transform": [1]}, ["attention.self.query"], [1]),
     ],
     ids=str,
 )
-def test_roles_choose_layers(fields: dict[str, Any], expected: list[str]) -> None:
+def test_roles_and_numbers_choose_layers(fields, expected, blocks):
     made = adapted(LoRAConfig(r=2, **fields))
-    paths = [f"encoder.layer.{i}.{name}" for i in range(2) for name in expected]
+    paths = [f"encoder.layer.{i}.{name}" for i in blocks for name in expected]
     assert sorted(path for path, _ in made.adapter_modules("a")) == sorted(paths)
+    # rank · (d_in + d_out)
+    sizes = {"intermediate.dense": 96, "output.dense": 96}
+    count = sum(2 * sizes.get(name, 64) for name in expected) * len(blocks)
+    assert sum(p.numel() for p in parameters_of(made).values()) == count
 
 
-@pytest.mark.parametrize("fields", [{"leave_out": [0]}, {"layers_to_transform": [1]}], ids=str)
-def test_layers_are_chosen_by_number(fields: dict[str, Any]) -> None:
-    made = adapted(LoRAConfig(r=2, attn_matrices=["q"], **fields))
-    assert [path for path, _ in made.adapter_modules("a")] == [
-        "encoder.layer.1.attention.self.query"
-    ]
-
-
-@pytest.mark.parametrize("matrices", [("q",), ("k",), ("v",), ("q", "v"), ("q", "k", "v")], ids=str)
-def test_the_parts_of_a_fused_layer_are_adapted_one_by_one(matrices: tuple[str, ...]) -> None:
-    made = adapted(LoRAConfig(r=2, alpha=6, attn_matrices=matrices), "gpt2")
-    plain = model("gpt2")
+@pytest.mark.parametrize("matrices", ["q", "k", "v", "qv", "qkv"])
+def test_the_parts_of_a_fused_layer_are_adapted_one_by_one(matrices):
+    made = adapted(LoRAConfig(r=2, alpha=6, attn_matrices=matrices), "gpt2").double()
+    plain = model("gpt2").double()
     # the definition: each part's update on its third of c_attn's columns [d_in, 3 d]
     with torch.no_grad():
         for path, parts in made.adapter_modules("a"):
             weight = plain.get_submodule(path).weight
             width = weight.shape[1] // 3
             for matrix in matrices:
-                role = {"q": "query", "k": "key", "v": "value"}[matrix]
-                part = parts.get_submodule(role)
+                part = parts.get_submodule({"q": "query", "k": "key", "v": "value"}[matrix])
                 first = "qkv".index(matrix) * width
                 assert part.lora_B.shape == (width, 2)
                 weight[:, first : first + width] += 3.0 * (part.lora_B @ part.lora_A).T
     batch = tiny_inputs("gpt2", batch=BATCH)
     with torch.no_grad():
         outputs = [m(**batch).last_hidden_state for m in (made, plain)]
-    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_parameters_are_of_their_layers_dtype_or_as_said(dtype: torch.dtype) -> None:
+def test_parameters_are_of_their_layers_dtype_or_as_said(dtype):
     made = adapterzoo.init(model().to(dtype))
     made.add_adapter("as layer", LoRAConfig(r=2))
     made.add_adapter("as said", LoRAConfig(r=2, dtype="float32"), set_active=True)
@@ -447,6 +374,8 @@ def test_parameters_are_of_their_layers_dtype_or_as_said(dtype: torch.dtype) -> 
         ({"attn_matrices": [["q"]]}, ["no attention matrix ['q']", "Write attn_matrices"]),
         ({"selfattn_lora": False}, ["nothing is left to adapt", "target_modules='all-linear'"]),
         ({"attn_matrices": []}, ["nothing is left to adapt", "target_modules='all-linear'"]),
+        ({"attn_matrices": None}, ["Write attn_matrices=['q', 'v']"]),
+        ({"attn_matrices": 3}, ["Write attn_matrices=['q', 'v']"]),
         ({"target_modules": []}, ["target_modules=[]", "Write target_modules"]),
         ({"target_modules": 3}, ["target_modules=3", "Write target_modules"]),
         ({"target_modules": "(query"}, ["'(query'", "not a regular expression"]),
@@ -463,11 +392,14 @@ def test_parameters_are_of_their_layers_dtype_or_as_said(dtype: torch.dtype) -> 
     ],
     ids=str,
 )
-def test_a_value_that_is_not_legal_is_refused(fields: dict[str, Any], says: list[str]) -> None:
+def test_a_value_that_is_not_legal_is_refused(fields, says):
     with pytest.raises(ConfigError) as caught:
         LoRAConfig(**fields)
     for part in says:
         assert part in str(caught.value)
+
+
+EMBEDDING = {"target_modules": ["word_embeddings"]}
 
 
 @pytest.mark.parametrize(
@@ -476,24 +408,24 @@ def test_a_value_that_is_not_legal_is_refused(fields: dict[str, Any], says: list
         ({"target_modules": ["no_such"]}, ["'no_such'", "'query'", "Write some of them"]),
         ({"target_modules": ["query", "vlaue"]}, ["no layer matches 'vlaue'", "'value'"]),
         ({"target_modules": r"layers\.\d+\.q"}, [r"layers\\.\\d+\\.q", "'query'"]),
-        ({"leave_out": [0, 1]}, ["leave_out"]),
+        ({"leave_out": [0, 1]}, ["leave_out", "blocks"]),
         ({"layers_to_transform": [7]}, ["layers_to_transform=(7,)", "blocks 0 to 1"]),
         ({"target_modules": ["query"], "leave_out": [0, 1]}, ["leave_out", "blocks 0 to 1"]),
         ({"exclude_modules": ["query", "value"]}, ["exclude_modules", "blocks 0 to 1"]),
+        ({"rank_pattern": {"proj": 4}}, ["'proj'", "named 'query', 'value'"]),
+        ({"alpha_pattern": {"proj": 4}}, ["'proj'", "named 'query', 'value'"]),
+        # an embedding has no features to drop or gate
+        ({**EMBEDDING, "dropout": 0.1}, ["dropout=0.1", "Write"]),
+        ({**EMBEDDING, "use_gating": True}, ["use_gating=True", "Write"]),
+        ({**EMBEDDING, "lora_bias": True}, ["lora_bias=True", "Write"]),
     ],
     ids=str,
 )
-def test_what_matches_nothing_is_refused_and_changes_nothing(
-    fields: dict[str, Any], says: list[str]
-) -> None:
+def test_what_fits_no_layer_is_refused_and_changes_nothing(fields, says):
     made = adapterzoo.init(model())
-    before = {path: type(m) for path, m in made.named_modules()}
-    with pytest.raises(SiteError) as caught:
+    error = ConfigError if fields.get("target_modules") == ["word_embeddings"] else SiteError
+    with refused(made, error, *says):
         made.add_adapter("a", LoRAConfig(**fields))
-    for part in says:
-        assert part in str(caught.value)
-    assert {path: type(m) for path, m in made.named_modules()} == before
-    assert "a" not in made.adapters_config
 
 
 @pytest.mark.parametrize(
@@ -503,7 +435,7 @@ def test_what_matches_nothing_is_refused_and_changes_nothing(
      (r".*\.q(ue)?rey", r"'.*\\.q(ue)?rey'")],
     ids=str,
 )  # fmt: skip
-def test_an_exclusion_that_matches_no_layer_is_said(exclude: Any, missing: str) -> None:
+def test_an_exclusion_that_matches_no_layer_is_said(exclude, missing):
     made = adapterzoo.init(model())
     with pytest.warns(UserWarning, match="exclude_modules") as caught:
         made.add_adapter("a", LoRAConfig(exclude_modules=exclude))
@@ -516,59 +448,20 @@ def test_an_exclusion_that_matches_no_layer_is_said(exclude: Any, missing: str) 
 
 
 @pytest.mark.parametrize("exclude", [["key"], "word_embeddings", r".*layer\.1\..*", "pooler.dense"])
-def test_an_exclusion_of_what_is_not_targeted_is_fine(exclude: Any) -> None:
+def test_an_exclusion_of_what_is_not_targeted_is_fine(exclude):
     made = adapterzoo.init(model())
     made.add_adapter("a", LoRAConfig(exclude_modules=exclude))
     assert "a" in made.adapters_config
 
 
-@pytest.mark.parametrize(
-    "fields", [{"dropout": 0.1}, {"use_gating": True}, {"lora_bias": True}], ids=str
-)
-def test_an_embedding_has_no_features_to_drop_or_gate(fields: dict[str, Any]) -> None:
-    made = adapterzoo.init(model())
-    config = LoRAConfig(target_modules=["word_embeddings"], **fields)
-    with pytest.raises(ConfigError) as caught:
-        made.add_adapter("a", config)
-    (name, value), *_ = fields.items()
-    assert f"{name}={value}" in str(caught.value)
-    assert "Write" in str(caught.value)
-    assert "a" not in made.adapters_config
-
-
-def test_a_bias_is_not_merged_where_there_is_none() -> None:
+def test_a_bias_is_not_merged_where_there_is_none():
     made = adapted(LoRAConfig(target_modules=["q_proj"], lora_bias=True), "llama")
-    before = made.state_dict()
-    before = {key: tensor.clone() for key, tensor in before.items()}
-    with pytest.raises(StateError, match=r"adds a bias.*Keep it active instead"):
+    with refused(made, StateError, "adds a bias", "Keep it active instead"):
         made.merge_adapter("a")
-    assert all(torch.equal(before[key], tensor) for key, tensor in made.state_dict().items())
-
-
-def test_what_a_config_is_made_of_is_its_own() -> None:
-    ranks = {"query": 2}
-    config = LoRAConfig(rank_pattern=ranks)
-    ranks["query"] = 3
-    assert config.rank_at("layer.0.query") == 2
-
-
-def test_configs_can_be_kept_in_sets() -> None:
-    configs = [LoRAConfig(rank_pattern={"q": 2}), LoRAConfig()]
-    assert len({*configs, LoRAConfig(alpha=8.0), LoRAConfig(alpha=8)}) == 2
-    assert issubclass(ConfigError, AdapterZooError)
-    assert ConfigUnion(*configs) == ConfigUnion(*configs)
-
-
-@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-def test_a_pattern_that_matches_no_adapted_layer_is_an_error(field: str) -> None:
-    model = adapterzoo.init(AutoModel.from_config(tiny_config("llama")))
-    with pytest.raises(SiteError, match=r"'proj'.*named 'q_proj', 'v_proj'"):
-        model.add_adapter("a", LoRAConfig(**{field: {"proj": 4}}))
-    assert not model.has_adapters()
 
 
 @pytest.mark.parametrize("fields", [{"leave_out": [1]}, {"layers_to_transform": [0]}], ids=str)
-def test_a_pattern_may_be_of_a_block_without_adapters(fields: dict[str, Any]) -> None:
+def test_a_pattern_may_be_of_a_block_without_adapters(fields):
     key = "layer.1.attention.self.query"
     made = adapterzoo.init(model())
     made.add_adapter("a", LoRAConfig(rank_pattern={key: 4, "value": 2}, **fields))
@@ -576,19 +469,6 @@ def test_a_pattern_may_be_of_a_block_without_adapters(fields: dict[str, Any]) ->
     assert ranks == {
         f"encoder.layer.0.attention.self.{k}": r for k, r in (("query", 8), ("value", 2))
     }
-
-
-@pytest.mark.parametrize("matrices", [None, 3, "x"])
-def test_matrices_that_are_none_are_an_error(matrices: Any) -> None:
-    with pytest.raises(ConfigError, match=r"attn_matrices=\['q', 'v'\]"):
-        LoRAConfig(attn_matrices=matrices)
-
-
-def test_a_matrix_named_twice_is_adapted_once() -> None:
-    twice, once = (adapted(LoRAConfig(attn_matrices=m)) for m in (["q", "v", "q"], ["q", "v"]))
-    assert parameters_of(twice).keys() == parameters_of(once).keys()
-    inputs = tiny_inputs("bert", BATCH)
-    assert torch.equal(twice(**inputs)[0], once(**inputs)[0])
 
 
 @pytest.mark.parametrize(
@@ -604,12 +484,12 @@ def test_a_matrix_named_twice_is_adapted_once() -> None:
         ("self", "layer.0.self.query", 8),
     ],
 )
-def test_the_key_of_a_pattern_fits_from_a_name_on(pattern: str, path: str, rank: int) -> None:
+def test_the_key_of_a_pattern_fits_from_a_name_on(pattern, path, rank):
     assert LoRAConfig(rank_pattern={pattern: 3}).rank_at(path) == rank
 
 
 @pytest.mark.parametrize("kind", [LoRAConfig, DoRAConfig])
-def test_ranks_side_by_side_that_are_too_many_name_the_call_and_a_legal_one(kind: Any) -> None:
+def test_ranks_side_by_side_that_are_too_many_name_the_call_and_a_legal_one(kind):
     anatomy, configs = find(model()), [kind(r=65_536), kind(r=3)]
     how = combination("average_adapter('c', ['a', 'b'])", "cat")
     with pytest.raises(CompositionError) as caught:
@@ -621,7 +501,7 @@ def test_ranks_side_by_side_that_are_too_many_name_the_call_and_a_legal_one(kind
 
 
 @pytest.mark.parametrize("name", ["lora", "dora"])
-def test_padding_gives_no_gradient_to_its_column_of_a(name: str) -> None:
+def test_padding_gives_no_gradient_to_its_column_of_a(name):
     made = adapted(f"{name}[r=4,target_modules=['word_embeddings']]")
     made.train_adapter("a")
     table = made.get_input_embeddings()
