@@ -141,15 +141,6 @@ def test_layers_to_skip_are_numbers_of_blocks(layers):
     assert model.active_adapters is None
 
 
-def test_train_embeddings_leaves_other_adapters_frozen():
-    model = bert()
-    model.add_adapter("e", LoRAConfig(target_modules=["word_embeddings"]))
-    model.add_adapter("b", "lora")
-    model.train_adapter("b", train_embeddings=True)
-    assert model.embeddings.word_embeddings.weight.requires_grad
-    assert not any(p.requires_grad for p in model._parameters_of("e"))
-
-
 def test_a_dict_of_another_method_is_refused():
     with pytest.raises(ConfigError, match=r"'dora', not of 'lora'.*AdapterConfig\.from_dict"):
         LoRAConfig.from_dict({"architecture": "dora", "r": 4})
