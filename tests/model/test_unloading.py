@@ -33,8 +33,9 @@ CASES = {
 
 
 def close(found, expected):
-    """In float64, whose rounding depends on the processor by much less."""
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    """In float64, if transformers can: then no rounding of a processor comes near the tolerance."""
+    near = 1e-10 if found.dtype is torch.float64 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
 
 def reloaded(model, folder):
@@ -95,7 +96,7 @@ def test_unload_gives_the_weights_back_bit_for_bit(tmp_path):
     other = ours("bert")
     other.add_adapter("b", "lora")
     with AdapterSetup("b"):
-        logits(found, "bert")
+        logits(found, "bert", None)
     # and may become one again
     adapterzoo.init(found).add_adapter("b", "lora")
 
@@ -122,8 +123,9 @@ def test_what_is_merged_already_stays_so():
     for seed, name in enumerate("abc"):
         model.add_adapter(name, "lora")
         stir(model, name, seed, 0.3)
-    with AdapterSetup(Stack("a", "b")):
-        expected = logits(model, "bert")
+    model.set_active_adapters(Stack("a", "b"))
+    expected = logits(model, "bert")
+    model.set_active_adapters(None)
     model.merge_adapter("a")
     for names in (["a", "b"], "b"):
         close(logits(copy.deepcopy(model).merge_and_unload(names), "bert"), expected)
@@ -277,7 +279,9 @@ def test_a_static_head_that_became_a_named_one_goes_back(family, tmp_path):
     auto = transformers.AutoModelForCausalLM
     if family == "bart":
         auto = transformers.AutoModelForSeq2SeqLM
-    static = auto.from_config(tiny_config(family)).double().eval()
+    # transformers has no experts in float64
+    dtype = torch.float32 if family == "mixtral" else torch.float64
+    static = auto.from_config(tiny_config(family)).to(dtype).eval()
     static.save_pretrained(tmp_path / "base")
     model = AutoAdapterModel.from_pretrained(tmp_path / "base").eval()
     model.add_adapter("a", "lora[attn_matrices=['q','k','v']]")
@@ -289,7 +293,8 @@ def test_a_static_head_that_became_a_named_one_goes_back(family, tmp_path):
     close(output(found), expected)
     close(output(reloaded(found, tmp_path / "merged")), expected)
     assert found.generation_config.to_dict() == model.generation_config.to_dict()
-    close(output(model.unload()), output(static))
+    again = type(static).from_pretrained(tmp_path / "base").eval()
+    close(output(model.unload()), output(again))
 
 
 def test_without_a_head_it_is_the_base_model(tiny, tmp_path):
