@@ -4,7 +4,6 @@ The files lie beside the repository; the tests are skipped where they are not th
 """
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -174,71 +173,6 @@ def test_a_fusion_of_adapterhub_that_does_not_fit_is_refused(tmp_path):
         torch.save(values, tmp_path / name)
         with refused(model, CheckpointError, "load_adapter_fusion(", says):
             model.load_adapter_fusion(tmp_path)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_stack_in_a_batch_split_is_the_stack_alone(family):
-    """In adapters it is not: there each adapter of the stack adds the residual once more."""
-    file = GOLDEN / family / "outputs" / "batchsplit_stack.safetensors"
-    if not file.exists():
-        pytest.skip("there are no golden files")
-    model = golden_model(family)
-    model.active_head = None
-    inputs = load_file(file)
-    hidden = inputs.pop("hidden")
-    found = {}
-    setups = {"stack": Stack("c", "a"), "b": Stack("b"), "both": SPLIT_STACK, "none": None}
-    with torch.no_grad():
-        for key, setup in setups.items():
-            model.set_active_adapters(setup)
-            model.active_head = None
-            found[key] = model(**inputs).last_hidden_state
-        with residual_twice(model):
-            theirs = model(**inputs).last_hidden_state
-    close(found["both"], torch.cat([found["stack"][:2], found["b"][2:]]))
-    close(found["b"][2:], hidden[2:])
-    close(theirs[:2], hidden[:2])
-    assert (found["stack"][:2] - hidden[:2]).abs().max() > 0.1
-
-
-SPLIT_STACK = BatchSplit(Stack("c", "a"), "b", batch_sizes=[2, 2])
-
-
-@contextmanager
-def residual_twice(model):
-    """Each block of the base model with c and a behind it as adapters 1.3.0 computes them.
-
-    With s = h + inp: x = N(s), r = x + f_c(N(x + inp)), r' = r + f_a(N(r + inp)), and N(r' + inp)
-    comes out, N being the norm behind the block where it has one.
-    """
-    handles, inputs = [], {}
-    for block in model.anatomy.blocks:
-        sub = block.sublayers[-1]
-        get = model.base_model.get_submodule
-        norm = get(sub.norm) if sub.norm else None
-        both = [model.get_adapter(n)[block.layer]["output_adapter"] for n in ("c", "a")]
-
-        def keep(module, args, key=block.layer):
-            inputs[key] = args[0]
-
-        def change(module, args, out, n=norm, key=block.layer, fs=both):
-            inp, x = inputs[key], out[0] if isinstance(out, tuple) else out
-
-            def normed(t):
-                return t if n is None else type(n).forward(n, t)
-
-            for f in fs:
-                x = x + f.added(normed(x + inp), 0 * x)
-            y = normed(x + inp)
-            return (y, *out[1:]) if isinstance(out, tuple) else y
-
-        handles.append(get(sub.source).register_forward_pre_hook(keep))
-        handles.append((norm or get(block.path)).register_forward_hook(change))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def close(found, expected):

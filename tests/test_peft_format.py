@@ -13,7 +13,6 @@ import torch
 import transformers
 from families import tiny_inputs
 from peft_world import (
-    CLASSES,
     CONFIG,
     QUIET,
     TENSORS,
@@ -64,16 +63,6 @@ def named_golden(folder):
 
 
 # --- PEFT's checkpoints here ---
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.endswith(("/lora", "/boft_m2", "/dora"))])
-def test_static_models_load_golden_checkpoints_with_their_head(case):
-    folder, inputs, expected = golden(case)
-    cls = getattr(transformers, CLASSES[folder.parent.name])
-    model = cls.from_pretrained(folder.parent / "base").eval()
-    adapterzoo.init(model)
-    model.load_adapter(folder, set_active=True)
-    check_golden(model, inputs, expected)
 
 
 # in the quick part one of each method

@@ -175,6 +175,8 @@ def test_any_value_in_any_field_is_legal_or_an_error(world, kind, name, which, v
     check_loads_or_refuses(world, kind, name, paths[which % len(paths)], value)
 
 
+# the test above draws None as well
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "name"), DOCUMENTS)
 def test_no_value_in_any_field(world, kind, name):
     for path in places(document_of(world[1] / kind, kind, name)):

@@ -238,15 +238,19 @@ def test_labels_for_a_head_that_is_none(model):
 
 def test_labels_of_the_wrong_argument(model):
     model.add_qa_head("qa")
-    with refused(model, ConfigError, "'qa'", "'end_positions'", "Write all of them or none"):
-        model(**tiny_inputs("bert"), start_positions=torch.tensor([0, 1]))
     one, two = torch.tensor([0]), torch.tensor([0, 1])
-    with refused(model, ConfigError, "end_positions: [2]", "Write all of them with one entry"):
-        model(**tiny_inputs("bert"), start_positions=one, end_positions=two)
+    cases = [
+        ({"start_positions": two}, ("'qa'", "'end_positions'", "Write all of them or none")),
+        ({"start_positions": one, "end_positions": two},
+         ("end_positions: [2]", "Write all of them with one entry")),
+    ]  # fmt: skip
     for wrong in (two.float(), two[:, None].expand(2, 3)):
         says = f"{wrong.dtype} of shape {list(wrong.shape)}"
-        with refused(model, ConfigError, says, "Write one whole number for each row"):
-            model(**tiny_inputs("bert"), start_positions=wrong, end_positions=wrong)
+        given = {"start_positions": wrong, "end_positions": wrong}
+        cases.append((given, (says, "Write one whole number for each row")))
+    for given, says in cases:
+        with refused(model, ConfigError, *says):
+            model(**tiny_inputs("bert"), **given)
 
 
 def test_labels_that_the_active_head_does_not_take(model):

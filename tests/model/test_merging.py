@@ -7,11 +7,9 @@ import copy
 import pytest
 import torch
 from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
-from torch import nn
 
 from adapterzoo import AutoAdapterModel, LoRAConfig, Stack
 from adapterzoo.errors import StateError
-from adapterzoo.inject import plain_class
 
 QKV = ("q", "k", "v")
 CASES = {
@@ -273,18 +271,6 @@ def test_a_merged_adapter_is_saved_as_if_it_were_not(tiny, tmp_path):
     model.save_adapter(tmp_path / "after", "a")
     files = [tmp_path / k / "adapter.safetensors" for k in ("before", "after")]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_a_merged_base_model_is_a_plain_transformers_model(tiny):
-    model = made(tiny, "bert-all")
-    model.merge_adapter("a")
-    merged = output(model)
-    plain = tiny().base_model
-    own = model.base_model.state_dict()
-    plain.load_state_dict({key: own[key] for key in plain.state_dict()})
-    assert same_bits(merged, output(plain))
-    linear = plain_class(model.base_model.encoder.layer[0].output.dense)
-    assert linear is nn.Linear
 
 
 def test_originals_are_kept_in_their_own_memory(tiny):

@@ -287,20 +287,6 @@ def replicate(model):
     return made[model]
 
 
-@pytest.mark.parametrize("setup", [A, None])
-def test_replicas_see_the_setup_of_the_thread_that_made_them(model, setup):
-    model.set_active_adapters(B if setup != B else A)
-    expected = outputs_of(model)
-    with AdapterSetup(setup):
-        replicas = [replicate(model), replicate(model)]
-        seen = in_threads(*(lambda r=r: output(r) for r in replicas))
-    assert all(same_bits(expected[setup], out) for out in seen)
-    # the next step of training replicates anew
-    with AdapterSetup(None):
-        replica = replicate(model)
-    assert same_bits(expected[None], in_threads(lambda: output(replica))[0])
-
-
 def test_replicas_at_once_do_not_mix_what_they_tap(model):
     model.set_active_adapters(A)
     rows = [{k: v[i : i + 1] for k, v in tiny_inputs("bert", batch=4).items()} for i in range(4)]
