@@ -65,11 +65,7 @@ def named_golden(folder):
 # --- PEFT's checkpoints here ---
 
 
-# in the quick part one of each method
-@pytest.mark.parametrize(
-    "case",
-    [c if c.split("/")[0] == "bert" else pytest.param(c, marks=pytest.mark.sweep) for c in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_golden_checkpoints_come_back_with_the_same_bytes(case, tmp_path):
     folder, inputs, expected = golden(case)
     model = named_golden(folder)
@@ -102,9 +98,8 @@ TARGETED = {
     "all-linear": {"target_modules": "all-linear"},
     "but some": {"target_modules": ["query", "dense"], "exclude_modules": ["pooler.dense"]},
     "but an expression": {"target_modules": ["key"], "exclude_modules": r".*layer\.0\..*"},
-    "layers by name": {
-        "target_modules": ["key"], "layers_to_transform": [0], "layers_pattern": "layer",
-    },
+    "layers by name": {"target_modules": ["key"], "layers_to_transform": [0],
+                       "layers_pattern": "layer"},
     "patterns": {
         "target_modules": "all-linear",
         "rank_pattern": {"layer.0.attention.self.query": 2, "^bert.encoder.*key": 3},
@@ -232,11 +227,9 @@ def test_boft_has_the_factors_that_its_tensors_have(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"boft_block_size": 8, "boft_n_butterfly_factor": 2},
-        {"boft_block_size": 0, "boft_block_num": 4},
-    ],
-)
+    [{"boft_block_size": 8, "boft_n_butterfly_factor": 2},
+     {"boft_block_size": 0, "boft_block_num": 4}],
+)  # fmt: skip
 def test_boft_of_unlike_layers_loads(fields, tmp_path, monkeypatch):
     stand_in(monkeypatch)
     config = peft.BOFTConfig(
@@ -254,12 +247,10 @@ def test_boft_of_unlike_layers_loads(fields, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("file", "base", "kept"),
-    [
-        (torch.bfloat16, torch.float32, torch.float32),
-        (torch.float32, torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    ],
-)
+    [(torch.bfloat16, torch.float32, torch.float32),
+     (torch.float32, torch.bfloat16, torch.float32),
+     (torch.bfloat16, torch.bfloat16, torch.bfloat16)],
+)  # fmt: skip
 def test_no_bit_of_another_dtype_is_lost(file, base, kept, tmp_path):
     trained("bert", peft.LoraConfig(use_dora=True, target_modules=["key"]), tmp_path)
     tensors = {key: t.to(file) for key, t in load_file(tmp_path / TENSORS).items()}

@@ -127,14 +127,12 @@ def test_every_cut_is_noticed(tmp_path):
 
 @pytest.mark.parametrize(
     ("metadata", "says"),
-    [
-        (None, "no adapterzoo document. Write a folder"),
-        ({"format": "pt"}, "no adapterzoo document. Write a folder"),
-        ({"adapterzoo": "{"}, "is no JSON"),
-        ({"adapterzoo": "[1]"}, "is a list, not an object. Save it again"),
-        ({"adapterzoo": "{}"}, "not the native format"),
-    ],
-)
+    [(None, "no adapterzoo document. Write a folder"),
+     ({"format": "pt"}, "no adapterzoo document. Write a folder"),
+     ({"adapterzoo": "{"}, "is no JSON"),
+     ({"adapterzoo": "[1]"}, "is a list, not an object. Save it again"),
+     ({"adapterzoo": "{}"}, "not the native format")],
+)  # fmt: skip
 def test_files_of_others(tmp_path, metadata, says):
     save_file(tensors(), tmp_path / "adapter.safetensors", metadata=metadata)
     with pytest.raises(CheckpointError) as caught:

@@ -38,22 +38,16 @@ def ids(client, written):
 
 @pytest.mark.parametrize(
     ("written", "found"),
-    [
-        ("", ["ann/c", "org/peft", "ann/b", "ann/a", "org/hub", "org/hub-gpt"]),
-        ("token=False", ["org/peft", "ann/b", "ann/a", "org/hub", "org/hub-gpt"]),
-        ("base_model='org/bert'", ["ann/c", "org/peft", "ann/a", "org/hub"]),
-        ("base_model='org/bert', token=False", ["org/peft", "ann/a", "org/hub"]),
-        ("'org/bert', 'text-classification'", ["org/peft", "ann/a"]),
-        ("task='text-classification', library='adapterzoo'", ["ann/a"]),
-        ("library='adapters'", ["org/hub", "org/hub-gpt"]),
-        ("library='peft'", ["org/peft"]),
-        ("author='ann', limit=2", ["ann/c", "ann/b"]),
-        ("limit=1", ["ann/c"]),
-        ("limit=0", []),
-        ("limit=None, search='hub'", ["org/hub", "org/hub-gpt"]),
-        ("base_model='nobody'", []),
-    ],
-)
+    [("", ["ann/c", "org/peft", "ann/b", "ann/a", "org/hub", "org/hub-gpt"]),
+     ("token=False", ["org/peft", "ann/b", "ann/a", "org/hub", "org/hub-gpt"]),
+     ("base_model='org/bert'", ["ann/c", "org/peft", "ann/a", "org/hub"]),
+     ("base_model='org/bert', token=False", ["org/peft", "ann/a", "org/hub"]),
+     ("'org/bert', 'text-classification'", ["org/peft", "ann/a"]),
+     ("task='text-classification', library='adapterzoo'", ["ann/a"]),
+     ("library='adapters'", ["org/hub", "org/hub-gpt"]), ("library='peft'", ["org/peft"]),
+     ("author='ann', limit=2", ["ann/c", "ann/b"]), ("limit=1", ["ann/c"]), ("limit=0", []),
+     ("limit=None, search='hub'", ["org/hub", "org/hub-gpt"]), ("base_model='nobody'", [])],
+)  # fmt: skip
 def test_what_is_found(listed, written, found):
     assert ids(listed, written) == found
 

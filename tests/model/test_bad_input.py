@@ -166,19 +166,12 @@ def test_training_what_is_merged(model):
 
 # --- heads ---
 
+# what else is illegal: heads/test_modules.py
 HEADS = [
     ({"num_labels": 0}, ConfigError, ("num_labels=0", "from 1 to 10000000", "Write num_labels=1")),
-    ({"num_labels": -1}, ConfigError, ("num_labels=-1", "Write num_labels=1")),
-    ({"num_labels": 10**9}, ConfigError, ("num_labels=1000000000", "Write num_labels=10000000")),
-    ({"num_labels": True}, ConfigError, ("num_labels=True", "a whole number")),
     ({"num_labels": 2.0}, ConfigError, ("num_labels=2.0", "a whole number")),
-    ({"layers": 0}, ConfigError, ("layers=0", "Write layers=1")),
     ({"activation_function": "tahn"}, ConfigError, ("'tahn'", "tanh")),
     ({"id2label": {0: "a", 2: "b"}}, ConfigError, ("'b': 2", "from 0 to 1", "Write id2label=")),
-    ({"id2label": {0: "a", 1: "a"}}, ConfigError, ("same name", "Write a name of its own")),
-    ({"id2label": ["a", "b"]}, ConfigError, ("['a', 'b']", "Write id2label=")),
-    ({"pooling": "max"}, ConfigError, ("'max'", "Write pooling='auto'")),
-    ({"pooling": "mean", "use_pooler": True}, ConfigError, ("'mean'", "Write use_pooler=False")),
 ]
 
 
@@ -214,12 +207,10 @@ def test_labels_without_a_head(model, tiny):
             m(**tiny_inputs("bert"), labels=labels)
 
 
+# what else does not fit: heads/test_losses.py
 LABELS = [
     ([0, 3], ("3 is no label", "0 to 2", "as many labels as the data has")),
-    ([0, -1], ("-1 is no label", "0 to 2")),
-    ([0, 1, 2], ("shape [3]", "Write labels of shape [2]")),
     ([[0, 1], [1, 2]], ("shape [2, 2]", "Write labels of shape [2]")),
-    ([0.0, 1.0], ("torch.float32", "Write labels.long()")),
     ([True, False], ("torch.bool", "Write labels.long()")),
 ]
 
