@@ -9,7 +9,7 @@ from adapterzoo.model import setup
 
 @pytest.fixture(autouse=True)
 def _models_of_this_test_alone():
-    """An `AdapterSetup` holds for every model that lives: when one dies is the collector's choice."""
+    """A setup holds for every model that lives; when one dies, the garbage collector decides."""
     before = list(setup._models)
     yield
     for model in list(setup._models):
