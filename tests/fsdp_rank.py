@@ -1,7 +1,7 @@
 """One process of a sharded run on the CPU; `test_fsdp.py` starts two.
 
-For each family and method: training with `fully_shard` against one process on the whole batch,
-then what is gathered, saved and loaded again.
+For each family and method that is named: training with `fully_shard` against one process on the
+whole batch, then what is gathered, saved and loaded again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from families import tiny_config
+from ranks import METHODS
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,19 +25,18 @@ import adapterzoo
 from adapterzoo import AutoAdapterModel, DoRAConfig
 from adapterzoo.errors import CheckpointError, StateError
 
-METHODS = ("lora", "dora", "boft", "seq_bn", "par_bn")
-FAMILIES = ("bert", "llama")
 WORLD = 2
 STEPS = 3
 
 
-def build(family, method):
+def build(family, method, dtype=torch.float64):
+    """In float64: the gathered gradients of two batches are summed in another order than of one."""
     torch.manual_seed(0)
     model = AutoAdapterModel.from_config(tiny_config(family))
     for name in ("a", "b"):
         model.add_adapter(name, method)
         model.add_classification_head(name, num_labels=3)
-    return model
+    return model.to(dtype)
 
 
 def blocks_of(model):
@@ -86,7 +86,7 @@ def close(actual, expected, what):
     check(list(actual) == list(expected), f"{what}: other names")
     for key, value in expected.items():
         torch.testing.assert_close(
-            whole(actual[key]), value, rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{what} {k}: {m}"
+            whole(actual[key]), value, rtol=0, atol=1e-12, msg=lambda m, k=key: f"{what} {k}: {m}"
         )
 
 
@@ -159,14 +159,13 @@ def trains_gathers_and_reloads(family, method, rank, folder):
     model.set_active_adapters("a")
     fresh.eval()
     with torch.no_grad():
-        logits = model(**everything).logits
-        check(
-            torch.equal(fresh(**everything).logits, logits), "the reloaded adapter acts otherwise"
-        )
+        # gathered values lie elsewhere in memory, so that a product may round otherwise
+        logits = {"logits": model(**everything).logits}
+        close({"logits": fresh(**everything).logits}, logits, "the reloaded adapter")
         if rank == 0:
             again = AutoAdapterModel.from_pretrained(folder / "whole").eval()
             again.set_active_adapters("a")
-            check(torch.equal(again(**everything).logits, logits), "the saved model acts otherwise")
+            close({"logits": again(**everything).logits}, logits, "the saved model")
     dist.barrier()
 
 
@@ -183,25 +182,16 @@ def what_is_fixed_is_refused(rank, folder):
         "merge_adapter('a')": lambda: model.merge_adapter("a"),
         f"load_adapter('{saved}')": lambda: model.load_adapter(saved, load_as="c"),
         f"load_head('{head}')": lambda: model.load_head(head, load_as="c"),
+        "push_adapter_to_hub('ann/a', 'a')": lambda: model.push_adapter_to_hub("ann/a", "a"),
     }
+    cures = {"delete": "Write ", "push_a": "then hub.push(folder, …) in one"}
     for name, call in calls.items():
         # also where a forward has left the parameters whole
         with torch.no_grad():
             model(**batch(2))
-        cure = "Write " if name.startswith("delete") else "before fully_shard(model)"
+        cure = cures.get(name[:6], "before fully_shard(model)")
         refused(StateError, call, name, "sharded over 2 processes", cure)
         unchanged(before, visible(model), name)
-
-    push = "push_adapter_to_hub('ann/a', 'a')"
-    cure = "then hub.push(folder, …) in one"
-    refused(
-        StateError,
-        lambda: model.push_adapter_to_hub("ann/a", "a"),
-        push,
-        "sharded over 2 processes",
-        cure,
-    )
-    unchanged(before, visible(model), push)
 
     merged = build("bert", "lora")
     merged.merge_adapter("a")
@@ -214,13 +204,12 @@ def what_is_fixed_is_refused(rank, folder):
         file.touch()
     dist.barrier()
     refused(CheckpointError, lambda: model.save_adapter(file / "a", "a"), "Not a directory")
-    for other in ("adapterhub", "peft"):
-        refused(
-            StateError,
-            lambda other=other: model.save_adapter(folder / other, "a", format=other),
-            "sharded over 2 processes",
-            "Write format='native'",
-        )
+    for kind in ("adapterhub", "peft"):
+
+        def save(kind=kind):
+            model.save_adapter(folder / kind, "a", format=kind)
+
+        refused(StateError, save, "sharded over 2 processes", "Write format='native'")
     model.save_adapter(folder / f"of_rank_{rank}", "a")
     check((folder / "of_rank_0" / "adapter.safetensors").is_file(), "returned before it was there")
     check(not (folder / "of_rank_1").exists(), "written by more than one process")
@@ -231,20 +220,21 @@ def static_and_tied_heads_are_saved_as_unsharded(rank, folder):
         torch.manual_seed(0)
         model = adapterzoo.init(BertForSequenceClassification(tiny_config("bert")))
         model.add_adapter("a", "lora", set_active=True)
-        return model.eval()
+        return model.double().eval()
 
     def tied():
         torch.manual_seed(0)
         model = AutoAdapterModel.from_config(tiny_config("bert"))
         model.add_adapter("a", "lora", set_active=True)
         model.add_masked_lm_head("a")
-        return model.eval()
+        return model.double().eval()
 
     inputs = {key: value for key, value in batch(2).items() if key != "labels"}
     for kind, make in (("static", static), ("tied", tied)):
         plain, model = make(), shard(make())
         with torch.no_grad():
-            check(torch.equal(plain(**inputs).logits, model(**inputs).logits), kind)
+            found, expected = model(**inputs).logits, plain(**inputs).logits
+        close({"logits": found}, {"logits": expected}, kind)
         # the forward has left the tied embedding whole
         model.save_adapter(folder / kind / "sharded", "a")
         model.save_head(folder / kind / "sharded_head")
@@ -262,7 +252,7 @@ def replicas_of_shards_are_compared(rank):
     path, module = next(model.adapter_modules("a"))
     with torch.no_grad():
         if rank == 1:
-            module.lora_A.to_local().view(torch.int32)[0, 0] ^= 1
+            module.lora_A.to_local().view(torch.int64)[0, 0] ^= 1
     refused(StateError, model.verify_replicas, f"a: {path}/lora_A (ranks [1])", "1 of")
 
 
@@ -287,7 +277,7 @@ def mixed_dtypes(rank):
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for method in METHODS:
-        model = build("bert", method)
+        model = build("bert", method, torch.float32)
         model.train_adapter("a")
         model = shard(model, mp_policy=policy)
         logits = model(**mine)
@@ -320,12 +310,12 @@ def what_the_page_shows(rank, folder):
     check(fresh.adapter_fingerprint("reviews") == loaded, "other bits on the page")
 
 
-def main(rank, rendezvous, folder):
+def main(rank, rendezvous, folder, cases):
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-    for family in FAMILIES:
-        for method in METHODS:
-            trains_gathers_and_reloads(family, method, rank, folder / family / method)
-            print(family, method, flush=True)  # noqa: T201  the test reads it
+    for case in cases:
+        family, method = case.split("-")
+        trains_gathers_and_reloads(family, method, rank, folder / family / method)
+        print(case, flush=True)  # noqa: T201  the test reads it
     what_is_fixed_is_refused(rank, folder / "refused")
     static_and_tied_heads_are_saved_as_unsharded(rank, folder / "heads")
     replicas_of_shards_are_compared(rank)
@@ -337,4 +327,4 @@ def main(rank, rendezvous, folder):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

@@ -1,8 +1,9 @@
-"""Savers that are killed, run by tests/checkpoint/test_crash.py: python killed_saver.py FOLDER.
+"""Savers that are killed: python killed_saver.py FOLDER [KIND…], run by checkpoint/test_crash.py.
 
 Forks of one process save two checkpoints in turn to one folder, and are killed. After each the
 folder is looked at twice: as a library that knows nothing of our hidden folders sees it, and as
-ours does. Prints how often the old and the new checkpoint was found.
+ours does. Prints how often the old and the new checkpoint was found. Of kinds that are named they
+die before each step only, in a process without torch; of all at any moment and at once as well.
 """
 
 from __future__ import annotations
@@ -34,20 +35,15 @@ spec.loader.exec_module(folders)
 NAMES = ("old", "new")
 KILLS = 201
 # the files of each format in two saves: with a head and without, as a pickle and not
+CONFIG = "adapter_config.json"
 FILES = {
-    "native": (
-        ["adapter.safetensors", "adapter_config.json"],
-        ["adapter.safetensors", "adapter_config.json"],
-    ),
+    "native": (["adapter.safetensors", CONFIG], ["adapter.safetensors", CONFIG]),
     "adapterhub": (
-        ["pytorch_adapter.bin", "adapter_config.json", "pytorch_model_head.bin", "head_config.json"],  # noqa: E501
-        ["pytorch_adapter.bin", "adapter_config.json"],
+        ["pytorch_adapter.bin", CONFIG, "pytorch_model_head.bin", "head_config.json"],
+        ["pytorch_adapter.bin", CONFIG],
     ),
-    "peft": (
-        ["adapter_model.bin", "adapter_config.json"],
-        ["adapter_model.safetensors", "adapter_config.json"],
-    ),
-}  # fmt: skip
+    "peft": (["adapter_model.bin", CONFIG], ["adapter_model.safetensors", CONFIG]),
+}
 # what changes a folder, as Python reports it; bytes that are written are met by chance
 STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "fcntl.flock"}
 Content = dict[str, bytes]
@@ -179,28 +175,34 @@ def at_any_moment(
     return found
 
 
-def at_once(folder: Path, versions: list[Content], save: Callable[..., None]) -> int:
-    """Two processes save to one folder while this one reads; how many versions it read."""
+def at_once(folder: Path, versions: list[Content], save: Callable[..., None]) -> None:
+    """Two processes save to one folder until this one has read what each of them saves."""
 
-    def work(name: str) -> Callable[[], None]:
-        return lambda: [save(folder, name) for _ in range(20)] and None
+    def work(name: str) -> None:
+        while True:
+            save(folder, name)
 
-    children = [forked(work(name)) for name in NAMES]
-    found = set()
-    while children:
+    children = [forked(lambda name=name: work(name)) for name in NAMES]
+    found: set[int] = set()
+    while len(found) < len(versions):
         with folders.reading("reading", folder):
             found.add(versions.index(seen(folder)))
         # read often, but leave the processors to the savers
         time.sleep(0.002)
-        children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
-    return len(found)
+        assert all(os.waitpid(child, os.WNOHANG) == (0, 0) for child in children), "a saver ended"
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        ended(child)
 
 
-def main(base: Path) -> None:
+def main(base: Path, kinds: list[str]) -> None:
     """Every format, every way of dying."""
     # a process that dies takes nothing from the system's memory of files: only the power would
     os.fsync = lambda _: None
-    said: dict[str, Any] = {k: {"steps": at_every_step(base / "steps", k)} for k in FILES}
+    said: dict[str, Any] = {k: {"steps": at_every_step(base / "steps", k)} for k in kinds or FILES}
+    if kinds:
+        print(json.dumps(said))  # noqa: T201
+        return
     # from here on forks are large
     import torch
     from families import tiny_config
@@ -226,7 +228,7 @@ def main(base: Path) -> None:
         assert versions[0] != versions[1]
         folder = base / kind / "both"
         said[kind]["moments"] = at_any_moment(folder, versions, save, draw)
-        said[kind]["read at once"] = at_once(folder, versions, save)
+        at_once(folder, versions, save)
         # and what is found can be loaded
         model.load_adapter(folder, load_as=f"{kind}_again")
         model.delete_adapter(f"{kind}_again")
@@ -242,4 +244,4 @@ def main(base: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -86,10 +86,20 @@ def named(family: str, folder: Path) -> Any:
     return adapterzoo.AutoAdapterModel.from_pretrained(folder).eval()
 
 
-def logits(model: Any, family: str) -> Tensor:
+def logits(model: Any, family: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
+    """Of a copy in float64, where two ways to compute the same differ by nothing that shows.
+
+    Args:
+        model: of either library.
+        family: which inputs it takes.
+        dtype: in which it computes; `None`, its own.
+    """
     inputs = tiny_inputs(family)
     if family in ("mt5", "t5"):
         inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
+    if dtype is not None:
+        model = copy.deepcopy(model).to(dtype)
+        inputs = {k: t.to(dtype) if t.is_floating_point() else t for k, t in inputs.items()}
     with torch.no_grad():
         return model.eval()(**inputs).logits
 

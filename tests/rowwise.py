@@ -3,7 +3,9 @@
 BLAS sums a row's products in an order that depends on how many rows there are, and on where they
 lie in memory: of plain transformers, too, a row of a batch differs from that row alone in its last
 bits. Here every matrix product is summed term by term, in one order for all shapes. Products inside
-of attention are seen only where it is made of them: `sdpa_kernel(SDPBackend.MATH)`.
+of attention are seen only where it is made of them: `sdpa_kernel(SDPBackend.MATH)`. A function of
+one number, such as exp, has one code for whole vectors and another for the rest of a tensor: here
+no tensor has a rest.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ class Rowwise(TorchDispatchMode):
             added = _product(args[1], args[2]) * alpha
             return added + args[0] * beta if beta else added
         self.products -= 1
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        unary = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
+        if unary and len(tensors) == 1 and args[0] is tensors[0]:
+            return _without_rest(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -47,3 +53,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     for k in range(a.shape[-1]):
         total += a[..., k : k + 1] * b[..., k : k + 1, :]
     return total
+
+
+def _without_rest(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """As many numbers as the widest processors take at once, or a multiple."""
+    filled = torch.cat([x.reshape(-1), x.new_ones(-x.numel() % 256)])
+    return func(filled, *args, **kwargs)[: x.numel()].view(x.shape)

@@ -1,18 +1,19 @@
-"""Checkpoints of AdapterHub's `adapters` 1.3.0 load by `load_adapter`, and are written back."""
+"""Checkpoints of AdapterHub's `adapters` 1.3.0 load by `load_adapter`, and are written back.
+
+A small part of the golden ones lies in `data/golden_adapterhub`; the others are beside the
+repository, and are left out where they are not there.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from snapshots import adapter_bits, output, refused, stir
-from test_golden_adapterhub import BOTTLENECKS, HERE, SHARED, cases, check
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import adapterzoo
@@ -24,27 +25,44 @@ from adapterzoo.errors import (
     UnknownNameError,
 )
 
-COMPOSITION = SHARED.parent / "composition"
-GOLDEN = cases((*BOTTLENECKS, "lora", "dora"))
+HERE = Path(__file__).resolve().parent / "data" / "golden_adapterhub"
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "adapterhub"
+# the peer itself fails on DoRA in fused layers
+GOLDEN = [
+    pytest.param(place / family / method, id=f"{place.name}-{family}-{method}")
+    for place in (HERE, SHARED)
+    for family in ("bert", "roberta", "gpt2", "llama", "t5", "vit")
+    for method in ("seq_bn", "double_seq_bn", "par_bn", "lora", "dora")
+    if (place / family / method).is_dir()
+]
 TENSORS = ("pytorch_adapter.bin", "pytorch_model_head.bin")
 CONFIGS = ("adapter_config.json", "head_config.json")
 
 
-def base_of(folder: Path) -> Any:
+def base_of(folder):
     return AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
 
 
-def skip_without(folder: Path) -> None:
-    if not folder.is_dir():
-        # the peer itself fails on DoRA in fused layers
-        pytest.skip(f"no golden checkpoint {folder.parent.name}/{folder.name}")
-
-
-def pickled(file: Path) -> dict[str, Tensor]:
+def pickled(file):
     return torch.load(file, weights_only=True)
 
 
-def check_same_files(written: Path, golden: Path) -> None:
+def check(model, folder):
+    """Hidden state and logits are the golden ones, and not those of the base model."""
+    expected = load_file(folder / "expected.safetensors")
+    outputs = {key: expected.pop(key).double() for key in ("hidden", "hidden_base", "logits")}
+    # in float64: how far the peer's float32 is from it is the same on every processor
+    model.double()
+    inputs = {k: t.double() if t.is_floating_point() else t for k, t in expected.items()}
+    with torch.no_grad():
+        found = {"hidden": model.base_model(**inputs)[0], "logits": model(**inputs).logits}
+        model.set_active_adapters(None)
+        found["hidden_base"] = model.base_model(**inputs)[0]
+    torch.testing.assert_close(found, outputs, rtol=0, atol=1e-5)
+    assert (outputs["hidden"] - outputs["hidden_base"]).abs().max() > 0.01
+
+
+def check_same_files(written, golden):
     """All tensors, keys and configs are those of the golden folder, and there is nothing else."""
     names = {path.name for path in golden.iterdir()} - {"expected.safetensors"}
     assert {path.name for path in written.iterdir()} == names
@@ -62,8 +80,7 @@ def check_same_files(written: Path, golden: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", GOLDEN)
-def test_golden_checkpoints_give_their_outputs_and_are_written_back(folder: Path, tmp_path: Path):
-    skip_without(folder)
+def test_golden_checkpoints_give_their_outputs_and_are_written_back(folder, tmp_path):
     model = base_of(folder)
     assert model.load_adapter(folder, set_active=True) == "golden"
     assert model.active_adapters == Stack("golden")
@@ -73,24 +90,6 @@ def test_golden_checkpoints_give_their_outputs_and_are_written_back(folder: Path
     check(model, folder)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_composed_checkpoints_load_and_are_written_back(family: str, tmp_path: Path):
-    skip_without(COMPOSITION / family)
-    model = base_of(COMPOSITION / family / "a")
-    for name in ("a", "b", "c", "la", "lb"):
-        golden = COMPOSITION / family / name
-        assert model.load_adapter(golden) == name
-        with_head = (golden / "head_config.json").is_file()
-        model.save_adapter(tmp_path / name, name, with_head, format="adapterhub")
-        check_same_files(tmp_path / name, golden)
-    assert model.known_heads() == ("a", "b")
-    expected = load_file(COMPOSITION / family / "outputs" / "stack_a_b.safetensors")
-    logits = expected.pop("logits")
-    model.set_active_adapters(Stack("a", "b"))
-    with torch.no_grad():
-        torch.testing.assert_close(model(**expected).logits, logits, rtol=0, atol=1e-5)
-
-
 # --- the arguments of load_adapter ---
 
 BERT = HERE / "bert" / "double_seq_bn"
@@ -98,13 +97,13 @@ LORA = HERE / "bert" / "lora"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     shutil.copytree(BERT, tmp_path / "golden")
     return tmp_path / "golden"
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     return base_of(BERT)
 
 
@@ -121,9 +120,6 @@ def test_the_arguments_of_load_adapter(model):
     assert sorted(model.get_adapter("mine")) == [1]
     model.load_adapter(LORA, with_head=False)
     assert model.known_heads() == ("mine",)
-    for name in ("a/b", "..", "a.b"):
-        with refused(model, ConfigError, repr(name), "Write "):
-            model.load_adapter(BERT, load_as=name)
     model.to(torch.bfloat16)
     with refused(model, CheckpointError, "torch.float32", "pass dtype=torch.bfloat16"):
         model.load_adapter(BERT, load_as="other")
@@ -152,21 +148,13 @@ def test_a_head_alone(model, tmp_path):
     assert all(torch.equal(tensor, ours[key]) for key, tensor in theirs.items())
 
 
-def test_all_adapters_of_a_folder_in_any_format(model, tmp_path):
-    model.load_adapter(BERT, load_as="a")
-    model.load_adapter(LORA, load_as="b")
-    model.save_adapter(tmp_path / "a", "a", format="adapterhub")
-    model.save_adapter(tmp_path / "b", "b")
-    other = base_of(BERT)
-    assert other.load_all_adapters(tmp_path) == ["a", "b"]
-    model.save_all_adapters(tmp_path / "all", format="adapterhub")
-    assert base_of(BERT).load_all_adapters(tmp_path / "all") == ["a", "b"]
-
-
 def test_the_static_head_of_a_task_class(tmp_path):
+    def static_model():
+        base = BERT.parent / "base"
+        return AutoModelForSequenceClassification.from_pretrained(base, num_labels=3).eval()
+
     torch.manual_seed(3)
-    task = AutoModelForSequenceClassification.from_pretrained(BERT.parent / "base", num_labels=3)
-    task = adapterzoo.init(task.eval())
+    task = adapterzoo.init(static_model())
     task.load_adapter(LORA, with_head=False, set_active=True)
     task.save_adapter(tmp_path / "x", "golden", format="adapterhub")
     document = json.loads((tmp_path / "x" / "head_config.json").read_text())
@@ -174,26 +162,20 @@ def test_the_static_head_of_a_task_class(tmp_path):
     assert document["model_class"] == "BertForSequenceClassification"
     assert document["num_labels"] == 3
     assert sorted(pickled(tmp_path / "x" / TENSORS[1])) == ["classifier.bias", "classifier.weight"]
+    with refused(task, CheckpointError, "one static head", "with_head=False"):
+        task.load_adapter(LORA, load_as="other")
     expected = load_file(LORA / "expected.safetensors")
     inputs = {key: expected[key] for key in ("input_ids", "attention_mask")}
     with torch.no_grad():
-        logits = task(**inputs).logits
+        logits = task.double()(**inputs).logits
         # into the same class, and as a named head
-        again = AutoModelForSequenceClassification.from_pretrained(
-            BERT.parent / "base", num_labels=3
-        )
-        # the pooler is the base model's, which the checkpoint does not have
-        again.base_model.pooler.load_state_dict(task.base_model.pooler.state_dict())
-        again = adapterzoo.init(again.eval())
-        again.load_adapter(tmp_path / "x", set_active=True)
-        torch.testing.assert_close(again(**inputs).logits, logits, rtol=0, atol=0)
-        named = base_of(LORA)
-        named.base_model.pooler.load_state_dict(task.base_model.pooler.state_dict())
-        named.load_adapter(tmp_path / "x", set_active=True)
+        again, named = adapterzoo.init(static_model()), base_of(LORA)
+        for model in (again, named):
+            # the pooler is the base model's, which the checkpoint does not have
+            model.base_model.pooler.load_state_dict(task.base_model.pooler.state_dict())
+            model.load_adapter(tmp_path / "x", set_active=True)
+            torch.testing.assert_close(model.double()(**inputs).logits, logits, rtol=0, atol=1e-12)
         assert named.get_labels("golden") == ["LABEL_0", "LABEL_1", "LABEL_2"]
-        torch.testing.assert_close(named(**inputs).logits, logits, rtol=0, atol=1e-6)
-    with refused(task, CheckpointError, "one static head", "with_head=False"):
-        task.load_adapter(LORA, load_as="other")
 
 
 def test_an_output_layer_that_is_not_the_embedding(tmp_path):
@@ -255,14 +237,14 @@ def test_safetensors_are_read_too(folder, model):
 # --- checkpoints that do not fit ---
 
 
-def rewrite(folder: Path, change: Any, name: str = TENSORS[0]) -> None:
+def rewrite(folder, change, name=TENSORS[0]):
     tensors = pickled(folder / name)
     change(tensors)
     torch.save(tensors, folder / name)
 
 
 def test_every_difference_in_one_error(folder, model):
-    def spoil(tensors: dict[str, Tensor]) -> None:
+    def spoil(tensors):
         down, up = (k for k in tensors if "layer.0.output" in k and k.endswith("weight"))
         del tensors[down]
         tensors[up] = tensors[up][:-1]
@@ -287,15 +269,10 @@ def test_a_head_that_does_not_fit_keeps_the_adapter_out(folder, model):
     model.load_adapter(folder, with_head=False)
 
 
-def test_another_family(model):
-    with refused(model, CheckpointError, "differences", "in the file only"):
-        model.load_adapter(HERE / "gpt2" / "lora", with_head=False)
-
-
 # --- what cannot be written ---
 
 
-def unsayable(model: Any, *says: str, folder: Path, name: str = "a", **kwargs: Any) -> None:
+def unsayable(model, *says, folder, name="a", **kwargs):
     with refused(model, CheckpointError, *says):
         model.save_adapter(folder, name, format="adapterhub", **kwargs)
     assert not folder.exists()
@@ -303,16 +280,13 @@ def unsayable(model: Any, *says: str, folder: Path, name: str = "a", **kwargs: A
 
 @pytest.mark.parametrize(
     ("config", "says"),
-    [
-        ("boft", ("is no method of adapters", "format='native'")),
-        ("dora", ("only convention='adapterhub'", "format='native'")),
-        ("lora[lora_bias=True]", ("lora_bias=True", "format='native'")),
-        ("lora[rank_pattern={'query': 4}]", ("rank_pattern={'query': 4}", "format='native'")),
-        ("lora[attn_matrices=['q', 'o']]", ("attn_matrices=['o']", "format='native'")),
-        ("lora[target_modules='all-linear']", ("where", "format='peft'")),
-        ("seq_bn|lora[lora_bias=True]", ("lora_bias=True", "format='native'")),
-    ],
-)
+    [("boft", ("is no method of adapters", "format='native'")),
+     ("dora", ("only convention='adapterhub'", "format='native'")),
+     ("lora[rank_pattern={'query': 4}]", ("rank_pattern={'query': 4}", "format='native'")),
+     ("lora[attn_matrices=['q', 'o']]", ("attn_matrices=['o']", "format='native'")),
+     ("lora[target_modules='all-linear']", ("where", "format='peft'")),
+     ("seq_bn|lora[lora_bias=True]", ("lora_bias=True", "format='native'"))],
+)  # fmt: skip
 def test_what_the_format_cannot_say_is_an_error_before_anything_is_written(
     model, tmp_path, config, says
 ):
@@ -386,7 +360,8 @@ def test_what_the_format_says_in_other_words(model, tmp_path, written, said):
     other = base_of(BERT)
     other.load_adapter(tmp_path, set_active=True)
     model.set_active_adapters("a")
-    torch.testing.assert_close(output(other), output(model), rtol=0, atol=1e-6)
+    found, expected = output(other.double()), output(model.double())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_the_feed_forward_layers_have_each_others_names_in_llama(tiny, tmp_path):

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import pytest
+from ranks import METHODS, run_ranks
 
-SCRIPT = Path(__file__).with_name("fsdp_rank.py")
-METHODS = ("lora", "dora", "boft", "seq_bn", "par_bn")
+# one whose magnitudes are normed over what is sharded, and all
+ALL = [f"{family}-{method}" for family in ("bert", "llama") for method in METHODS]
 
 
-def test_a_sharded_model_trains_and_is_saved_as_a_whole_one(tmp_path):
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{SCRIPT.parents[1]}{os.pathsep}{SCRIPT.parent}",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", SCRIPT, str(rank), tmp_path / "rendezvous", tmp_path],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (out, err) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, err[-2000:]
-        assert out.splitlines() == [f"{f} {m}" for f in ("bert", "llama") for m in METHODS]
+@pytest.mark.parametrize(
+    "cases", [["bert-lora", "llama-dora"], pytest.param(ALL, marks=pytest.mark.sweep)], ids=len
+)
+def test_a_sharded_model_trains_and_is_saved_as_a_whole_one(cases, tmp_path):
+    found = run_ranks("fsdp_rank.py", 2, tmp_path / "rendezvous", tmp_path, *cases)
+    assert found == [cases] * 2

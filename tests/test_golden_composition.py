@@ -4,14 +4,12 @@ The files lie beside the repository; the tests are skipped where they are not th
 """
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from snapshots import refused
-from test_golden_adapterhub import bottleneck_place, lora_place
 
 from adapterzoo import AutoAdapterModel, BatchSplit, Fuse, Parallel, Split, Stack
 from adapterzoo.errors import CheckpointError, UnknownNameError
@@ -30,72 +28,22 @@ COMPOSITIONS = {
 }
 
 
-def golden_model(family: str):
-    """The base model with all golden adapters and heads."""
-    folder = GOLDEN / family
-    model = AutoAdapterModel.from_pretrained(folder / "base").eval()
-    off = {"composition_mode": "add", "use_dora": False, "vera_b": None, "vera_d": None}
+def golden_model(family):
+    """The base model with all golden adapters and heads, in float64.
+
+    How far the peer's float32 is from that is the same on every processor.
+    """
+    model = AutoAdapterModel.from_pretrained(GOLDEN / family / "base").eval()
     for name in ("a", "b", "c", "la", "lb"):
-        described = json.loads((folder / name / "adapter_config.json").read_text())["config"]
-        model.add_adapter(name, {k: v for k, v in described.items() if off.get(k, ...) != v})
-        file = torch.load(folder / name / "pytorch_adapter.bin", weights_only=True)
-        (fill_lora if name.startswith("l") else fill_bottlenecks)(model, name, file)
-        if (folder / name / "head_config.json").exists():
-            config = json.loads((folder / name / "head_config.json").read_text())["config"]
-            model.add_prediction_head_from_config(name, config)
-            head = torch.load(folder / name / "pytorch_model_head.bin", weights_only=True)
-            values = {key.removeprefix(f"heads.{name}."): value for key, value in head.items()}
-            model.heads[name].load_state_dict(values)
-    described = json.loads((folder / "fusion" / "adapter_fusion_config.json").read_text())
-    model.add_adapter_fusion(described["adapter_names"], described["config"])
-    file = torch.load(folder / "fusion" / "pytorch_model_adapter_fusion.bin", weights_only=True)
-    for layer, (_, fusion) in enumerate(model.fusion_modules("a,b")):
-        own = {key.split(".a,b.")[1]: file.pop(key) for key in list(file) if f".{layer}." in key}
-        fusion.load_state_dict(own)
-    assert not file
-    return model
-
-
-def fill_bottlenecks(model, name, file):
-    adapters = model.get_adapter(name)
-    for layer, at in {bottleneck_place(as_golden(key, name))[:2] for key in file}:
-        places = {key: bottleneck_place(as_golden(key, name)) for key in file}
-        values = {p[2]: file[key] for key, p in places.items() if p[:2] == (layer, at)}
-        adapters[layer][at].load_state_dict(values)
-
-
-def fill_lora(model, name, file):
-    places = {key: lora_place(as_golden(key, name)) for key in file}
-    modules = dict(model.adapter_modules(name))
-    rank = model.adapters_config[name].r
-    sites = {
-        (s.layer, s.role): s
-        for role in ("query", "key", "value")
-        for s in model.anatomy.select(role)
-    }
-    for layer, role, _ in {place for place, _ in places.values()}:
-        values = {p[1]: file[k] for k, p in places.items() if p[0][:2] == (layer, role)}
-        if role != "qkv":
-            modules[sites[layer, role].path].load_state_dict(values)
-            continue
-        # adapters keeps the parts of a fused layer in one tensor, one under the other
-        parts = ("query", "value")
-        module = modules[sites[layer, "query"].path]
-        for i, part in enumerate(parts):
-            a, b = values["lora_A"], values["lora_B"]
-            size = b.shape[0] // len(parts)
-            module.get_submodule(part).load_state_dict(
-                {"lora_A": a[i * rank : (i + 1) * rank], "lora_B": b[i * size : (i + 1) * size]}
-            )
-
-
-def as_golden(key: str, name: str) -> str:
-    return key.replace(f".{name}.", ".golden.")
+        with_head = (GOLDEN / family / name / "head_config.json").exists()
+        model.load_adapter(GOLDEN / family / name, with_head=with_head)
+    assert model.load_adapter_fusion(GOLDEN / family / "fusion") == "a,b"
+    return model.double()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_the_golden_outputs(family: str, name: str):
+def test_the_golden_outputs(family, name):
     file = GOLDEN / family / "outputs" / f"{name}.safetensors"
     if not file.exists():
         pytest.skip("adapters 1.3.0 could not compute it, or there are no golden files")
@@ -118,35 +66,17 @@ def test_the_golden_outputs(family: str, name: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_golden_files_of_a_fusion_are_loaded(family: str):
-    file = GOLDEN / family / "outputs" / "fuse_a_b.safetensors"
-    if not file.exists():
-        pytest.skip("there are no golden files")
-    model = AutoAdapterModel.from_pretrained(GOLDEN / family / "base").eval()
-    fusion = GOLDEN / family / "fusion"
-    with pytest.raises(UnknownNameError, match=r"load_adapter_fusion.*'a'"):
-        model.load_adapter_fusion(fusion)
-    for name in ("a", "b"):
-        model.load_adapter(GOLDEN / family / name, with_head=False)
-    assert model.load_adapter_fusion(fusion, set_active=True) == "a,b"
-    assert model.load_adapter_fusion(fusion, load_as="other") == "other"
-    expected = load_file(file)
-    hidden = expected.pop("hidden")
-    with torch.no_grad():
-        for fuse in (Fuse("a", "b"), Fuse("a", "b", name="other")):
-            model.set_active_adapters(fuse)
-            close(model(**expected).last_hidden_state, hidden)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_golden_files_of_a_fusion_are_written_back(family: str, tmp_path: Path):
+def test_the_golden_files_of_a_fusion_are_written_back(family, tmp_path):
     """From AdapterHub's format, by way of ours, to AdapterHub's."""
     golden = GOLDEN / family / "fusion"
     if not golden.exists():
         pytest.skip("there are no golden files")
     model = AutoAdapterModel.from_pretrained(GOLDEN / family / "base").eval()
+    with pytest.raises(UnknownNameError, match=r"load_adapter_fusion.*'a'"):
+        model.load_adapter_fusion(golden)
     for name in ("a", "b"):
         model.load_adapter(GOLDEN / family / name, with_head=False)
+    assert model.load_adapter_fusion(golden, load_as="other") == "other"
     model.load_adapter_fusion(golden)
     model.save_adapter_fusion(tmp_path / "ours", "a,b")
     model.delete_adapter_fusion("a,b")
@@ -171,7 +101,7 @@ def test_the_golden_files_of_a_fusion_are_written_back(family: str, tmp_path: Pa
 
 
 def test_what_adapterhub_cannot_say_of_a_fusion_is_an_error_before_anything_is_written(
-    tiny, tmp_path: Path
+    tiny, tmp_path
 ):
     model = tiny("bert")
     for name in ("a", "b"):
@@ -219,7 +149,7 @@ def test_what_adapterhub_cannot_say_of_a_fusion_is_an_error_before_anything_is_w
         assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
-def test_a_fusion_of_adapterhub_that_does_not_fit_is_refused(tmp_path: Path):
+def test_a_fusion_of_adapterhub_that_does_not_fit_is_refused(tmp_path):
     folder = GOLDEN / "bert" / "fusion"
     if not folder.exists():
         pytest.skip("there are no golden files")
@@ -245,70 +175,5 @@ def test_a_fusion_of_adapterhub_that_does_not_fit_is_refused(tmp_path: Path):
             model.load_adapter_fusion(tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_stack_in_a_batch_split_is_the_stack_alone(family: str):
-    """In adapters it is not: there each adapter of the stack adds the residual once more."""
-    file = GOLDEN / family / "outputs" / "batchsplit_stack.safetensors"
-    if not file.exists():
-        pytest.skip("there are no golden files")
-    model = golden_model(family)
-    model.active_head = None
-    inputs = load_file(file)
-    hidden = inputs.pop("hidden")
-    found = {}
-    setups = {"stack": Stack("c", "a"), "b": Stack("b"), "both": SPLIT_STACK, "none": None}
-    with torch.no_grad():
-        for key, setup in setups.items():
-            model.set_active_adapters(setup)
-            model.active_head = None
-            found[key] = model(**inputs).last_hidden_state
-        with residual_twice(model):
-            theirs = model(**inputs).last_hidden_state
-    close(found["both"], torch.cat([found["stack"][:2], found["b"][2:]]))
-    close(found["b"][2:], hidden[2:])
-    close(theirs[:2], hidden[:2])
-    assert (found["stack"][:2] - hidden[:2]).abs().max() > 0.1
-
-
-SPLIT_STACK = BatchSplit(Stack("c", "a"), "b", batch_sizes=[2, 2])
-
-
-@contextmanager
-def residual_twice(model):
-    """Each block of the base model with c and a behind it as adapters 1.3.0 computes them.
-
-    With s = h + inp: x = N(s), r = x + f_c(N(x + inp)), r' = r + f_a(N(r + inp)), and N(r' + inp)
-    comes out, N being the norm behind the block where it has one.
-    """
-    handles, inputs = [], {}
-    for block in model.anatomy.blocks:
-        sub = block.sublayers[-1]
-        get = model.base_model.get_submodule
-        norm = get(sub.norm) if sub.norm else None
-        both = [model.get_adapter(n)[block.layer]["output_adapter"] for n in ("c", "a")]
-
-        def keep(module, args, key=block.layer):
-            inputs[key] = args[0]
-
-        def change(module, args, out, n=norm, key=block.layer, fs=both):
-            inp, x = inputs[key], out[0] if isinstance(out, tuple) else out
-
-            def normed(t):
-                return t if n is None else type(n).forward(n, t)
-
-            for f in fs:
-                x = x + f.added(normed(x + inp), 0 * x)
-            y = normed(x + inp)
-            return (y, *out[1:]) if isinstance(out, tuple) else y
-
-        handles.append(get(sub.source).register_forward_pre_hook(keep))
-        handles.append((norm or get(block.path)).register_forward_hook(change))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 import transformers
 from families import tiny_inputs
 from peft_world import (
-    CLASSES,
     CONFIG,
     QUIET,
     TENSORS,
@@ -28,7 +26,7 @@ from peft_world import (
     trained,
 )
 from safetensors.torch import load_file, save_file
-from snapshots import same_bits, stir
+from snapshots import adapter_bits, same_bits, stir
 
 import adapterzoo
 from adapterzoo import AutoAdapterModel, BOFTConfig, ConfigUnion, DoRAConfig, LoRAConfig
@@ -38,14 +36,14 @@ pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 _SHARED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "peft"
 GOLDEN = _SHARED if _SHARED.is_dir() else Path(__file__).parent / "data" / "golden_peft"
 CASES = sorted(file.parent.relative_to(GOLDEN).as_posix() for file in GOLDEN.rglob(CONFIG))
-GOLDEN_CLASSES = {**CLASSES, "bert": "BertForSequenceClassification"}
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+def close(found, expected, atol=1e-10):
+    """In float64, as `peft_world.logits`: both sides are computed here, in ways that differ."""
+    torch.testing.assert_close(found, expected.double(), rtol=0, atol=atol)
 
 
-def golden(case: str) -> tuple[Path, dict[str, torch.Tensor], torch.Tensor]:
+def golden(case):
     """Folder, inputs and logits of a case."""
     folder = GOLDEN / case
     inputs = load_file(folder / "expected.safetensors")
@@ -53,38 +51,28 @@ def golden(case: str) -> tuple[Path, dict[str, torch.Tensor], torch.Tensor]:
     return folder, inputs, expected
 
 
+def check_golden(model, inputs, expected):
+    """In float64: how far PEFT's float32 is from it is the same on every processor."""
+    inputs = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
+    with torch.no_grad():
+        close(model.double()(**inputs).logits, expected, 1e-5)
+
+
+def named_golden(folder):
+    return AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
+
+
 # --- PEFT's checkpoints here ---
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_load_adapter_alone_gives_the_golden_logits(case: str):
+def test_golden_checkpoints_come_back_with_the_same_bytes(case, tmp_path):
     folder, inputs, expected = golden(case)
-    model = AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
+    model = named_golden(folder)
     name = model.load_adapter(folder, set_active=True)
     assert name == folder.name
-    with torch.no_grad():
-        close(model(**inputs).logits, expected)
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.endswith(("/lora", "/boft_m2", "/dora"))])
-def test_static_models_load_golden_checkpoints_with_their_head(case: str):
-    folder, inputs, expected = golden(case)
-    cls = getattr(transformers, GOLDEN_CLASSES[folder.parent.name])
-    model = cls.from_pretrained(folder.parent / "base").eval()
-    adapterzoo.init(model)
-    model.load_adapter(folder, set_active=True)
-    with torch.no_grad():
-        close(model(**inputs).logits, expected)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_golden_checkpoints_come_back_with_the_same_bytes(case: str, tmp_path: Path):
-    folder, inputs, expected = golden(case)
-    model = AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
-    name = model.load_adapter(folder, set_active=True)
-    model.save_adapter(
-        tmp_path / "peft", name, format="peft", with_head="vit" in case or "bert" in case
-    )
+    with_head = "vit" in case or "bert" in case
+    model.save_adapter(tmp_path / "peft", name, format="peft", with_head=with_head)
     theirs, mine = load_file(folder / TENSORS), load_file(tmp_path / "peft" / TENSORS)
     assert sorted(theirs) == sorted(mine)
     assert all(same_bits(theirs[key], mine[key]) for key in theirs)
@@ -97,24 +85,21 @@ def test_golden_checkpoints_come_back_with_the_same_bytes(case: str, tmp_path: P
         assert after[key] == before.get(key), key
     # and by way of our own format
     model.save_adapter(tmp_path / "own", name)
-    other = AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
+    other = named_golden(folder)
     other.load_adapter(tmp_path / "own", set_active=True)
-    with torch.no_grad():
-        close(other(**inputs).logits, expected)
+    check_golden(model, inputs, expected)
+    check_golden(other, inputs, expected)
 
 
 TARGETED = {
     "a list": {"target_modules": ["query", "value"]},
-    "ends of paths": {"target_modules": ["output.dense"]},
     "names that match nothing": {"target_modules": ["query", "q_proj", "nothing"]},
     "an expression": {"target_modules": r".*\.(query|intermediate\.dense)"},
     "all-linear": {"target_modules": "all-linear"},
     "but some": {"target_modules": ["query", "dense"], "exclude_modules": ["pooler.dense"]},
     "but an expression": {"target_modules": ["key"], "exclude_modules": r".*layer\.0\..*"},
-    "one layer": {"target_modules": ["key"], "layers_to_transform": 1},
-    "layers by name": {
-        "target_modules": ["key"], "layers_to_transform": [0], "layers_pattern": "layer",
-    },
+    "layers by name": {"target_modules": ["key"], "layers_to_transform": [0],
+                       "layers_pattern": "layer"},
     "patterns": {
         "target_modules": "all-linear",
         "rank_pattern": {"layer.0.attention.self.query": 2, "^bert.encoder.*key": 3},
@@ -122,16 +107,14 @@ TARGETED = {
     },
     "rsLoRA": {"target_modules": ["key"], "use_rslora": True, "r": 3, "lora_alpha": 5},
     "a bias": {"target_modules": ["key"], "lora_bias": True},
-    "embeddings": {"target_modules": ["word_embeddings", "query"]},
     "embeddings and dropout": {"target_modules": ["word_embeddings", "key"], "lora_dropout": 0.2},
-    "DoRA": {"target_modules": ["query", "intermediate.dense"], "use_dora": True},
     "DoRA of embeddings": {"target_modules": ["word_embeddings", "key"], "use_dora": True},
     "gaussian": {"target_modules": ["key"], "init_lora_weights": "gaussian"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", TARGETED)
-def test_whatever_peft_trains_by_lora_loads(kind: str, tmp_path: Path):
+def test_whatever_peft_trains_by_lora_loads(kind, tmp_path):
     config = peft.LoraConfig(task_type="SEQ_CLS", **TARGETED[kind])
     expected = trained("bert", config, tmp_path / "theirs")
     if kind == "patterns":
@@ -150,7 +133,7 @@ def test_whatever_peft_trains_by_lora_loads(kind: str, tmp_path: Path):
         close(reloaded("bert", tmp_path / "back"), expected)
 
 
-def test_blocks_can_be_left_out_whatever_the_patterns_say(tmp_path: Path):
+def test_blocks_can_be_left_out_whatever_the_patterns_say(tmp_path):
     kind = {"target_modules": ["key"], "rank_pattern": {"layer.0.attention.self.key": 2}}
     trained("bert", peft.LoraConfig(**kind), tmp_path)
     model = ours("bert")
@@ -161,7 +144,7 @@ def test_blocks_can_be_left_out_whatever_the_patterns_say(tmp_path: Path):
     assert torch.equal(module.lora_A, load_file(tmp_path / TENSORS)[key])
 
 
-def test_dropout_reaches_the_linear_layers_alone(tmp_path: Path):
+def test_dropout_reaches_the_linear_layers_alone(tmp_path):
     config = peft.LoraConfig(task_type="SEQ_CLS", **TARGETED["embeddings and dropout"])
     trained("bert", config, tmp_path)
     model = ours("bert")
@@ -170,7 +153,7 @@ def test_dropout_reaches_the_linear_layers_alone(tmp_path: Path):
     assert dropouts == {"word_embeddings": 0.0, "key": 0.2}
 
 
-def test_keys_of_older_releases_of_transformers_are_found(tmp_path: Path):
+def test_keys_of_older_releases_of_transformers_are_found(tmp_path):
     folder, inputs, expected = golden("vit/lora")
     shutil.copytree(folder, tmp_path / "old")
     renamed = {
@@ -181,13 +164,12 @@ def test_keys_of_older_releases_of_transformers_are_found(tmp_path: Path):
     }
     assert any("encoder.layer.1.attention.attention.query" in key for key in renamed)
     save_file(renamed, tmp_path / "old" / TENSORS)
-    model = AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
+    model = named_golden(folder)
     model.load_adapter(tmp_path / "old", set_active=True)
-    with torch.no_grad():
-        close(model(**inputs).logits, expected)
+    check_golden(model, inputs, expected)
 
 
-def test_an_adapter_of_the_base_class_loads_below_any_head(tmp_path: Path):
+def test_an_adapter_of_the_base_class_loads_below_any_head(tmp_path):
     model = transformers.AutoModel.from_pretrained(GOLDEN / "bert" / "base")
     theirs = peft.get_peft_model(model.eval(), peft.LoraConfig(target_modules=["query"]))
     stirred = [p for n, p in theirs.named_parameters() if "lora_" in n]
@@ -195,15 +177,15 @@ def test_an_adapter_of_the_base_class_loads_below_any_head(tmp_path: Path):
         for parameter in stirred:
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     theirs.save_pretrained(tmp_path)
-    _, inputs, _ = golden("bert/lora")
+    folder, inputs, _ = golden("bert/lora")
+    mine = named_golden(folder)
+    mine.load_adapter(tmp_path, set_active=True)
     with torch.no_grad():
-        expected = theirs(**inputs).last_hidden_state
-        mine = AutoAdapterModel.from_pretrained(GOLDEN / "bert" / "base").eval()
-        mine.load_adapter(tmp_path, set_active=True)
-        close(mine.bert(**inputs).last_hidden_state, expected)
+        expected = theirs.double()(**inputs).last_hidden_state
+        close(mine.double().bert(**inputs).last_hidden_state, expected)
 
 
-def test_an_adapter_of_a_task_class_loads_into_the_base_class(tmp_path: Path):
+def test_an_adapter_of_a_task_class_loads_into_the_base_class(tmp_path):
     folder, inputs, _ = golden("bert/lora")
     cls = transformers.BertForSequenceClassification
     theirs = peft.PeftModel.from_pretrained(cls.from_pretrained(folder.parent / "base"), folder)
@@ -211,11 +193,11 @@ def test_an_adapter_of_a_task_class_loads_into_the_base_class(tmp_path: Path):
     adapterzoo.init(model)
     model.load_adapter(folder, with_head=False, set_active=True)
     with torch.no_grad():
-        expected = theirs.eval().base_model.model.bert(**inputs).last_hidden_state
-        close(model(**inputs).last_hidden_state, expected)
+        expected = theirs.double().eval().base_model.model.bert(**inputs).last_hidden_state
+        close(model.double()(**inputs).last_hidden_state, expected)
 
 
-def test_pickles_of_older_releases_of_peft_load(tmp_path: Path):
+def test_pickles_of_older_releases_of_peft_load(tmp_path):
     folder, inputs, expected = golden("bert/lora")
     shutil.copy(folder / CONFIG, tmp_path)
     # PEFT up to 0.3 kept the name of the wrapper, and the untrained head beside the trained one
@@ -225,13 +207,12 @@ def test_pickles_of_older_releases_of_peft_load(tmp_path: Path):
     }
     tensors["base_model.model.classifier.original_module.bias"] = torch.ones(3)
     torch.save(tensors, tmp_path / "adapter_model.bin")
-    model = AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
+    model = named_golden(folder)
     model.load_adapter(tmp_path, load_as="old", set_active=True)
-    with torch.no_grad():
-        close(model(**inputs).logits, expected)
+    check_golden(model, inputs, expected)
 
 
-def test_boft_has_the_factors_that_its_tensors_have(tmp_path: Path, monkeypatch: Any):
+def test_boft_has_the_factors_that_its_tensors_have(tmp_path, monkeypatch):
     monkeypatch.setattr("peft.tuners.boft.layer.get_fbd_cuda", lambda: None)
     config = peft.BOFTConfig(
         task_type="SEQ_CLS", target_modules=["query"], boft_n_butterfly_factor=2
@@ -246,12 +227,10 @@ def test_boft_has_the_factors_that_its_tensors_have(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"boft_block_size": 8, "boft_n_butterfly_factor": 2},
-        {"boft_block_size": 0, "boft_block_num": 4},
-    ],
-)
-def test_boft_of_unlike_layers_loads(fields: dict[str, int], tmp_path: Path, monkeypatch: Any):
+    [{"boft_block_size": 8, "boft_n_butterfly_factor": 2},
+     {"boft_block_size": 0, "boft_block_num": 4}],
+)  # fmt: skip
+def test_boft_of_unlike_layers_loads(fields, tmp_path, monkeypatch):
     stand_in(monkeypatch)
     config = peft.BOFTConfig(
         task_type="SEQ_CLS", target_modules=["query", "output.dense"], **fields
@@ -268,16 +247,11 @@ def test_boft_of_unlike_layers_loads(fields: dict[str, int], tmp_path: Path, mon
 
 @pytest.mark.parametrize(
     ("file", "base", "kept"),
-    [
-        (torch.bfloat16, torch.float32, torch.float32),
-        (torch.float32, torch.bfloat16, torch.float32),
-        (torch.float16, torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    ],
-)
-def test_no_bit_of_another_dtype_is_lost(
-    file: torch.dtype, base: torch.dtype, kept: torch.dtype, tmp_path: Path
-):
+    [(torch.bfloat16, torch.float32, torch.float32),
+     (torch.float32, torch.bfloat16, torch.float32),
+     (torch.bfloat16, torch.bfloat16, torch.bfloat16)],
+)  # fmt: skip
+def test_no_bit_of_another_dtype_is_lost(file, base, kept, tmp_path):
     trained("bert", peft.LoraConfig(use_dora=True, target_modules=["key"]), tmp_path)
     tensors = {key: t.to(file) for key, t in load_file(tmp_path / TENSORS).items()}
     save_file(tensors, tmp_path / TENSORS)
@@ -291,15 +265,15 @@ def test_no_bit_of_another_dtype_is_lost(
             assert loaded.dtype is (torch.float32 if mine == "m" else kept)
             expected = tensors[f"base_model.model.bert.{path}.{theirs}"]
             assert torch.equal(loaded.double(), expected.double())
-    assert logits(model, "bert").dtype is base
+    assert logits(model, "bert", None).dtype is base
 
 
 # --- heads ---
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "vit"])
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "vit"])
 @pytest.mark.parametrize("static", [True, False], ids=["static", "named"])
-def test_heads_go_both_ways(family: str, static: bool, tmp_path: Path):
+def test_heads_go_both_ways(family, static, tmp_path):
     model = ours(family) if static else named(family, tmp_path / "base")
     model.add_adapter("a", "lora[attn_matrices=['q','v','o']]")
     stir(model, "a")
@@ -316,7 +290,7 @@ def test_heads_go_both_ways(family: str, static: bool, tmp_path: Path):
     close(logits(other, family), expected)
 
 
-def test_what_peft_leaves_out_of_a_head_stays(tmp_path: Path):
+def test_what_peft_leaves_out_of_a_head_stays(tmp_path):
     # older releases of PEFT trained the classifier, and not the layer before it
     config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["q_lin"])
     trained("distilbert", config, tmp_path)
@@ -332,22 +306,7 @@ def test_what_peft_leaves_out_of_a_head_stays(tmp_path: Path):
         assert torch.equal(tensors[f"base_model.model.classifier.{key}"], tensor)
 
 
-def test_without_head_none_is_read_or_written(tmp_path: Path):
-    folder, inputs, _ = golden("bert/lora")
-    model = AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
-    model.load_adapter(folder, load_as="a", with_head=False, set_active=True)
-    assert list(model.heads) == ["default"]
-    model.save_adapter(tmp_path, "a", with_head=False, format="peft")
-    assert not any("classifier" in key for key in load_file(tmp_path / TENSORS))
-    # the adapter of a base class: PEFT loads it without looking for a head
-    theirs = peft.PeftModel.from_pretrained(
-        model.backbone_class.from_pretrained(folder.parent / "base"), tmp_path
-    )
-    with torch.no_grad():
-        close(theirs.eval()(**inputs)[0], model.bert(**inputs)[0])
-
-
-def test_a_static_model_without_its_head_loads_by_peft(tmp_path: Path):
+def test_a_static_model_without_its_head_loads_by_peft(tmp_path):
     model = ours("bert")
     model.add_adapter("a", "lora")
     stir(model, "a")
@@ -356,7 +315,7 @@ def test_a_static_model_without_its_head_loads_by_peft(tmp_path: Path):
     close(reloaded("bert", tmp_path), logits(model, "bert"))
 
 
-def test_weights_of_the_base_model_load_only_where_they_are_the_same(tmp_path: Path):
+def test_weights_of_the_base_model_load_only_where_they_are_the_same(tmp_path):
     trained("bert", peft.LoraConfig(target_modules=["key"]), tmp_path)
     tensors = load_file(tmp_path / TENSORS)
     key = "bert.embeddings.word_embeddings.weight"
@@ -365,11 +324,9 @@ def test_weights_of_the_base_model_load_only_where_they_are_the_same(tmp_path: P
     ours("bert").load_adapter(tmp_path, load_as="a")
     tensors[f"base_model.model.{key}"] += 1
     save_file(tensors, tmp_path / TENSORS)
-    with pytest.raises(
-        adapterzoo.AdapterZooError, match=rf"differ from those here.*{key}"
-    ) as raised:
+    says = rf"(?s)differ from those here.*{key}.*merge_and_unload"
+    with pytest.raises(adapterzoo.AdapterZooError, match=says):
         ours("bert").load_adapter(tmp_path, load_as="a")
-    assert "merge_and_unload" in str(raised.value)
 
 
 # --- ours in PEFT ---
@@ -389,20 +346,17 @@ EXPORTS: dict[str, Any] = {
     "boft blocks": BOFTConfig(target_modules="all-linear", boft_block_num=4),
     "two loras": ConfigUnion(LoRAConfig(), LoRAConfig(attn_matrices=("q",), r=2, alpha=2)),
 }  # fmt: skip
-EXPORTED = [
-    (family, kind)
-    for family in ("bert", "gpt2", "llama", "t5", "vit")
-    for kind in EXPORTS
-    if not (family == "gpt2" and kind.startswith("boft"))
-]
+EXPORTED = [("bert", kind) for kind in EXPORTS]
+EXPORTED += [("gpt2", kind) for kind in EXPORTS if not kind.startswith("boft")]
+EXPORTED += [("llama", "all-linear"), ("t5", "boft blocks"), ("vit", "two loras")]
 # other ways to fuse query, key and value: in turns for each head, and of unlike widths
 EXPORTED += [(family, kind) for family in ("gpt_neox", "phi3") for kind in ("lora", "dora")]
 # a feed-forward part with a gate
-EXPORTED += [("mt5", kind) for kind in ("all-linear", "feed-forward", "dora qkv", "boft")]
+EXPORTED += [("mt5", kind) for kind in ("feed-forward", "dora qkv", "boft")]
 
 
 @pytest.mark.parametrize(("family", "kind"), EXPORTED)
-def test_peft_loads_ours_and_agrees(family: str, kind: str, tmp_path: Path, monkeypatch: Any):
+def test_peft_loads_ours_and_agrees(family, kind, tmp_path, monkeypatch):
     stand_in(monkeypatch)
     model = ours(family)
     model.add_adapter("a", EXPORTS[kind])
@@ -411,14 +365,16 @@ def test_peft_loads_ours_and_agrees(family: str, kind: str, tmp_path: Path, monk
     expected = logits(model, family)
     assert not torch.allclose(expected, logits(plain(family), family), atol=1e-3)
     model.save_adapter(tmp_path, "a", format="peft")
-    close(reloaded(family, tmp_path), expected)
+    # the magnitudes of rows of a fused layer that have no adapter are norms rounded to float32
+    near = 1e-5 if kind.startswith("dora") else 1e-10
+    close(reloaded(family, tmp_path), expected, near)
     other = ours(family)
     other.load_adapter(tmp_path, load_as="b", set_active=True)
-    close(logits(other, family), expected)
+    close(logits(other, family), expected, near)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mt5", "t5", "whisper"])
-def test_named_language_models_export_without_their_head(family: str, tmp_path: Path):
+@pytest.mark.parametrize("family", ["gpt2", "mt5", "whisper"])
+def test_named_language_models_export_without_their_head(family, tmp_path):
     model = named(family, tmp_path / "base")
     model.add_adapter("a", "lora")
     stir(model, "a")
@@ -431,43 +387,21 @@ def test_named_language_models_export_without_their_head(family: str, tmp_path: 
     close(reloaded(family, tmp_path / "peft"), logits(model, family))
 
 
-def test_loading_the_20th_costs_what_the_second_did(tmp_path: Path):
-    trained("bert", peft.LoraConfig(target_modules=["query", "dense"]), tmp_path)
-    model = ours("bert")
-
-    def cost(name: str) -> int:
-        count = 0
-
-        def seen(_frame: Any, event: str, _argument: Any) -> None:
-            nonlocal count
-            count += event in {"call", "c_call"}
-
-        sys.setprofile(seen)
-        try:
-            model.load_adapter(tmp_path, load_as=name)
-        finally:
-            sys.setprofile(None)
-        return count
-
-    costs = [cost(f"a{i:02}") for i in range(20)]
-    assert costs[-1] <= 1.02 * costs[1], costs
-
-
-def test_peft_generates_the_same_tokens(tmp_path: Path):
+def test_peft_generates_the_same_tokens(tmp_path):
     model = ours("llama")
     model.add_adapter("a", "lora[r=4,alpha=16]")
     stir(model, "a", std=0.3)
     model.set_active_adapters("a")
     model.save_adapter(tmp_path, "a", format="peft")
-    theirs = peft.PeftModel.from_pretrained(plain("llama"), tmp_path).eval()
+    theirs = peft.PeftModel.from_pretrained(plain("llama"), tmp_path).double().eval()
     asked = {**tiny_inputs("llama"), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     expected = theirs.generate(**asked)
-    assert torch.equal(model.generate(**asked), expected)
+    assert torch.equal(model.double().generate(**asked), expected)
     assert not torch.equal(plain("llama").generate(**asked), expected)
 
 
 @pytest.mark.parametrize("config", ["lora", "dora", "boft"])
-def test_half_precision_is_written_as_it_is(config: str, tmp_path: Path, monkeypatch: Any):
+def test_half_precision_is_written_as_it_is(config, tmp_path, monkeypatch):
     stand_in(monkeypatch)
     model = plain("llama").to(torch.bfloat16)
     adapterzoo.init(model)
@@ -481,28 +415,14 @@ def test_half_precision_is_written_as_it_is(config: str, tmp_path: Path, monkeyp
     other = plain("llama").to(torch.bfloat16)
     adapterzoo.init(other)
     other.load_adapter(tmp_path, load_as="b", set_active=True)
-    assert torch.equal(logits(other, "llama"), logits(model, "llama"))
+    assert [*adapter_bits(other, "b").values()] == [*adapter_bits(model, "a").values()]
     theirs = peft.PeftModel.from_pretrained(plain("llama").to(torch.bfloat16), tmp_path)
-    # PEFT computes with adapters of float32 there: steps of bfloat16 at logits of about 4
-    found, expected = logits(theirs, "llama"), logits(model, "llama")
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.13)
-    untouched = logits(plain("llama").to(torch.bfloat16), "llama")
-    assert (expected - untouched).abs().max() > 1
+    expected = logits(model, "llama")
+    close(logits(theirs, "llama"), expected)
+    assert (expected - logits(plain("llama").to(torch.bfloat16), "llama")).abs().max() > 1
 
 
-def test_no_name_of_an_adapter_meets_a_path(tmp_path: Path):
-    model = ours("llama")
-    for name in ("mlp", "q_proj", "self_attn"):
-        model.add_adapter(name, LoRAConfig(target_modules="all-linear"))
-        stir(model, name, seed=len(name))
-    for name in ("mlp", "q_proj", "self_attn"):
-        model.save_adapter(tmp_path / name, name, format="peft")
-        assert len(load_file(tmp_path / name / TENSORS)) == 2 * 2 * 7
-        model.set_active_adapters(name)
-        close(reloaded("llama", tmp_path / name), logits(model, "llama"))
-
-
-def test_peft_never_sees_a_layer_of_a_head_as_a_target(tmp_path: Path):
+def test_peft_never_sees_a_layer_of_a_head_as_a_target(tmp_path):
     # the head of RoBERTa has layers `dense` and `out_proj` too
     model = ours("roberta")
     model.add_adapter("a", LoRAConfig(selfattn_lora=False, output_lora=True))
@@ -512,7 +432,7 @@ def test_peft_never_sees_a_layer_of_a_head_as_a_target(tmp_path: Path):
     assert adapted == {f"base_model.model.roberta.encoder.layer.{i}.output.dense" for i in range(2)}
 
 
-def test_nor_does_another_class_than_that_it_was_written_for(tiny: Any, tmp_path: Path):
+def test_nor_does_another_class_than_that_it_was_written_for(tiny, tmp_path):
     # written for BartForConditionalGeneration, where nothing but attention has an `out_proj`
     model = tiny("bart")
     model.add_adapter("a", LoRAConfig(target_modules=("out_proj",)))

@@ -10,9 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,33 +27,39 @@ KINDS = list(formats)
 NOBODY = 65_534
 
 
-def test_kill_9_leaves_the_old_or_the_new(tmp_path: Path):
+def killed(folder, *kinds):
+    """What `killed_saver.py` prints."""
     ran = subprocess.run(
-        [sys.executable, str(TESTS / "killed_saver.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        [sys.executable, str(TESTS / "killed_saver.py"), str(folder), *kinds],
+        capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
-    )
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
+    return json.loads(ran.stdout)
+
+
+def test_kill_9_before_any_step_leaves_the_old_or_the_new(tmp_path):
+    # deaths on both sides of the moment that decides, so that the test can fail
+    assert min(killed(tmp_path, "adapterhub")["adapterhub"]["steps"].values()) > 20
+
+
+@pytest.mark.sweep
+def test_kill_9_leaves_the_old_or_the_new_of_every_format(tmp_path):
+    said = killed(tmp_path)
     # while they save: one is told that the folder has the other's format
     assert said.pop("two formats") == [[0, 3]] * 5
     assert sorted(said) == sorted(KINDS)
     for kind in KINDS:
-        # deaths on both sides of the moment that decides, so that the test can fail; on which side
-        # of it a random moment falls is a matter of the machine's speed
+        # on which side a random moment falls is a matter of the machine's speed
         assert min(said[kind]["steps"].values()) > 20
-        assert said[kind]["read at once"] == 2
-    assert sum(sum(said[kind]["moments"].values()) for kind in KINDS) > 200
+        assert sum(said[kind]["moments"].values()) > 60
 
 
 # --- saves that cannot be ---
 
 
 @pytest.fixture
-def model(tiny: Callable[..., Any]) -> Any:
+def model(tiny):
     """Two adapters of different size."""
     made = tiny("bert")
     made.add_adapter("old", LoRAConfig(r=2))
@@ -65,7 +69,7 @@ def model(tiny: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def place():
     """A folder that others may see, unlike those of pytest."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
@@ -73,7 +77,7 @@ def place() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def content(folder: Path) -> dict[str, bytes | None]:
+def content(folder):
     return {
         str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
         for p in sorted(folder.rglob("*"))
@@ -81,7 +85,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
 
 
 @contextlib.contextmanager
-def read_only(folder: Path) -> Iterator[None]:
+def read_only(folder):
     """Nobody may write there; the superuser, who may anywhere, becomes somebody else."""
     is_root = not os.geteuid()
     folder.chmod(0o555)
@@ -95,7 +99,7 @@ def read_only(folder: Path) -> Iterator[None]:
         folder.chmod(0o755)
 
 
-def check_refused(model: Any, folder: Path, kind: str, seen: Path, *says: str) -> None:
+def check_refused(model, folder, kind, seen, *says):
     """A save that raises, says why and changes nothing."""
     before = content(seen)
     with pytest.raises(CheckpointError) as caught:
@@ -106,7 +110,7 @@ def check_refused(model: Any, folder: Path, kind: str, seen: Path, *says: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk(model: Any, place: Path, kind: str):
+def test_a_full_disk(model, place, kind):
     model.save_adapter(place / "x", "old", format=kind)
     with full_disk():
         check_refused(model, place / "x", kind, place, "File too large")
@@ -117,7 +121,7 @@ def test_a_full_disk(model: Any, place: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_that_may_only_be_read(model: Any, place: Path, kind: str):
+def test_a_folder_that_may_only_be_read(model, place, kind):
     model.save_adapter(place / "x", "old", format=kind)
     with read_only(place / "x"):
         check_refused(model, place / "x", kind, place, "Permission denied")
@@ -127,7 +131,7 @@ def test_a_folder_that_may_only_be_read(model: Any, place: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_and_folders_in_the_way(model: Any, tmp_path: Path, kind: str):
+def test_files_and_folders_in_the_way(model, tmp_path, kind):
     (tmp_path / "taken").write_text("mine")
     check_refused(model, tmp_path / "taken", kind, tmp_path, "File exists")
     check_refused(model, tmp_path / "taken" / "below", kind, tmp_path, "Not a directory")
@@ -138,13 +142,11 @@ def test_files_and_folders_in_the_way(model: Any, tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interruption_leaves_no_litter(
-    model: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_interruption_leaves_no_litter(model, tmp_path, kind, monkeypatch):
     model.save_adapter(tmp_path, "old", format=kind)
     before = content(tmp_path)
 
-    def interrupt(_handle: int) -> None:
+    def interrupt(_handle):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -154,7 +156,7 @@ def test_an_interruption_leaves_no_litter(
     assert content(tmp_path) == before
 
 
-def test_what_others_put_into_the_folder_stays(model: Any, tmp_path: Path):
+def test_what_others_put_into_the_folder_stays(model, tmp_path):
     (tmp_path / "README.md").write_text("mine")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("mine")
@@ -171,12 +173,12 @@ def test_what_others_put_into_the_folder_stays(model: Any, tmp_path: Path):
 # --- saves that were interrupted ---
 
 
-def interrupted(model: Any, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted(model, folder, kind, monkeypatch):
     """The folder of a save that died as soon as the new checkpoint was there."""
     model.save_adapter(folder, "old", format=kind)
     new = encoded(model, kind)
 
-    def die(_folder: Path) -> None:
+    def die(_folder):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -186,16 +188,14 @@ def interrupted(model: Any, folder: Path, kind: str, monkeypatch: pytest.MonkeyP
     assert (folder / READY).is_dir()
 
 
-def encoded(model: Any, kind: str) -> dict[str, bytes]:
+def encoded(model, kind):
     with tempfile.TemporaryDirectory() as there:
         model.save_adapter(there, "new", format=kind)
         return {p.name: p.read_bytes() for p in Path(there).iterdir()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_next_reader_finishes_a_save(
-    model: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_next_reader_finishes_a_save(model, tmp_path, kind, monkeypatch):
     interrupted(model, tmp_path, kind, monkeypatch)
     model.load_adapter(tmp_path, load_as="back")
     assert model.adapters_config.get("back").r == 256
@@ -205,18 +205,15 @@ def test_the_next_reader_finishes_a_save(
     assert all(torch.equal(own[key], back[key]) for key in own)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_save_that_fails_after_the_moment_does_not_say_that_the_old_is_there(
-    model: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
-    def fail(_file: Path, _target: Path) -> None:
+def test_a_save_that_fails_late_does_not_say_that_the_old_is_there(model, tmp_path, monkeypatch):
+    def fail(_file, _target):
         raise OSError(5, "Input/output error")
 
-    model.save_adapter(tmp_path, "old", format=kind)
+    model.save_adapter(tmp_path, "old")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", fail)
         with pytest.raises(CheckpointError) as caught:
-            model.save_adapter(tmp_path, "new", format=kind)
+            model.save_adapter(tmp_path, "new")
     assert "interrupted after its files were written" in str(caught.value)
     assert "Input/output error" in str(caught.value)
     assert "still whole" not in str(caught.value)
@@ -225,9 +222,7 @@ def test_a_save_that_fails_after_the_moment_does_not_say_that_the_old_is_there(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_save_that_cannot_be_finished_is_not_read(
-    model: Any, place: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_save_that_cannot_be_finished_is_not_read(model, place, kind, monkeypatch):
     interrupted(model, place, kind, monkeypatch)
     before = content(place)
     with read_only(place), pytest.raises(CheckpointError) as caught:
@@ -240,7 +235,7 @@ def test_a_save_that_cannot_be_finished_is_not_read(
     assert model.adapters_config.get("back").r == 256
 
 
-def test_litter_of_dead_savers_goes_and_links_are_not_followed(model: Any, tmp_path: Path):
+def test_litter_of_dead_savers_goes_and_links_are_not_followed(model, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.json").write_text("mine")
@@ -253,7 +248,7 @@ def test_litter_of_dead_savers_goes_and_links_are_not_followed(model: Any, tmp_p
     assert (precious / "thesis.json").read_text() == "mine"
 
 
-def test_a_strangers_folder_moves_nothing_in_or_out(model: Any, tmp_path: Path):
+def test_a_strangers_folder_moves_nothing_in_or_out(model, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.json").write_text("mine")
@@ -279,9 +274,7 @@ def test_a_strangers_folder_moves_nothing_in_or_out(model: Any, tmp_path: Path):
 # --- locks ---
 
 
-def test_a_folder_that_is_kept_for_too_long(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_that_is_kept_for_too_long(model, tmp_path, monkeypatch):
     model.save_adapter(tmp_path, "old")
     monkeypatch.setattr(folders, "_PATIENCE", 0.05)
     with folders.reading("reading", tmp_path):
@@ -302,10 +295,8 @@ def test_a_folder_that_is_kept_for_too_long(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_locks_a_save_is_as_whole(
-    model: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
-    def refuse(*_: object) -> None:
+def test_without_locks_a_save_is_as_whole(model, tmp_path, kind, monkeypatch):
+    def refuse(*_):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuse)

@@ -12,7 +12,6 @@ import shutil
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,63 +30,39 @@ BIN = "pytorch_adapter.bin"
 class Runs:
     """Leaves a file where it is unpickled."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.system, (f"touch {self.mark}",)
 
 
-def save_as_zip(file: Path, content: dict[str, bytes], compression: int) -> None:
+def save_as_zip(file, content, compression):
     with zipfile.ZipFile(file, "w", compression) as opened:
         for name, data in content.items():
             opened.writestr(f"archive/{name}", data)
 
 
-def evil_pickle(file: Path, mark: Path) -> None:
-    file.write_bytes(pickle.dumps({"w": Runs(mark)}, 2))
-
-
-def evil_torch(file: Path, mark: Path) -> None:
+def evil_torch(file, mark):
     torch.save({"w": torch.ones(1), "x": Runs(mark)}, file)
 
 
-def evil_old_torch(file: Path, mark: Path) -> None:
-    torch.save({"x": Runs(mark)}, file, _use_new_zipfile_serialization=False)
+def evil_zip(file, mark):
+    content = {"data.pkl": pickle.dumps(Runs(mark), 2), "version": b"3"}
+    save_as_zip(file, content, zipfile.ZIP_STORED)
 
 
-def evil_zip(file: Path, mark: Path) -> None:
-    save_as_zip(
-        file, {"data.pkl": pickle.dumps(Runs(mark), 2), "version": b"3"}, zipfile.ZIP_STORED
-    )
-
-
-def whole_module(file: Path, mark: Path) -> None:
+def whole_module(file, mark):
     torch.save(torch.nn.Linear(1, 1), file)
 
 
-@pytest.mark.parametrize("evil", [evil_pickle, evil_torch, evil_old_torch, evil_zip, whole_module])
+@pytest.mark.parametrize("evil", [evil_torch, evil_zip, whole_module])
 def test_code_is_not_run(tmp_path, evil):
     mark = tmp_path / "ran"
-    # it does where pickles are trusted: the test can fail
-    if evil is evil_pickle:
-        evil(tmp_path / "x.bin", tmp_path / "trusted")
-        pickle.loads((tmp_path / "x.bin").read_bytes())
-        assert (tmp_path / "trusted").exists()
     evil(tmp_path / "x.bin", mark)
     with pytest.raises(CheckpointError, match=r"Copy the checkpoint again.*holds code"):
         foreign.read_tensors("load", tmp_path / "x.bin")
     assert not mark.exists()
-
-
-@pytest.mark.parametrize("name", [BIN, "pytorch_model_head.bin"])
-def test_code_in_a_checkpoint_is_not_run_and_nothing_is_loaded(tmp_path, name):
-    shutil.copytree(DATA / "lora", tmp_path / "x")
-    evil_torch(tmp_path / "x" / name, tmp_path / "ran")
-    model = AutoAdapterModel.from_pretrained(DATA / "base")
-    with refused(model, CheckpointError, name, "a file that holds code is not opened"):
-        model.load_adapter(tmp_path / "x")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_bomb_is_not_unpacked(tmp_path):
@@ -118,17 +93,9 @@ def test_entries_that_share_their_bytes_are_not_read(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        torch.ones(1),
-        [torch.ones(1)],
-        {"w": 1},
-        {1: torch.ones(1)},
-        {"w": {"x": torch.ones(1)}},
-        {"w": torch.eye(2).to_sparse()},
-        {"w": torch.empty(1, device="meta")},
-        {"w": torch.ones(1, dtype=torch.complex64)},
-    ],
-)
+    [[torch.ones(1)], {"w": 1}, {1: torch.ones(1)}, {"w": torch.eye(2).to_sparse()},
+     {"w": torch.empty(1, device="meta")}, {"w": torch.ones(1, dtype=torch.complex64)}],
+)  # fmt: skip
 def test_other_things_than_tensors_by_name(tmp_path, content):
     torch.save(content, tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=r"no object of names and plain tensors.*Copy"):
@@ -144,24 +111,12 @@ def test_quantised_tensors_are_refused(tmp_path):
         foreign.read_tensors("load", tmp_path / "x.bin")
 
 
-def test_shapes_that_the_file_does_not_hold_cost_nothing(tmp_path):
-    shutil.copytree(DATA / "lora", tmp_path / "x")
-    tensors = torch.load(tmp_path / "x" / BIN, weights_only=True)
-    key = next(iter(tensors))
-    # 4 bytes on disk, 4 exabytes if anybody copied them
-    tensors[key] = torch.ones(1).expand(10**9, 10**9)
-    torch.save(tensors, tmp_path / "x" / BIN)
-    model = AutoAdapterModel.from_pretrained(DATA / "base")
-    with refused(model, CheckpointError, "file [1000000000, 1000000000]", "nothing has been"):
-        model.load_adapter(tmp_path / "x")
-
-
 class Largest(TorchDispatchMode):
     """Notes the most numbers that one tensor in memory had."""
 
     numbers = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor) and not made.is_meta:
             self.numbers = max(self.numbers, made.numel())
@@ -170,12 +125,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [
-        ("adapter", {"r": 65_536}),
-        ("head", {"num_labels": 10_000_000, "label2id": None}),
-        ("head", {"layers": 64}),
-    ],
-)
+    [("adapter", {"r": 65_536}), ("head", {"num_labels": 100_000, "label2id": None}),
+     ("head", {"layers": 64})],
+)  # fmt: skip
 def test_configs_that_ask_for_much_get_no_memory(tmp_path, name, fields):
     shutil.copytree(DATA / "lora", tmp_path / "x")
     file = tmp_path / "x" / f"{name}_config.json"
@@ -188,34 +140,18 @@ def test_configs_that_ask_for_much_get_no_memory(tmp_path, name, fields):
     assert 0 < largest.numbers < 10_000
 
 
-def header(text: bytes, size: int | None = None) -> bytes:
-    return struct.pack("<Q", len(text) if size is None else size) + text
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"", b"\x80\x02.", b"PK\x03\x04", b"\0" * 64, b"\xff" * 64,
-        header(b"{}", 2**62), header(b"{}", 10**9), header(b"["), header(b"null"),
-        header(b'{"w":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}') + bytes(4),
-        header(b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}') + bytes(4),
-        header(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}') + bytes(4),
-        header(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4000000]}}') + bytes(4),
-        header(b'{"w":{"dtype":"NONE","shape":[1],"data_offsets":[0,4]}}') + bytes(4),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
-def test_damage_and_absurd_headers(tmp_path, data, suffix):
-    file = tmp_path / f"x.{suffix}"
-    file.write_bytes(data)
+# headers of safetensors: test_security.py
+@pytest.mark.parametrize("data", [b"", b"\x80\x02.", b"PK\x03\x04", b"\0" * 64, b"\xff" * 64])
+def test_damage(tmp_path, data):
+    (tmp_path / "x.bin").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"damaged|no object of names"):
-        foreign.read_tensors("load", file)
+        foreign.read_tensors("load", tmp_path / "x.bin")
 
 
 def test_a_header_that_is_too_large_is_not_read(tmp_path):
     file = tmp_path / "x.safetensors"
     with file.open("wb") as stream:
-        stream.write(header(b"{", 33 * 2**20))
+        stream.write(struct.pack("<Q", 33 * 2**20) + b"{")
         stream.truncate(34 * 2**20)
     with pytest.raises(CheckpointError, match=r"load: x\.safetensors is damaged.*33,554,432 bytes"):
         foreign.read_tensors("load", file)
@@ -223,7 +159,7 @@ def test_a_header_that_is_too_large_is_not_read(tmp_path):
 
 def test_every_cut_is_noticed(tmp_path):
     whole = (DATA / "lora" / BIN).read_bytes()
-    for size in range(0, len(whole), 331):
+    for size in range(0, len(whole), 1009):
         (tmp_path / "x.bin").write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match="Copy the checkpoint again"):
             foreign.read_tensors("load", tmp_path / "x.bin")
@@ -253,9 +189,8 @@ def test_pickles_of_old_releases_of_torch_are_read(tmp_path):
 
 def test_safetensors_are_taken_before_a_pickle(tmp_path):
     shutil.copytree(DATA / "lora", tmp_path / "x")
-    save_file(
-        torch.load(tmp_path / "x" / BIN, weights_only=True), tmp_path / "x/adapter.safetensors"
-    )
+    tensors = torch.load(tmp_path / "x" / BIN, weights_only=True)
+    save_file(tensors, tmp_path / "x" / "adapter.safetensors")
     evil_torch(tmp_path / "x" / BIN, tmp_path / "ran")
     model = AutoAdapterModel.from_pretrained(DATA / "base")
     assert model.load_adapter(tmp_path / "x") == "golden"
@@ -263,31 +198,15 @@ def test_safetensors_are_taken_before_a_pickle(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [
-        (b"", "is no JSON"),
-        (b"{", "is no JSON"),
-        (b"[1]", "holds a list"),
-        (b'{"a": NaN}', "NaN is no number of JSON"),
-        (b'{"a": -Infinity}', "-Infinity is no number"),
-        (b'{"a": 1e999}', "1e999 is no number"),
-        (b"[" * 200_000, "is no JSON"),
-        (b'{"a":' * 100_000, "is no JSON"),
-        (b"\xff\xfe\x00", "is no JSON"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "is no JSON"),
-    ],
-)
+    [(b"", "is no JSON"), (b"{", "is no JSON"), (b"[1]", "holds a list"),
+     (b'{"a": NaN}', "NaN is no number of JSON"), (b'{"a": -Infinity}', "-Infinity is no number"),
+     (b'{"a": 1e999}', "1e999 is no number"), (b"[" * 200_000, "is no JSON"),
+     (b'{"a":' * 100_000, "is no JSON"), (b"\xff\xfe\x00", "is no JSON"),
+     (b'{"a": ' + b"9" * 5000 + b"}", "is no JSON")],
+)  # fmt: skip
 def test_json_that_is_no_config(tmp_path, text, says):
     (tmp_path / "x.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=f"{says}.*Copy the checkpoint"):
-        foreign.read_json("load", tmp_path / "x.json")
-    assert not foreign.fields_of(tmp_path / "x.json")
-
-
-def test_json_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    with (tmp_path / "x.json").open("wb") as file:
-        file.truncate(10**11)
-    monkeypatch.setattr(Path, "read_bytes", None)
-    with pytest.raises(CheckpointError, match=r"100,000,000,000 bytes.*Copy the checkpoint"):
         foreign.read_json("load", tmp_path / "x.json")
     assert not foreign.fields_of(tmp_path / "x.json")
 
@@ -308,15 +227,3 @@ def test_a_checkpoint_without_one_of_its_files(tmp_path, missing):
     model = AutoAdapterModel.from_pretrained(DATA / "base")
     with refused(model, CheckpointError, missing, "Copy the checkpoint again"):
         model.load_adapter(tmp_path / "x")
-
-
-@pytest.mark.parametrize("name", ["../evil", "/etc/x", "a/b", "..", "a.b", "", "a\0b", 7])
-def test_names_that_lead_elsewhere(tmp_path, name):
-    shutil.copytree(DATA / "lora", tmp_path / "x")
-    file = tmp_path / "x" / "adapter_config.json"
-    document = json.loads(file.read_text())
-    file.write_text(json.dumps({**document, "name": name}))
-    model = AutoAdapterModel.from_pretrained(DATA / "base")
-    with pytest.raises(ValueError, match=r"load_as|differences"):
-        model.load_adapter(tmp_path / "x", with_head=False)
-    assert not model.adapters_config

@@ -33,13 +33,13 @@ PATTERNS = st.sampled_from(
 )  # fmt: skip
 
 
-def ends_with(path: str, name: str) -> bool:
+def ends_with(path, name):
     """PEFT's rule for lists of targets."""
     return path == name or path.endswith(f".{name}")
 
 
 @given(CHOSEN)
-def test_short_names_name_the_chosen_and_nothing_else(chosen: set[str]):
+def test_short_names_name_the_chosen_and_nothing_else(chosen):
     names = short_names(chosen, PATHS)
     if names is None:
         # a path of the first stack is the end of one of the second
@@ -50,14 +50,14 @@ def test_short_names_name_the_chosen_and_nothing_else(chosen: set[str]):
 
 
 @given(CHOSEN)
-def test_one_expression_names_the_chosen_and_nothing_else(chosen: set[str]):
+def test_one_expression_names_the_chosen_and_nothing_else(chosen):
     assert {path for path in PATHS if re.fullmatch(exactly(chosen), path)} == chosen
     # also as the key of a pattern
     assert {p for p in PATHS if get_pattern_key([exactly(chosen)], p) != p} == chosen
 
 
 @given(st.dictionaries(st.sampled_from(PATHS), st.integers(1, 3), min_size=1), st.integers(1, 4))
-def test_patterns_give_each_path_its_value(values: dict[str, int], favourite: int):
+def test_patterns_give_each_path_its_value(values, favourite):
     default = most_common(values, favourite)
     assert default in values.values()
     assert default == favourite or favourite not in values.values()
@@ -68,7 +68,7 @@ def test_patterns_give_each_path_its_value(values: dict[str, int], favourite: in
 
 
 @given(st.lists(PATTERNS, unique=True))
-def test_patterns_are_read_as_peft_reads_them(patterns: list[str]):
+def test_patterns_are_read_as_peft_reads_them(patterns):
     numbers = {pattern: number for number, pattern in enumerate(patterns)}
     expected = {p: get_pattern_key(patterns, p) for p in PATHS}
     found = values_at("load", "rank_pattern", numbers, PATHS)
@@ -80,7 +80,7 @@ def test_patterns_are_read_as_peft_reads_them(patterns: list[str]):
     ["(a*)*", "(.*a){20}", "(x+x+)+y", r"(a)\1", "(?P<a>b)", "a?" * 30 + "a" * 30, ".*" * 8 + "x",
      "(a|a)(a|a)" * 12, "((ab)*c)*", "[a-z]*" * 9, r"\w+" * 9, ".{0,99}" * 9, "(a|b|ab)*c"],
 )  # fmt: skip
-def test_expressions_that_could_search_for_hours_do_not_run(pattern: str):
+def test_expressions_that_could_search_for_hours_do_not_run(pattern):
     with pytest.raises(CheckpointError, match=r"alpha_pattern has regular expressions") as raised:
         values_at("load_adapter('x')", "alpha_pattern", {"q_proj": 1, pattern: 2}, ["a" * 40] * 9)
     assert "load_adapter('x')" in str(raised.value)
@@ -92,7 +92,7 @@ def test_expressions_that_could_search_for_hours_do_not_run(pattern: str):
     [r"model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj", r".*layers\.(0|1|2)\.mlp\..*",
      r".*?(attn|mlp).*?proj", r"[a-z]+\.[0-9]{1,2}\.x", "(self_attn)?.q_proj", r"a\+b", "[+*]x"],
 )  # fmt: skip
-def test_expressions_that_people_write_run(pattern: str):
+def test_expressions_that_people_write_run(pattern):
     values_at("load", "rank_pattern", {pattern: 1}, [f"model.layers.{i}.mlp.up" for i in range(99)])
 
 

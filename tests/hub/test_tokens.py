@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from driver import Client, ClientError
-from server import OWNER, Fault, Hub
+from server import OWNER, Fault
 from test_resolve import FILES
 
 OTHER = "hf_otherOtherOtherOther"
@@ -18,7 +15,7 @@ STRANGE = "hf_strangeStrangeStrange"
 
 
 @pytest.fixture
-def loud(hub: Hub, tmp_path: Path) -> Iterator[Client]:
+def loud(hub, tmp_path):
     """A process in which everything is logged."""
     home = tmp_path / "loud"
     home.mkdir()
@@ -31,11 +28,11 @@ def loud(hub: Hub, tmp_path: Path) -> Iterator[Client]:
     client.close()
 
 
-def tokens_in(text: str) -> list[str]:
+def tokens_in(text):
     return [token for token in (OWNER, OTHER, ODD, STRANGE) if token in text]
 
 
-def test_no_token_is_shown_or_kept(hub: Hub, loud: Client, tmp_path: Path) -> None:
+def test_no_token_is_shown_or_kept(hub, loud, tmp_path):
     hub.repo("ann/a", FILES, private=True)
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -77,21 +74,21 @@ def test_no_token_is_shown_or_kept(hub: Hub, loud: Client, tmp_path: Path) -> No
     assert [path for path in files if tokens_in(path.read_text(errors="replace"))] == []
 
 
-def test_the_check_bites(tmp_path: Path) -> None:
+def test_the_check_bites(tmp_path):
     assert tokens_in(f"Bearer {OTHER}") == [OTHER]
 
 
-def test_a_caller_does_not_show_its_token() -> None:
+def test_a_caller_does_not_show_its_token():
     from adapterzoo.hub.asking import Caller
 
     assert tokens_in(repr(Caller("load_adapter('ann/a')", "ann/a", token=OWNER))) == []
 
 
-def test_an_error_does_not_keep_one_that_shows_a_token() -> None:
+def test_an_error_does_not_keep_one_that_shows_a_token():
     from adapterzoo.errors import HubError
     from adapterzoo.hub.asking import Caller
 
-    def refuse() -> None:
+    def refuse():
         raise ValueError(f"{OWNER} is refused")
 
     with pytest.raises(HubError, match="<token> is refused") as caught:

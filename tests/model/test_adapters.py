@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
 from snapshots import adapter_bits, changes, output, same_bits, snapshot, stir
 from transformers import AutoModelForSequenceClassification
 
-from adapterzoo import LoRAConfig, SeqBnConfig, Stack, init
+from adapterzoo import AdapterConfig, LoRAConfig, SeqBnConfig, Stack, init
 from adapterzoo.contracts import Adapter
-
-# a fresh adapter of these is the identity
-IDENTITIES = ("lora", "par_bn")
-OTHERS = ("seq_bn", "double_seq_bn", "adapter_plus", 'lora[init_weights="bert"]')
 
 
 @pytest.fixture
@@ -24,19 +17,7 @@ def model(tiny):
     return tiny()
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
-@pytest.mark.parametrize("config", [*IDENTITIES, *OTHERS])
-def test_a_fresh_adapter_is_the_identity_or_is_not(tiny, family, config):
-    model = tiny(family)
-    base = output(model)
-    model.add_adapter("a", config)
-    assert same_bits(base, output(model))
-    model.set_active_adapters("a")
-    assert same_bits(base, output(model)) == (config in IDENTITIES)
-    assert model.adapters_config["a"].starts_as_identity == (config in IDENTITIES)
-
-
-@pytest.mark.parametrize("config", [*IDENTITIES, *OTHERS, "seq_bn|lora"])
+@pytest.mark.parametrize("config", ["par_bn", "seq_bn|lora"])
 def test_what_is_added_is_deleted_without_a_trace(model, config):
     before = snapshot(model)
     model.add_adapter("a", config, set_active=True)
@@ -90,10 +71,7 @@ def test_what_is_known_of_adapters(model):
     assert model.adapters_config["a"] == SeqBnConfig()
     assert model.adapters_config.get("b") == LoRAConfig(r=3)
     assert model.adapters_config.get("c") is None
-    assert "b" in model.adapters_config
-    assert "c" not in model.adapters_config
     assert model.adapters_config.adapters == {"a": "bottleneck", "b": "lora"}
-    assert "LoRAConfig(" in repr(model.adapters_config)
 
 
 def test_modules_are_found_by_block_and_location(model):
@@ -136,87 +114,42 @@ def test_switching_back_gives_the_same_bits(model):
     assert model.active_adapters is None
 
 
-def test_train_is_eval_without_dropout(model):
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    for name in ("lora", "par_bn", "double_seq_bn"):
-        model.add_adapter(name, name)
-        stir(model, name)
-        model.set_active_adapters(name)
-        quiet = output(model.eval())
-        assert same_bits(quiet, output(model.train()))
-
-
-def test_skipped_layers_are_the_base_models(model):
-    model.add_adapter("a", "double_seq_bn")
-    stir(model, "a")
-    model.set_active_adapters("a", skip_layers=[0, 1])
-    whole = output(model)
-    model.set_active_adapters(None)
-    assert same_bits(whole, output(model))
-    left_out = copy.deepcopy(model)
-    left_out.delete_adapter("a")
-    left_out.add_adapter("a", "double_seq_bn[leave_out=[0]]", set_active=True)
-    values = model.get_adapter("a")[1]
-    for location, module in left_out.get_adapter("a")[1].items():
-        module.load_state_dict(values[location].state_dict())
-    model.set_active_adapters("a", skip_layers=[0])
-    assert same_bits(output(left_out), output(model))
+@pytest.mark.parametrize(("config", "identity"), [
+    ("lora", True), ("par_bn", True), ("dora", True), ("boft", True), ("seq_bn", False),
+    ("double_seq_bn", False), ("adapter_plus", False), ('lora[init_weights="bert"]', False),
+])  # fmt: skip
+def test_which_adapters_start_as_the_identity(config, identity):
+    # the conformance suite compares their outputs with what is said here
+    assert AdapterConfig.load(config).starts_as_identity == identity
 
 
 # --- train ---
 
 
-def step(model, **labels):
-    """One step of SGD; the gradients that it used, and what it changed."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, 0.5)
-    outputs = model(**tiny_inputs("bert"), **labels)
-    loss = outputs.loss if labels else outputs[0].square().sum()
-    loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    optimizer.step()
-    changed = {n for n, p in model.named_parameters() if not same_bits(before[n], p)}
-    return gradients, changed
-
-
-@pytest.mark.parametrize("config", ["lora", "seq_bn", "double_seq_bn", "par_bn", "adapter_plus"])
+@pytest.mark.parametrize("config", ["lora", "double_seq_bn"])
 def test_only_the_adapter_and_its_head_are_trained(model, config):
     for name in ("a", "b"):
         model.add_adapter(name, config)
         stir(model, name)
         model.add_classification_head(name)
+    # what was trained before is frozen
+    model.train_adapter("b")
     model.train_adapter("a")
     assert model.training
-    assert model.active_adapters == Stack("a")
-    assert model.active_head == "a"
-    asked = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert (model.active_adapters, model.active_head) == (Stack("a"), "a")
     own = {
         n for n, _ in model.named_parameters() if ".adapters.a." in n or n.startswith("heads.a.")
     }
-    assert asked == own
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    gradients, changed = step(model, labels=torch.tensor([0, 1]))
-    assert set(gradients) == own
-    empty = {n for n, g in gradients.items() if not g.any()}
-    assert not empty
-    assert changed == own
-
-
-def test_base_is_base_after_training(model):
-    base = output(model)
-    model.add_adapter("a", "seq_bn")
-    model.train_adapter("a")
-    step(model)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == own
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.eval()
-    trained = output(model)
-    model.set_active_adapters(None)
-    assert same_bits(base, output(model))
-    assert not same_bits(base, trained)
+    model(**tiny_inputs("bert"), labels=torch.tensor([0, 1])).loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert set(gradients) == own
+    assert all(gradient.any() for gradient in gradients.values())
+    # Adam's step is as large for small gradients, which the last bit would swallow
+    torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 0.1, eps=1e-30).step()
+    assert {n for n, p in model.named_parameters() if not same_bits(before[n], p)} == own
 
 
 def test_a_stack_is_trained_together(model):
@@ -227,23 +160,14 @@ def test_a_stack_is_trained_together(model):
     assert names == {"a", "b"}
 
 
-def test_training_one_freezes_what_was_trained_before(model):
-    model.add_adapter("a", "lora")
-    model.add_adapter("b", "lora")
-    model.train_adapter("a")
-    model.train_adapter("b")
-    names = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert names
-    assert all(".adapters.b." in n for n in names)
-
-
 def test_embeddings_are_trained_on_request(model):
+    # another adapter there stays frozen
+    model.add_adapter("e", "lora[target_modules=['word_embeddings']]")
     model.add_adapter("a", "lora")
     model.train_adapter("a", train_embeddings=True)
-    names = {n for n, p in model.named_parameters() if p.requires_grad and ".adapters." not in n}
-    assert names == set()
-    names = {n for n, p in model.named_parameters() if p.requires_grad and "lora" not in n}
-    assert names == {"bert.embeddings.word_embeddings.adapters.a.table.weight"}
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    table = "bert.embeddings.word_embeddings.adapters.a.table.weight"
+    assert {n for n in trained if ".adapters.a.lora" not in n} == {table}
 
 
 def test_freezing_and_thawing_the_base_model(model):
@@ -283,74 +207,23 @@ def test_a_static_head_is_trained_with_the_adapter():
     assert names == {"classifier.adapters.a.weight", "classifier.adapters.a.bias"}
 
 
-# --- dtype, copies ---
+# --- dtype ---
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("config", ["lora", "seq_bn", "par_bn"])
-def test_adapters_are_born_in_the_dtype_of_their_layer(tiny, dtype, config):
-    model = tiny().to(dtype)
-    model.add_adapter("a", config, set_active=True)
-    assert {p.dtype for _, m in model.adapter_modules("a") for p in m.parameters()} == {dtype}
-    stir(model, "a")
-    out = output(model)
-    assert out.dtype is dtype
-    assert out.isfinite().all()
-
-
-def test_an_adapter_is_moved_and_cast_alone(model):
+def test_an_adapter_and_its_head_are_cast_alone(model):
     model.add_adapter("a", "lora")
-    model.add_adapter("b", "lora")
     model.add_classification_head("a")
-    kept = adapter_bits(model, "b")
     model.adapter_to("a", dtype=torch.float64)
-    assert {p.dtype for _, m in model.adapter_modules("a") for p in m.parameters()} == {
-        torch.float64
-    }
-    assert {p.dtype for p in model.heads["a"].parameters()} == {torch.float64}
-    assert adapter_bits(model, "b") == kept
-    assert {p.dtype for p in model.base_model.embeddings.parameters()} == {torch.float32}
-
-
-def test_adding_does_not_touch_those_that_are_there(model):
-    model.add_adapter("a", "lora")
-    stir(model, "a")
-    model.adapter_to("a", dtype=torch.float64)
-    kept, places = (
-        adapter_bits(model, "a"),
-        [p for _, m in model.adapter_modules("a") for p in m.parameters()],
-    )
+    wide = {n for n, p in model.named_parameters() if p.dtype is torch.float64}
+    assert wide == {n for n, _ in model.named_parameters() if ".adapters.a." in n or "heads.a" in n}
+    places = [p for _, m in model.adapter_modules("a") for p in m.parameters()]
+    kept = adapter_bits(model, "a")
+    # adding another one does not touch it
     model.add_adapter("b", "lora")
     model.add_adapter("c", "seq_bn")
     assert adapter_bits(model, "a") == kept
     now = [p for _, m in model.adapter_modules("a") for p in m.parameters()]
     assert all(x is y for x, y in zip(places, now, strict=True))
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_are_equal_and_apart(model, how):
-    model.add_adapter("a", "par_bn")
-    model.add_adapter("b", "lora")
-    for name in "ab":
-        stir(model, name)
-    model.add_classification_head("a")
-    model.merge_adapter("b")
-    model.set_active_adapters("a")
-    made = how(model)
-    assert type(made) is type(model)
-    before, theirs = snapshot(model), snapshot(made)
-    different = [k for k in changes(before, theirs) if not k.startswith("identity")]
-    assert not different
-    storages = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
-    assert not storages & {t.untyped_storage().data_ptr() for t in made.state_dict().values()}
-    made.reset_adapter()
-    made.set_active_adapters(None)
-    made.delete_head("a")
-    made.delete_adapter("a")
-    made.add_adapter("c", "lora")
-    stir(made, "c")
-    made.train_adapter("c")
-    assert not changes(before, snapshot(model))
 
 
 # --- init ---
@@ -371,22 +244,14 @@ def test_init_keeps_the_object_and_its_class_name(tiny):
     assert list(static.state_dict()) == list(before)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("lora", "lor", "lora_A"),
-        ("adapters", "trains", "head"),
-        ("query", "mlp", "encoder"),
-        ("bert", "0", "weight"),
-    ],
-)
-def test_no_name_meets_another_or_a_path(tiny, names):
+def test_no_name_meets_another_or_a_path(tiny):
+    names = ("lora", "lor", "lora_A", "adapters", "trains", "head", "query", "bert", "0", "weight")
     model, plain = tiny(), tiny()
+    plain.add_adapter("x", "lora", set_active=True)
     for i, name in enumerate(names):
         model.add_adapter(name, "lora")
         stir(model, name, seed=i)
         model.add_classification_head(name)
-    plain.add_adapter("x", "lora", set_active=True)
     for i, name in enumerate(names):
         stir(plain, "x", seed=i)
         model.set_active_adapters(name)
@@ -395,7 +260,6 @@ def test_no_name_meets_another_or_a_path(tiny, names):
     before = {name: adapter_bits(model, name) for name in names}
     model.delete_adapter(names[0])
     model.delete_head(names[0])
-    for name in names[1:]:
-        assert adapter_bits(model, name) == before[name]
+    assert all(adapter_bits(model, name) == before[name] for name in names[1:])
     assert list(model.heads) == list(names[1:])
     assert not [k for k in model.state_dict() if f"adapters.{names[0]}." in k]

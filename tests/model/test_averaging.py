@@ -12,11 +12,10 @@ import torch
 from families import tiny_config, tiny_inputs
 from peft_world import QUIET, ours, plain
 from safetensors import safe_open
-from snapshots import adapter_bits, changes, output, refused, same_bits, snapshot, stir
+from snapshots import adapter_bits, output, refused, same_bits, stir
 from transformers import BertConfig
 from variants import VARIANTS
 
-import adapterzoo
 from adapterzoo import AutoAdapterModel, DoRAConfig, LoRAConfig, Stack
 from adapterzoo.averaging import STRATEGIES
 from adapterzoo.errors import (
@@ -83,8 +82,8 @@ def of_peft(theirs, mine, path, name):
     return layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
 
 
-def combined(theirs, mine, strategy, weights=WEIGHTS, **options):
-    """Both combine u and v to c, from the same random numbers."""
+def combined(theirs, mine, strategy, weights=WEIGHTS, names=("u", "v"), **options):
+    """Both combine adapters to c, from the same random numbers."""
     tuner = theirs.base_model
     inject = tuner.inject_adapter
 
@@ -98,12 +97,12 @@ def combined(theirs, mine, strategy, weights=WEIGHTS, **options):
     # PEFT makes its weights in the default dtype
     torch.set_default_dtype(torch.float64)
     try:
-        theirs.add_weighted_adapter(["u", "v"], weights, "c", strategy, **options)
+        theirs.add_weighted_adapter([*names], weights, "c", strategy, **options)
     finally:
         torch.set_default_dtype(default)
         del tuner.inject_adapter
     torch.manual_seed(11)
-    mine.add_weighted_adapter(["u", "v"], weights, "c", strategy, **options)
+    mine.add_weighted_adapter([*names], weights, "c", strategy, **options)
 
 
 ONE_RANK = {
@@ -116,25 +115,38 @@ OTHER_RANKS = {
 }
 
 
+def check_as_in_peft(theirs, mine, strategy, same_ranks=True):
+    """The change of each layer is PEFT's, and its factors where there is one way to have them."""
+    found = factors(mine, "c")
+    decomposed = strategy.endswith("svd")
+    for path, (a, b) in found.items():
+        their_a, their_b = of_peft(theirs, mine, path, "c")
+        # singular vectors magnify the rounding of the product by the gap between singular values
+        close(b @ a, their_b @ their_a, 1e-10 if decomposed else 1e-12)
+        if same_ranks:
+            assert a.shape == their_a.shape
+        if same_ranks and not decomposed:
+            close(a, their_a)
+            close(b, their_b)
+    return len(found)
+
+
+def check_same_logits(theirs, mine, family):
+    theirs.set_adapter("c")
+    mine.set_active_adapters("c")
+    with torch.no_grad():
+        inputs = tiny_inputs(family)
+        close(mine(**inputs).logits, theirs.eval()(**inputs).logits, 1e-10)
+
+
 @pytest.mark.parametrize("strategy", sorted(OF_PEFT))
 def test_every_combination_is_that_of_peft(strategy):
     theirs, mine = worlds("bert", **ONE_RANK)
     combined(theirs, mine, strategy, **OF_PEFT[strategy])
-    found = factors(mine, "c")
-    assert len(found) == 4
-    for path, (a, b) in found.items():
-        their_a, their_b = of_peft(theirs, mine, path, "c")
-        close(b @ a, their_b @ their_a)
-        if not strategy.endswith("svd"):
-            close(a, their_a)
-            close(b, their_b)
+    assert check_as_in_peft(theirs, mine, strategy) == 4
     config = mine.adapters_config["c"]
-    assert (config.r, config.alpha) == (8, 8) if strategy == "cat" else (4, 4)
-    theirs.set_adapter("c")
-    mine.set_active_adapters("c")
-    with torch.no_grad():
-        inputs = tiny_inputs("bert")
-        close(mine(**inputs).logits, theirs.eval()(**inputs).logits)
+    assert (config.r, config.alpha) == ((8, 8) if strategy == "cat" else (4, 4))
+    check_same_logits(theirs, mine, "bert")
 
 
 @pytest.mark.parametrize("strategy", ["svd", "dare_ties_svd"])
@@ -146,10 +158,7 @@ def test_options_of_svd_are_those_of_peft(strategy, options):
     configs = {k: {**v, "target_modules": ["query"]} for k, v in OTHER_RANKS.items()}
     theirs, mine = worlds("bert", **configs)
     combined(theirs, mine, strategy, **OF_PEFT[strategy], **options)
-    for path, (a, b) in factors(mine, "c").items():
-        their_a, their_b = of_peft(theirs, mine, path, "c")
-        close(b @ a, their_b @ their_a)
-        assert a.shape == their_a.shape
+    check_as_in_peft(theirs, mine, strategy)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -161,46 +170,21 @@ def test_other_ranks_and_places_are_combined_as_in_peft(family, strategy):
     v = {"r": 7, "lora_alpha": 3, "target_modules": names, **fan}
     theirs, mine = worlds(family, u=u, v=v)
     combined(theirs, mine, strategy)
-    found = factors(mine, "c")
-    assert len(found) == {"bert": 3, "gpt2": 4}[family]
-    for path, (a, b) in found.items():
-        their_a, their_b = of_peft(theirs, mine, path, "c")
-        close(b @ a, their_b @ their_a)
+    # PEFT fills up with zeros where one adapter is alone
+    found = check_as_in_peft(theirs, mine, strategy, same_ranks=False)
+    assert found == {"bert": 3, "gpt2": 4}[family]
     # ranks of layers where one is alone are its own
     if strategy == "cat":
         assert len(mine.adapters_config["c"].rank_pattern) == {"bert": 1, "gpt2": 2}[family]
-    theirs.set_adapter("c")
-    mine.set_active_adapters("c")
-    with torch.no_grad():
-        inputs = tiny_inputs(family)
-        close(mine(**inputs).logits, theirs.eval()(**inputs).logits)
+    check_same_logits(theirs, mine, family)
 
 
 @pytest.mark.parametrize("method", ["total", "frequency"])
 def test_signs_are_elected_as_in_peft(method):
-    configs = {**ONE_RANK, "w": {**ONE_RANK["u"], "lora_alpha": 1}}
-    theirs, mine = worlds("bert", **configs)
-    for model in (theirs, mine):
-        model.add_weighted_adapter(
-            ["u", "v", "w"], [1.0, 4.0, 1.0], "c", "ties", density=0.6, majority_sign_method=method
-        )
-    for path, (a, b) in factors(mine, "c").items():
-        their_a, their_b = of_peft(theirs, mine, path, "c")
-        close(a, their_a, 1e-6)
-        close(b, their_b, 1e-6)
-
-
-def test_a_combination_goes_to_peft_and_back(tmp_path):
-    _, mine = worlds(
-        "bert", u=OTHER_RANKS["u"], v={**OTHER_RANKS["v"], "target_modules": ["query"]}
-    )
-    mine.add_weighted_adapter(["u", "v"], WEIGHTS, "c", "cat")
-    mine.save_adapter(tmp_path, "c", format="peft", with_head=False)
-    theirs = peft.PeftModel.from_pretrained(plain("bert").double(), tmp_path).eval()
-    mine.set_active_adapters("c")
-    with torch.no_grad():
-        inputs = tiny_inputs("bert")
-        close(theirs(**inputs).logits, mine(**inputs).logits)
+    theirs, mine = worlds("bert", **ONE_RANK, w={**ONE_RANK["u"], "lora_alpha": 1})
+    options = {"density": 0.6, "majority_sign_method": method}
+    combined(theirs, mine, "ties", [1.0, 4.0, 1.0], "uvw", **options)
+    check_as_in_peft(theirs, mine, "ties")
 
 
 # --- adapters ---
@@ -225,23 +209,28 @@ def as_folder(place, folder, stem):
     return folder
 
 
+def check_like_golden(found, expected):
+    """In float64, so that what is compared with the peer's float32 is the same everywhere."""
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        close(tensor, expected[key].double(), 1e-6)
+
+
 @pytest.mark.parametrize("case", [c for c in SAID["calls"] if not c.startswith("head/")])
 def test_every_average_is_that_of_adapters(case, tmp_path):
     method, name = case.split("/")
     model = AutoAdapterModel.from_config(BertConfig(**SAID["sizes"])).eval()
     for each in ("a", "b", name):
         model.load_adapter(as_folder(f"{method}/{each}", tmp_path / each, "adapter"))
-    model.average_adapter("c", ["a", "b"], **SAID["calls"][case])
+    model.double().average_adapter("c", ["a", "b"], **SAID["calls"][case])
     expected, found = dict(model.adapter_modules(name)), dict(model.adapter_modules("c"))
     assert list(expected) == list(found)
     for path, module in found.items():
         theirs, mine = expected[path].state_dict(), module.state_dict()
         if "svd" in str(SAID["calls"][case]):
             # theirs is without the scaling alpha / r of 2, and its config has it
-            theirs, mine = ({"delta": m.delta(torch.float32)} for m in (expected[path], module))
-        assert theirs.keys() == mine.keys()
-        for key, tensor in mine.items():
-            close(tensor, theirs[key], 1e-6)
+            theirs, mine = ({"delta": m.delta(torch.float64)} for m in (expected[path], module))
+        check_like_golden(mine, theirs)
 
 
 @pytest.mark.parametrize("case", [c for c in SAID["calls"] if c.startswith("head/")])
@@ -251,12 +240,9 @@ def test_every_average_of_heads_is_that_of_adapters(case, tmp_path):
     for each in ("a", "b", name):
         model.load_head(as_folder(f"head/{each}", tmp_path / each, "head"))
     model.active_head = "a"
-    model.average_head("c", ["a", "b"], **SAID["calls"][case])
+    model.double().average_head("c", ["a", "b"], **SAID["calls"][case])
     assert model.active_head == "a"
-    expected, found = model.heads[name].state_dict(), model.heads["c"].state_dict()
-    assert expected.keys() == found.keys()
-    for key, tensor in found.items():
-        close(tensor, expected[key], 1e-6)
+    check_like_golden(model.heads["c"].state_dict(), model.heads[name].state_dict())
 
 
 def test_the_change_keeps_its_size_at_any_rank(tiny):
@@ -266,7 +252,7 @@ def test_the_change_keeps_its_size_at_any_rank(tiny):
     for path, module in model.adapter_modules("c"):
         whole = sum(dict(model.adapter_modules(n))[path].delta(torch.float64) for n in "ab") / 2
         u, s, v = torch.linalg.svd(whole)
-        close(module.delta(torch.float64), u[:, :2] * s[:2] @ v[:2])
+        close(module.delta(torch.float64), u[:, :2] * s[:2] @ v[:2], 1e-10)
 
 
 # --- formulas ---
@@ -298,10 +284,14 @@ def acts(model, setup):
 
 def changes_of(model, name):
     """By how much an adapter changes each weight, from merging it."""
-    before = {p: model.base_model.get_submodule(p).weight.detach().clone()
-              for p, _ in model.adapter_modules(name)}  # fmt: skip
+
+    def weights():
+        get = model.base_model.get_submodule
+        return {p: get(p).weight.detach().clone() for p, _ in model.adapter_modules(name)}
+
+    before = weights()
     model.merge_adapter(name)
-    found = {p: model.base_model.get_submodule(p).weight.detach() - w for p, w in before.items()}
+    found = {path: weight - before[path] for path, weight in weights().items()}
     model.reset_adapter()
     return found
 
@@ -335,6 +325,7 @@ def test_parts_of_layers_and_experts_are_added_too(tiny, family, strategy):
     close(acts(model, "c"), both, 1e-10)
 
 
+# that "linear" turns the signs of both factors is in the peer's averages above
 @pytest.mark.parametrize("call", [
     {"combine_strategy": "lora_linear_only_negate_b"}, {"combine_strategy": "lora_linear_sqrt"},
     {"combine_strategy": "cat"}, {"combine_strategy": "svd", "svd_rank": 8},
@@ -349,13 +340,6 @@ def test_a_negated_lora_is_the_base_less_its_change(tiny, call):
     # forgetting what was added: together they do nothing
     base = output(model)
     close(acts(model, Stack("a", "c")), base)
-
-
-def test_linear_turns_both_signs_of_lora(tiny):
-    """As in adapters, and why there is another strategy for negation."""
-    model = with_adapters(tiny, "lora")
-    model.average_adapter("c", ["a"], [-1.0], normalize_weights=False)
-    close(acts(model, "c"), acts(model, "a"))
 
 
 def test_linear_of_boft_and_dora_turns_about_what_changes_nothing(tiny):
@@ -384,35 +368,27 @@ def test_linear_of_dora_is_its_formula(tiny, convention):
         close(module.lora_B, 0.5 * a[path].lora_B + b[path].lora_B)
 
 
-@pytest.mark.parametrize("weights", [[1.0], [0.25, 0.75]])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_equal_adapters_average_to_that_adapter(tiny, variant, weights):
+def test_equal_adapters_average_to_that_adapter(tiny, variant):
     """INVARIANTS 13: one adapter with weight 1 is that adapter, for every method."""
-    model = tiny()
-    model.add_adapter("a", VARIANTS[variant])
-    stir(model, "a")
-    model.average_adapter("c", ["a"] * len(weights), weights)
-    found, expected = (dict(model.adapter_modules(name)) for name in "ca")
-    for path, module in found.items():
-        theirs = expected[path].state_dict()
-        for key, tensor in module.state_dict().items():
-            close(tensor, theirs[key], 0 if len(weights) == 1 else 1e-6)
-    assert model.adapters_config["c"] == model.adapters_config["a"]
+    model = with_adapters(tiny, VARIANTS[variant], names="a")
+    for weights in ([1.0], [0.25, 0.75]):
+        model.average_adapter("c", ["a"] * len(weights), weights, overwrite_ok=True)
+        expected = dict(model.adapter_modules("a"))
+        for path, module in model.adapter_modules("c"):
+            theirs = expected[path].state_dict()
+            for key, tensor in module.state_dict().items():
+                close(tensor, theirs[key], 0 if len(weights) == 1 else 1e-12)
+        assert model.adapters_config["c"] == model.adapters_config["a"]
 
 
-@pytest.mark.parametrize("strategy", [s for s in OF_PEFT if s not in PRUNING])
+@pytest.mark.parametrize("strategy", OF_PEFT)
 @pytest.mark.parametrize("config", [*METHODS, "lora[use_rslora=True,rank_pattern={'value': 3}]"])
 def test_one_adapter_of_weight_one_is_that_adapter(tiny, config, strategy):
     model = with_adapters(tiny, config)
-    model.add_weighted_adapter(["a"], [1.0], "c", strategy)
-    close(acts(model, "c"), acts(model, "a"), 1e-10)
-
-
-@pytest.mark.parametrize("strategy", PRUNING)
-@pytest.mark.parametrize("config", ["lora", "dora"])
-def test_nothing_is_pruned_at_density_one(tiny, config, strategy):
-    model = with_adapters(tiny, config)
-    model.add_weighted_adapter(["a"], [1.0], "c", strategy, density=1.0)
+    # at density 1 nothing is pruned
+    density = {"density": 1.0} if strategy in PRUNING else {}
+    model.add_weighted_adapter(["a"], [1.0], "c", strategy, **density)
     close(acts(model, "c"), acts(model, "a"), 1e-10)
 
 
@@ -574,7 +550,7 @@ def test_parts_of_a_layer_in_other_places_are_refused(tiny):
         model.add_weighted_adapter(["b", "c"], WEIGHTS, "d", "cat")
 
 
-@pytest.mark.parametrize("strategy", ["linear", "cat", "svd", "ties"])
+@pytest.mark.parametrize("strategy", ["linear", "svd", "ties"])
 def test_what_is_not_finite_is_refused(tiny, strategy):
     model = with_adapters(tiny, "lora")
     *_, (_, module) = model.adapter_modules("b")
@@ -656,33 +632,21 @@ def test_heads_that_do_not_fit_are_refused(tiny):
     model.add_classification_head("more", num_labels=4)
     model.add_tagging_head("tags", num_labels=3)
     model.active_head = "a"
-    with refused(model, CompositionError, "one label2id", "'LABEL_3': 3", "one config"):
-        model.average_head("c", ["a", "more"])
-    with refused(model, CompositionError, "'classification', 'tagging'", "of one type"):
-        model.average_head("c", ["a", "tags"])
-    with refused(model, UnknownNameError, "'bb'", "Did you mean 'b'"):
-        model.average_head("c", ["a", "bb"])
-    with refused(model, DuplicateNameError, "average_head('a')", "overwrite_ok=True"):
-        model.average_head("a", ["a", "b"])
+    for name, heads, error, says in (
+        ("c", ["a", "more"], CompositionError, ("one label2id", "'LABEL_3': 3", "one config")),
+        ("c", ["a", "tags"], CompositionError, ("'classification', 'tagging'", "of one type")),
+        ("c", ["a", "bb"], UnknownNameError, ("'bb'", "Did you mean 'b'")),
+        ("a", ["a", "b"], DuplicateNameError, ("average_head('a')", "overwrite_ok=True")),
+    ):
+        with refused(model, error, *says):
+            model.average_head(name, heads)
     with torch.no_grad():
         next(model.heads["b"].parameters()).fill_(float("inf"))
     with refused(model, CompositionError, "is not finite", "smaller weights"):
         model.average_head("c", ["a", "b"])
 
 
-def test_static_models_average_too():
-    model = ours("bert")
-    adapterzoo.init(model)
-    for seed, name in enumerate("ab"):
-        model.add_adapter(name, "seq_bn")
-        stir(model, name, seed)
-    before = snapshot(model)
-    model.average_adapter("c", ["a", "b"])
-    model.delete_adapter("c")
-    assert not changes(before, snapshot(model))
-
-
-@pytest.mark.parametrize("kind", [["svd"], {"svd": 1}, None, 5])
+@pytest.mark.parametrize("kind", [["svd"], None])
 def test_the_way_of_combining_is_a_name(tiny, kind):
     model = tiny()
     model.add_adapter("a", "lora")

@@ -68,36 +68,35 @@ ADD = [
     (LoRAConfig(leave_out=[0, 1]), SiteError, ("leave_out", "blocks 0 to 1")),
     (SeqBnConfig(leave_out=[0, 1]), SiteError, ("leave_out=[0, 1]", "a shorter leave_out")),
     (SeqBnConfig(cross_adapter=True), SiteError, ("cross_adapter=True", "cross_adapter=False")),
+    ({"architecture": "lora", "init_weights": "pissa"}, ConfigError,
+     ("init_weights='pissa'", "Write init_weights='lora'")),
     (LoRAConfig(target_modules=["word_embeddings"], dropout=0.1), ConfigError,
      ("dropout=0.1", "Write dropout=0.0")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "error", "says"), ADD, ids=[str(c)[:50] for c, *_ in ADD])
-@pytest.mark.parametrize("replaces", [False, True])
-def test_adding(model, config, error, says, replaces):
-    with refused(model, error, *says):
-        model.add_adapter("sst2" if replaces else "new", config, overwrite_ok=True, set_active=True)
+def test_adding(model, config, error, says):
+    for name in ("new", "sst2"):
+        with refused(model, error, *says):
+            model.add_adapter(name, config, overwrite_ok=True, set_active=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["a/b", "../evil", "..", "a\ud800", "", " a", "a.b", "train", "a" * 129, None, 5]
-)
+# which names are legal is in test_names.py
+@pytest.mark.parametrize("name", ["../evil", "train", None])
 def test_names(model, name):
-    calls = [
+    for call in (
         lambda: model.add_adapter(name, "lora"),
         lambda: model.add_classification_head(name),
         lambda: model.add_prediction_head_from_config(name, {"head_type": "tagging"}),
-    ]
-    for call in calls:
+    ):
         with refused(model, ConfigError, repr(name), "Write "):
             call()
 
 
 def test_taken_names(model):
-    with refused(
-        model, DuplicateNameError, "add_adapter('sst2')", "LoRAConfig(", "overwrite_ok=True"
-    ):
+    says = ("add_adapter('sst2')", "LoRAConfig(", "overwrite_ok=True")
+    with refused(model, DuplicateNameError, *says):
         model.add_adapter("sst2", "seq_bn")
     with refused(model, DuplicateNameError, "add_tagging_head('sst2')", "overwrite_ok=True"):
         model.add_tagging_head("sst2")
@@ -142,25 +141,21 @@ def test_names_that_are_none(model, name):
 
 
 def test_compositions(model):
-    with refused(model, CompositionError, "5", "Write 'a' or Stack('a', 'b')"):
-        model.set_active_adapters(5)
-    with refused(model, CompositionError, "array(['sst2']", "Write 'a' or Stack('a', 'b')"):
-        model.set_active_adapters(np.array(["sst2"]))
-    with refused(model, CompositionError, "'sst2', 'sst2'", "Write Stack('sst2')"):
-        model.set_active_adapters(["sst2", "sst2"])
-    with refused(model, CompositionError, "['mnli']", "Write Stack('a', 'b')"):
-        model.set_active_adapters(["sst2", ["mnli"]])
-    with refused(model, CompositionError, "Stack()", "at least one"):
-        Stack()
+    for setup, says in (
+        (5, ("5", "Write 'a' or Stack('a', 'b')")),
+        (np.array(["sst2"]), ("array(['sst2']", "Write 'a' or Stack('a', 'b')")),
+        (["sst2", "sst2"], ("'sst2', 'sst2'", "Write Stack('sst2')")),
+        (["sst2", ["mnli"]], ("['mnli']", "Write Stack('a', 'b')")),
+    ):
+        with refused(model, CompositionError, *says):
+            model.set_active_adapters(setup)
 
 
-@pytest.mark.parametrize("setup", [None, [], (), Parallel(None, None)])
-def test_training_without_an_adapter(model, tiny, setup):
-    for m in (model, tiny()):
-        with refused(
-            m, StateError, f"train_adapter({setup!r})", "Write add_adapter('my_task', 'seq_bn')"
-        ):
-            m.train_adapter(setup)
+@pytest.mark.parametrize("setup", [None, [], Parallel(None, None)])
+def test_training_without_an_adapter(model, setup):
+    says = (f"train_adapter({setup!r})", "Write add_adapter('my_task', 'seq_bn')")
+    with refused(model, StateError, *says):
+        model.train_adapter(setup)
 
 
 def test_training_what_is_merged(model):
@@ -171,27 +166,20 @@ def test_training_what_is_merged(model):
 
 # --- heads ---
 
+# what else is illegal: heads/test_modules.py
 HEADS = [
     ({"num_labels": 0}, ConfigError, ("num_labels=0", "from 1 to 10000000", "Write num_labels=1")),
-    ({"num_labels": -1}, ConfigError, ("num_labels=-1", "Write num_labels=1")),
-    ({"num_labels": 10**9}, ConfigError, ("num_labels=1000000000", "Write num_labels=10000000")),
-    ({"num_labels": True}, ConfigError, ("num_labels=True", "a whole number")),
     ({"num_labels": 2.0}, ConfigError, ("num_labels=2.0", "a whole number")),
-    ({"layers": 0}, ConfigError, ("layers=0", "Write layers=1")),
     ({"activation_function": "tahn"}, ConfigError, ("'tahn'", "tanh")),
     ({"id2label": {0: "a", 2: "b"}}, ConfigError, ("'b': 2", "from 0 to 1", "Write id2label=")),
-    ({"id2label": {0: "a", 1: "a"}}, ConfigError, ("same name", "Write a name of its own")),
-    ({"id2label": ["a", "b"]}, ConfigError, ("['a', 'b']", "Write id2label=")),
-    ({"pooling": "max"}, ConfigError, ("'max'", "Write pooling='auto'")),
-    ({"pooling": "mean", "use_pooler": True}, ConfigError, ("'mean'", "Write use_pooler=False")),
 ]
 
 
 @pytest.mark.parametrize(("fields", "error", "says"), HEADS, ids=[str(f) for f, *_ in HEADS])
-@pytest.mark.parametrize("replaces", [False, True])
-def test_adding_heads(model, fields, error, says, replaces):
-    with refused(model, error, *says):
-        model.add_classification_head("sst2" if replaces else "new", overwrite_ok=True, **fields)
+def test_adding_heads(model, fields, error, says):
+    for name in ("new", "sst2"):
+        with refused(model, error, *says):
+            model.add_classification_head(name, overwrite_ok=True, **fields)
 
 
 def test_head_types(model):
@@ -207,9 +195,6 @@ def test_head_types(model):
         model.add_prediction_head_from_config("new", {})
     with refused(model, ConfigError, "not 'tagging'", "Write {'head_type': "):
         model.add_prediction_head_from_config("new", "tagging")
-
-
-def test_a_head_that_is_no_name(model):
     with refused(model, UnknownNameError, "no head 5", "Known heads: "):
         model.active_head = 5
 
@@ -222,12 +207,10 @@ def test_labels_without_a_head(model, tiny):
             m(**tiny_inputs("bert"), labels=labels)
 
 
+# what else does not fit: heads/test_losses.py
 LABELS = [
     ([0, 3], ("3 is no label", "0 to 2", "as many labels as the data has")),
-    ([0, -1], ("-1 is no label", "0 to 2")),
-    ([0, 1, 2], ("shape [3]", "Write labels of shape [2]")),
     ([[0, 1], [1, 2]], ("shape [2, 2]", "Write labels of shape [2]")),
-    ([0.0, 1.0], ("torch.float32", "Write labels.long()")),
     ([True, False], ("torch.bool", "Write labels.long()")),
 ]
 
@@ -246,15 +229,19 @@ def test_labels_for_a_head_that_is_none(model):
 
 def test_labels_of_the_wrong_argument(model):
     model.add_qa_head("qa")
-    with refused(model, ConfigError, "'qa'", "'end_positions'", "Write all of them or none"):
-        model(**tiny_inputs("bert"), start_positions=torch.tensor([0, 1]))
     one, two = torch.tensor([0]), torch.tensor([0, 1])
-    with refused(model, ConfigError, "end_positions: [2]", "Write all of them with one entry"):
-        model(**tiny_inputs("bert"), start_positions=one, end_positions=two)
+    cases = [
+        ({"start_positions": two}, ("'qa'", "'end_positions'", "Write all of them or none")),
+        ({"start_positions": one, "end_positions": two},
+         ("end_positions: [2]", "Write all of them with one entry")),
+    ]  # fmt: skip
     for wrong in (two.float(), two[:, None].expand(2, 3)):
         says = f"{wrong.dtype} of shape {list(wrong.shape)}"
-        with refused(model, ConfigError, says, "Write one whole number for each row"):
-            model(**tiny_inputs("bert"), start_positions=wrong, end_positions=wrong)
+        given = {"start_positions": wrong, "end_positions": wrong}
+        cases.append((given, (says, "Write one whole number for each row")))
+    for given, says in cases:
+        with refused(model, ConfigError, *says):
+            model(**tiny_inputs("bert"), **given)
 
 
 def test_labels_that_the_active_head_does_not_take(model):
@@ -269,7 +256,7 @@ def test_labels_that_the_active_head_does_not_take(model):
     assert torch.equal(loss, model(**tiny_inputs("bert"), **both).loss)
 
 
-@pytest.mark.parametrize("setup", ["sst2", "mnli", None])
+@pytest.mark.parametrize("setup", ["mnli", None])
 @pytest.mark.parametrize("wrong", [torch.tensor([[1000]]), torch.ones(2, 3)])
 def test_a_failed_forward_leaves_the_next_one_right(model, setup, wrong):
     model.set_active_adapters(setup)

@@ -47,12 +47,10 @@ def placed(*configs: Made) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("kinds", "says"),
-    [
-        ((Plain, Plain, Before), "C2 with C0: the former changes the input of 'a.b'"),
-        ((Plain, Before, Before), "C1 with C2: the former changes the input of 'a.b'"),
-        ((Before, Plain), "C0 with C1: the former changes the input of 'a.b'"),
-    ],
-)
+    [((Plain, Plain, Before), "C2 with C0: the former changes the input of 'a.b'"),
+     ((Plain, Before, Before), "C1 with C2: the former changes the input of 'a.b'"),
+     ((Before, Plain), "C0 with C1: the former changes the input of 'a.b'")],
+)  # fmt: skip
 def test_the_two_that_cannot_share_a_layer_are_named(kinds, says):
     configs = [Made(f"C{i}", kind) for i, kind in enumerate(kinds)]
     with pytest.raises(ConfigError) as caught:

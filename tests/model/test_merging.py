@@ -6,13 +6,10 @@ import copy
 
 import pytest
 import torch
-from families import tiny_inputs
 from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
-from torch import nn
 
 from adapterzoo import AutoAdapterModel, LoRAConfig, Stack
-from adapterzoo.errors import StateError, UnknownNameError
-from adapterzoo.inject import plain_class
+from adapterzoo.errors import StateError
 
 QKV = ("q", "k", "v")
 CASES = {
@@ -21,19 +18,14 @@ CASES = {
                                       output_lora=True, use_rslora=True)),
     "bert-patterns": ("bert", LoRAConfig(rank_pattern={"query": 2}, alpha_pattern={"value": 3.5})),
     "bert-bias": ("bert", LoRAConfig(lora_bias=True, target_modules=["dense"])),
-    "bert-one-layer": ("bert", LoRAConfig(layers_to_transform=[1])),
-    "bert-wide": ("bert", LoRAConfig(r=64, alpha=-16)),
     "bert-embedding": ("bert", LoRAConfig(target_modules=["word_embeddings"])),
     "gpt2-qkv": ("gpt2", LoRAConfig(attn_matrices=QKV)),
     "gpt2-k": ("gpt2", LoRAConfig(attn_matrices=("k",), lora_bias=True)),
     "gpt2-all": ("gpt2", LoRAConfig(target_modules="all-linear")),
     "gpt_neox-qv": ("gpt_neox", LoRAConfig()),
-    "llama-all": ("llama", LoRAConfig(target_modules="all-linear")),
     "gemma3-embedding": ("gemma3_text", LoRAConfig(target_modules=["embed_tokens"])),
     "mixtral-experts": ("mixtral", LoRAConfig(intermediate_lora=True, output_lora=True)),
-    "qwen3_moe-experts": ("qwen3_moe", LoRAConfig(selfattn_lora=False, intermediate_lora=True)),
     "t5-all": ("t5", LoRAConfig(target_modules="all-linear", attn_matrices=QKV)),
-    "vit-qv": ("vit", LoRAConfig(dropout=0.5)),
 }  # fmt: skip
 
 
@@ -52,7 +44,7 @@ def test_merged_is_unmerged_and_reset_gives_the_bits_back(tiny, case):
     before = snapshot(model)
     model.set_active_adapters("a")
     unmerged = output(model)
-    truth = output(copy.deepcopy(model).double(), **doubled(model))
+    truth = output(copy.deepcopy(model).double())
     model.set_active_adapters(None)
     model.merge_adapter("a")
     merged = output(model)
@@ -60,7 +52,7 @@ def test_merged_is_unmerged_and_reset_gives_the_bits_back(tiny, case):
     model.set_active_adapters("a")
     assert same_bits(merged, output(model))
     error, reference = (x.double().sub(truth).abs().max() for x in (merged, unmerged))
-    assert error <= 2 * reference + 1e-6
+    assert error <= 2 * reference + 8 * torch.finfo(merged.dtype).eps * truth.abs().max()
     assert (merged - base).abs().max() > 1e-3
     model.reset_adapter()
     assert same_bits(unmerged, output(model))
@@ -70,79 +62,51 @@ def test_merged_is_unmerged_and_reset_gives_the_bits_back(tiny, case):
     assert not changes(before, snapshot(model))
 
 
-def doubled(model):
-    inputs = tiny_inputs(model.config.model_type)
-    return {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
-
-
-def test_the_merged_weight_is_the_formula(tiny):
-    model = tiny()
-    model.add_adapter("a", LoRAConfig(r=4, alpha=6, lora_bias=True))
-    stir(model, "a")
-    layer = model.base_model.encoder.layer[1].attention.self.query
-    lora = layer.adapters["a"]
-    w, b = layer.weight.double(), layer.bias.double()
-    expected = (w + 6 / 4 * lora.lora_B.double() @ lora.lora_A.double()).detach()
-    bias = (b + 6 / 4 * lora.lora_B_bias.double()).detach()
-    model.merge_adapter("a")
-    torch.testing.assert_close(layer.weight.double(), expected, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(layer.bias.double(), bias, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_merged_in_float32(tiny, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_merged_weight_is_the_formula_rounded_once(tiny, dtype):
+    """In half precision it is computed in float32: the error is half a step, not one for each."""
     model = tiny().to(dtype)
-    model.add_adapter("a", LoRAConfig(r=16, alpha=32))
+    model.add_adapter("a", LoRAConfig(r=16, alpha=24, lora_bias=True))
     stir(model, "a")
     before = snapshot(model)
-    layer = model.base_model.encoder.layer[0].attention.self.value
-    lora = layer.adapters["a"]
-    expected = layer.weight.float() + 2 * lora.lora_B.float() @ lora.lora_A.float()
-    expected = expected.detach().to(dtype)
+    layer = model.base_model.encoder.layer[1].attention.self.query
+    lora, eps = layer.adapters["a"], torch.finfo(dtype).eps
+    low_rank = lora.lora_B.double() @ lora.lora_A.double()
+    exact = {
+        "weight": (layer.weight + 24 / 16 * low_rank).detach(),
+        "bias": (layer.bias + 24 / 16 * lora.lora_B_bias.double()).detach(),
+    }
+    # what float32 rounds on the way, of all that is added up
+    terms = lora.lora_B.abs().double() @ lora.lora_A.abs().double() * 24 / 16 + layer.weight.abs()
+    way = 32 * torch.finfo(torch.float32).eps * terms.max().item()
     model.merge_adapter("a")
-    assert same_bits(layer.weight, expected)
+    for name, expected in exact.items():
+        error = (getattr(layer, name).double() - expected).abs()
+        assert (error <= eps / 2 * expected.abs() + way).all()
     model.reset_adapter()
     assert not changes(before, snapshot(model))
 
 
 def test_merging_one_after_the_other_is_merging_both(tiny):
-    model = tiny("gpt2")
+    model = tiny("gpt2").double()
     for i, (name, config) in enumerate({"a": "lora", "b": 'lora[attn_matrices=["k","v"]]'}.items()):
         model.add_adapter(name, config)
         stir(model, name, seed=i)
     before = snapshot(model)
     model.set_active_adapters(Stack("a", "b"))
     both = output(model)
+    model.merge_adapter("a")
+    # one merged, one active
+    torch.testing.assert_close(output(model), both, rtol=0, atol=1e-12)
+    model.reset_adapter()
     model.set_active_adapters(None)
-    seen = {}
     for names in ("a", "b", "ab", "ba"):
         for name in names:
             model.merge_adapter(name)
-        seen[names] = output(model)
+        found = output(model)
+        assert torch.allclose(found, both, rtol=0, atol=1e-12) == (len(names) == 2)
         model.reset_adapter()
         assert not changes(before, snapshot(model))
-    torch.testing.assert_close(seen["ab"], both, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(seen["ba"], both, rtol=1e-4, atol=1e-5)
-    assert (seen["a"] - seen["b"]).abs().max() > 1e-3
-    assert (seen["a"] - both).abs().max() > 1e-3
-    assert (seen["b"] - both).abs().max() > 1e-3
-
-
-def test_one_merged_and_one_active_add_up(tiny):
-    model = tiny()
-    for name in "ab":
-        model.add_adapter(name, "lora")
-        stir(model, name, seed=ord(name))
-    model.set_active_adapters(Stack("a", "b"))
-    both = output(model)
-    model.merge_adapter("a")
-    torch.testing.assert_close(output(model), both, rtol=1e-4, atol=1e-5)
-    model.add_adapter("c", "seq_bn", set_active=True)
-    model.delete_adapter("c")
-    model.delete_adapter("b")
-    model.reset_adapter()
-    model.set_active_adapters("a")
-    assert not same_bits(both, output(model))
 
 
 def test_merging_leaves_all_else_as_it_was(tiny):
@@ -159,23 +123,23 @@ def test_merging_leaves_all_else_as_it_was(tiny):
     assert adapter_bits(model, "a") == kept
 
 
-def test_merging_twice_is_refused(tiny):
+def test_what_a_merged_adapter_refuses(tiny):
     model = made(tiny, "bert-all")
     model.merge_adapter("a")
-    with refused(model, StateError, "merge_adapter('a')", "Write reset_adapter() first"):
-        model.merge_adapter("a")
-    with refused(model, StateError, "delete_adapter('a')", "Write reset_adapter() first"):
-        model.delete_adapter("a")
-    with refused(model, StateError, "train_adapter('a')", "Write reset_adapter() first"):
-        model.train_adapter("a")
-    with refused(model, StateError, "add_adapter('a')", "Write reset_adapter() first"):
-        model.add_adapter("a", "lora", overwrite_ok=True)
-    with refused(model, UnknownNameError, "'aa'", "Did you mean 'a'?"):
-        model.merge_adapter("aa")
+    for call, run in {
+        "merge_adapter('a')": lambda: model.merge_adapter("a"),
+        "delete_adapter('a')": lambda: model.delete_adapter("a"),
+        "train_adapter('a')": lambda: model.train_adapter("a"),
+        "add_adapter('a')": lambda: model.add_adapter("a", "lora", overwrite_ok=True),
+    }.items():
+        with refused(model, StateError, call, "Write reset_adapter() first"):
+            run()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("case", ["bert-all", "gpt2-qkv", "mixtral-experts", "bert-embedding"])
+@pytest.mark.parametrize(("case", "value"), [
+    ("bert-all", float("inf")), ("gpt2-qkv", float("nan")), ("mixtral-experts", float("nan")),
+    ("bert-bias", float("nan")), ("bert-embedding", float("inf")),
+])  # fmt: skip
 def test_what_is_not_finite_is_refused(tiny, case, value):
     model = made(tiny, case)
     # the last one, so that others are written before it is found
@@ -183,7 +147,9 @@ def test_what_is_not_finite_is_refused(tiny, case, value):
     *_, parameter = module.parameters()
     with torch.no_grad():
         parameter.view(-1)[-1] = value
-    with refused(model, StateError, repr(path), "is not finite", "Look for NaN in the adapter"):
+    what = "bias" if case == "bert-bias" else "the merged"
+    says = (repr(path), what, "is not finite", "Look for NaN in the adapter")
+    with refused(model, StateError, *says):
         model.merge_adapter("a")
 
 
@@ -207,38 +173,29 @@ def test_a_merge_that_is_interrupted_leaves_no_trace(tiny, monkeypatch, error):
     assert same_bits(output(model), out)
 
 
-def test_a_bias_that_is_not_finite_is_refused(tiny):
-    model = made(tiny, "bert-bias")
-    *_, (path, module) = model.adapter_modules("a")
-    with torch.no_grad():
-        module.lora_B_bias[-1] = float("nan")
-    with refused(model, StateError, repr(path), "bias", "Look for NaN in the adapter"):
+@pytest.mark.parametrize("merged_before", [True, False])
+def test_an_overflow_of_float16_is_refused(tiny, merged_before):
+    model = tiny()
+    model.add_adapter("a", "lora")
+    model.add_adapter("b", LoRAConfig(alpha=6e4))
+    stir(model, "b", std=10.0)
+    if merged_before:
         model.merge_adapter("a")
-
-
-def test_an_overflow_of_float16_is_refused(tiny):
-    model = tiny().half()
-    model.add_adapter("a", LoRAConfig(alpha=6e4))
-    stir(model, "a", std=10.0)
+    model.half()
     with refused(model, StateError, "overflows in torch.float16", "model.float()"):
-        model.merge_adapter("a")
-    model.float().merge_adapter("a")
+        model.merge_adapter("b")
+    model.float().merge_adapter("b")
 
 
-@pytest.mark.parametrize(
-    "config", ["seq_bn", "par_bn", "adapter_plus", "lora|seq_bn", "seq_bn|lora"]
-)
-def test_what_is_no_weight_is_refused(tiny, config):
+@pytest.mark.parametrize(("config", "says"), [
+    ("par_bn", "cannot be merged"), ("adapter_plus", "cannot be merged"),
+    ("lora|seq_bn", "cannot be merged"), ("seq_bn|lora", "cannot be merged"),
+    ("lora[use_gating=True]", "use_gating=True"),
+])  # fmt: skip
+def test_what_is_no_weight_is_refused(tiny, config, says):
     model = tiny()
     model.add_adapter("a", config)
-    with refused(model, StateError, "cannot be merged", "Keep it active instead"):
-        model.merge_adapter("a")
-
-
-def test_a_gate_is_refused(tiny):
-    model = tiny()
-    model.add_adapter("a", "lora[use_gating=True]")
-    with refused(model, StateError, "use_gating=True", "Keep it active instead"):
+    with refused(model, StateError, says, "Keep it active instead"):
         model.merge_adapter("a")
 
 
@@ -258,9 +215,8 @@ def test_a_shared_weight_is_refused(tiny):
     model.add_causal_lm_head("lm")
     model.add_adapter("a", LoRAConfig(target_modules=["wte"]))
     stir(model, "a")
-    with refused(
-        model, StateError, "heads.lm.", "transformer.wte.weight", "Keep the adapter active"
-    ):
+    says = ("heads.lm.", "transformer.wte.weight", "Keep the adapter active")
+    with refused(model, StateError, *says):
         model.merge_adapter("a")
     model.delete_head("lm")
     model.merge_adapter("a")
@@ -282,22 +238,10 @@ def test_a_cast_model_is_reset_to_the_cast_originals(tiny):
     ] == []
 
 
-def test_a_second_merge_after_a_cast_holds_in_the_new_dtype(tiny):
-    model = tiny()
-    model.add_adapter("a", "lora")
-    stir(model, "a")
-    model.add_adapter("b", LoRAConfig(alpha=6e4))
-    stir(model, "b", std=10.0)
-    model.merge_adapter("a")
-    model.half()
-    with refused(model, StateError, "overflows in torch.float16", "model.float()"):
-        model.merge_adapter("b")
-
-
 # --- merged models and files ---
 
 
-@pytest.mark.parametrize("case", ["bert-all", "gpt2-qkv", "mixtral-experts"])
+@pytest.mark.parametrize("case", ["bert-all", "mixtral-experts"])
 def test_a_merged_model_is_saved_and_loaded(tiny, tmp_path, case):
     model = made(tiny, case)
     model.merge_adapter("a")
@@ -325,35 +269,22 @@ def test_a_merged_adapter_is_saved_as_if_it_were_not(tiny, tmp_path):
     model.save_adapter(tmp_path / "before", "a")
     model.merge_adapter("a")
     model.save_adapter(tmp_path / "after", "a")
-    before, after = (
-        (tmp_path / k / "adapter.safetensors").read_bytes() for k in ("before", "after")
-    )
-    assert before == after
-    fresh = tiny()
-    fresh.load_adapter(tmp_path / "after", set_active=True)
-    model.reset_adapter()
-    model.set_active_adapters("a")
-    assert same_bits(output(model), output(fresh))
-
-
-def test_a_merged_base_model_is_a_plain_transformers_model(tiny):
-    model = made(tiny, "bert-all")
-    model.merge_adapter("a")
-    merged = output(model)
-    plain = tiny().base_model
-    own = model.base_model.state_dict()
-    plain.load_state_dict({key: own[key] for key in plain.state_dict()})
-    assert same_bits(merged, output(plain))
-    linear = plain_class(model.base_model.encoder.layer[0].output.dense)
-    assert linear is nn.Linear
+    files = [tmp_path / k / "adapter.safetensors" for k in ("before", "after")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_originals_are_kept_in_their_own_memory(tiny):
+    """And a config is frozen: what happens to an adapter while it is merged has no effect."""
     model = made(tiny, "bert-all")
     weight = model.base_model.encoder.layer[0].output.dense.weight
     before = bits(weight)
     model.merge_adapter("a")
     with torch.no_grad():
         weight.fill_(7.0)
+    stir(model, "a", seed=9)
+    with pytest.raises(AttributeError):
+        model.adapters_config["a"].alpha = 32
+    for _, module in model.adapter_modules("a"):
+        module.scaling *= 7
     model.reset_adapter()
     assert bits(weight) == before

@@ -70,20 +70,22 @@ def test_every_bit_is_that_of_the_row_alone(family, how):
     assert not torch.equal(tokens, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
-def test_every_token_is_that_of_the_row_alone(family, dtype):
-    """With the products that everybody has; logits differ as those of plain transformers do."""
-    model, inputs = with_adapters(family, dtype)
-    tokens, logits = generated(model, inputs, adapter_names=NAMES, max_new_tokens=8)
-    off, usual = [], []
+def test_float32_is_as_near_to_float64_as_the_row_alone(family):
+    """With the products that everybody has, which sum a batch in another order than a row."""
+    model, inputs = with_adapters(family, torch.float32)
+    chosen = {"adapter_names": NAMES, "max_new_tokens": 8}
+    truth, exact = generated(with_adapters(family, torch.float64)[0], inputs, **chosen)
+    # the tokens can be compared where no rounding decides between the two best
+    best = exact.topk(2, dim=-1).values
+    assert (best[..., 0] - best[..., 1]).min() > 1e-4
+    tokens, logits = generated(model, inputs, **chosen)
+    assert torch.equal(tokens, truth)
+    error, usual = 0.0, 0.0
     for i, name in enumerate(NAMES):
         with AdapterSetup(name):
-            expected = generated(model, row(inputs, i), max_new_tokens=8)
-            together = generated(model, inputs, max_new_tokens=8)[1]
-        assert torch.equal(tokens[i : i + 1], expected[0])
-        off.append((logits[i] - expected[1][0]).abs().max().item())
-        usual.append((together[i] - expected[1][0]).abs().max().item())
-    # one adapter for the whole batch differs from its rows alone as much
-    scale = logits.abs().max().item() * torch.finfo(dtype).eps
-    assert max(off) <= 2 * max(*usual, scale)
+            alone = generated(model, row(inputs, i), max_new_tokens=8)
+        assert torch.equal(alone[0], truth[i : i + 1])
+        error = max(error, (logits[i] - exact[i]).abs().max().item())
+        usual = max(usual, (alone[1][0] - exact[i]).abs().max().item())
+    assert error <= 2 * usual + 8 * torch.finfo(torch.float32).eps * exact.abs().max().item()

@@ -57,17 +57,12 @@ def test_a_setup_holds_until_its_block_ends(model):
     assert not changes(before, snapshot(model))
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
-def test_an_exception_ends_it(model, error):
+def test_an_exception_ends_it(model):
     model.set_active_adapters(B)
     before = snapshot(model)
-    with pytest.raises(error), AdapterSetup(A), AdapterSetup(None):
-        raise error
+    with pytest.raises(KeyboardInterrupt), AdapterSetup(A), AdapterSetup(None):
+        raise KeyboardInterrupt
     assert not changes(before, snapshot(model))
-
-
-def test_a_failed_forward_in_it_ends_it(model):
-    before = snapshot(model)
     with pytest.raises(IndexError), AdapterSetup(A):
         model(input_ids=torch.tensor([[1000]]))
     assert not changes(before, snapshot(model))
@@ -113,23 +108,20 @@ def test_it_holds_for_each_model_that_knows_the_names_and_for_no_other(tiny, mod
 def test_a_setup_of_two_models_fails_as_one(tiny, model):
     other = tiny()
     other.add_adapter("setup-c", "lora")
-    with (
-        refused(model, StateError, "setup-c", A, "ignore_empty=True"),
-        AdapterSetup([A, "setup-c"]),
-    ):
+    setup = AdapterSetup([A, "setup-c"])
+    with refused(model, StateError, "setup-c", A, "ignore_empty=True"), setup:
         pass
     assert other.active_adapters is None
 
 
-@pytest.mark.parametrize("name", ["setup-aa", "zzz"])
-def test_unknown_names_raise_unless_ignored(model, name):
-    cure = "Did you mean 'setup-a'?" if name == "setup-aa" else "Known adapter"
+@pytest.mark.parametrize(
+    ("name", "cure"), [("setup-aa", "Did you mean 'setup-a'?"), ("zzz", "Known adapter")]
+)
+def test_unknown_names_raise_unless_ignored(model, name, cure):
     with refused(model, UnknownNameError, repr(name), cure), AdapterSetup(name):
         pass
-    with (
-        refused(model, UnknownNameError, repr(name), "adapter or head"),
-        AdapterSetup(A, head_setup=name),
-    ):
+    setup = AdapterSetup(A, head_setup=name)
+    with refused(model, UnknownNameError, repr(name), "adapter or head"), setup:
         pass
     before = snapshot(model)
     with AdapterSetup(name, ignore_empty=True):
@@ -150,36 +142,31 @@ def test_setups_do_not_keep_models_alive(tiny):
 
 
 def test_what_is_in_use_is_not_pulled_away(model):
+    cure = "Leave the 'with AdapterSetup(…)' block first"
+
+    def check():
+        with refused(model, StateError, f"'{A}'", cure):
+            model.delete_adapter(A)
+        with refused(model, StateError, f"'{A}'", cure):
+            model.add_adapter(A, "lora", overwrite_ok=True)
+
     for block in (AdapterSetup(A), AdapterSetup(Stack(B, A))):
         with block:
-            check_in_use(model)
+            check()
             # an outer block comes back, so its adapters are in use as well
             with AdapterSetup(None):
-                check_in_use(model)
+                check()
             assert output(model).isfinite().all()
-    model.delete_adapter(A)
-
-
-def check_in_use(model):
-    with refused(model, StateError, f"'{A}'", "Leave the 'with AdapterSetup(…)' block first"):
-        model.delete_adapter(A)
-    with refused(model, StateError, f"'{A}'", "Leave the 'with AdapterSetup(…)' block first"):
-        model.add_adapter(A, "lora", overwrite_ok=True)
-
-
-def test_nothing_is_merged_under_a_setup_that_uses_it(model):
-    cure = "Leave the 'with AdapterSetup(…)' block first"
     with AdapterSetup(B), AdapterSetup(None), refused(model, StateError, f"'{B}'", cure):
         model.merge_adapter(B)
     model.merge_adapter(B)
     merged = output(model)
     with AdapterSetup(B):
         assert same_bits(merged, output(model))
-        with refused(
-            model, StateError, "reset_adapter()", "Leave the 'with AdapterSetup(…)' block"
-        ):
+        with refused(model, StateError, "reset_adapter()", cure.removesuffix(" first")):
             model.reset_adapter()
     model.reset_adapter()
+    model.delete_adapter(A)
 
 
 def test_a_deleted_head_is_gone_from_every_block(model):
@@ -213,7 +200,7 @@ def test_threads_with_setups_of_their_own_never_mix(model):
     shared = AdapterSetup(A)
 
     def run(setup, block):
-        for _ in range(40):
+        for _ in range(10):
             with block if block is not None else AdapterSetup(setup):
                 if not same_bits(expected[setup], output(model)):
                     return False
@@ -255,26 +242,6 @@ def test_a_thread_started_inside_sees_the_default(model):
         (seen,) = in_threads(lambda: output(model))
         assert same_bits(expected[A], output(model))
     assert same_bits(expected[B], seen)
-
-
-def test_the_default_reaches_threads_that_run_already(model):
-    expected = outputs_of(model)
-    step = threading.Barrier(2)
-
-    def follow():
-        seen = [output(model)]
-        step.wait(timeout=30)
-        step.wait(timeout=30)
-        return [*seen, output(model)]
-
-    def lead():
-        step.wait(timeout=30)
-        model.set_active_adapters(A)
-        step.wait(timeout=30)
-
-    before, after = in_threads(follow, lead)[0]
-    assert same_bits(expected[None], before)
-    assert same_bits(expected[A], after)
 
 
 def test_models_may_come_and_go_while_setups_are_entered(tiny, model):
@@ -320,33 +287,18 @@ def replicate(model):
     return made[model]
 
 
-@pytest.mark.parametrize("setup", [A, B, None])
-def test_replicas_see_the_setup_of_the_thread_that_made_them(model, setup):
-    model.set_active_adapters(B if setup != B else A)
-    expected = outputs_of(model)
-    with AdapterSetup(setup):
-        replicas = [replicate(model), replicate(model)]
-        seen = in_threads(*(lambda r=r: output(r) for r in replicas))
-    assert all(same_bits(expected[setup], out) for out in seen)
-    # the next step of training replicates anew
-    with AdapterSetup(None):
-        replica = replicate(model)
-    assert same_bits(expected[None], in_threads(lambda: output(replica))[0])
-
-
 def test_replicas_at_once_do_not_mix_what_they_tap(model):
     model.set_active_adapters(A)
     rows = [{k: v[i : i + 1] for k, v in tiny_inputs("bert", batch=4).items()} for i in range(4)]
     expected = [output(model, **row) for row in rows]
     replicas = [replicate(model) for _ in rows]
+    pairs = list(zip(replicas, rows, strict=True))
     for _ in range(10):
-        seen = in_threads(
-            *(lambda m=m, row=row: output(m, **row) for m, row in zip(replicas, rows, strict=True))
-        )
+        seen = in_threads(*(lambda m=m, row=row: output(m, **row) for m, row in pairs))
         assert all(same_bits(x, y) for x, y in zip(expected, seen, strict=True))
 
 
-@pytest.mark.parametrize("heads", [5, True, ["a", 5], [["a"]], {"a": 1}, b"a"])
+@pytest.mark.parametrize("heads", [True, ["a", 5], {"a": 1}])
 def test_heads_of_a_setup_are_names(model, heads):
     with refused(model, ConfigError, f"head_setup={heads!r}", "Write head_setup='my_task'"):
         AdapterSetup(A, head_setup=heads)

