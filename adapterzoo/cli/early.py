@@ -30,15 +30,16 @@ def check_adapter(call: str, path: str) -> None:
     """
     folder = place_of(call, path, None)
     if isinstance(folder, Path):
-        check_folder(call, path)
+        check_folder(call, path, on_hub=True)
 
 
-def check_folder(call: str, path: str) -> None:
+def check_folder(call: str, path: str, on_hub: bool = False) -> None:
     """Check that a folder is there and has a file of an adapter.
 
     Args:
         call: what the user wrote, for messages.
         path: of a folder on this machine.
+        on_hub: whether an adapter of the Hub would do too.
 
     Raises:
         CheckpointError: it is not there, or has none.
@@ -53,21 +54,23 @@ def check_folder(call: str, path: str) -> None:
     names = [file.name for file in Path(path).iterdir()]
     # a reader finishes a save that was killed, and finds its files then
     if not {*names} & {*known_files()} and not any(n.startswith(_HIDDEN) for n in names):
-        raise no_adapter(call, path, names)
+        raise no_adapter(call, path, names, on_hub)
 
 
-def no_adapter(call: str, path: str, names: Iterable[str]) -> CheckpointError:
+def no_adapter(call: str, path: str, names: Iterable[str], on_hub: bool = True) -> CheckpointError:
     """The error for a folder without an adapter.
 
     Args:
         call: what the user wrote, for messages.
         path: as the user wrote it.
         names: of the files that are there.
+        on_hub: whether an adapter of the Hub would do too.
     """
+    other = ", or 'user/repository' for an adapter of the Hub" if on_hub else ""
     return CheckpointError(
         f"{call}: {path!r} holds no adapter and no head in a format that is known "
         f"({listing(FORMATS)}); its files: {listing(sorted(names))}. Write the folder that "
-        f"save_adapter was given, or 'user/repository' for an adapter of the Hub."
+        f"save_adapter was given{other}."
     )
 
 

@@ -85,7 +85,9 @@ CASES = {
     "merge: no base": (("merge", "./base", "adapter", "out"), NO_BASE),
     "merge: no folder": (("merge", "m", "nope", "out"), NO_FOLDER),
     "push: no folder": (("push", "nope", "me/a"), "there is no folder 'nope'"),
-    "push: an empty folder": (("push", "empty", "me/a"), EMPTY),
+    "push: an empty folder": (
+        ("push", "empty", "me/a"), "its files: none. Write the folder of an adapter.\n"
+    ),
     "push: no name of the Hub": (
         ("push", "adapter", "me--you/a"), "'me--you/a' is no name of a repository"
     ),

@@ -93,7 +93,7 @@ def test_push_private_and_json(
     [
         (["info", "ann/none"], "ann/none"),
         (["push", "{folder}", "bob/his"], "bob/his"),
-        (["push", ".", "ann/a"], "the folder holds no adapter"),
+        (["push", ".", "ann/a"], "holds no adapter"),
         (["push", "{folder}", "a//b"], "is no name of a repository"),
         (["list", "--library", "torch"], "library='torch' is not known"),
     ],
