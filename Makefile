@@ -2,6 +2,7 @@
 # make test         lint, types, import floors, documentation, tests
 # make docs         the documentation site, offline, in build/docs/html; make links follows its links
 # make notebooks    runs the notebooks from top to bottom, and keeps what they print and draw
+# make fuzz         random sequences of calls on tiny models: make fuzz ARGS="--minutes 10"
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
 # make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
 #
@@ -29,7 +30,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart notebooks bench bench-gpu test lint types floors docs links tests coverage \
-	devices architectures format clean
+	devices architectures fuzz format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -77,13 +78,16 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes of many threads each slow one another down tenfold: one thread each
-tests coverage devices architectures: export OMP_NUM_THREADS = 1
-tests coverage devices architectures: export HF_HUB_OFFLINE = 1
+tests coverage devices architectures fuzz: export OMP_NUM_THREADS = 1
+tests coverage devices architectures fuzz: export HF_HUB_OFFLINE = 1
 tests: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 coverage: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term $(ARGS)
+
+fuzz: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/fuzz/run.py $(ARGS)
 
 # the table that tests/test_devices.py compares with what it finds
 devices: $(VENV)/.test-$(KEY)

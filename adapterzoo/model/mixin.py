@@ -76,6 +76,7 @@ class AdapterModelMixin(
                 "active": to_json(plan.setup),
                 "skip_layers": list(plan.skip_layers),
                 "heads": list(plan.heads),
+                "known_heads": list(self.known_heads()),
             }
         try:
             cast("Any", super()).save_pretrained(save_directory, **kwargs)
