@@ -131,9 +131,7 @@ class AdapterRules(World):
             return
         elif self.attempt(
             "add_adapter over another",
-            lambda: self.model.add_adapter(
-                name, config, overwrite_ok=True, set_active=set_active
-            ),
+            lambda: self.model.add_adapter(name, config, overwrite_ok=True, set_active=set_active),
         ):
             self.entered(name, AdapterConfig.load(config), set_active)
             stir(self.model, name, 7, std=0.05)

@@ -73,7 +73,9 @@ ALWAYS: dict[str, Callable[[Any, Any], Any]] = {
     "average_head": lambda m, w: m.average_head("new", [_NOBODY]),
     "register_custom_head": lambda m, w: m.register_custom_head("x", object),
     "forward, head": lambda m, w: run(m, **w.cast_inputs(), head=_NOBODY),
-    "forward, adapter_names": lambda m, w: run(m, **w.cast_inputs(), adapter_names=[_NOBODY] * ROWS),
+    "forward, adapter_names": lambda m, w: run(
+        m, **w.cast_inputs(), adapter_names=[_NOBODY] * ROWS
+    ),
     "forward, rows": lambda m, w: run(m, **w.cast_inputs(), adapter_names=[None] * (ROWS + 1)),
     "forward, no rows": lambda m, w: run(m, **w.cast_inputs(), adapter_names=[]),
     "forward, names a string": lambda m, w: run(m, **w.cast_inputs(), adapter_names="abc"),

@@ -104,7 +104,7 @@ class CallRules(World):
                     barrier.wait()
                     found[2] = self.run()
                     return
-                with AdapterSetup(names[number]):
+                with AdapterSetup(names[number], skip_layers=[]):
                     barrier.wait()
                     found[number] = run(self.model.base_model, **self.cast_inputs())
             except BaseException as error:  # noqa: BLE001  it belongs to the thread that asked
@@ -123,9 +123,7 @@ class CallRules(World):
         same(found[2], default, "a thread without a context")
         self.count("threads")
 
-    @precondition(
-        lambda self: self.started and self.ledger.adapters and not pending("asyncio")
-    )
+    @precondition(lambda self: self.started and self.ledger.adapters and not pending("asyncio"))
     @rule(data=st.data())
     def tasks(self, data: Any) -> None:
         """Two asyncio tasks of one thread do not see each other's contexts."""
@@ -135,7 +133,7 @@ class CallRules(World):
             return
 
         async def work(name: str | None) -> list[Tensor]:
-            with AdapterSetup(name):
+            with AdapterSetup(name, skip_layers=[]):
                 await asyncio.sleep(0)
                 found = run(self.model.base_model, **self.cast_inputs())
                 await asyncio.sleep(0)
@@ -151,8 +149,12 @@ class CallRules(World):
     # --- generation ---
 
     @precondition(
-        lambda self: self.started and self.family in _GENERATES and self.ledger.adapters
-        and not self.ledger.merged
+        lambda self: (
+            self.started
+            and self.family in _GENERATES
+            and self.ledger.adapters
+            and not self.ledger.merged
+        )
     )
     @rule(data=st.data(), beams=st.sampled_from((1, 1, 2)))
     def generate(self, data: Any, beams: int) -> None:

@@ -31,9 +31,7 @@ class FileRules(World):
         data=st.data(), into=st.sampled_from((*NAMES, "loaded")), form=st.sampled_from(FORMATS),
         with_head=st.booleans(), keep=st.booleans(),
     )  # fmt: skip
-    def save_and_load(
-        self, data: Any, into: str, form: str, with_head: bool, keep: bool
-    ) -> None:
+    def save_and_load(self, data: Any, into: str, form: str, with_head: bool, keep: bool) -> None:
         book, model = self.ledger, self.model
         name = data.draw(st.sampled_from(list(book.adapters)))
         folder = self.new_folder()

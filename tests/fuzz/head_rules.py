@@ -113,7 +113,9 @@ class HeadRules(World):
         self.count("head=")
 
     @precondition(lambda self: self.started and self.ledger.heads)
-    @rule(data=st.data(), into=st.sampled_from(NAMES), form=st.sampled_from(("native", "adapterhub")))
+    @rule(
+        data=st.data(), into=st.sampled_from(NAMES), form=st.sampled_from(("native", "adapterhub"))
+    )
     def save_and_load_head(self, data: Any, into: str, form: str) -> None:
         book, model = self.ledger, self.model
         name = data.draw(st.sampled_from(list(book.heads)))

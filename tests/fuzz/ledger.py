@@ -50,9 +50,7 @@ class Ledger:
         self.active, self.skipped = setup, skipped
         self.answering = self.heads_with(setup, self.answering)
 
-    def heads_with(
-        self, setup: Composition | None, before: tuple[str, ...]
-    ) -> tuple[str, ...]:
+    def heads_with(self, setup: Composition | None, before: tuple[str, ...]) -> tuple[str, ...]:
         """The active heads once a setup is active.
 
         A part of the batch is answered by the head of the adapter that acts last on it, or by the

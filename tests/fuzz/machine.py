@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from weight_rules import WeightRules
 
-_EXAMPLES, _STEPS = 10, 25
+_EXAMPLES, _STEPS = 4, 25
 
 
 class Machine(AdapterRules, HeadRules, WeightRules, FileRules, CallRules, BadCalls):

@@ -209,5 +209,3 @@ def test_a_seed_gives_the_same_steps_every_time():
         return seen
 
     assert steps() == steps()
-
-
