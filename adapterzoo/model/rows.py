@@ -89,9 +89,7 @@ class RowsMixin(AdaptersMixin):
         entered = rows.enter(count, together, self._lengths(inputs, count, copies))
         return dataclasses.replace(plan, rows=entered), rows.repeats
 
-    def _lengths(
-        self, inputs: Mapping[str, Any], count: int, copies: int
-    ) -> frozenset[int] | None:
+    def _lengths(self, inputs: Mapping[str, Any], count: int, copies: int) -> frozenset[int] | None:
         """Lengths of the inputs' sequences that no layer can have as its number of rows."""
         if cast("Any", self).config.model_type in _TOKENS_FIRST:
             return None

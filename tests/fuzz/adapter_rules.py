@@ -64,19 +64,15 @@ def compositions(names: list[str], tokens: int) -> st.SearchStrategy[Any]:
     )
     parallel = couple.map(lambda c: Parallel(*c))
     nested = st.one_of(
-        st.builds(lambda n, inner: _legal(Stack, n, inner), name, st.one_of(batch, split, averages)),
-        st.builds(lambda a, b: _legal(Parallel, a, b), averages, stacks),
+        st.builds(Stack, name, st.one_of(batch, split, averages)),
+        st.builds(Parallel, averages, stacks),
         st.builds(
-            lambda a, b, n: _legal(BatchSplit, a, b, batch_sizes=[n, ROWS - n]),
+            lambda a, b, n: BatchSplit(a, b, batch_sizes=[n, ROWS - n]),
             st.one_of(averages, split), part, st.integers(1, ROWS - 1),
         ),
     )  # fmt: skip
     one = name.map(Stack)
     return st.one_of(one, stacks, averages, batch, split, parallel, nested)
-
-
-def _legal(kind: Any, *children: Any, **options: Any) -> Any:
-    return kind(*children, **options)
 
 
 class AdapterRules(World):
@@ -261,7 +257,7 @@ class AdapterRules(World):
         self.must("delete_adapter_fusion", lambda: self.model.delete_adapter_fusion(key))
         del book.fusions[key], book.fusion_values[key]
         if acted:
-            assert key not in [f for f in book.fusions], key
+            assert key not in book.fusions, key
             book.active = self.model.active_adapters
 
     @precondition(lambda self: self.started and self.ledger.fusions)

@@ -179,7 +179,7 @@ class BadCalls(World):
 
     def spoilt(self, name: str, call: Callable[[], Any]) -> None:
         """A call while one value of the adapter is NaN."""
-        path, module = next(iter(self.model.adapter_modules(name)))
+        _path, module = next(iter(self.model.adapter_modules(name)))
         first = next(p for p in module.parameters() if p.numel())
         kept = first.detach().clone()
         with torch.no_grad():

@@ -20,7 +20,7 @@ from adapterzoo import AdapterSetup, Stack
 _GENERATES = {"gpt2": "causal_lm", "llama": "causal_lm", "t5": "seq2seq_lm"}
 
 
-class Stop(Exception):
+class StopError(Exception):
     """Leaves a context."""
 
 
@@ -78,12 +78,12 @@ class CallRules(World):
                 found.append(outer)
                 found.append(run(self.model.base_model, **self.cast_inputs()))
                 if fails:
-                    raise Stop
+                    raise StopError
 
         try:
             if self.attempt("AdapterSetup", call):
                 same(found[1], found[0], "after an inner context")
-        except Stop:
+        except StopError:
             self.count("AdapterSetup left by an exception")
         self.unchanged(before, "AdapterSetup")
 

@@ -33,8 +33,8 @@ PENDING = {
     # PEFT's get_peft_model around a model with adapters
     "peft_wrapping",
 }
-"""Names that rules ask for. Of what else is being fixed, nothing here can see: heads of CLIP (no such
-family), `generate_batch` (no method of a model here), the messages of the command line."""
+"""Names that rules ask for. Nothing here sees heads of CLIP (no such family), `generate_batch`
+and the messages of the command line."""
 
 
 def pending(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 from adapter_rules import AdapterRules
 from bad_calls import BadCalls
@@ -179,14 +178,18 @@ def an_unknown_name_is_accepted(patch):
     patch.setattr(ShelfMixin, "set_active_adapters", set_active_adapters)
 
 
+def run_seeds(machine):
+    for number in range(SEEDS):
+        run_seed(number, machine, SEQUENCES, shrinks=False)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", BUGS)
 def test_the_machine_finds(name, monkeypatch):
     machine, says, plant = BUGS[name]
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=says):
-        for number in range(SEEDS):
-            run_seed(number, machine, SEQUENCES, shrinks=False)
+        run_seeds(machine)
 
 
 @pytest.mark.sweep

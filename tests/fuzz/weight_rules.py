@@ -309,8 +309,8 @@ class WeightRules(World):
         first, second = (AutoAdapterModel.from_config(config) for _ in range(2))
         add(first, "image" if self.family == "vit" else "tagging", "a")
         assert not second.known_heads(), "heads of another model"
-        assert not (getattr(second.config, "prediction_heads", None) or {}), "shared config"
-        assert not (getattr(config, "prediction_heads", None) or {}), "the caller's config"
+        for each, what in ((second.config, "shared config"), (config, "the caller's config")):
+            assert not getattr(each, "prediction_heads", {}), what
         self.count("one config for two")
 
     def _unused(self) -> bool:
