@@ -133,6 +133,23 @@ class AdapterRules(World):
             stir(self.model, name, 7, std=0.05)
             self.ledger.values[name] = adapter_values(self.model, name)
 
+    @precondition(
+        lambda self: self.started and self.ledger.merged and not pending("failed_overwrite_order")
+    )
+    @rule(data=st.data())
+    def overwrite_beside_merged(self, data: Any) -> None:
+        """DoRA does not act on merged weights: the old adapter stays where it was."""
+        free = self.free_adapters()
+        if free:
+            name = data.draw(st.sampled_from(free))
+            if self.attempt(
+                "add_adapter over another",
+                lambda: self.model.add_adapter(
+                    name, "dora[r=2]", overwrite_ok=True, set_active=True
+                ),
+            ):
+                self.entered(name, AdapterConfig.load("dora[r=2]"), True)
+
     def held(self, name: str) -> bool:
         return name not in self.free_adapters()
 
@@ -182,12 +199,7 @@ class AdapterRules(World):
 
         before = self.ledger.active
         if self.attempt(f"activate {type(setup).__name__}", call):
-            divided = any(k in repr(setup) for k in ("BatchSplit", "Parallel"))
             self.ledger.activate(setup, skipped)
-            if divided and pending("active_head_of_parts"):
-                from world import heads_of
-
-                self.ledger.answering = heads_of(self.model)
 
     @precondition(lambda self: self.started)
     @rule()

@@ -56,7 +56,7 @@ class CallRules(World):
         if not self.attempt("adapter_names", lambda: found.append(mixed())):
             return
         for i, setup in enumerate(rows):
-            with AdapterSetup(setup, head_setup=head):
+            with AdapterSetup(setup, head_setup=head, skip_layers=[]):
                 alone = run(model if head else model.base_model, **self.row(i), **options)
             if head or not book.answering:
                 near([t[i : i + 1] for t in found[0]], alone, f"row {i} of {rows}")
@@ -86,6 +86,8 @@ class CallRules(World):
         except StopError:
             self.count("AdapterSetup left by an exception")
         self.unchanged(before, "AdapterSetup")
+        if found and not pending("skip_layers_leak"):
+            same(found[0], self.alone(name), "AdapterSetup without skip_layers")
 
     @precondition(lambda self: self.started and self.ledger.adapters)
     @rule(data=st.data())
@@ -160,8 +162,6 @@ class CallRules(World):
     def generate(self, data: Any, beams: int) -> None:
         """Cached is uncached, and a row of a mixed batch is that row alone; in float64."""
         book = self.ledger
-        if pending("skip_layers_leak") and book.skipped:
-            return
         kind = _GENERATES[self.family]
         heads = [n for n, c in book.heads.items() if c["head_type"] == kind]
         twin = copy.deepcopy(self.model).double()

@@ -138,7 +138,7 @@ class FileRules(World):
         twin.train_adapter(name, train_embeddings=True)
         twin.eval()
         with torch.no_grad():
-            for p in twin.get_input_embeddings().parameters():
+            for p in twin.parameters():
                 if p.requires_grad:
                     p.add_(0.125)
         try:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from pending import pending
 from world import NAMES, World, head_values, same
 
-from adapterzoo import AdapterSetup
+from adapterzoo import AdapterSetup, BatchSplit
 
 _TEXT = ("classification", "multilabel", "regression", "tagging", "qa")
 KINDS = {
@@ -96,6 +97,16 @@ class HeadRules(World):
 
         self.must("active_head =", call)
         self.ledger.answering = tuple(some)
+
+    @precondition(
+        lambda self: self.started and self.ledger.heads and not pending("active_head_composition")
+    )
+    @rule(data=st.data())
+    def choose_a_composition(self, data: Any) -> None:
+        """Which rows a head answers is said by adapters, not by a composition of heads."""
+        name = data.draw(st.sampled_from(list(self.ledger.heads)))
+        setup = BatchSplit(name, name, batch_sizes=[1, 2])
+        self.refused("active_head = BatchSplit", lambda: setattr(self.model, "active_head", setup))
 
     @precondition(lambda self: self.started and self.ledger.heads)
     @rule(data=st.data())

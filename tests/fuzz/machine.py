@@ -12,12 +12,13 @@ from file_rules import FileRules
 from head_rules import HeadRules
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
+from static_rules import StaticRules
 from weight_rules import WeightRules
 
 _EXAMPLES, _STEPS = 4, 25
 
 
-class Machine(AdapterRules, HeadRules, WeightRules, FileRules, CallRules, BadCalls):
+class Machine(AdapterRules, HeadRules, WeightRules, FileRules, CallRules, StaticRules, BadCalls):
     """Everything that a user can do to a model, in any order."""
 
 

@@ -26,11 +26,11 @@ PENDING = {
     "failed_overwrite_order",
     # AdapterSetup in one asyncio task is seen by another one of the same thread
     "asyncio",
-    # skip_layers of set_active_adapters stay in force for adapter_names and AdapterSetup
+    # skip_layers of set_active_adapters hold for adapter_names and AdapterSetup, too
     "skip_layers_leak",
-    # the active head after a BatchSplit or Parallel whose parts have heads of their own
-    "active_head_of_parts",
-    # PEFT's get_peft_model around a model with adapters
+    # active_head = BatchSplit(…) is taken for a list of heads
+    "active_head_composition",
+    # PEFT's get_peft_model around a model whose active adapter sits at the same layers
     "peft_wrapping",
 }
 """Names that rules ask for. Nothing here sees heads of CLIP (no such family), `generate_batch`
