@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import world
 from adapter_rules import AdapterRules
 from bad_calls import BadCalls
 from call_rules import CallRules
@@ -129,11 +130,14 @@ def rows_of_a_mixed_batch_are_exchanged(patch):
 
 @bug(WithCalls, "AdapterSetup|thread|row")
 def a_context_left_by_an_exception_stays(patch):
-    right = AdapterSetup.__exit__
+    right, left_open = AdapterSetup.__exit__, []
 
     def leave(self, kind, error, trace):
         if kind is None:
             right(self, kind, error, trace)
+        else:
+            # a context that nothing holds is left when it is collected
+            left_open.append(self)
 
     patch.setattr(AdapterSetup, "__exit__", leave)
 
@@ -176,6 +180,13 @@ def an_unknown_name_is_accepted(patch):
         right(self, None if "nobody" in repr(adapter_setup) else adapter_setup, skip_layers)
 
     patch.setattr(ShelfMixin, "set_active_adapters", set_active_adapters)
+
+
+@pytest.fixture(autouse=True)
+def _models():
+    """A planted bug may spoil the models that are made once."""
+    yield
+    world._MADE.clear()
 
 
 def run_seeds(machine):
