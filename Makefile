@@ -5,6 +5,7 @@
 # make docs         the documentation site, offline, in build/docs/html; make links follows its links
 # make readme       what the README shows, in an environment with what the package declares
 # make notebooks    runs the notebooks from top to bottom, and keeps what they print and draw
+# make fuzz         random sequences of calls on tiny models: make fuzz ARGS="--minutes 10"
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
 # make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
 #
@@ -34,7 +35,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench bench-gpu test sweep lint types floors \
-	docs links tests sweeps coverage devices architectures format clean
+	docs links tests sweeps coverage devices architectures fuzz format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -97,8 +98,8 @@ links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
 # two processes of many threads each slow one another down tenfold: one thread each
-tests sweeps coverage devices architectures: export OMP_NUM_THREADS = 1
-tests sweeps coverage devices architectures: export HF_HUB_OFFLINE = 1
+tests sweeps coverage devices architectures fuzz: export OMP_NUM_THREADS = 1
+tests sweeps coverage devices architectures fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 tests: $(VENV)/.test-$(KEY)
 	$(PYTEST) -m "not sweep" $(ARGS)
@@ -108,6 +109,9 @@ sweeps: $(VENV)/.test-$(KEY)
 
 coverage: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term $(ARGS)
+
+fuzz: $(VENV)/.test-$(KEY)
+	$(BIN)/python tests/fuzz/run.py $(ARGS)
 
 # the table that tests/test_devices.py compares with what it finds
 devices: $(VENV)/.test-$(KEY)

@@ -52,6 +52,11 @@ def adapter_bits(model: Any, name: str) -> dict[str, bytes]:
 
 def snapshot(model: Any) -> dict[str, Any]:
     """The model as a caller can see it, piece by piece; equal snapshots: the same model."""
+    return {**state(model), "next forward": bits(output(model))}
+
+
+def state(model: Any) -> dict[str, Any]:
+    """A snapshot without a forward."""
     seen: dict[str, Any] = {
         f"tensor {key}": (tensor.dtype, tensor.shape, bits(tensor))
         for key, tensor in model.state_dict().items()
@@ -77,7 +82,6 @@ def snapshot(model: Any) -> dict[str, Any]:
     if model.known_heads():
         seen["active head"] = model.active_head
         seen["heads"] = model.get_prediction_heads_config()
-    seen["next forward"] = bits(output(model))
     return seen
 
 

@@ -86,6 +86,7 @@ class AdapterModelMixin(
                 "skip_layers": list(plan.skip_layers),
                 "heads": list(plan.heads),
                 "static_heads": list(self._zoo.copies),
+                "known_heads": list(self.known_heads()),
             }
         try:
             cast("Any", super()).save_pretrained(save_directory, **kwargs)
@@ -204,12 +205,20 @@ class GeneratesRows(BatchesContinuously):
             return run(*args, **kwargs)
         prompt = args[0] if args else kwargs.get("inputs")
         given = kwargs if prompt is None else {cast("Any", self).main_input_name: prompt, **kwargs}
-        plan, times = model._rows_plan(given, adapter_names, "generate")
+        copies = _sequences(kwargs, cast("Any", self).generation_config)
+        plan, times = model._rows_plan(given, adapter_names, "generate", copies=copies)
         if times > 1:
             batch = batch_size(given)
             args, kwargs = repeated(args, times, batch), repeated(kwargs, times, batch)
         with model._overridden(plan):
             return run(*args, **kwargs)
+
+
+def _sequences(given: Mapping[str, Any], default: Any) -> int:
+    """How many sequences `generate` works on for each row of the prompt."""
+    config = given.get("generation_config") or default
+    names = ("num_beams", "num_return_sequences")
+    return max(given.get(name) or getattr(config, name, None) or 1 for name in names)
 
 
 class _Started(AdapterModelMixin):

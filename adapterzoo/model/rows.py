@@ -53,6 +53,7 @@ class RowsMixin(AdaptersMixin):
         adapter_names: RowNames | None,
         call: str,
         one_head: bool = False,
+        copies: int = 1,
     ) -> tuple[Plan, int]:
         """The plan for one call, and how often its inputs must be repeated.
 
@@ -61,6 +62,7 @@ class RowsMixin(AdaptersMixin):
             adapter_names: the adapter of each row; None: as the active composition says.
             call: "forward" or "generate", for messages.
             one_head: whether the caller says which head answers all rows.
+            copies: of each row that the call makes by itself, as beam search does.
 
         Raises:
             CompositionError: the rows do not fit the batch.
@@ -84,17 +86,17 @@ class RowsMixin(AdaptersMixin):
                 f"{what}: the batch has {batch} rows, legal are {legal}. "
                 f"Write {'one name, or None, for each row' if adapter_names else 'other sizes'}."
             )
-        entered = rows.enter(count, together, self._lengths(inputs, count))
+        entered = rows.enter(count, together, self._lengths(inputs, count, copies))
         return dataclasses.replace(plan, rows=entered), rows.repeats
 
-    def _lengths(self, inputs: Mapping[str, Any], count: int) -> frozenset[int] | None:
+    def _lengths(self, inputs: Mapping[str, Any], count: int, copies: int) -> frozenset[int] | None:
         """Lengths of the inputs' sequences that no layer can have as its number of rows."""
         if cast("Any", self).config.model_type in _TOKENS_FIRST:
             return None
         ids = (inputs.get(name) for name in ("input_ids", "decoder_input_ids"))
         found = {t.shape[-1] for t in ids if isinstance(t, Tensor) and t.dim() > 1}
         # a batch as long as its sequences is taken for one in the usual order
-        return frozenset(found - {count})
+        return frozenset(found - {count, count * copies})
 
     def _overridden(self, plan: Plan) -> AbstractContextManager[None]:
         return self._selection.overridden(plan)

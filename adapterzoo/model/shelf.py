@@ -43,8 +43,13 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
         self.custom_heads = {}
         listed = getattr(self.config, "prediction_heads", None) or {}
         self.config.prediction_heads = {}
-        for name, config in listed.items():
-            self.add_prediction_head_from_config(name, config)
+        document = vars(self.config).get("adapters")
+        ours = document if isinstance(document, Mapping) and "heads" in document else {}
+        # transformers sorts the keys of objects: what `save_pretrained` here wrote has the order
+        order = [name for name in ours.get("known_heads", ()) if name in listed]
+        for name in dict.fromkeys([*order, *listed]):
+            # which head is active is in our document, and its labels are in the config already
+            self.add_prediction_head_from_config(name, listed[name], set_active=not ours)
 
     # --- what there is ---
 
