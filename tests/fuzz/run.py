@@ -28,6 +28,8 @@ def main() -> int:
     if options.all:
         PENDING.clear()
     warnings.simplefilter("error")
+    # peft asks transformers by an old name
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     end, number, violations = time.monotonic() + 60 * options.minutes, options.seed, 0
     last = None if options.seeds is None else options.seed + options.seeds
     while number != last and time.monotonic() < end:
