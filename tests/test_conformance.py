@@ -40,8 +40,6 @@ def test_every_kind_of_layer_is_tried():
     assert "embedding" in kinds["lora"]
 
 
-
-
 def test_a_config_that_fits_nowhere_is_an_error():
     with pytest.raises(ConformanceError, match="fits no model of the suite"):
         check_method("lora[target_modules=['no_such_layer']]")

@@ -408,8 +408,6 @@ def test_a_seed_gives_each_site_values_of_its_own_in_any_order(scheme, seed):
     assert torch.equal(make("a.0", torch.float16), first.half())
 
 
-
-
 @pytest.mark.parametrize(
     "inside",
     [{}, {"ln_before": True, "ln_after": True}, {"use_gating": True}, {"scaling": "learned"},
