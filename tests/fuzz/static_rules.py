@@ -118,7 +118,9 @@ class StaticRules(World):
 
         twin = copy.deepcopy(self.model)
         before = self.snapshot(twin)
-        config = peft.LoraConfig(r=2, target_modules=LAYERS[self.family])
+        config = peft.LoraConfig(
+            r=2, target_modules=LAYERS[self.family], fan_in_fan_out=self.family == "gpt2"
+        )
         try:
             wrapped = peft.get_peft_model(twin, config)
         except AdapterZooError:
