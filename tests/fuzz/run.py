@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
@@ -32,13 +34,16 @@ def main() -> int:
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     end, number, violations = time.monotonic() + 60 * options.minutes, options.seed, 0
     last = None if options.seeds is None else options.seed + options.seeds
-    while number != last and time.monotonic() < end:
-        try:
-            run_seed(number, shrinks=not options.no_shrink)
-        except Exception:  # noqa: BLE001  whatever it is, it is a finding
-            violations += 1
-            print(f"--- seed {number} ---\n{traceback.format_exc()}", flush=True)
-        number += 1
+    # whoever stops it sees what it has done
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        while number != last and time.monotonic() < end:
+            try:
+                run_seed(number, shrinks=not options.no_shrink)
+            except Exception:  # noqa: BLE001  whatever it is, it is a finding
+                violations += 1
+                print(f"--- seed {number} ---\n{traceback.format_exc()}", flush=True)
+            number += 1
     for operation, count in sorted(OPERATIONS.items()):
         print(f"{count:7d}  {operation}")
     print(f"{sum(OPERATIONS.values()):7d}  operations of {number - options.seed} seeds", end=", ")
