@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from pending import pending
 from snapshots import stir
 from world import NAMES, ROWS, World, adapter_values, fusion_values, same
 
@@ -121,10 +120,6 @@ class AdapterRules(World):
                 "add_adapter over one that is held",
                 lambda: self.model.add_adapter(name, config, overwrite_ok=True),
             )
-        elif pending("failed_overwrite_order") and (
-            self.ledger.merged or not self.sits_alike(name, config)
-        ):
-            return
         elif self.attempt(
             "add_adapter over another",
             lambda: self.model.add_adapter(name, config, overwrite_ok=True, set_active=set_active),
@@ -133,9 +128,7 @@ class AdapterRules(World):
             stir(self.model, name, 7, std=0.05)
             self.ledger.values[name] = adapter_values(self.model, name)
 
-    @precondition(
-        lambda self: self.started and self.ledger.merged and not pending("failed_overwrite_order")
-    )
+    @precondition(lambda self: self.started and self.ledger.merged)
     @rule(data=st.data())
     def overwrite_beside_merged(self, data: Any) -> None:
         """DoRA does not act on merged weights: the old adapter stays where it was."""
@@ -152,12 +145,6 @@ class AdapterRules(World):
 
     def held(self, name: str) -> bool:
         return name not in self.free_adapters()
-
-    def sits_alike(self, name: str, config: str) -> bool:
-        """Whether the active setup takes the new adapter as it took the old one."""
-        active = self.ledger.active
-        plain = isinstance(active, Stack) and all(isinstance(c, str) for c in active)
-        return active is None or name not in active.flatten() or plain
 
     @precondition(lambda self: self.started and self.ledger.adapters)
     @rule(data=st.data())
@@ -217,8 +204,6 @@ class AdapterRules(World):
         some = data.draw(
             st.lists(st.sampled_from(list(book.adapters)), min_size=1, max_size=3, unique=True)
         )
-        if name in book.adapters and pending("failed_overwrite_order"):
-            overwrite = False
         options: dict[str, Any] = {}
         if strategy in ("svd", "lora_delta_w_svd", "ties_svd", "magnitude_prune_svd"):
             options["svd_rank"] = 2

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from pending import pending
 from snapshots import changes
 from torch import Tensor
 from world import ROWS, World, near, run, same
@@ -41,8 +40,6 @@ class CallRules(World):
         name = st.one_of(self.names(), st.lists(self.names(), min_size=2, max_size=2))
         rows = [data.draw(name) for _ in range(ROWS)]
         rows = [r if not isinstance(r, list) else _stack(r) for r in rows]
-        if pending("skip_layers_leak") and book.skipped:
-            return
         head = data.draw(st.sampled_from([*book.heads])) if book.heads else None
         options = {"head": head} if head else {}
 
@@ -86,7 +83,7 @@ class CallRules(World):
         except StopError:
             self.count("AdapterSetup left by an exception")
         self.unchanged(before, "AdapterSetup")
-        if found and not pending("skip_layers_leak"):
+        if found:
             same(found[0], self.alone(name), "AdapterSetup without skip_layers")
 
     @precondition(lambda self: self.started and self.ledger.adapters)
@@ -125,7 +122,7 @@ class CallRules(World):
         same(found[2], default, "a thread without a context")
         self.count("threads")
 
-    @precondition(lambda self: self.started and self.ledger.adapters and not pending("asyncio"))
+    @precondition(lambda self: self.started and self.ledger.adapters)
     @rule(data=st.data())
     def tasks(self, data: Any) -> None:
         """Two asyncio tasks of one thread do not see each other's contexts."""

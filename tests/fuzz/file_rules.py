@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from pending import pending
 from world import NAMES, World, adapter_values, fusion_values, head_values, near, run, same
 
 from adapterzoo import AdapterSetup, AdapterZooError
@@ -124,9 +123,7 @@ class FileRules(World):
         self.must("load_adapter_fusion", lambda: fresh.load_adapter_fusion(folder))
         assert fusion_values(fresh, key) == self.ledger.fusion_values[key], "fusion"
 
-    @precondition(
-        lambda self: self.started and self.ledger.adapters and not pending("train_embeddings")
-    )
+    @precondition(lambda self: self.started and self.ledger.adapters)
     @rule(data=st.data())
     def train_embeddings_and_save(self, data: Any) -> None:
         """`save_adapter` saves what `train_adapter` trains, or raises."""

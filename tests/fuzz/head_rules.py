@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from pending import pending
 from world import NAMES, World, head_values, same
 
 from adapterzoo import AdapterSetup, BatchSplit
@@ -98,9 +97,7 @@ class HeadRules(World):
         self.must("active_head =", call)
         self.ledger.answering = tuple(some)
 
-    @precondition(
-        lambda self: self.started and self.ledger.heads and not pending("active_head_composition")
-    )
+    @precondition(lambda self: self.started and self.ledger.heads)
     @rule(data=st.data())
     def choose_a_composition(self, data: Any) -> None:
         """Which rows a head answers is said by adapters, not by a composition of heads."""

@@ -14,7 +14,6 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from machine import run_seed  # noqa: E402  the folders above come first
-from pending import PENDING  # noqa: E402
 from world import OPERATIONS  # noqa: E402
 
 
@@ -25,10 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=None, help="how many at most")
     parser.add_argument("--no-shrink", action="store_true", help="leave long sequences long")
-    parser.add_argument("--all", action="store_true", help="what is pending, too")
     options = parser.parse_args()
-    if options.all:
-        PENDING.clear()
     warnings.simplefilter("error")
     # peft asks transformers by an old name
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)

@@ -11,7 +11,6 @@ import transformers
 from families import tiny_config
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from pending import pending
 from snapshots import stir
 from world import World, run, same
 
@@ -40,7 +39,7 @@ class StaticRules(World):
             config.pad_token_id = 0
             return getattr(transformers, TASKS[self.family])(config).eval()
 
-    @precondition(lambda self: self.started and not pending("static_heads"))
+    @precondition(lambda self: self.started)
     @rule(steps=st.integers(1, 2))
     def heads_of_a_task_model(self, steps: int) -> None:
         """Each adapter has a head of its own; without one the original answers, bit for bit."""
@@ -76,7 +75,7 @@ class StaticRules(World):
         same(run(fresh, **inputs), answers["a"], "a loaded adapter of a task model")
         self.count("heads of a task model")
 
-    @precondition(lambda self: self.started and not pending("class_drops_heads"))
+    @precondition(lambda self: self.started)
     @rule()
     def head_of_a_checkpoint(self) -> None:
         """The class of a family keeps the head of a task checkpoint, as `AutoAdapterModel` does."""
@@ -90,7 +89,7 @@ class StaticRules(World):
         assert heads_like(named) == heads_like(auto), "another head"
         self.count("head of a checkpoint")
 
-    @precondition(lambda self: self.started and not pending("decoder_start_token"))
+    @precondition(lambda self: self.started)
     @rule()
     def decoder_starts(self) -> None:
         """Labels are moved behind the start token that the model's own config names."""
@@ -110,7 +109,7 @@ class StaticRules(World):
         same(run(model, **given)[:1], run(plain, **given)[:1], "labels behind the start token")
         self.count("start token")
 
-    @precondition(lambda self: self.started and not pending("peft_wrapping"))
+    @precondition(lambda self: self.started)
     @rule()
     def wrapped_by_peft(self) -> None:
         """PEFT's wrapper around the model changes no answer, or is refused and changes nothing."""
