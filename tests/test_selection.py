@@ -38,33 +38,15 @@ def in_threads(*runs) -> list:
     return [value for value, _ in results]
 
 
-def test_nothing_is_active_at_first() -> None:
-    assert Selection(Default()).plan == Plan()
-    assert Selection(Default()).plan.setup is None
-
-
 def test_the_default_holds_for_every_thread() -> None:
     selection = Selection(Default())
+    assert selection.plan.setup is None
     assert in_threads(lambda: selection.plan) == [Plan()]
-    selection.default.plan = A
+    in_threads(lambda: setattr(selection.default, "plan", A))
     assert selection.plan is A
     assert in_threads(lambda: selection.plan) == [A]
-
-
-def test_a_default_must_be_given() -> None:
-    # one that was made in the constructor would be another one in each thread
-    with pytest.raises(TypeError, match="default"):
-        Selection()  # type: ignore[call-arg]
-
-
-def test_a_thread_sets_the_default_of_all() -> None:
-    selection = Selection(Default())
-
-    def choose() -> None:
-        selection.default.plan = B
-
-    in_threads(choose)
-    assert selection.plan is B
+    with selection.overridden(B):
+        assert in_threads(lambda: selection.plan) == [A]
 
 
 def test_an_override_ends_with_its_block() -> None:
@@ -96,14 +78,6 @@ def test_an_exception_ends_it_too(error: type[BaseException]) -> None:
     assert selection.plan is A
     # no tensor of a broken forward is kept
     assert not selection.taps
-
-
-def test_an_override_holds_in_its_thread_only() -> None:
-    selection = Selection(Default())
-    selection.default.plan = A
-    with selection.overridden(B):
-        assert in_threads(lambda: selection.plan) == [A]
-        assert selection.plan is B
 
 
 def test_threads_with_overrides_of_their_own_never_mix() -> None:
@@ -179,8 +153,3 @@ def test_what_is_active_in_a_model_acts_in_its_threads() -> None:
     (seen,) = in_threads(lambda: model(x))
     assert torch.equal(seen, model(x))
     assert not torch.equal(seen, base)
-
-
-def test_a_plan_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        A.setup = None  # type: ignore[misc]

@@ -293,6 +293,12 @@ HEADS = [
     ("gpt2", "causal", "tokens"),
     ("bart", "seq2seq", "targets"),
 ]
+STATIC = [
+    (AutoModelForSequenceClassification, "bert", "class", "ignored"),
+    (AutoModelForSequenceClassification, "llama", "class", "class"),
+    (AutoModelForCausalLM, "gpt2", "causal", "tokens"),
+    (AutoModelForSeq2SeqLM, "t5", "seq2seq", "targets"),
+]
 
 
 def truth(model, head: str, data: list[dict[str, Tensor]]) -> Tensor:
@@ -321,11 +327,19 @@ def truth(model, head: str, data: list[dict[str, Tensor]]) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
-@pytest.mark.parametrize(("family", "head", "labels"), HEADS)
-def test_accumulated_batches_have_the_loss_of_one_batch(tmp_path, family, head, labels):
+@pytest.mark.parametrize(
+    ("cls", "family", "head", "labels"), [*((None, *case) for case in HEADS), *STATIC]
+)
+def test_accumulated_batches_have_the_loss_of_one_batch(tmp_path, cls, family, head, labels):
+    """With a named head, and with the one of a class of transformers."""
     data = rows(6, labels)
-    model = named(family, head)
-    model.zero_grad()
+    if cls is None:
+        model = named(family, head)
+    else:
+        torch.manual_seed(0)
+        model = adapterzoo.init(cls.from_config(without_dropout(family)))
+        model.add_adapter("task")
+        model.train_adapter("task")
     loss = truth(model.train(), head, data)
     loss.backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -340,37 +354,6 @@ def test_accumulated_batches_have_the_loss_of_one_batch(tmp_path, family, head, 
     result = trainer.train()
     assert result.training_loss == pytest.approx(loss.item(), rel=1e-5)
     assert gradients.found.keys() == expected.keys()
-    for name, gradient in gradients.found.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("cls", "family", "head", "labels"),
-    [
-        (AutoModelForSequenceClassification, "bert", "class", "ignored"),
-        (AutoModelForSequenceClassification, "llama", "class", "class"),
-        (AutoModelForCausalLM, "gpt2", "causal", "tokens"),
-        (AutoModelForSeq2SeqLM, "t5", "seq2seq", "targets"),
-    ],
-)
-def test_static_heads_have_the_loss_of_one_batch_too(tmp_path, cls, family, head, labels):
-    torch.manual_seed(0)
-    model = adapterzoo.init(cls.from_config(without_dropout(family)))
-    model.add_adapter("task")
-    model.train_adapter("task")
-    data = rows(6, labels)
-    loss = truth(model, head, data)
-    loss.backward()
-    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    gradients = Gradients()
-    trainer = AdapterTrainer(
-        model,
-        args(tmp_path, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=3,
-             max_grad_norm=0.0),
-        train_dataset=data,
-        callbacks=[gradients],
-    )  # fmt: skip
-    assert trainer.train().training_loss == pytest.approx(loss.item(), rel=1e-5)
     for name, gradient in gradients.found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
@@ -510,8 +493,7 @@ def shuffled(folder: Path, model, steps: int = 6, **kwargs: Any) -> AdapterTrain
     return AdapterTrainer(model, args(folder, **chosen), train_dataset=data, callbacks=callbacks)
 
 
-@pytest.mark.parametrize("stop", [2, 4])
-@pytest.mark.parametrize("given", [True, "path"])
+@pytest.mark.parametrize(("stop", "given"), [(2, "path"), (4, True)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stop, given):
     def start():
         return named(dropout=0.3, config="seq_bn[reduction_factor=4]")
@@ -855,8 +837,8 @@ CHECKPOINTING = next(
 )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", ["bert", "t5", "vit"])
+# both kinds on every method: test_gradient_checkpointing.py
+@pytest.mark.parametrize(("family", "reentrant"), [("bert", True), ("t5", False), ("vit", True)])
 def test_gradient_checkpointing_gives_equal_gradients(tmp_path, family, reentrant):
     data = pictures(4) if family == "vit" else rows(4)
     found = []
@@ -928,22 +910,6 @@ def test_predict_with_generate(tmp_path, family):
 
 
 # --- without these trainers ---
-
-
-def test_the_plain_trainer_saves_the_whole_model(tmp_path):
-    model = named()
-    data = rows(4)
-    trainer = Trainer(model, args(tmp_path, max_steps=2), train_dataset=data, eval_dataset=data)
-    trainer.train()
-    loss = trainer.evaluate()["eval_loss"]
-    trainer.save_model()
-    again = AutoAdapterModel.from_pretrained(str(tmp_path))
-    again.set_active_adapters("task")
-    batch = {key: torch.stack([row[key] for row in data]) for key in data[0]}
-    with torch.no_grad():
-        expected, found = model.eval()(**batch), again.eval()(**batch)
-    assert torch.equal(found.logits, expected.logits)
-    assert loss == pytest.approx(expected.loss.item(), rel=1e-5)
 
 
 def test_the_plain_trainer_counts_the_labels_that_causal_heads_use(tmp_path):

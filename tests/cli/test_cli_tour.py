@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
-from click.testing import Result
 from peft_world import QUIET
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -23,15 +19,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_the_tour(
-    run: Callable[..., Result],
-    hub_client: tuple[Any, Any],
-    trained: dict[str, Any],
-    base: Path,
-    table: Path,
-    rows: list[tuple[str, str]],
-    tmp_path: Path,
-) -> None:
+def test_the_tour(run, hub_client, trained, base, table, rows, tmp_path):
     folder, texts = trained["folder"], [text for text, _ in rows]
     lines = run("predict", folder, "--file", table, "--json").stdout.splitlines()
     answers = [json.loads(line) for line in lines]
