@@ -38,13 +38,11 @@ def on_meta(family: str) -> nn.Module:
         return AutoModel.from_config(tiny_config(family)).eval()
 
 
-BERT = [
-    ("attention", "attention.output.dense", "attention.self", "attention.output.LayerNorm"),
-    ("mlp", "output.dense", "intermediate.dense", "output.LayerNorm"),
-]
 KNOWN = {
-    ("bert", "encoder.layer.0"): BERT,
-    ("roberta", "encoder.layer.1"): BERT,
+    ("bert", "encoder.layer.0"): [
+        ("attention", "attention.output.dense", "attention.self", "attention.output.LayerNorm"),
+        ("mlp", "output.dense", "intermediate.dense", "output.LayerNorm"),
+    ],
     ("gpt2", "h.1"): [
         ("attention", "attn.c_proj", "ln_1", None),
         ("mlp", "mlp.c_proj", "ln_2", None),
@@ -52,10 +50,6 @@ KNOWN = {
     ("llama", "layers.0"): [
         ("attention", "self_attn.o_proj", "input_layernorm", None),
         ("mlp", "mlp.down_proj", "post_attention_layernorm", None),
-    ],
-    ("t5", "encoder.block.0"): [
-        ("attention", "layer.0.SelfAttention.o", "layer.0.layer_norm", None),
-        ("mlp", "layer.1.DenseReluDense.wo", "layer.1.layer_norm", None),
     ],
     ("t5", "decoder.block.1"): [
         ("attention", "layer.0.SelfAttention.o", "layer.0.layer_norm", None),

@@ -154,21 +154,6 @@ def test_without_a_head_the_output_is_that_of_the_base_model():
     assert isinstance(model(**inputs, return_dict=False), tuple)
 
 
-def test_several_heads_give_a_list_and_the_sum_of_losses():
-    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
-    model.add_classification_head("topic", num_labels=3)
-    model.add_tagging_head("tags", num_labels=4)
-    model.active_head = ["topic", "tags"]
-    inputs = tiny_inputs("bert")
-    labels = {"topic": torch.tensor([0, 2]), "tags": torch.ones(2, 7).long()}
-    out = model(**inputs, labels=labels)
-    assert [tuple(o.logits.shape) for o in out] == [(2, 3), (2, 7, 4)]
-    torch.testing.assert_close(out.loss, out[0].loss + out[1].loss)
-    alone = model(**inputs, head="topic", labels=labels["topic"])
-    assert torch.equal(alone.logits, out[0].logits)
-    assert torch.equal(alone.loss, out[0].loss)
-
-
 def test_dtype_is_that_which_was_asked_for(tmp_path):
     AutoAdapterModel.from_config(tiny_config("llama")).base_model.save_pretrained(tmp_path)
     model = AutoAdapterModel.from_pretrained(tmp_path, dtype=torch.bfloat16)

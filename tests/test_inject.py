@@ -121,26 +121,19 @@ def test_equal_layers_stay_of_one_class():
     assert type(one) is type(other)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_any_name_is_a_name(name):
-    plain, selection = layer(), active(name)
-    expected = layer()(X)
-    inject.put(plain, name, Times(5.0), selection, "at")
-    assert torch.equal(plain(X), 5.0 * expected)
-    assert f"adapters.{name}.factor" in plain.state_dict()
-    plain.train().eval().requires_grad_(False).to(torch.float64)
-    assert plain.adapters[name].factor.dtype is torch.float64
-    inject.take(plain, name)
-    assert type(plain) is nn.Linear
-
-
-def test_all_names_at_once_do_not_meet():
+def test_any_name_is_a_name_and_none_meets_another():
     plain, selection = layer(), Selection(Default())
     for i, name in enumerate(NAMES):
         inject.put(plain, name, Times(float(i)), selection, "at")
+    assert {f"adapters.{name}.factor" for name in NAMES} <= set(plain.state_dict())
     for i, name in enumerate(NAMES):
         selection.default.plan = plan(name)
         assert torch.equal(plain(X), i * layer()(X))
+    plain.train().eval().requires_grad_(False).to(torch.float64)
+    for name in NAMES:
+        assert plain.adapters[name].factor.dtype is torch.float64
+        inject.take(plain, name)
+    assert type(plain) is nn.Linear
 
 
 def test_a_taken_name_is_refused_and_the_first_adapter_stays():
@@ -222,6 +215,9 @@ def test_weight_and_bias_are_those_of_a_linear_layer(kind):
     inject.put(plain, "a", Shows(), active("a"), "at")
     torch.testing.assert_close(plain(X), layer(kind)(X))
     assert inject.base_of(plain).weight.shape == (6, 4)
+    replica = replica_of(plain)
+    assert not replica._parameters
+    torch.testing.assert_close(replica(X), layer(kind)(X))
 
 
 def test_a_layer_without_a_matrix_says_so():
@@ -308,15 +304,6 @@ def test_a_replica_sees_the_override_of_the_thread_that_made_it():
         assert torch.equal(in_thread(lambda: replica(X)), 2.0 * layer()(X))
 
 
-@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
-def test_a_replica_shows_its_own_weight_and_bias(kind):
-    plain = layer(kind)
-    inject.put(plain, "a", Shows(), active("a"), "at")
-    replica = replica_of(plain)
-    assert not replica._parameters
-    torch.testing.assert_close(replica(X), layer(kind)(X))
-
-
 def test_taps_reach_their_reader_in_a_replica():
     block, selection = nn.Sequential(nn.LayerNorm(4), nn.Identity()), Selection(Default())
     inject.tap(block[0], "1", "a", selection, "0")
@@ -366,11 +353,12 @@ def tensors_with_rows(draw: st.DrawFn) -> tuple[Tensor, Rows, int]:
 
 @given(tensors_with_rows())
 @settings(deadline=None, derandomize=True)
-def test_rows_that_are_put_are_taken(case):
+def test_rows_are_those_of_the_definition_and_put_undoes_take(case):
     tensor, rows, dim = case
     before = tensor.clone()
     part = inject.take_rows(tensor, rows, dim)
-    assert part.shape[dim] == rows.size
+    chosen = [g * rows.width + i for g in range(rows.groups) for i in range(rows.start, rows.stop)]
+    assert torch.equal(part, tensor.index_select(dim, torch.tensor(chosen)))
     assert torch.equal(inject.put_rows(tensor, part, rows, dim), tensor)
     other = -1.0 - part
     changed = inject.put_rows(tensor, other, rows, dim)
@@ -378,15 +366,6 @@ def test_rows_that_are_put_are_taken(case):
     # everything else is as it was: exactly the rows differ
     assert int((changed != tensor).sum()) == part.numel()
     assert torch.equal(tensor, before)
-
-
-@given(tensors_with_rows())
-@settings(deadline=None, derandomize=True)
-def test_rows_are_those_of_the_definition(case):
-    tensor, rows, dim = case
-    chosen = [g * rows.width + i for g in range(rows.groups) for i in range(rows.start, rows.stop)]
-    expected = tensor.index_select(dim, torch.tensor(chosen))
-    assert torch.equal(inject.take_rows(tensor, rows, dim), expected)
 
 
 # --- parts of fused layers ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import re
 import statistics
 from importlib.util import find_spec
@@ -57,12 +58,17 @@ def test_a_cell_that_raises_fails(run, tmp_path):
         run(path)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.fixture(params=NOTEBOOKS, ids=IDS)
+def kept(request):
+    """A notebook as it is committed, and its path."""
+    return nbformat.read(request.param, as_version=4), request.param
+
+
 class TestAsKept:
     """Without running anything."""
 
-    def test_outputs_are_those_of_the_code(self, path):
-        notebook = nbformat.read(path, as_version=4)
+    def test_outputs_are_those_of_the_code(self, kept):
+        notebook, path = kept
         nbformat.validate(notebook)
         assert notebook.metadata.get("executed") == execute.digest(notebook), (
             f"the code of {path.name} has changed since it was run. "
@@ -71,14 +77,13 @@ class TestAsKept:
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]
         assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
 
-    def test_it_holds_nothing_that_changes_from_run_to_run(self, path):
-        before = nbformat.read(path, as_version=4)
-        after = nbformat.read(path, as_version=4)
-        execute.clean(after)
-        assert after == before
+    def test_it_holds_nothing_that_changes_from_run_to_run(self, kept):
+        cleaned = copy.deepcopy(kept[0])
+        execute.clean(cleaned)
+        assert cleaned == kept[0]
 
-    def test_it_names_no_folder_of_a_machine(self, path):
-        notebook = nbformat.read(path, as_version=4)
+    def test_it_names_no_folder_of_a_machine(self, kept):
+        notebook, _ = kept
         shown = [*(cell.source for cell in notebook.cells), *texts(notebook)]
         assert not [
             text
@@ -86,12 +91,12 @@ class TestAsKept:
             if re.search(r"site-packages|/(?:home|root|tmp|usr|Users)/|C:\\", text)
         ]
 
-    def test_figures_are_small(self, path):
-        sizes = [len(figure) for figure in figures(nbformat.read(path, as_version=4))]
+    def test_figures_are_small(self, kept):
+        sizes = [len(figure) for figure in figures(kept[0])]
         assert all(size <= LARGEST for size in sizes), sizes
 
-    def test_its_links_lead_somewhere(self, path):
-        notebook = nbformat.read(path, as_version=4)
+    def test_its_links_lead_somewhere(self, kept):
+        notebook, path = kept
         prose = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
         assert "## What to read next" in prose
         for link in re.findall(r"\]\(([^)#]+)", prose):

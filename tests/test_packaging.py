@@ -137,14 +137,11 @@ class TestSplitByGroup:
         groups=[f"movie {i % 17}" for i in range(100)],
     )
 
-    @pytest.mark.parametrize("seed", range(5))
-    def test_no_group_is_on_both_sides(self, seed):
-        train, test = split_by_group(self.rows, 50, 30, seed)
-        assert (len(train), len(test)) == (50, 30)
+    @pytest.mark.parametrize("seed", range(3))
+    def test_no_group_is_on_both_sides_and_rows_stay_whole(self, seed):
+        train, test = split_by_group(self.rows, 60, 30, seed)
+        assert (len(train), len(test)) == (60, 30)
         assert not set(train.groups) & set(test.groups)
-
-    def test_rows_stay_whole_and_none_is_drawn_twice(self):
-        train, test = split_by_group(self.rows, 60, 30, seed=1)
         source = set(zip(self.rows.texts, self.rows.labels, self.rows.groups, strict=True))
         drawn = [
             row for r in (train, test) for row in zip(r.texts, r.labels, r.groups, strict=True)

@@ -71,14 +71,6 @@ def test_push_then_info_list_and_predict(over_there, run, hub_client, trained, b
     assert over_there("predict", "ann/films", *options)[0] == local
 
 
-def test_push_private_and_json(over_there, hub_client, trained):
-    hub, _ = hub_client
-    out, _ = over_there("push", trained["folder"], "ann/mine", "--private", "--json")
-    found = json.loads(out)
-    assert (found["repo"], found["url"].startswith(f"{hub.url}/ann/mine/")) == ("ann/mine", True)
-    assert hub.repos["ann/mine"].private
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,9 +109,12 @@ def test_an_adapter_without_a_name_gets_that_of_its_repository(over_there, tmp_p
         assert document["name"] == name
 
 
-def test_a_branch_is_pushed_to_and_read(over_there, hub_client, trained, base):
+def test_a_private_branch_is_pushed_to_and_read(over_there, hub_client, trained, base):
     hub, _ = hub_client
-    over_there("push", trained["folder"], "ann/two", "--revision", "v2")
+    options = ["--revision", "v2", "--private", "--json"]
+    found = json.loads(over_there("push", trained["folder"], "ann/two", *options)[0])
+    assert (found["repo"], found["url"].startswith(f"{hub.url}/ann/two/")) == ("ann/two", True)
+    assert hub.repos["ann/two"].private
     assert "adapter.safetensors" not in hub.repos["ann/two"].files("main")
     over_there("info", "ann/two", code=1)
     for command in (["info"], ["verify"], ["predict", "--text", "fine", "--model", base]):

@@ -131,6 +131,9 @@ CASES = {
     "one label": ("text,label\nfine,a\ndull,a\n", "have the label 'a'"),
     "an open quote": ('text,label\nfine,a\n"dull,b\n', "is damaged after line"),
     "no UTF-8": (b"text,label\nf\xfcn,a\n", "is damaged after line 0"),
+    "no JSON": ("{\n", "line 1 of 'rows.jsonl' is no JSON"),
+    "no object": ('{"text": "a", "label": 1}\n[1]\n', "line 2 of 'rows.jsonl' holds a list"),
+    "no text": ('{"text": [1], "label": 1}\n', "line 1 of 'rows.jsonl' has [1]"),
 }
 
 
@@ -138,29 +141,14 @@ CASES = {
 def test_bad_rows_are_refused(run, monkeypatch, tmp_path, case):
     monkeypatch.chdir(tmp_path)
     content, message = CASES[case]
+    file = "rows.jsonl" if "rows.jsonl" in message else "rows.csv"
     if content is not None:
-        Path("rows.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
-    result = run("train", "--model", "none", "--train", "rows.csv", "--output", "a", code=1)
-    assert result.stderr.startswith("adapterzoo: train rows.csv: ")
+        Path(file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    result = run("train", "--model", "none", "--train", file, "--output", "a", code=1)
+    assert result.stderr.startswith(f"adapterzoo: train {file}: ")
     assert message in result.stderr
     assert result.stdout == ""
     assert not Path("a").exists()
-
-
-LINES = {
-    "no JSON": ("{\n", "line 1 of 'rows.jsonl' is no JSON"),
-    "no object": ('{"text": "a", "label": 1}\n[1]\n', "line 2 of 'rows.jsonl' holds a list"),
-    "no text": ('{"text": [1], "label": 1}\n', "line 1 of 'rows.jsonl' has [1]"),
-}
-
-
-@pytest.mark.parametrize("case", LINES)
-def test_bad_lines_are_refused(run, monkeypatch, tmp_path, case):
-    monkeypatch.chdir(tmp_path)
-    content, message = LINES[case]
-    Path("rows.jsonl").write_text(content)
-    result = run("train", "--model", "none", "--train", "rows.jsonl", "--output", "a", code=1)
-    assert message in result.stderr
 
 
 REFUSED = {
