@@ -266,6 +266,8 @@ def test_two_levels_are_legal():
         (lambda: Average("a", "b", weights=[1, -1]), "sum up to 0", "normalize_weights=False"),
         (lambda: Average("a", "b", weights=["1", 2]), "'1'", "Write weights=[0.5, 0.5]"),
         (lambda: Split("a", "b", splits=None), "splits=None", "Write splits=[2, 2]"),
+        (lambda: Split("a", "b", splits=2.5), "splits=2.5", "Write splits=[2, 2]"),
+        (lambda: Average("a", weights=0.5), "weights=0.5", "Write weights=[1.0]"),
         (lambda: Average("a", weights=object), "<class 'object'>", "Write weights=[1.0]"),
         (lambda: Average("a", weights=[float("nan")]), "[nan]", "Write weights=[1.0]"),
         (lambda: Average("a", None), "None is no name", "Write Average('a'"),
@@ -323,7 +325,6 @@ def test_repr_and_json_make_the_same_again(node):
 @pytest.mark.parametrize(
     ("node", "shown"),
     [
-        (Average("a", "b", "c"), "Average('a', 'b', 'c')"),
         (Average("a", "b", weights=[2, 2]), "Average('a', 'b')"),
         (Average("a", "b", weights=[1, 3]), "Average('a', 'b', weights=[0.25, 0.75])"),
         (

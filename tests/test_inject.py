@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 
 import pytest
@@ -257,23 +256,6 @@ def test_untap_undoes_tap_whatever_else_is_there():
 
 
 # --- copies and replicas ---
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_share_nothing(how):
-    plain, selection = layer(), active("a")
-    inject.put(plain, "a", Times(2.0), selection, "at")
-    made = copy.deepcopy(plain) if how == "deepcopy" else pickle.loads(pickle.dumps(plain))
-    assert type(made) is type(plain)
-    assert torch.equal(made(X), plain(X))
-    with torch.no_grad():
-        made.adapters["a"].factor.fill_(7.0)
-    selection.default.plan = Plan()
-    assert torch.equal(made(X), 7.0 * layer()(X))
-    assert torch.equal(plain(X), layer()(X))
-    inject.take(made, "a")
-    assert type(made) is nn.Linear
-    assert "a" in plain.adapters
 
 
 def replica_of(module: nn.Module) -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 
 import pytest
@@ -92,31 +90,6 @@ def test_a_pinned_selection_keeps_what_its_thread_saw():
     assert pinned.plan is B
     assert in_threads(lambda: pinned.plan) == [B]
     assert selection.pinned().plan is C
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_keep_the_default_and_are_independent(how):
-    selection = Selection(Default())
-    selection.default.plan = A
-    with selection.overridden(B):
-        if how == "deepcopy":
-            made = copy.deepcopy(selection)
-        else:
-            made = pickle.loads(pickle.dumps(selection))
-        # an override belongs to its thread and its block, not to the model
-        assert made.plan == A
-    made.default.plan = C
-    assert selection.plan is A
-    selection.default.plan = B
-    assert made.plan is C
-
-
-def test_what_is_copied_together_stays_together():
-    selection = Selection(Default())
-    one, other = copy.deepcopy([selection, selection])
-    assert one is other
-    one, other = pickle.loads(pickle.dumps([selection, selection]))
-    assert one is other
 
 
 def test_what_is_active_in_a_model_acts_in_its_threads():
