@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -90,6 +92,13 @@ def test_a_pinned_selection_keeps_what_its_thread_saw():
     assert pinned.plan is B
     assert in_threads(lambda: pinned.plan) == [B]
     assert selection.pinned().plan is C
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_what_is_copied_together_stays_together(how):
+    selection = Selection(Default())
+    one, other = how([selection, selection])
+    assert one is other
 
 
 def test_what_is_active_in_a_model_acts_in_its_threads():
