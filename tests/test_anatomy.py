@@ -38,13 +38,11 @@ def on_meta(family: str) -> nn.Module:
         return AutoModel.from_config(tiny_config(family)).eval()
 
 
-BERT = [
-    ("attention", "attention.output.dense", "attention.self", "attention.output.LayerNorm"),
-    ("mlp", "output.dense", "intermediate.dense", "output.LayerNorm"),
-]
 KNOWN = {
-    ("bert", "encoder.layer.0"): BERT,
-    ("roberta", "encoder.layer.1"): BERT,
+    ("bert", "encoder.layer.0"): [
+        ("attention", "attention.output.dense", "attention.self", "attention.output.LayerNorm"),
+        ("mlp", "output.dense", "intermediate.dense", "output.LayerNorm"),
+    ],
     ("gpt2", "h.1"): [
         ("attention", "attn.c_proj", "ln_1", None),
         ("mlp", "mlp.c_proj", "ln_2", None),
@@ -52,10 +50,6 @@ KNOWN = {
     ("llama", "layers.0"): [
         ("attention", "self_attn.o_proj", "input_layernorm", None),
         ("mlp", "mlp.down_proj", "post_attention_layernorm", None),
-    ],
-    ("t5", "encoder.block.0"): [
-        ("attention", "layer.0.SelfAttention.o", "layer.0.layer_norm", None),
-        ("mlp", "layer.1.DenseReluDense.wo", "layer.1.layer_norm", None),
     ],
     ("t5", "decoder.block.1"): [
         ("attention", "layer.0.SelfAttention.o", "layer.0.layer_norm", None),
@@ -153,15 +147,14 @@ def test_the_residual_stream_in_numbers(family):
         assert close(probe.written[block.path], stream), block.path
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
-def test_the_numeric_probe_bites(family):
+def test_the_numeric_probe_bites():
     # attention's output taken for the feed-forward part's: the sum must not come out
-    model = model_of(family)
+    model = model_of("gpt2")
     block = find(model).blocks[0]
     attention, mlp = block.sublayers[0], block.sublayers[-1]
     probe = Probe(model, {p for s in block.sublayers for p in (s.out, s.source)} | {block.path})
     with torch.no_grad():
-        model(**doubled(tiny_inputs(family)))
+        model(**doubled(tiny_inputs("gpt2")))
     wrong = probe.read[mlp.source] + probe.written[attention.out]
     assert not torch.allclose(wrong, probe.written[block.path], rtol=0, atol=1e-10)
 

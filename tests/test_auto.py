@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
-import pickle
 
 import pytest
 import torch
@@ -157,48 +154,6 @@ def test_without_a_head_the_output_is_that_of_the_base_model():
     assert isinstance(model(**inputs, return_dict=False), tuple)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_copies_are_equal_and_share_nothing(way):
-    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
-    model.add_adapter("a", "lora[init_weights='bert']", set_active=True)
-    model.add_adapter("b", "par_bn")
-    model.add_classification_head("a", num_labels=3)
-    inputs = tiny_inputs("bert")
-    before = model(**inputs).logits
-    if way == "deepcopy":
-        copied = copy.deepcopy(model)
-    elif way == "pickle":
-        copied = pickle.loads(pickle.dumps(model))
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        copied = torch.load(buffer, weights_only=False)
-    assert type(copied) is type(model)
-    assert torch.equal(copied(**inputs).logits, before)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.zero_()
-    copied.set_active_adapters("b")
-    copied.delete_adapter("a")
-    assert torch.equal(model(**inputs).logits, before)
-
-
-def test_several_heads_give_a_list_and_the_sum_of_losses():
-    model = AutoAdapterModel.from_config(tiny_config("bert")).eval()
-    model.add_classification_head("topic", num_labels=3)
-    model.add_tagging_head("tags", num_labels=4)
-    model.active_head = ["topic", "tags"]
-    inputs = tiny_inputs("bert")
-    labels = {"topic": torch.tensor([0, 2]), "tags": torch.ones(2, 7).long()}
-    out = model(**inputs, labels=labels)
-    assert [tuple(o.logits.shape) for o in out] == [(2, 3), (2, 7, 4)]
-    torch.testing.assert_close(out.loss, out[0].loss + out[1].loss)
-    alone = model(**inputs, head="topic", labels=labels["topic"])
-    assert torch.equal(alone.logits, out[0].logits)
-    assert torch.equal(alone.loss, out[0].loss)
-
-
 def test_dtype_is_that_which_was_asked_for(tmp_path):
     AutoAdapterModel.from_config(tiny_config("llama")).base_model.save_pretrained(tmp_path)
     model = AutoAdapterModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -260,8 +215,3 @@ def test_it_is_not_to_be_called_and_says_what_is():
 def test_a_type_without_base_model_is_an_error_that_names_it():
     with pytest.raises(ConfigError, match="PreTrainedConfig"):
         AutoAdapterModel.from_config(transformers.PreTrainedConfig())
-
-
-def test_a_name_that_is_no_class_is_no_attribute():
-    with pytest.raises(AttributeError, match="NoSuchAdapterModel"):
-        _ = adapterzoo.NoSuchAdapterModel

@@ -29,7 +29,7 @@ from adapterzoo.composition import (
     without,
 )
 from adapterzoo.contracts import Adapter, Base
-from adapterzoo.errors import AdapterZooError, CompositionError, StateError
+from adapterzoo.errors import CompositionError, StateError
 
 
 class Affine(Base):
@@ -120,37 +120,11 @@ def at_site(*names: str, present: list[str] | None = None) -> Tensor:
         (Stack("a", "b"), Stack("a", "b")),
     ],
 )
-def test_what_a_user_may_pass(setup: object, expected: Stack | None) -> None:
+def test_what_a_user_may_pass(setup, expected):
     assert parse(setup) == expected
 
 
-@pytest.mark.parametrize(
-    ("make", "wrong", "cure"),
-    [
-        (lambda: Stack(), "Stack()", "Write Stack('a', 'b')"),
-        (lambda: Stack("a", 3), "Stack('a', 3)", "Write Stack('a', 'b')"),
-        (lambda: Stack("a", None), "Stack('a', None)", "Write Stack('a', 'b')"),
-        (lambda: Stack(["a", "b"]), "Stack(['a', 'b'],)", "Write Stack('a', 'b')"),
-        (lambda: Stack(Stack("a")), "Stack(Stack('a'),)", "Write Stack('a', 'b')"),
-        (lambda: Stack("a", "b", "a"), "'a', 'b', 'a'", "Write Stack('a', 'b')."),
-        (lambda: parse(["b", "b"]), "'b', 'b'", "Write Stack('b')."),
-        (lambda: parse(["a", 1]), "'a', 1", "Write Stack('a', 'b')"),
-        (lambda: parse(3), "active adapters 3", "got a int. Write 'a' or Stack('a', 'b')"),
-        (lambda: parse({"a": 1}), "{'a': 1}", "got a dict. Write 'a' or Stack('a', 'b')"),
-        (lambda: parse({"a"}), "{'a'}", "got a set. Write 'a' or Stack('a', 'b')"),
-    ],
-)
-def test_what_is_none_is_refused_with_value_and_cure(make, wrong: str, cure: str) -> None:
-    with pytest.raises(CompositionError) as caught:
-        make()
-    message = str(caught.value)
-    assert wrong.replace(",)", "") in message.replace(",)", "")
-    assert cure in message
-    assert isinstance(caught.value, AdapterZooError)
-    assert isinstance(caught.value, ValueError)
-
-
-def test_a_stack_is_its_names_in_order() -> None:
+def test_a_stack_is_its_names_in_order():
     stack = Stack("b", "a")
     assert list(stack) == ["b", "a"]
     assert stack.flatten() == ("b", "a")
@@ -164,20 +138,15 @@ def test_a_stack_is_its_names_in_order() -> None:
     assert eval(repr(stack)) == stack
 
 
-def test_a_stack_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        Stack("a").children = ("b",)  # type: ignore[misc]
-
-
 # --- what it means ---
 
 
-def test_one_adapter_is_a_function_around_the_layer() -> None:
+def test_one_adapter_is_a_function_around_the_layer():
     assert torch.equal(at_site("o1"), 3 * (2 * X + 1) + 1)
     assert torch.equal(at_site("i1"), 2 * (7 * X + 1) + 1)
 
 
-def test_the_first_adapter_of_a_stack_acts_first() -> None:
+def test_the_first_adapter_of_a_stack_acts_first():
     y = 2 * X + 1
     assert torch.equal(at_site("o1", "o2"), 5 * (3 * y + 1) - 2)
     assert torch.equal(at_site("o2", "o1"), 3 * (5 * y - 2) + 1)
@@ -187,29 +156,24 @@ def test_the_first_adapter_of_a_stack_acts_first() -> None:
 
 
 @pytest.mark.parametrize("names", [("i1", "o1"), ("o1", "i1")])
-def test_input_and_output_do_not_depend_on_their_order(names: tuple[str, ...]) -> None:
+def test_input_and_output_do_not_depend_on_their_order(names):
     assert torch.equal(at_site(*names), 3 * (2 * (7 * X + 1) + 1) + 1)
 
 
-def test_four_at_once() -> None:
-    inner = 2 * (11 * (7 * X + 1) - 3) + 1
-    assert torch.equal(at_site("i1", "o1", "i2", "o2"), 5 * (3 * inner + 1) - 2)
-
-
-def test_deltas_add_in_any_order() -> None:
+def test_deltas_add_in_any_order():
     expected = 2 * X + 1 + 0.5 * X + 0.25 * X
     torch.testing.assert_close(at_site("d1", "d2"), expected)
     torch.testing.assert_close(at_site("d2", "d1"), expected)
 
 
-def test_a_site_keeps_what_is_present_there() -> None:
+def test_a_site_keeps_what_is_present_there():
     assert torch.equal(at_site("o1", "o2", present=["o2"]), at_site("o2"))
     assert torch.equal(at_site("i1", "i2", present=["i2", "o1"]), at_site("i2"))
     assert compile_site(Stack("o1"), ["o2"], ADAPTERS.__getitem__) is None
     assert compile_site(Stack("o1"), [], ADAPTERS.__getitem__) is None
 
 
-def test_the_innermost_of_a_step_is_first() -> None:
+def test_the_innermost_of_a_step_is_first():
     step = compile_site(Stack("i1", "o1", "i2", "o2"), list(ADAPTERS), ADAPTERS.__getitem__)
     assert step == ("o1", "o2", "i2", "i1")
 
@@ -246,7 +210,7 @@ KINDS = {cls.__name__: cls for cls in (Stack, Fuse, Split, BatchSplit, Parallel,
 
 @pytest.mark.parametrize("inner", KINDS)
 @pytest.mark.parametrize("outer", KINDS)
-def test_what_may_stand_in_what(outer: str, inner: str) -> None:
+def test_what_may_stand_in_what(outer, inner):
     if inner in MAY_HOLD[outer]:
         node = made(outer, "c", LEGAL[inner])
         assert node.children == ("c", LEGAL[inner])
@@ -269,13 +233,13 @@ def test_what_may_stand_in_what(outer: str, inner: str) -> None:
         lambda: Stack("a", Average("b", BatchSplit("c", "d", batch_sizes=1))),
     ],
 )
-def test_what_is_too_deep(make) -> None:
+def test_what_is_too_deep(make):
     with pytest.raises(CompositionError, match=r"too deep.*Write ") as caught:
         make()
     eval(str(caught.value).rpartition("Write ")[2].removesuffix("."))
 
 
-def test_two_levels_are_legal() -> None:
+def test_two_levels_are_legal():
     assert Stack("a", BatchSplit("b", Stack("c", "d"), batch_sizes=[1, 2])).last() == "d"
     assert Split("a", Split("b", Stack("c", "d"), splits=1), splits=2).flatten() == tuple("abcd")
 
@@ -283,6 +247,17 @@ def test_two_levels_are_legal() -> None:
 @pytest.mark.parametrize(
     ("make", "wrong", "cure"),
     [
+        (lambda: Stack(), "Stack()", "Write Stack('a', 'b')"),
+        (lambda: Stack("a", 3), "Stack('a', 3)", "Write Stack('a', 'b')"),
+        (lambda: Stack("a", None), "Stack('a', None)", "Write Stack('a', 'b')"),
+        (lambda: Stack(["a", "b"]), "Stack(['a', 'b']", "Write Stack('a', 'b')"),
+        (lambda: Stack(Stack("a")), "Stack(Stack('a')", "Write Stack('a', 'b')"),
+        (lambda: Stack("a", "b", "a"), "'a', 'b', 'a'", "Write Stack('a', 'b')."),
+        (lambda: parse(["b", "b"]), "'b', 'b'", "Write Stack('b')."),
+        (lambda: parse(["a", 1]), "'a', 1", "Write Stack('a', 'b')"),
+        (lambda: parse(3), "active adapters 3", "got a int. Write 'a' or Stack('a', 'b')"),
+        (lambda: parse({"a": 1}), "{'a': 1}", "got a dict. Write 'a' or Stack('a', 'b')"),
+        (lambda: parse({"a"}), "{'a'}", "got a set. Write 'a' or Stack('a', 'b')"),
         (lambda: Split("a", "b", splits=[1]), "splits=[1]", "Write splits=[2, 2]"),
         (lambda: Split("a", "b", splits=[1, 0]), "splits=[1, 0]", "positive"),
         (lambda: BatchSplit("a", batch_sizes=[1, 2]), "[1, 2]", "Write batch_sizes=[2]"),
@@ -291,9 +266,10 @@ def test_two_levels_are_legal() -> None:
         (lambda: Average("a", "b", weights=[1, -1]), "sum up to 0", "normalize_weights=False"),
         (lambda: Average("a", "b", weights=["1", 2]), "'1'", "Write weights=[0.5, 0.5]"),
         (lambda: Split("a", "b", splits=None), "splits=None", "Write splits=[2, 2]"),
+        (lambda: Split("a", "b", splits=2.5), "splits=2.5", "Write splits=[2, 2]"),
+        (lambda: Average("a", weights=0.5), "weights=0.5", "Write weights=[1.0]"),
         (lambda: Average("a", weights=object), "<class 'object'>", "Write weights=[1.0]"),
         (lambda: Average("a", weights=[float("nan")]), "[nan]", "Write weights=[1.0]"),
-        (lambda: Average(), "Average()", "Write Average('a'"),
         (lambda: Average("a", None), "None is no name", "Write Average('a'"),
         (lambda: Parallel(), "Parallel()", "Write Parallel('a'"),
         (lambda: Fuse("a", None), "None is no name", "Write Fuse('a'"),
@@ -322,7 +298,7 @@ def test_two_levels_are_legal() -> None:
         ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(make, wrong: str, cure: str) -> None:
+def test_what_is_none_is_refused_with_value_and_cure(make, wrong, cure):
     with pytest.raises(CompositionError) as caught:
         make()
     assert wrong in str(caught.value)
@@ -340,7 +316,7 @@ def test_options_that_do_not_fit_are_refused(make, wrong: str, cure: str) -> Non
         Stack("c", Split("a", "b", splits=[1, 2])),
     ],
 )
-def test_repr_and_json_make_the_same_again(node) -> None:
+def test_repr_and_json_make_the_same_again(node):
     assert eval(repr(node)) == node
     assert hash(eval(repr(node))) == hash(node)
     assert from_json(json.loads(json.dumps(to_json(node)))) == node
@@ -349,7 +325,6 @@ def test_repr_and_json_make_the_same_again(node) -> None:
 @pytest.mark.parametrize(
     ("node", "shown"),
     [
-        (Average("a", "b", "c"), "Average('a', 'b', 'c')"),
         (Average("a", "b", weights=[2, 2]), "Average('a', 'b')"),
         (Average("a", "b", weights=[1, 3]), "Average('a', 'b', weights=[0.25, 0.75])"),
         (
@@ -362,27 +337,23 @@ def test_repr_and_json_make_the_same_again(node) -> None:
         ),
     ],
 )
-def test_an_average_shows_no_more_than_it_needs(node: Average, shown: str) -> None:
+def test_an_average_shows_no_more_than_it_needs(node, shown):
     assert repr(node) == shown
     assert eval(shown).weights == node.weights
     assert from_json(to_json(node)) == node
 
 
-def test_compositions_are_compared_as_a_whole() -> None:
+def test_compositions_are_compared_as_a_whole():
     assert Split("a", "b", splits=2) != Split("a", "b", splits=[2, 3])
     assert Split("a", "b", splits=2) != BatchSplit("a", "b", batch_sizes=2)
     assert Average("a", "b") == Average("a", "b", weights=[2, 2])
+    assert Average("a", "b", weights=[1, 3]).weights == (0.25, 0.75)
+    assert Average("a", "b", weights=[1, 3], normalize_weights=False).weights == (1, 3)
     assert Parallel("a", "b") != Parallel("a", "b", "c")
     assert Fuse("a", Stack("b", "c")).name == "a,c"
 
 
-def test_weights_are_normalised_once() -> None:
-    assert Average("a", "b").weights == (0.5, 0.5)
-    assert Average("a", "b", weights=[1, 3]).weights == (0.25, 0.75)
-    assert Average("a", "b", weights=[1, 3], normalize_weights=False).weights == (1, 3)
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_numbers():
     assert Split("a", "b", splits=np.array([1, 2])) == Split("a", "b", splits=[1, 2])
     assert BatchSplit("a", batch_sizes=np.int64(3)) == BatchSplit("a", batch_sizes=3)
     weighed = Average("a", "b", weights=np.array([0.5, 1.5], dtype=np.float32))
@@ -390,7 +361,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     json.dumps(to_json(weighed))
 
 
-def test_rows_of_a_composition() -> None:
+def test_rows_of_a_composition():
     split = BatchSplit("b", "c", batch_sizes=[1, 2])
     assert rows_of(split) == (["b", "c", "c"], 1, True)
     assert rows_of(Parallel("a", Stack("b", "c"))) == (["a", Stack("b", "c")], 2, False)
@@ -417,7 +388,7 @@ def test_rows_of_a_composition() -> None:
         (Stack("a", Fuse("b", "c")), "c", Stack("a")),
     ],
 )
-def test_a_composition_without_names(setup, gone: str, left) -> None:
+def test_a_composition_without_names(setup, gone, left):
     assert without(setup, list(gone)) == left
     assert without(left, list(gone)) == left
 
@@ -433,7 +404,7 @@ def site(setup, x: Tensor = X, present: list[str] | None = None, rows=None) -> T
     return evaluate(step, ADAPTERS, x, Affine(), held)
 
 
-def test_an_average_is_an_average() -> None:
+def test_an_average_is_an_average():
     one, two = at_site("o1"), at_site("o2")
     torch.testing.assert_close(site(Average("o1", "o2")), (one + two) / 2)
     weighted = Average("o1", "o2", weights=[1, 3])
@@ -445,7 +416,7 @@ def test_an_average_is_an_average() -> None:
     torch.testing.assert_close(site(added), y + 2 * 0.5 * X - 0.25 * X)
 
 
-def test_an_average_of_inputs_is_taken_before_the_layer() -> None:
+def test_an_average_of_inputs_is_taken_before_the_layer():
     calls = []
 
     class Counted(Affine):
@@ -459,7 +430,7 @@ def test_an_average_of_inputs_is_taken_before_the_layer() -> None:
     assert len(calls) == 1
 
 
-def test_a_split_divides_the_sequence() -> None:
+def test_a_split_divides_the_sequence():
     x = torch.arange(10.0).reshape(2, 5, 1)
     step = compile_site(Split("o1", Stack("i1", "o2"), splits=[2, 3]), [*ADAPTERS], ADAPTERS.get)
     found = evaluate(step, ADAPTERS, x, Ninths(x))
@@ -483,7 +454,7 @@ class Ninths(Affine):
 
 
 @pytest.mark.parametrize("count", [4, 8])
-def test_rows_take_their_own_steps(count: int) -> None:
+def test_rows_take_their_own_steps(count):
     x = torch.arange(float(count)).unsqueeze(-1)
     names = ["o1", None, Stack("i1", "o2"), "o1"]
     parts, index = numbered(names)
@@ -500,7 +471,7 @@ def test_rows_take_their_own_steps(count: int) -> None:
         torch.testing.assert_close(found[i * each : (i + 1) * each], expected)
 
 
-def test_rows_that_cannot_be_told_are_refused() -> None:
+def test_rows_that_cannot_be_told_are_refused():
     parts, index = numbered(["o1", None])
     step = compile_rows(parts, list(ADAPTERS), ADAPTERS.__getitem__)
     with pytest.raises(CompositionError, match="got 4 rows, and the composition has 2"):
@@ -512,13 +483,13 @@ def test_rows_that_cannot_be_told_are_refused() -> None:
         evaluate(step, ADAPTERS, torch.zeros(2, 1), Affine(), RowMap(index, repeats=2))
 
 
-def test_a_step_that_all_rows_take_is_that_step() -> None:
+def test_a_step_that_all_rows_take_is_that_step():
     parts = numbered([Stack("o1", "d1"), Stack("o1", "d2"), "o1"])[0]
     assert compile_rows(parts, ["o1"], ADAPTERS.__getitem__) == ("o1",)
     assert compile_rows(parts, ["o2"], ADAPTERS.__getitem__) is None
 
 
-def test_the_residual_of_a_part_is_its_own() -> None:
+def test_the_residual_of_a_part_is_its_own():
     x = torch.arange(4.0).reshape(4, 1)
 
     class Reads(Output):

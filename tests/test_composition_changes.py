@@ -17,7 +17,6 @@ from adapterzoo import (
     Fuse,
     LoRAConfig,
     Parallel,
-    Split,
     Stack,
 )
 from adapterzoo.errors import CompositionError, StateError
@@ -86,13 +85,6 @@ def test_a_row_may_take_a_list_as_a_stack():
     mixed = output(model, **inputs, adapter_names=[["a", "b"], "a"])
     model.set_active_adapters(["a", "b"])
     torch.testing.assert_close(mixed[0], output(model)[0], rtol=1e-12, atol=1e-13)
-
-
-def test_a_number_in_the_place_of_a_list_is_refused():
-    with pytest.raises(CompositionError, match=r"splits=2\.5"):
-        Split("a", "b", splits=2.5)
-    with pytest.raises(CompositionError, match=r"weights=0\.5"):
-        Average("a", weights=0.5)
 
 
 def test_a_class_with_ways_of_its_own_does_not_share_with_its_parent():

@@ -21,7 +21,7 @@ from adapterzoo import (
     ParBnConfig,
     SeqBnConfig,
 )
-from adapterzoo.configs import MAX_WIDTH, architectures, config_strings
+from adapterzoo.configs import MAX_WIDTH, architectures
 from adapterzoo.errors import ConfigError, DuplicateNameError, UnknownNameError
 from adapterzoo.registry import Registry
 
@@ -34,16 +34,11 @@ SPECIAL = [
     ParBnConfig(leave_out=(1, 2), init_weights_seed=0),
     ConfigUnion(SeqBnConfig(), LoRAConfig(r=2)),
 ]
-MADE = {name: AdapterConfig.load(name) for name in config_strings if name != "union"}
-ALL = [*MADE.values(), *SPECIAL]
 
 
-def ids(configs):
-    return [repr(config)[:40] for config in configs]
-
-
-@pytest.mark.parametrize("config", ALL, ids=ids(ALL))
-def test_a_config_goes_through_json(config):
+# those of plain strings: dict_round_trip and repr_is_a_call of adapterzoo.testing
+@pytest.mark.parametrize("config", SPECIAL, ids=lambda config: repr(config)[:40])
+def test_a_config_goes_through_json_repr_and_pickle(config):
     written = json.dumps(config.to_dict(), allow_nan=False)
     read = AdapterConfig.from_dict(json.loads(written))
     assert read == config
@@ -51,25 +46,14 @@ def test_a_config_goes_through_json(config):
         assert hash(read) == hash(config)
     assert read.to_dict() == config.to_dict()
     assert AdapterConfig.load(json.loads(written)) == config
-
-
-@pytest.mark.parametrize("config", ALL, ids=ids(ALL))
-def test_the_repr_is_a_constructor_call(config):
     assert eval(repr(config), vars_of_package()) == config
-
-
-@pytest.mark.parametrize("config", ALL, ids=ids(ALL))
-def test_a_config_goes_through_pickle_and_replace(config):
     assert pickle.loads(pickle.dumps(config)) == config
     assert config.replace() == config
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.r = 5
 
 
 def vars_of_package():
-    names = [name for name in dir(adapterzoo) if name.startswith(("Config", "Adapter"))]
-    names += [name for name in dir(adapterzoo) if name.endswith("Config")]
-    return {name: getattr(adapterzoo, name) for name in names if "Trainer" not in name}
+    names = [name for name in dir(adapterzoo) if name.endswith("Config") or name == "ConfigUnion"]
+    return {name: getattr(adapterzoo, name) for name in names}
 
 
 def test_strings_mean_what_the_classes_mean():
@@ -213,7 +197,6 @@ def test_a_rank_out_of_bounds_is_refused(r, near):
 @pytest.mark.parametrize(
     ("field", "value", "cure"),
     [
-        ("alpha", math.nan, "Write alpha="),
         ("alpha", math.inf, "Write alpha="),
         ("dropout", 1.0, "Write dropout="),
         ("dropout", -0.1, "Write dropout=0.0"),

@@ -153,7 +153,7 @@ WITH_CODE = [p for p, path in PAGES.items() if {"python", "bash"} & set(blocks(p
 # torch says it of every data loader on a machine without a GPU
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 @pytest.mark.parametrize("page", sorted(WITH_CODE))
-def test_a_page_runs_from_top_to_bottom(page: str, read: Callable[[str], set[str]]) -> None:
+def test_a_page_runs_from_top_to_bottom(page, read):
     skipped = read(page)
     elsewhere = {reason for reason in skipped if ELSEWHERE.fullmatch(reason)}
     assert skipped - elsewhere == {reason for where, reason in NOT_RUN if where == page}
@@ -161,14 +161,12 @@ def test_a_page_runs_from_top_to_bottom(page: str, read: Callable[[str], set[str
         assert (ROOT / reason.rpartition(" ")[2]).exists(), reason
 
 
-def test_no_block_is_of_a_kind_that_is_not_looked_at() -> None:
+def test_no_block_is_of_a_kind_that_is_not_looked_at():
     kinds = {kind for path in PAGES.values() for kind in blocks(path.read_text())}
     assert kinds <= {"python", "bash", "mermaid"} | SHOWN
 
 
-def test_a_wrong_line_is_found(
-    read: Callable[[str], set[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_line_is_found(read, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     monkeypatch.setitem(PAGES, "page.md", page)
     right = "```python\nfrom adapterzoo import LoRAConfig\n\nconfig = LoRAConfig(r=8)\n```\n"

@@ -53,14 +53,14 @@ PEER = json.loads((ROOT / "tests" / "data" / "adapters_api.json").read_text())
 
 
 @pytest.mark.parametrize("kind", sorted(PEER))
-def test_every_name_of_adapters_has_a_row(kind: str) -> None:
+def test_every_name_of_adapters_has_a_row(kind):
     rows = list(table("from-adapters.md"))
     cells = [cell for row in rows for cell in (row[:2] if len(row) == 4 else row[:1])]
     assert set(PEER[kind]) <= {name for cell in cells for name in code_of(cell)}
 
 
 @pytest.mark.parametrize("page", ["from-adapters.md", "from-peft.md"])
-def test_what_is_said_to_be_here_is(page: str) -> None:
+def test_what_is_said_to_be_here_is(page):
     checked, fields = 0, {field.name for field in dataclasses.fields(LoRAConfig)}
     for row in table(page):
         theirs, ours = row[0], row[-2]
@@ -73,14 +73,14 @@ def test_what_is_said_to_be_here_is(page: str) -> None:
     assert checked > 40
 
 
-def test_what_is_said_not_to_be_here_is_not() -> None:
+def test_what_is_said_not_to_be_here_is_not():
     for row in table("from-adapters.md"):
         if row[-2] == "not here":
             names = code_of(row[0]) + (code_of(row[1]) if len(row) == 4 else [])
             assert not [name for name in names if is_here(name)]
 
 
-def test_every_public_name_has_a_place_in_the_reference() -> None:
+def test_every_public_name_has_a_place_in_the_reference():
     text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     named = {n.rpartition(".")[2] for n in re.findall(r"\.\. auto\w+:: ([\w.]+)", text)}
     assert set(adapterzoo.__all__) <= named
@@ -89,13 +89,13 @@ def test_every_public_name_has_a_place_in_the_reference() -> None:
 LINK = re.compile(r"\]\(([^)#\s]+)(#[\w-]+)?\)")
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
+def test_links_of_the_readme_lead_somewhere():
     links = [link for link, _ in LINK.findall((ROOT / "README.md").read_text())]
     assert len(links) > 10
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
-def test_the_check_of_the_built_site_bites(tmp_path: Path) -> None:
+def test_the_check_of_the_built_site_bites(tmp_path):
     (tmp_path / "a.html").write_text('<h1 id="top"></h1><a href="b.html#there">b</a>')
     (tmp_path / "b.html").write_text('<p id="there"></p><a href="https://example.org">out</a>')
     assert broken(tmp_path) == ([], 1, 1)

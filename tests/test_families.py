@@ -14,7 +14,7 @@ TOWERS = {"clip", "siglip"}
 CONFIGS = (
     'lora[attn_matrices=["q","k","v","o"],intermediate_lora=True,output_lora=True]',
     'lora[target_modules="all-linear"]',
-    "seq_bn[reduction_factor=4]",
+    # seq_bn and that behind attention
     "double_seq_bn[reduction_factor=4]",
     "par_bn[reduction_factor=4]",
     "adapter_plus[reduction_factor=4]",

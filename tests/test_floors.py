@@ -45,20 +45,20 @@ def strays(graph: grimp.ImportGraph, library: str, legal: tuple[str, ...]) -> se
 
 
 @pytest.mark.parametrize("package", [f"{PACKAGE}.methods", f"{PACKAGE}.heads"])
-def test_files_are_blind_to_their_siblings(graph: grimp.ImportGraph, package: str) -> None:
+def test_files_are_blind_to_their_siblings(graph, package):
     assert graph.find_children(package)
     assert meetings(graph, package) == set()
 
 
-def test_triton_is_imported_by_its_kernels_only(graph: grimp.ImportGraph) -> None:
+def test_triton_is_imported_by_its_kernels_only(graph):
     assert strays(graph, "triton", ("_triton",)) == set()
 
 
-def test_the_hub_is_reached_from_one_module_only(graph: grimp.ImportGraph) -> None:
+def test_the_hub_is_reached_from_one_module_only(graph):
     assert strays(graph, "huggingface_hub", (f"{PACKAGE}.hub",)) == set()
 
 
-def test_the_checks_bite() -> None:
+def test_the_checks_bite():
     graph = grimp.ImportGraph()
     for module in ("z", "z.methods", "z.methods._init", "z.methods.dora", "z.methods.lora"):
         graph.add_module(module)

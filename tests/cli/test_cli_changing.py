@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,43 +54,31 @@ def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return model.eval()(**inputs).logits
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_to_native_keeps_the_golden_outputs(
-    run: Callable[..., Any], tmp_path: Path, case: str
-) -> None:
-    folder, inputs, expected = golden(case)
-    base = folder.parent / "base"
-    said = run("convert", folder, tmp_path / "a", "--to", "native", "--model", base).stdout
-    assert said == f"{tmp_path / 'a'}: adapter in the format 'native', from " + (
-        "'peft'\n" if "peft" in case else "'adapterhub'\n"
-    )
-    model = AutoAdapterModel.from_pretrained(base)
-    model.load_adapter(tmp_path / "a", set_active=True)
-    close(logits(model, inputs), expected)
+FORMATS = ("native", "peft", "adapterhub")
 
 
-@pytest.mark.parametrize("to", ["peft", "adapterhub"])
-@pytest.mark.parametrize("case", [c for c in CASES if "vit" not in c and "gpt2" not in c])
-def test_between_the_peers(run: Callable[..., Any], tmp_path: Path, case: str, to: str) -> None:
-    """What is said at all gives the same outputs; the rest leaves nothing behind."""
+@pytest.mark.parametrize(
+    ("case", "to"),
+    [(c, to) for c in CASES for to in FORMATS[: 1 if "vit" in c or "gpt2" in c else None]],
+)
+def test_a_converted_golden_has_the_golden_outputs(run, tmp_path, case, to):
+    """What a format cannot say leaves nothing behind."""
     folder, inputs, expected = golden(case)
-    base = folder.parent / "base"
-    options = ["--to", to, "--model", base]
-    unsayable = (case.partition("/")[2], to) in UNSAYABLE
-    if unsayable and not case.startswith(f"golden_{to}"):
-        said = run("convert", folder, tmp_path / "a", *options, code=1).stderr
+    base, source = folder.parent / "base", case.partition("/")[0].removeprefix("golden_")
+    options = [folder, tmp_path / "a", "--to", to, "--model", base]
+    if (case.partition("/")[2], to) in UNSAYABLE and source != to:
+        said = run("convert", *options, code=1).stderr
         assert said.startswith("adapterzoo: ")
         assert not (tmp_path / "a").exists()
         return
-    run("convert", folder, tmp_path / "a", *options)
+    said = run("convert", *options).stdout
+    assert said == f"{tmp_path / 'a'}: adapter in the format {to!r}, from {source!r}\n"
     model = AutoAdapterModel.from_pretrained(base)
     model.load_adapter(tmp_path / "a", set_active=True)
     close(logits(model, inputs), expected)
 
 
-def test_without_its_head_an_adapter_of_adapterhub_goes_to_peft(
-    run: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_without_its_head_an_adapter_of_adapterhub_goes_to_peft(run, tmp_path):
     folder, inputs, _ = golden("golden_adapterhub/bert/lora")
     base = folder.parent / "base"
     run("convert", folder, tmp_path / "a", "--to", "peft", "--model", base, "--no-head")
@@ -105,9 +92,7 @@ def test_without_its_head_an_adapter_of_adapterhub_goes_to_peft(
 
 
 @pytest.mark.parametrize("case", ["bert/lora", "bert/boft_m2"])
-def test_there_and_back_has_the_same_tensors(
-    run: Callable[..., Any], tmp_path: Path, case: str
-) -> None:
+def test_there_and_back_has_the_same_tensors(run, tmp_path, case):
     folder, base = PEFT / case, PEFT / "bert/base"
     run("convert", folder, tmp_path / "own", "--to", "native", "--model", base)
     # the base model is the one that the first conversion wrote down
@@ -118,7 +103,7 @@ def test_there_and_back_has_the_same_tensors(
     assert all(same_bits(theirs[key], mine[key]) for key in theirs)
 
 
-def test_no_weight_of_the_base_model_is_read(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_no_weight_of_the_base_model_is_read(run, tmp_path):
     (tmp_path / "base").mkdir()
     config = (PEFT / "bert/base/config.json").read_bytes()
     (tmp_path / "base/config.json").write_bytes(config)
@@ -127,9 +112,7 @@ def test_no_weight_of_the_base_model_is_read(run: Callable[..., Any], tmp_path: 
     assert (tmp_path / "a/adapter.safetensors").is_file()
 
 
-def test_dora_of_a_fused_layer_takes_its_norms_from_the_base_model(
-    run: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_dora_of_a_fused_layer_takes_its_norms_from_the_base_model(run, tmp_path):
     """PEFT has one magnitude for each row of GPT-2's fused layer; the values are adapted alone."""
     plain = transformers.GPT2LMHeadModel(tiny_config("gpt2")).eval()
     plain.save_pretrained(tmp_path / "base")
@@ -145,8 +128,7 @@ def test_dora_of_a_fused_layer_takes_its_norms_from_the_base_model(
     close(logits(peft.PeftModel.from_pretrained(plain, tmp_path / "p"), inputs), expected)
 
 
-def test_heads_alone_and_names(run: Callable[..., Any], trained: dict[str, Any], base: Path,
-                               tmp_path: Path) -> None:  # fmt: skip
+def test_heads_alone_and_names(run, trained, base, tmp_path):
     model = AutoAdapterModel.from_pretrained(base)
     model.load_adapter(trained["folder"])
     model.save_head(tmp_path / "head", "reviews")
@@ -163,9 +145,7 @@ def test_heads_alone_and_names(run: Callable[..., Any], trained: dict[str, Any],
     assert document["meta"]["train"]["accuracy"] == trained["accuracy"]
 
 
-def test_an_edited_config_is_refused_but_where_it_is_taken(
-    run: Callable[..., Any], trained: dict[str, Any], tmp_path: Path, base: Path
-) -> None:
+def test_an_edited_config_is_refused_but_where_it_is_taken(run, trained, tmp_path, base):
     folder = shutil.copytree(trained["folder"], tmp_path / "reviews")
     file = folder / "adapter_config.json"
     document = json.loads(file.read_text())
@@ -201,9 +181,7 @@ META = {"train": {"loss": [0.5, None], "é": True}, "why": "a test"}
 
 
 @pytest.mark.parametrize("to", ["adapterhub", "peft"])
-def test_meta_goes_there_and_back(
-    run: Callable[..., Any], base: Path, tmp_path: Path, to: str
-) -> None:
+def test_meta_goes_there_and_back(run, base, tmp_path, to):
     model = AutoAdapterModel.from_pretrained(base)
     model.add_adapter("a", "lora[r=2]")
     stir(model, "a")
@@ -234,9 +212,7 @@ def test_meta_goes_there_and_back(
 
 
 @pytest.mark.parametrize(("text", "says"), [("[1]", "no object"), ("{", "no JSON")])
-def test_meta_that_is_none_is_refused(
-    run: Callable[..., Any], tmp_path: Path, text: str, says: str
-) -> None:
+def test_meta_that_is_none_is_refused(run, tmp_path, text, says):
     folder = shutil.copytree(PEFT / "bert/lora", tmp_path / "a")
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -260,9 +236,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_convert_refuses_before_it_writes(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
-) -> None:
+def test_convert_refuses_before_it_writes(run, monkeypatch, tmp_path, case):
     monkeypatch.chdir(tmp_path)
     (source, *options), message = REFUSED[case]
     result = run("convert", source, "out", "--to", "peft", *options, code=1)
@@ -271,9 +245,7 @@ def test_convert_refuses_before_it_writes(
     assert not Path("out").exists()
 
 
-def test_convert_does_not_mix_formats(
-    run: Callable[..., Any], trained: dict[str, Any], tmp_path: Path
-) -> None:
+def test_convert_does_not_mix_formats(run, trained, tmp_path):
     folder = trained["folder"]
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     said = run("convert", folder, folder, "--to", "peft", code=1).stderr
@@ -281,17 +253,11 @@ def test_convert_does_not_mix_formats(
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_an_unknown_format_is_a_usage_error(run: Callable[..., Any]) -> None:
-    assert "'onnx'" in run("convert", "a", "b", "--to", "onnx", code=2).stderr
-
-
 # --- merge ---
 
 
 @pytest.mark.parametrize("case", ["bert/lora", "bert/boft_m2", "gpt2/dora", "vit/lora"])
-def test_a_merged_golden_is_a_plain_model_with_the_golden_outputs(
-    run: Callable[..., Any], tmp_path: Path, case: str
-) -> None:
+def test_a_merged_golden_is_a_plain_model_with_the_golden_outputs(run, tmp_path, case):
     folder, inputs, expected = golden(f"golden_peft/{case}")
     base, out = folder.parent / "base", tmp_path / "out"
     result = run("merge", base, folder, out)
@@ -306,9 +272,7 @@ def test_a_merged_golden_is_a_plain_model_with_the_golden_outputs(
     close(logits(model, inputs), expected)
 
 
-def test_merge_tells_of_a_head_that_has_no_place(
-    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
-) -> None:
+def test_merge_tells_of_a_head_that_has_no_place(run, trained, base, tmp_path):
     result = run("merge", base, trained["folder"], tmp_path / "m", "--as", "BertModel")
     assert "The adapter's head is not in it: a BertModel has none. To have it" in result.stderr
     assert result.stdout == f"{tmp_path / 'm'}: a BertModel\n"
@@ -330,9 +294,7 @@ def masked(base: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_merge_writes_the_class_that_has_the_head(
-    run: Callable[..., Any], trained: dict[str, Any], masked: Path, tmp_path: Path
-) -> None:
+def test_merge_writes_the_class_that_has_the_head(run, trained, masked, tmp_path):
     result = run("merge", masked, trained["folder"], tmp_path / "m")
     assert result.stderr == ""
     assert result.stdout == f"{tmp_path / 'm'}: a BertForSequenceClassification\n"
@@ -349,9 +311,7 @@ def test_merge_writes_the_class_that_has_the_head(
     assert (result.stdout, result.stderr) == (f"{tmp_path / 'n'}: a BertForMaskedLM\n", "")
 
 
-def test_merge_keeps_the_class_of_the_base_where_none_has_the_head(
-    run: Callable[..., Any], masked: Path, tmp_path: Path
-) -> None:
+def test_merge_keeps_the_class_of_the_base_where_none_has_the_head(run, masked, tmp_path):
     model = AutoAdapterModel.from_pretrained(masked)
     model.add_adapter("a", "lora[r=2]")
     model.add_classification_head("a", num_labels=3)
@@ -373,9 +333,7 @@ def test_merge_keeps_the_class_of_the_base_where_none_has_the_head(
 
 
 @pytest.mark.parametrize("format", ["native", "peft"])
-def test_merge_rounds_no_adapter_without_saying_so(
-    run: Callable[..., Any], base: Path, tmp_path: Path, format: str
-) -> None:
+def test_merge_rounds_no_adapter_without_saying_so(run, base, tmp_path, format):
     """PEFT's files keep their bits over a model in bfloat16; ours must be of one dtype with it."""
     wide = AutoAdapterModel.from_pretrained(base)
     wide.add_adapter("a", 'lora[r=2,alpha=32,attn_matrices=["q"]]')
@@ -407,9 +365,7 @@ def test_merge_rounds_no_adapter_without_saying_so(
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_merge_writes_a_whole_model_or_nothing(
-    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path, there: bool
-) -> None:
+def test_merge_writes_a_whole_model_or_nothing(run, trained, base, tmp_path, there):
     out = tmp_path / "new" / "m"
     (out if there else out.parent).mkdir(parents=True)
     number = out.stat().st_ino if there else None
@@ -434,12 +390,8 @@ def test_merge_writes_a_whole_model_or_nothing(
 
 
 def test_merge_tells_of_a_tokenizer_that_cannot_be_fetched(
-    run: Callable[..., Any],
-    trained: dict[str, Any],
-    base: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    run, trained, base, tmp_path, monkeypatch
+):
     """The model is in the cache, and the Hub, which is to have the tokenizer, does not answer."""
     repository = tmp_path / "models--me--base"
     snapshot = repository / "snapshots" / ("0" * 40)
@@ -458,9 +410,7 @@ def test_merge_tells_of_a_tokenizer_that_cannot_be_fetched(
     assert not list(out.glob("tokenizer*"))
 
 
-def test_merge_refuses(
-    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
-) -> None:
+def test_merge_refuses(run, trained, base, tmp_path):
     folder = trained["folder"]
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
@@ -474,9 +424,7 @@ def test_merge_refuses(
     assert not (tmp_path / "o").exists()
 
 
-def test_a_damaged_base_model_is_told(
-    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_base_model_is_told(run, trained, base, tmp_path):
     folder = tmp_path / "base"
     shutil.copytree(base, folder)
     weights = folder / "model.safetensors"
@@ -503,9 +451,7 @@ EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_copies_of_base_weights_are_compared(
-    run: Callable[..., Any], tmp_path: Path, same: bool
-) -> None:
+def test_copies_of_base_weights_are_compared(run, tmp_path, same):
     """PEFT puts embeddings into the file now and then; equal ones cost nothing."""
     base = PEFT / "bert/base"
     shutil.copytree(PEFT / "bert/lora", tmp_path / "a")
@@ -525,12 +471,9 @@ def test_copies_of_base_weights_are_compared(
         assert "differ from those here" in run(*options, code=1).stderr
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_embedding_is_the_output_of_a_tied_head(
-    run: Callable[..., Any], tmp_path: Path, family: str
-) -> None:
+def test_the_embedding_is_the_output_of_a_tied_head(run, tmp_path):
     """AdapterHub's file holds it, ours does not."""
-    config = tiny_config(family)
+    config = tiny_config("llama")
     config.tie_word_embeddings = True
     AutoAdapterModel.from_config(config).base_model.save_pretrained(tmp_path / "base")
     model = AutoAdapterModel.from_pretrained(tmp_path / "base")
@@ -538,7 +481,7 @@ def test_the_embedding_is_the_output_of_a_tied_head(
     model.add_causal_lm_head("a")
     model.set_active_adapters("a")
     stir(model, "a")
-    inputs = tiny_inputs(family)
+    inputs = tiny_inputs("llama")
     expected = logits(model, inputs)
     model.save_adapter(tmp_path / "a", "a")
     model.save_adapter(tmp_path / "expected", "a", format="adapterhub")
@@ -554,7 +497,7 @@ def test_the_embedding_is_the_output_of_a_tied_head(
     close(logits(other, inputs), expected)
 
 
-def test_halves_stay_halves(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_halves_stay_halves(run, tmp_path):
     base = PEFT / "bert/base"
     model = AutoAdapterModel.from_pretrained(base, dtype=torch.bfloat16)
     model.add_adapter("a", "dora[r=2]")

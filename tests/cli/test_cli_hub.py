@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from safetensors.torch import load, load_file
 
 CALL = """
@@ -39,13 +38,7 @@ def over_there(hub_client: tuple[Any, Any], tmp_path: Path) -> Callable[..., lis
     return call
 
 
-def test_push_then_info_list_and_predict(
-    over_there: Callable[..., list[str]],
-    run: Callable[..., Result],
-    hub_client: tuple[Any, Any],
-    trained: dict[str, Any],
-    base: Path,
-) -> None:
+def test_push_then_info_list_and_predict(over_there, run, hub_client, trained, base):
     hub, _ = hub_client
     options = ["--metric", "accuracy=0.91", "--license", "mit", "--language", "en"]
     options += ["--dataset", "ann/reviews", "--message", "Mine", "--base-model", "ann/tiny"]
@@ -78,16 +71,6 @@ def test_push_then_info_list_and_predict(
     assert over_there("predict", "ann/films", *options)[0] == local
 
 
-def test_push_private_and_json(
-    over_there: Callable[..., list[str]], hub_client: tuple[Any, Any], trained: dict[str, Any]
-) -> None:
-    hub, _ = hub_client
-    out, _ = over_there("push", trained["folder"], "ann/mine", "--private", "--json")
-    found = json.loads(out)
-    assert (found["repo"], found["url"].startswith(f"{hub.url}/ann/mine/")) == ("ann/mine", True)
-    assert hub.repos["ann/mine"].private
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,10 +81,7 @@ def test_push_private_and_json(
         (["list", "--library", "torch"], "library='torch' is not known"),
     ],
 )
-def test_refusals(
-    over_there: Callable[..., list[str]], hub_client: tuple[Any, Any], trained: dict[str, Any],
-    arguments: list[str], message: str,
-) -> None:  # fmt: skip
+def test_refusals(over_there, hub_client, trained, arguments, message):
     hub, _ = hub_client
     given = [a.replace("{folder}", str(trained["folder"])) for a in arguments]
     out, err = over_there(*given, code=1)
@@ -113,16 +93,12 @@ def test_refusals(
 
 
 @pytest.mark.parametrize("metric", ["good", "=0.9", " =1", "a=", "a=nan", "a=-inf"])
-def test_a_metric_is_a_name_and_a_finite_number(
-    run: Callable[..., Result], tmp_path: Path, metric: str
-) -> None:
+def test_a_metric_is_a_name_and_a_finite_number(run, tmp_path, metric):
     said = run("push", tmp_path, "ann/a", "--metric", metric, code=2).stderr
     assert f"--metric {metric!r} is no name with a number" in said
 
 
-def test_an_adapter_without_a_name_gets_that_of_its_repository(
-    over_there: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_an_adapter_without_a_name_gets_that_of_its_repository(over_there, tmp_path):
     """PEFT's files know no name, and the folder in the cache has that of a commit."""
     peft = Path(__file__).parents[1] / "data" / "golden_peft/bert"
     over_there("push", peft / "lora", "ann/films", "--base-model", "ann/tiny")
@@ -133,14 +109,12 @@ def test_an_adapter_without_a_name_gets_that_of_its_repository(
         assert document["name"] == name
 
 
-def test_a_branch_is_pushed_to_and_read(
-    over_there: Callable[..., list[str]],
-    hub_client: tuple[Any, Any],
-    trained: dict[str, Any],
-    base: Path,
-) -> None:
+def test_a_private_branch_is_pushed_to_and_read(over_there, hub_client, trained, base):
     hub, _ = hub_client
-    over_there("push", trained["folder"], "ann/two", "--revision", "v2")
+    options = ["--revision", "v2", "--private", "--json"]
+    found = json.loads(over_there("push", trained["folder"], "ann/two", *options)[0])
+    assert (found["repo"], found["url"].startswith(f"{hub.url}/ann/two/")) == ("ann/two", True)
+    assert hub.repos["ann/two"].private
     assert "adapter.safetensors" not in hub.repos["ann/two"].files("main")
     over_there("info", "ann/two", code=1)
     for command in (["info"], ["verify"], ["predict", "--text", "fine", "--model", base]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from adapterzoo.cli.rows import class_names
 from adapterzoo.errors import ConfigError
 
 
-def test_train_learns_and_says_so(trained: dict[str, Any]) -> None:
+def test_train_learns_and_says_so(trained):
     assert trained["accuracy"] >= 0.95
     assert trained["labels"] == ["fresh", "rotten"]
     assert (trained["train_rows"], trained["eval_rows"], trained["steps"]) == (48, 48, 72)
@@ -31,9 +30,7 @@ def test_train_learns_and_says_so(trained: dict[str, Any]) -> None:
     assert trained["train_loss"] > 0
 
 
-def test_train_saves_the_adapter_with_its_head_and_settings(
-    trained: dict[str, Any], base: Path
-) -> None:
+def test_train_saves_the_adapter_with_its_head_and_settings(trained, base):
     model = AutoAdapterModel.from_pretrained(base)
     assert model.load_adapter(trained["folder"]) == "reviews"
     assert model.adapter_fingerprint("reviews") == trained["fingerprint"]
@@ -45,9 +42,7 @@ def test_train_saves_the_adapter_with_its_head_and_settings(
     }  # fmt: skip
 
 
-def test_a_seed_gives_the_same_bits(
-    run: Callable[..., Any], base: Path, table: Path, tmp_path: Path
-) -> None:
+def test_a_seed_gives_the_same_bits(run, base, table, tmp_path):
     found = [
         json.loads(
             run("train", "--model", base, "--train", table, "--output", tmp_path / name,
@@ -68,10 +63,7 @@ def expected(trained: dict[str, Any], base: Path, texts: list[str]) -> torch.Ten
     return torch.cat(logits).softmax(-1)
 
 
-def test_predict_gives_what_the_library_gives(
-    run: Callable[..., Any], trained: dict[str, Any], base: Path, table: Path,
-    rows: list[tuple[str, str]],
-) -> None:  # fmt: skip
+def test_predict_gives_what_the_library_gives(run, trained, base, table, rows):
     texts = [text for text, _ in rows]
     truth = expected(trained, base, texts)
     result = run("predict", trained["folder"], "--file", table, "--json", "--batch-size", 7)
@@ -85,9 +77,7 @@ def test_predict_gives_what_the_library_gives(
     assert {tuple(row["probabilities"]) for row in found} == {("fresh", "rotten")}
 
 
-def test_predict_writes_csv_too(
-    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
-) -> None:
+def test_predict_writes_csv_too(run, trained, base, tmp_path):
     texts = ['so "lovely", the end', "dull"]
     options = [part for text in texts for part in ("--text", text)]
     printed = run("predict", trained["folder"], *options).stdout
@@ -102,9 +92,7 @@ def test_predict_writes_csv_too(
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "tsv"])
-def test_other_files_and_columns_are_read(
-    run: Callable[..., Any], base: Path, rows: list[tuple[str, str]], tmp_path: Path, ending: str
-) -> None:
+def test_other_files_and_columns_are_read(run, base, rows, tmp_path, ending):
     file = tmp_path / f"rows.{ending}"
     lines = [json.dumps({"review": text, "stars": len(label)}) for text, label in rows]
     if ending == "tsv":
@@ -119,9 +107,7 @@ def test_other_files_and_columns_are_read(
     assert len(lines.splitlines()) == 49
 
 
-def test_a_model_with_a_static_head_gets_the_new_one(
-    run: Callable[..., Any], trained: dict[str, Any], base: Path, table: Path, tmp_path: Path
-) -> None:
+def test_a_model_with_a_static_head_gets_the_new_one(run, trained, base, table, tmp_path):
     """`predict` and `train` on a base that was fine-tuned for another task."""
     run("merge", base, trained["folder"], tmp_path / "tuned", "--as",
         "BertForSequenceClassification")  # fmt: skip
@@ -145,40 +131,24 @@ CASES = {
     "one label": ("text,label\nfine,a\ndull,a\n", "have the label 'a'"),
     "an open quote": ('text,label\nfine,a\n"dull,b\n', "is damaged after line"),
     "no UTF-8": (b"text,label\nf\xfcn,a\n", "is damaged after line 0"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bad_rows_are_refused(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    content, message = CASES[case]
-    if content is not None:
-        Path("rows.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
-    result = run("train", "--model", "none", "--train", "rows.csv", "--output", "a", code=1)
-    assert result.stderr.startswith("adapterzoo: train rows.csv: ")
-    assert message in result.stderr
-    assert result.stdout == ""
-    assert not Path("a").exists()
-
-
-LINES = {
     "no JSON": ("{\n", "line 1 of 'rows.jsonl' is no JSON"),
     "no object": ('{"text": "a", "label": 1}\n[1]\n', "line 2 of 'rows.jsonl' holds a list"),
     "no text": ('{"text": [1], "label": 1}\n', "line 1 of 'rows.jsonl' has [1]"),
 }
 
 
-@pytest.mark.parametrize("case", LINES)
-def test_bad_lines_are_refused(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_bad_rows_are_refused(run, monkeypatch, tmp_path, case):
     monkeypatch.chdir(tmp_path)
-    content, message = LINES[case]
-    Path("rows.jsonl").write_text(content)
-    result = run("train", "--model", "none", "--train", "rows.jsonl", "--output", "a", code=1)
+    content, message = CASES[case]
+    file = "rows.jsonl" if "rows.jsonl" in message else "rows.csv"
+    if content is not None:
+        Path(file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    result = run("train", "--model", "none", "--train", file, "--output", "a", code=1)
+    assert result.stderr.startswith(f"adapterzoo: train {file}: ")
     assert message in result.stderr
+    assert result.stdout == ""
+    assert not Path("a").exists()
 
 
 REFUSED = {
@@ -200,9 +170,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_choices_are_refused_before_training(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, base: Path, tmp_path: Path, case: str
-) -> None:
+def test_bad_choices_are_refused_before_training(run, monkeypatch, base, tmp_path, case):
     monkeypatch.chdir(tmp_path)
     Path("rows.csv").write_text("text,label\nfine,a\ndull,b\n")
     Path("new.csv").write_text("text,label\nfine,a\ndull,c\n")
@@ -217,9 +185,7 @@ def test_bad_choices_are_refused_before_training(
     assert not Path("a").exists()
 
 
-def test_predict_says_that_it_rounds(
-    run: Callable[..., Any], trained: dict[str, Any], base: Path, tmp_path: Path
-) -> None:
+def test_predict_says_that_it_rounds(run, trained, base, tmp_path):
     BertModel.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(tmp_path)
     add_tokenizer(tmp_path)
     given = ["predict", trained["folder"], "--text", "a fine plot", "--model"]
@@ -229,25 +195,21 @@ def test_predict_says_that_it_rounds(
     assert run(*given, base).stderr == ""
 
 
-def test_predict_asks_for_a_text_or_a_file(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_predict_asks_for_a_text_or_a_file(run, tmp_path):
     assert "--text or --file" in run("predict", tmp_path, code=2).stderr
     both = run("predict", tmp_path, "--text", "a", "--file", "b.csv", code=2)
     assert "--text or --file" in both.stderr
 
 
 @pytest.mark.parametrize("name", ["none/out.csv", "."])
-def test_predict_looks_at_its_output_before_the_work(
-    run: Callable[..., Any], tmp_path: Path, name: str
-) -> None:
+def test_predict_looks_at_its_output_before_the_work(run, tmp_path, name):
     # there is no adapter: whoever reads it first says so
     said = run("predict", tmp_path, "--text", "a", "--output", tmp_path / name, code=1).stderr
     assert "cannot be written" in said
     assert "Write a path in a folder that is there" in said
 
 
-def test_predict_refuses_an_adapter_without_a_head(
-    run: Callable[..., Any], base: Path, tmp_path: Path
-) -> None:
+def test_predict_refuses_an_adapter_without_a_head(run, base, tmp_path):
     model = AutoAdapterModel.from_pretrained(base)
     model.add_adapter("bare", "seq_bn")
     model.save_adapter(tmp_path / "bare", "bare")
@@ -256,9 +218,7 @@ def test_predict_refuses_an_adapter_without_a_head(
 
 
 @pytest.mark.parametrize(("multilabel", "count"), [(True, 3), (False, 1)])
-def test_heads_of_several_labels_and_of_numbers(
-    run: Callable[..., Any], base: Path, tmp_path: Path, multilabel: bool, count: int
-) -> None:
+def test_heads_of_several_labels_and_of_numbers(run, base, tmp_path, multilabel, count):
     model = AutoAdapterModel.from_pretrained(base).eval()
     model.add_adapter("a", "seq_bn")
     model.add_classification_head("a", num_labels=count, multilabel=multilabel)
@@ -282,10 +242,7 @@ def test_heads_of_several_labels_and_of_numbers(
         )
 
 
-def test_bars_are_for_people_and_on_standard_error(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, base: Path, table: Path,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+def test_bars_are_for_people_and_on_standard_error(run, monkeypatch, base, table, tmp_path):
     arguments = ["train", "--model", base, "--train", table, "--eval", table, "--epochs", 0.2]
     arguments += ["--output", tmp_path / "a", "--device", "cpu"]
     assert run(*arguments).stderr == ""
@@ -299,15 +256,13 @@ def test_bars_are_for_people_and_on_standard_error(
     assert run(*arguments, "--json").stderr == ""
 
 
-def test_labels_that_are_numbers_are_sorted_as_numbers() -> None:
+def test_labels_that_are_numbers_are_sorted_as_numbers():
     file = Path("rows.csv")
     assert class_names("train", file, ["10", "9", "-1", "9"]) == ["-1", "9", "10"]
     assert class_names("train", file, ["10", "9", "--1"]) == ["--1", "10", "9"]
 
 
-def test_decoders_pad_with_the_end_of_texts(
-    run: Callable[..., Any], table: Path, tmp_path: Path
-) -> None:
+def test_decoders_pad_with_the_end_of_texts(run, table, tmp_path):
     """A row of a batch says what it says alone."""
     base = tmp_path / "base"
     AutoAdapterModel.from_config(tiny_config("gpt2")).base_model.save_pretrained(base)
@@ -325,9 +280,7 @@ def test_decoders_pad_with_the_end_of_texts(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_a_tokenizer_that_cannot_pad_is_refused(
-    run: Callable[..., Any], table: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_cannot_pad_is_refused(run, table, tmp_path):
     base = tmp_path / "base"
     AutoAdapterModel.from_config(tiny_config("gpt2")).base_model.save_pretrained(base)
     add_tokenizer(base, pad_token=None)
@@ -336,7 +289,7 @@ def test_a_tokenizer_that_cannot_pad_is_refused(
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_texts_are_cut_to_what_the_model_takes(family: str) -> None:
+def test_texts_are_cut_to_what_the_model_takes(family):
     """Positions of RoBERTa begin after that of the padding, and its config counts them all."""
     config = tiny_config(family)
     config.max_position_embeddings = 40
@@ -352,9 +305,7 @@ def test_texts_are_cut_to_what_the_model_takes(family: str) -> None:
         tokens_of_text("predict", model, tokenizer, length + 1)
 
 
-def test_predict_cuts_texts_where_the_training_did(
-    run: Callable[..., Any], base: Path, table: Path, tmp_path: Path
-) -> None:
+def test_predict_cuts_texts_where_the_training_did(run, base, table, tmp_path):
     run("train", "--model", base, "--train", table, "--output", tmp_path / "a", "--epochs", 0.2,
         "--max-length", 3, "--device", "cpu")  # fmt: skip
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 from families import VOCABULARY, tiny_config
 from torch import Tensor
 
@@ -101,18 +99,3 @@ def test_a_saved_state_goes_on_as_if_nothing_had_stopped(tmp_path):
     assert any(not torch.equal(whole[k], t) for k, t in bits(model).items())
     steps(accelerator, model, optimizer, data[2:])
     assert all(torch.equal(whole[key], tensor) for key, tensor in bits(model).items())
-
-
-def test_the_unwrapped_model_saves_its_adapter(tmp_path):
-    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path)))
-    model, optimizer = prepared(accelerator, ready().train())
-    steps(accelerator, model, optimizer, batches(2))
-    own = accelerator.unwrap_model(model)
-    own.save_adapter(str(Path(tmp_path) / "task"), "task")
-    again = AutoAdapterModel.from_config(tiny_config("bert"))
-    assert again.load_adapter(str(Path(tmp_path) / "task")) == "task"
-    assert again.adapter_fingerprint("task") == own.adapter_fingerprint("task")
-    assert torch.equal(
-        torch.cat([p.flatten() for p in again.get_head("task").parameters()]),
-        torch.cat([p.flatten() for p in own.get_head("task").parameters()]),
-    )

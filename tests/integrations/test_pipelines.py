@@ -52,20 +52,16 @@ def images() -> list[Image.Image]:
     return [Image.fromarray(source.integers(0, 255, (8, 8, 3), "uint8")) for _ in range(2)]
 
 
-def image_processor() -> Any:
-    return ViTImageProcessorPil(size={"height": 8, "width": 8})
-
-
-def of_text() -> dict[str, Any]:
-    return {"tokenizer": tokenizer()}
+def of_text(pairs: bool = True) -> dict[str, Any]:
+    return {"tokenizer": tokenizer(pairs)}
 
 
 def of_bare_text() -> dict[str, Any]:
-    return {"tokenizer": tokenizer(pairs=False)}
+    return of_text(pairs=False)
 
 
 def of_images() -> dict[str, Any]:
-    return {"image_processor": image_processor()}
+    return {"image_processor": ViTImageProcessorPil(size={"height": 8, "width": 8})}
 
 
 MASKED = ["the film was [MASK] .", "a [MASK] plot"]

@@ -12,10 +12,7 @@ from datasets import Dataset
 from families import tiny_config
 from torch import Tensor
 from transformers import (
-    AutoModelForSequenceClassification,
     DataCollatorWithPadding,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -24,8 +21,7 @@ from transformers import (
 from transformers.pipelines.pt_utils import KeyDataset
 from words import SENTENCES, tokenizer
 
-import adapterzoo
-from adapterzoo import AdapterTrainer, AutoAdapterModel, load_model
+from adapterzoo import AdapterTrainer, AutoAdapterModel
 
 QUIET: dict[str, Any] = {
     "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
@@ -163,46 +159,6 @@ def test_the_best_model_comes_back_and_reloads_with_all_that_it_had(tmp_path, ta
     assert again.known_heads() == ("other", "task")
     assert (repr(again.active_adapters), again.active_head) == ("Stack('task')", "task")
     assert again.config.id2label == {0: "sad", 1: "glad"}
-
-
-def test_a_class_of_transformers_with_adapters_reloads_by_load_model(tmp_path, table):
-    torch.manual_seed(0)
-    model = adapterzoo.init(AutoModelForSequenceClassification.from_config(tiny_config("bert")))
-    model.add_adapter("task", "lora")
-    model.train_adapter("task")
-    run = trainer(model, tmp_path, table, max_steps=2)
-    run.train()
-    run.save_model()
-    plain = type(AutoModelForSequenceClassification.from_config(tiny_config("bert")))
-    again = load_model(tmp_path, plain)
-    assert not differing(bits(model), bits(again))
-    assert again.active_adapters == model.active_adapters
-
-
-def test_generated_text_is_judged(tmp_path):
-    torch.manual_seed(0)
-    model = AutoAdapterModel.from_config(tiny_config("bart"))
-    model.add_adapter("task", "lora")
-    model.add_seq2seq_lm_head("task")
-    model.train_adapter("task")
-    source = torch.Generator().manual_seed(0)
-    drawn = torch.randint(3, 90, (4, 2, 5), generator=source)
-    rows = [{"input_ids": ids, "labels": labels} for ids, labels in drawn]
-    run = Seq2SeqTrainer(
-        model,
-        Seq2SeqTrainingArguments(
-            str(tmp_path), **QUIET, max_steps=1, predict_with_generate=True,
-            generation_max_length=7,
-        ),
-        train_dataset=rows,
-        eval_dataset=rows,
-    )  # fmt: skip
-    run.train()
-    found = run.predict(rows, max_length=7).predictions
-    with torch.no_grad():
-        expected = model.eval().generate(torch.stack([r["input_ids"] for r in rows]), max_length=7)
-    np.testing.assert_array_equal(found[:, : expected.shape[1]], expected.numpy())
-    assert (found[:, expected.shape[1] :] == model.config.pad_token_id).all()
 
 
 # --- datasets ---
