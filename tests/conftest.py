@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def _left_as_found() -> Iterator[None]:
     models = {id(model) for model in setup._models}
     before = _settings()
     yield
+    if "accelerate.state" in sys.modules:
+        _forget_accelerator()
     # a setup holds for every model that lives; when one dies, the garbage collector decides
     for model in list(setup._models):
         if id(model) not in models:
@@ -92,6 +95,15 @@ def _left_as_found() -> Iterator[None]:
         registry._entries.update(entries)
     after = _settings()
     assert after == before, "a test must restore the global settings that it changes"
+
+
+def _forget_accelerator() -> None:
+    """A trainer leaves what it has found out about the process to the next one."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
 
 
 def _settings() -> dict[str, Any]:

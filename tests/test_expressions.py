@@ -78,5 +78,5 @@ def test_what_is_bounded_comes_to_an_end(pattern):
     assert not math.isinf(steps(pattern, 30))
     start = time.process_time()
     re.fullmatch(pattern, "ab" * 14 + "x")
-    # a step takes less than a microsecond, on any machine
-    assert time.process_time() - start < 0.05 + steps(pattern, 30) * 1e-6
+    # a step takes far less, on any machine; without a bound it would be hours
+    assert time.process_time() - start < 2.0 + steps(pattern, 30) * 1e-5
