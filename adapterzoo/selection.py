@@ -66,8 +66,9 @@ class Default:
         self.plan = Plan() if plan is None else plan
         # the innermost block of the calling thread and task
         self.block: ContextVar[Block | None] = ContextVar("block", default=None)
-        # every block that some context still holds
+        # every block that some context still holds, and whether there is one
         self.blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        self.has_blocks = False
         # whether a task has entered one of them, so that contexts of one thread may differ
         self.by_tasks = False
 
@@ -112,15 +113,15 @@ class Block:
         self._default = default
         with _blocks_lock:
             default.blocks.add(self)
+            default.has_blocks = True
             default.by_tasks = default.by_tasks or owner is not None
 
     def __del__(self) -> None:
         """Once no context holds a block of a task, every context of a thread sees the same."""
-        if self.owner is not None:
-            with _blocks_lock:
-                self._default.by_tasks = any(
-                    b.owner is not None for b in self._default.blocks if b is not self
-                )
+        with _blocks_lock:
+            others = [b for b in self._default.blocks if b is not self]
+            self._default.has_blocks = bool(others)
+            self._default.by_tasks = any(b.owner is not None for b in others)
 
 
 class Selection(threading.local):
@@ -153,6 +154,9 @@ class Selection(threading.local):
     @property
     def plan(self) -> Plan:
         """The plan that holds for the calling thread and task."""
+        # asked at every layer: by far the usual case is first
+        if self.override is None and not self.default.has_blocks:
+            return self.default.plan
         held = self.held
         return self.default.plan if held is None else held
 

@@ -107,8 +107,8 @@ def refuse_unreadable(model: Any, call: str, head: PredictionHead | None = None)
     needed = _READS if head is None else _READS[1:] if pooled else _READS[:1]
     if any(name in fields for name in needed):
         return
-    what = f"{call}: a {backbone.__name__} gives {listing(sorted(fields), limit=6)}, and no "
-    what += f"{' and no '.join(needed)}, which a head reads."
+    what = f"{call}: a {backbone.__name__} gives {listing(sorted(fields), limit=6)}, but not "
+    what += f"{' or '.join(needed)}, which a head reads."
     if any(name in fields for name in _READS):
         other = "False" if pooled else "True"
         raise ConfigError(f"{what} Write add_classification_head(…, use_pooler={other}).")

@@ -380,7 +380,5 @@ def test_labels_without_a_head_and_positions_without_their_pair_are_named():
 
 
 def test_a_pooler_that_is_not_there_is_named():
-    model = gpt2()
-    model.add_classification_head("a", use_pooler=True)
-    with pytest.raises(StateError, match=r"GPT2Model has no pooled output.*use_pooler=False"):
-        model(IDS)
+    with pytest.raises(ConfigError, match=r"GPT2Model gives .*not pooler_output.*use_pooler=Fal"):
+        gpt2().add_classification_head("a", use_pooler=True)
