@@ -19,9 +19,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 # no warning of conflicts: the packages of DATA come without the requirements they declare
-# bytecode is made of what is imported, which is a small part of what is installed
 PIP := -m pip --disable-pip-version-check --no-input -qq
-INSTALL := $(BIN)/python $(PIP) install --no-warn-conflicts --no-compile
+INSTALL := $(BIN)/python $(PIP) install --no-warn-conflicts
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
 
@@ -132,6 +131,8 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("adapterzoo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Write: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@$(PYTHON) -m venv $(VENV)
 
+# the quickstart imports a small part of what is installed: bytecode is made of that alone
+$(VENV)/.quickstart-$(KEY): INSTALL += --no-compile
 $(VENV)/.%-$(KEY): | $(BIN)/python
 	@grep -vE '$(UNPINNED)' constraints.txt > $(CONSTRAINTS)
 	@echo 'installing $(TORCH)'
