@@ -2,6 +2,7 @@
 # make test         lint, types, import floors, documentation, tests
 # make docs         the documentation site, offline, in build/docs/html; make links follows its links
 # make notebooks    runs the notebooks from top to bottom, and keeps what they print and draw
+# make mutants      how many of 60 planted bugs the tests catch; takes an hour or two
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
 # make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
 #
@@ -29,7 +30,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart notebooks bench bench-gpu test lint types floors docs links tests coverage \
-	devices architectures format clean
+	devices architectures mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -92,6 +93,13 @@ devices: $(VENV)/.test-$(KEY)
 # the table that tests/test_anatomy.py and tests/test_architectures.py compare with what they find
 architectures: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m adapterzoo.testing.architectures docs/architectures.md --workers $(WORKERS)
+
+# records anew and goes on to kill; tests/mutation/__init__.py says what each step does
+mutants: $(VENV)/.test-$(KEY)
+	rm -f build/mutants/results.json
+	$(BIN)/python -m tests.mutation record --pytest "-n $(WORKERS) --dist worksteal"
+	$(BIN)/python -m tests.mutation kill
+	$(BIN)/python -m tests.mutation report
 
 format: $(VENV)/.test-$(KEY)
 	$(BIN)/ruff check --fix .
