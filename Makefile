@@ -96,7 +96,7 @@ architectures: $(VENV)/.test-$(KEY)
 
 # records anew and goes on to kill; tests/mutation/__init__.py says what each step does
 mutants: $(VENV)/.test-$(KEY)
-	rm -f build/mutants/results.json
+	rm -rf build/mutants
 	$(BIN)/python -m tests.mutation record --pytest "-n $(WORKERS) --dist worksteal"
 	$(BIN)/python -m tests.mutation kill
 	$(BIN)/python -m tests.mutation report

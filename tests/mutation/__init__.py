@@ -10,8 +10,9 @@ fits a tree that has changed elsewhere; what no longer fits is reported.
 
 `make mutants` does all three. Each command takes `--root` (the checkout to test, which need not
 have this folder) and `--out` (where the results go, `build/mutants` if not given). Tests run in a
-copy of the checkout in a temporary folder. `kill` goes on where it was stopped; with numbers
-(`kill 3 17`) it runs these again. To draw another list: `python -m tests.mutation plan --seed 1`.
+copy of the checkout in a temporary folder. `record` and `kill` go on where they were stopped, so a
+changed tree needs an empty `--out`; with numbers (`kill 3 17`), `kill` runs these again. To draw
+another list: `python -m tests.mutation plan --seed 1`.
 
 In the folder of results:
 

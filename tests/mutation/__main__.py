@@ -100,10 +100,11 @@ def bad(entries: list[Any]) -> list[str]:
 
 
 def record(root: Path, out: Path, bugs: list[Bug], options: str) -> None:
-    """Run the suite once, and note which test reaches which bug."""
-    hits = out / "hits.txt"
-    hits.unlink(missing_ok=True)
+    """Run the suite once, less what is recorded, and note which test reaches which bug."""
+    hits, timed = out / "hits.txt", out / "durations.json"
+    done = read(timed) if timed.exists() else {}
     with copied(root) as tree:
+        (tree.parent / "done.txt").write_text("\n".join(done), encoding="utf-8")
         (tree / "mutation_hits.py").write_text(HITS.format(path=str(hits)))
         places = defaultdict(list)
         for bug in bugs:
@@ -121,10 +122,15 @@ def record(root: Path, out: Path, bugs: list[Bug], options: str) -> None:
             )
             path.write_text(f"{head}{future}from mutation_hits import hit as _hit; {rest}")
         entries = pytest(tree, [], options, 6 * 3600)[1]
-    seconds: Counter[str] = Counter()
+    # a test that was cut off has not ended
+    ended = {e["test"] for e in entries if e["when"] == "teardown"}
+    seconds: Counter[str] = Counter(done)
     for entry in entries:
-        seconds[entry["test"]] += entry["seconds"]
-    write(out / "durations.json", {test: round(s, 4) for test, s in sorted(seconds.items())})
+        seconds[entry["test"]] += entry["seconds"] if entry["test"] in ended else 0.0
+    seconds = Counter(
+        {t: round(s, 4) for t, s in sorted(seconds.items()) if t in ended | set(done)}
+    )
+    write(timed, seconds)
     reach: dict[str, set[str]] = {str(bug["number"]): set() for bug in bugs}
     for line in hits.read_text().splitlines():
         number, _, phase = line.partition(" ")
@@ -134,10 +140,11 @@ def record(root: Path, out: Path, bugs: list[Bug], options: str) -> None:
             {test} & set(seconds) if below == test else {t for t in seconds if t.startswith(below)}
         )
     write(out / "reach.json", {number: sorted(tests) for number, tests in reach.items()})
-    failed = bad(entries)
+    file = out / "broken.json"
+    failed = list(dict.fromkeys([*(read(file) if file.exists() else []), *bad(entries)]))
     with copied(root) as tree:
         broken = bad(pytest(tree, failed, "", 3600)[1]) if failed else []
-    write(out / "broken.json", broken)
+    write(file, broken)
     print(f"{len(seconds)} tests, {len(failed)} failed, {len(broken)} of them without the recorder")
 
 
@@ -214,7 +221,7 @@ parser.add_argument("--out", type=Path, help="folder of the results")
 parser.add_argument("--seed", type=int, default=1, help="of the list of bugs")
 parser.add_argument("--cap", type=float, default=240.0, help="seconds of tests for one bug")
 parser.add_argument("--pytest", default="-n 2 --dist worksteal", help="options of the recording")
-args = parser.parse_args()
+args = parser.parse_intermixed_args()
 root, out = args.root.resolve(), (args.out or args.root / "build" / "mutants").resolve()
 out.mkdir(parents=True, exist_ok=True)
 if args.command == "plan":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +36,17 @@ def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
     return (yield from _for_all(request.node.nodeid or fixturedef.baseid))
 
 
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    done = Path(os.environ["MUTATION_LOG"]).with_name("done.txt")
+    names = set(done.read_text(encoding="utf-8").splitlines()) if done.exists() else set()
+    items[:] = [item for item in items if item.nodeid not in names]
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     # the workers' reports come to the process that started them
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        entry = {"test": report.nodeid, "seconds": getattr(report, "duration", 0.0)}
+        entry = {"test": report.nodeid, "when": getattr(report, "when", "collect")}
+        entry["seconds"] = getattr(report, "duration", 0.0)
         with open(os.environ["MUTATION_LOG"], "a") as log:  # noqa: PTH123  tests replace Path
             log.write(json.dumps({**entry, "outcome": report.outcome}) + "\n")
 
