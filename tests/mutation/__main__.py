@@ -168,6 +168,10 @@ def killed(tree: Path, tests: list[str], seconds: dict[str, float], cap: float) 
             total += seconds[tests[stop]]
             stop += 1
         status, entries = pytest(tree, tests[start:stop], "-x", 120 + 5 * total)
+        if status == 4:
+            # the bug changed what the tests are called, which nobody would see
+            functions = sorted({test.partition("[")[0] for test in tests[start:stop]})
+            status, entries = pytest(tree, functions, "-x", 120 + 5 * total)
         if status != 0:
             by = [*bad(entries), "time-out" if status < 0 else f"status {status}"]
             return {"caught": True, "by": by[0]}
