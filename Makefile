@@ -6,6 +6,7 @@
 # make readme       what the README shows, in an environment with what the package declares
 # make notebooks    runs the notebooks from top to bottom, and keeps what they print and draw
 # make fuzz         random sequences of calls on tiny models: make fuzz ARGS="--minutes 10"
+# make mutants      how many of 60 planted bugs the tests catch; takes an hour or two
 # make bench        what adapters cost on this CPU, beside the base model and PEFT
 # make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
 #
@@ -34,7 +35,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
 .PHONY: help quickstart compare readme notebooks bench bench-gpu test sweep lint types floors \
-	docs links tests sweeps coverage devices architectures fuzz format clean
+	docs links tests sweeps coverage devices architectures fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -119,6 +120,13 @@ devices: $(VENV)/.test-$(KEY)
 # the table that tests/test_anatomy.py and tests/test_architectures.py compare with what they find
 architectures: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m adapterzoo.testing.architectures docs/architectures.md --workers $(WORKERS)
+
+# records anew and goes on to kill; tests/mutation/__init__.py says what each step does
+mutants: $(VENV)/.test-$(KEY)
+	rm -rf build/mutants
+	$(BIN)/python -m tests.mutation record --pytest "-n $(WORKERS) --dist worksteal"
+	$(BIN)/python -m tests.mutation kill
+	$(BIN)/python -m tests.mutation report
 
 format: $(VENV)/.test-$(KEY)
 	$(BIN)/ruff check --fix .
