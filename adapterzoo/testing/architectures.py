@@ -151,6 +151,7 @@ def of_types(model_types: Iterable[str]) -> Iterator[tuple[str, Cells]]:
     def late(number: int, frame: FrameType | None) -> None:
         raise _Late
 
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     before = signal.signal(signal.SIGPROF, late)
     try:
@@ -165,6 +166,7 @@ def of_types(model_types: Iterable[str]) -> Iterator[tuple[str, Cells]]:
             yield model_type, found
     finally:
         signal.signal(signal.SIGPROF, before)
+        torch.set_num_threads(threads)
 
 
 def unrun(reason: str) -> Cells:
