@@ -132,13 +132,14 @@ class FileRules(World):
             return
         name = data.draw(st.sampled_from(list(book.adapters)))
         twin, folder = copy.deepcopy(self.model), self.new_folder()
-        twin.train_adapter(name, train_embeddings=True)
-        twin.eval()
-        with torch.no_grad():
-            for p in twin.parameters():
-                if p.requires_grad:
-                    p.add_(0.125)
         try:
+            # refused where a fusion has the adapter, or the adapter sits at the embeddings
+            twin.train_adapter(name, train_embeddings=True)
+            twin.eval()
+            with torch.no_grad():
+                for p in twin.parameters():
+                    if p.requires_grad:
+                        p.add_(0.125)
             twin.save_adapter(folder, name)
         except AdapterZooError:
             self.count("train_embeddings refused")

@@ -12,7 +12,7 @@ from families import tiny_config
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from snapshots import stir
-from world import World, run, same
+from world import World, near, run, same
 
 import adapterzoo
 from adapterzoo import AdapterZooError, AutoAdapterModel
@@ -127,7 +127,8 @@ class StaticRules(World):
             assert before["next forward"] == after["next forward"], "a refused wrapper"
             self.count("PEFT refused")
             return
-        same(run(wrapped.eval(), **self.cast_inputs()), self.run(), "wrapped by PEFT")
+        # layers below a wrapper do not share products of one input
+        near(run(wrapped.eval(), **self.cast_inputs()), self.run(), "wrapped by PEFT")
         self.count("PEFT")
 
 
