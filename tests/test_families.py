@@ -79,6 +79,11 @@ def test_adapter_lives_and_leaves_no_trace(family, config, tmp_path):
     assert torch.equal(first_output(model(**inputs)), plain)
 
 
+def close(found, expected):
+    """Tensors of a file lie elsewhere in memory, and products round by where their operands lie."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("family_name", FAMILIES)
 def test_auto_model_takes_a_base_checkpoint_and_returns_from_its_own(family_name, tmp_path):
     torch.manual_seed(0)
@@ -89,7 +94,7 @@ def test_auto_model_takes_a_base_checkpoint_and_returns_from_its_own(family_name
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     with torch.no_grad():
-        assert torch.equal(first_output(model(**inputs)), first_output(base(**inputs)))
+        close(first_output(model(**inputs)), first_output(base(**inputs)))
 
     model.add_adapter("a", "lora", set_active=True)
     model.add_adapter("b", "par_bn")
@@ -107,7 +112,7 @@ def test_auto_model_takes_a_base_checkpoint_and_returns_from_its_own(family_name
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     again.set_active_adapters("a")
     with torch.no_grad():
-        assert torch.equal(first_output(model(**inputs)), first_output(again(**inputs)))
+        close(first_output(again(**inputs)), first_output(model(**inputs)))
 
 
 def test_the_families_are_those_that_are_promised():
