@@ -97,19 +97,19 @@ class AdapterConfig(metaclass=ConfigType):
 
     @classmethod
     def combined(
-        cls, configs: Sequence[AdapterConfig], how: Combination, anatomy: Anatomy
+        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> AdapterConfig:
         """The config of the adapter that several become, the first of them where all are alike.
 
         Args:
             configs: at least one, of this architecture.
-            how: what is made of the adapters.
+            strategy: what is made of the adapters.
             anatomy: of the model.
 
         Raises:
             CompositionError: what differs between them cannot be combined so.
         """
-        how.refuse_differing([config.to_dict() for config in configs], cls.training_fields)
+        strategy.refuse_differing([config.to_dict() for config in configs], cls.training_fields)
         return configs[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class ConfigUnion(AdapterConfig):
 
     @classmethod
     def combined(
-        cls, configs: Sequence[AdapterConfig], how: Combination, anatomy: Anatomy
+        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> AdapterConfig:
         """The union of what the members become, one by one."""
         unions = [config.configs for config in configs if isinstance(config, ConfigUnion)]
@@ -242,11 +242,11 @@ class ConfigUnion(AdapterConfig):
         if len(kinds) > 1:
             shown = listing("|".join(kind) for kind in sorted(kinds))
             raise CompositionError(
-                f"{how.call}: unions are combined member by member, and these are {shown}. Add the "
-                f"adapters with the same methods in the same order."
+                f"{strategy.call}: unions are combined member by member, and these are {shown}. "
+                f"Add the adapters with the same methods in the same order."
             )
         members = zip(*unions, strict=True)
-        return cls(*(type(each[0]).combined(each, how, anatomy) for each in members))
+        return cls(*(type(each[0]).combined(each, strategy, anatomy) for each in members))
 
     def to_dict(self) -> dict[str, Any]:
         """The members' dicts under `configs`."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .kernels.grouped import Groups
 
 
-class Base(ABC):
+class BaseLayer(ABC):
     """What an adapter sees of the layer that it adapts: callable, with weights to look at.
 
     In a `Stack`, calling it includes the adapters that acted before; `plain` and `weight` are
@@ -34,7 +34,7 @@ class Base(ABC):
         """The layer's output with the adapters before this one. `x` `[*batch, d_in]`."""
 
     @abstractmethod
-    def plain(self, x: Tensor) -> Tensor:
+    def original(self, x: Tensor) -> Tensor:
         """The untouched layer's output. `x` `[*batch, d_in]`, result `[*batch, d_out]`.
 
         Costs nothing after a call that gave the layer the same `x`, and is the same object as its
@@ -73,7 +73,7 @@ class Base(ABC):
         Shape `[*batch, d_model]`.
         """
 
-    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """What the adapter's class makes of x for it, perhaps together with that of others.
 
         Args:
@@ -96,7 +96,7 @@ class Adapter(nn.Module, ABC):
 
     acts_on: ClassVar[str] = "output"
 
-    def attach(self, base: Base) -> None:
+    def init_from_layer(self, base: BaseLayer) -> None:
         """Take initial values from the layer: called once, before a fresh adapter is put there.
 
         An adapter that is filled from a file does not need them, and is not asked.
@@ -105,7 +105,7 @@ class Adapter(nn.Module, ABC):
             base: the layer, with its values at hand even where they are offloaded.
         """
 
-    def neutral(self, base: Base) -> Mapping[str, Tensor]:
+    def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """Values of parameters that change nothing, for those where zero is not such a value.
 
         A sum of adapters is θ₀ + Σ wᵢ (θᵢ − θ₀) with these θ₀, so that weights of any sum are
@@ -117,7 +117,11 @@ class Adapter(nn.Module, ABC):
         return {}
 
     def combine(
-        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
     ) -> None:
         """Take the values that several adapters become: called once, on one without values.
 
@@ -126,53 +130,55 @@ class Adapter(nn.Module, ABC):
         Args:
             adapters: at least one of this class, of the same layer.
             weights: one for each.
-            how: the strategy and its options.
+            strategy: the strategy and its options.
             base: the layer, with its values at hand even where they are offloaded.
 
         Raises:
             CompositionError: the strategy makes no sense for the method.
         """
-        if how.of != "parameters":
-            raise how.refusal(f"a {type(self).__name__} adapter has none")
-        self.combine_linearly(dict(self.named_parameters()), adapters, weights, how, base)
+        if strategy.target != "parameters":
+            raise strategy.refusal(f"a {type(self).__name__} adapter has none")
+        self.combine_linearly(dict(self.named_parameters()), adapters, weights, strategy, base)
 
     def combine_linearly(
         self,
         names: Iterable[str],
         adapters: Sequence[Self],
         weights: Sequence[float],
-        how: Combination,
-        base: Base,
+        strategy: Combination,
+        base: BaseLayer,
     ) -> None:
-        """Fill parameters with θ₀ + Σ wᵢ (θᵢ − θ₀), see `neutral`; the rest as in `combine`.
+        """Fill parameters with θ₀ + Σ wᵢ (θᵢ − θ₀), see `identity_values`.
 
         Args:
             names: of the parameters.
             adapters: of the same layer.
             weights: one for each.
-            how: the strategy and its options.
+            strategy: the strategy and its options.
             base: the layer.
         """
-        neutral = self.neutral(base)
+        identity = self.identity_values(base)
         for name in names:
             target = self.get_parameter(name)
-            theirs = [wide(adapter.get_parameter(name), target) for adapter in adapters]
+            theirs = [upcast(adapter.get_parameter(name), target) for adapter in adapters]
             value = weighted_sum(theirs, weights)
-            if name in neutral:
-                value = value + (1 - sum(weights)) * wide(neutral[name], target)
-            how.fill(target, value, name)
+            if name in identity:
+                value = value + (1 - sum(weights)) * upcast(identity[name], target)
+            strategy.fill(target, value, name)
 
     @abstractmethod
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The adapted layer. `x` `[*batch, d_in]` → `[*batch, d_out]`, in the base's dtype."""
 
     @classmethod
-    def mixes(cls, adapters: Sequence[Self]) -> bool:
-        """Whether `mixed` can do these; where not, each acts on its rows by itself."""
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Whether `forward_batched` can do these; where not, each acts on its rows by itself."""
         return False
 
     @classmethod
-    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
         """Several adapters of the class at one layer, each on its rows of a batch, in one call.
 
         Args:
@@ -185,12 +191,12 @@ class Adapter(nn.Module, ABC):
             `[rows, *tokens, d_out]`, each row as its adapter alone would give it.
 
         Raises:
-            StateError: the class has not written how.
+            StateError: the class does not implement it.
         """
         raise StateError(
-            f"{cls.__name__}.mixed: {cls.__name__}.mixes says that several can act in one call, "
-            f"and nobody has written how. Write @classmethod def mixed(cls, adapters, groups, x, "
-            f"base), or leave out mixes."
+            f"{cls.__name__}.forward_batched: {cls.__name__}.supports_batching is True for these, "
+            f"but the method is missing. Write @classmethod def forward_batched(cls, adapters, "
+            f"groups, x, base), or remove supports_batching."
         )
 
 
@@ -206,7 +212,7 @@ class FusibleAdapter(Adapter):
 
     @abstractmethod
     def forward(
-        self, x: Tensor, base: Base, instead: Callable[[Tensor], Tensor] | None = None
+        self, x: Tensor, base: BaseLayer, instead: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """The adapted layer.
 
@@ -231,7 +237,7 @@ class WeightAdapter(Adapter):
     is_additive: bool = False
 
     @abstractmethod
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """The merged weight.
 
         Args:
@@ -240,7 +246,7 @@ class WeightAdapter(Adapter):
             base: the layer; `base.weight` is its untouched weight.
         """
 
-    def bias(self, b: Tensor, base: Base) -> Tensor:
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """The merged bias, for adapters that change it.
 
         Args:
@@ -250,7 +256,7 @@ class WeightAdapter(Adapter):
         return b
 
 
-class SharingAdapter(Adapter):
+class SharedInputAdapter(Adapter):
     """An adapter that computes something of its input alone, which others that read it can share.
 
     Query, key and value projections read one input, and one product for the three is cheaper than
@@ -259,7 +265,7 @@ class SharingAdapter(Adapter):
 
     @property
     @abstractmethod
-    def sharing_key(self) -> tuple[object, ...]:
+    def shared_input_key(self) -> tuple[object, ...]:
         """What two adapters of one class must have in common to share, their devices included."""
 
     @classmethod
@@ -268,7 +274,7 @@ class SharingAdapter(Adapter):
         """What each of some adapters needs of the input that all of them read.
 
         Args:
-            adapters: at least one, of this class, with equal `sharing_key`.
+            adapters: at least one, of this class, with equal `shared_input_key`.
             x: `[*batch, d_in]`.
 
         Returns:
@@ -293,16 +299,18 @@ class Head(nn.Module, ABC):
         """The training loss, a scalar; labels of −100 do not count."""
 
 
-def can_mix(adapters: Sequence[Adapter]) -> bool:
-    """Whether the adapters can act in one call of `mixed`.
+def can_batch(adapters: Sequence[Adapter]) -> bool:
+    """Whether the adapters can act in one call of `forward_batched`.
 
-    A class that has a `forward` of its own and inherits `mixed` cannot: that computes the other's.
+    A class that overrides `forward` and inherits `forward_batched` cannot.
     """
     kind = type(adapters[0])
     if any(type(adapter) is not kind for adapter in adapters):
         return False
-    owners = [next(c for c in kind.__mro__ if name in vars(c)) for name in ("mixed", "forward")]
-    return issubclass(*owners) and kind.mixes(adapters)
+    owners = [
+        next(c for c in kind.__mro__ if name in vars(c)) for name in ("forward_batched", "forward")
+    ]
+    return issubclass(*owners) and kind.supports_batching(adapters)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -310,6 +318,6 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def wide(t: Tensor, like: Tensor) -> Tensor:
+def upcast(t: Tensor, like: Tensor) -> Tensor:
     """The values on another tensor's device, in the dtype for computing."""
     return t.detach().to(like.device, compute_dtype(t.dtype))

@@ -18,10 +18,19 @@ A message says what was asked, what is wrong (with the value), what is legal, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SHOWN = 10
+# characters of an argument in a message
+_WIDTH = 80
 
 
 class AdapterZooError(Exception):
@@ -94,6 +103,51 @@ def unknown_name(call: str, kind: str, name: object, known: Iterable[str]) -> Un
     names = sorted(known)
     near = get_close_matches(str(name), names, n=1)
     kinds = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
-    cure = f"Did you mean {near[0]!r}?" if near else f"Known {kinds}: {listing(names)}."
+    hint = f"Did you mean {near[0]!r}?" if near else f"Known {kinds}: {listing(names)}."
     also = f" Known {kinds}: {listing(names)}." if near and len(names) > 1 else ""
-    return UnknownNameError(f"{call}: there is no {kind} {name!r}. {cure}{also}")
+    return UnknownNameError(f"{call}: there is no {kind} {name!r}. {hint}{also}")
+
+
+class _Calls(threading.local):
+    """Whether a public function runs in the calling thread."""
+
+    inside = False
+
+
+_calls = _Calls()
+
+
+def names_call(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function: errors from inside it begin with the call the user wrote.
+
+    `add_adapter('a', config)` gives `add_adapter('a'): …`; only the outermost decorated call is
+    named, since that is what the user typed. Functions below need no name of their caller.
+
+    Args:
+        function: a function, or a method whose first parameter is `self` or `cls`.
+    """
+    parameters = list(inspect.signature(function).parameters)
+    is_method = parameters[:1] in (["self"], ["cls"])
+    first = parameters[is_method : is_method + 1]
+
+    @functools.wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _calls.inside:
+            return function(*args, **kwargs)
+        _calls.inside = True
+        try:
+            return function(*args, **kwargs)
+        except AdapterZooError as error:
+            given = [*args[is_method:][:1], *(kwargs[name] for name in first if name in kwargs)]
+            call = f"{function.__name__}({_shortened(given[0]) if given else ''})"
+            error.args = (f"{call}: {error}", *error.args[1:])
+            raise
+        finally:
+            _calls.inside = False
+
+    return cast("Callable[P, T]", named)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"

@@ -199,7 +199,7 @@ class AdapterTrainer(Trainer):
         named = isinstance(model, HeadsMixin)
         if not own_loss and not (self._heads() if named else find_labels(type(model))):
             heads = f"; there are {listing(model.heads)}" if named else ""
-            cure = (
+            hint = (
                 "add_classification_head('my_task') and train_adapter(…) after it, or "
                 "model.active_head = 'my_task'"
                 if named
@@ -207,7 +207,7 @@ class AdapterTrainer(Trainer):
             )
             raise StateError(
                 f"{call}: {type(model).__name__} has no active head, so there is no loss{heads}. "
-                f"Write {cure}."
+                f"Write {hint}."
             )
 
     # --- losses ---
@@ -359,10 +359,10 @@ class AdapterTrainer(Trainer):
         if not (folder / TRAINER_STATE_NAME).is_file():
             whole = [p.parent for p in folder.parent.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
             whole.sort(key=lambda p: p.stat().st_mtime)
-            cure = f"resume_from_checkpoint={str(whole[-1])!r}" if whole else "train()"
+            hint = f"resume_from_checkpoint={str(whole[-1])!r}" if whole else "train()"
             raise CheckpointError(
                 f"resume from {resume_from_checkpoint!r}: there is no {TRAINER_STATE_NAME}, which "
-                f"is written last, so this is no whole checkpoint. Write {cure}."
+                f"is written last, so this is no whole checkpoint. Write {hint}."
             )
         self._restore(resume_from_checkpoint)
 

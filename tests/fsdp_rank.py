@@ -184,13 +184,13 @@ def what_is_fixed_is_refused(rank, folder):
         f"load_head('{head}')": lambda: model.load_head(head, load_as="c"),
         "push_adapter_to_hub('ann/a', 'a')": lambda: model.push_adapter_to_hub("ann/a", "a"),
     }
-    cures = {"delete": "Write ", "push_a": "then hub.push(folder, …) in one"}
+    hints = {"delete": "Write ", "push_a": "then hub.push(folder, …) in one"}
     for name, call in calls.items():
         # also where a forward has left the parameters whole
         with torch.no_grad():
             model(**batch(2))
-        cure = cures.get(name[:6], "before fully_shard(model)")
-        refused(StateError, call, name, "sharded over 2 processes", cure)
+        hint = hints.get(name[:6], "before fully_shard(model)")
+        refused(StateError, call, name, "sharded over 2 processes", hint)
         unchanged(before, visible(model), name)
 
     merged = build("bert", "lora")

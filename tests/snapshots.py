@@ -68,14 +68,14 @@ def state(model: Any) -> dict[str, Any]:
         seen[f"class {path}"] = type(module)
         seen[f"training {path}"] = module.training
         seen[f"attributes {path}"] = sorted(vars(module))
-    seen["default plan"] = model._selection.default.plan
-    seen["override"] = model._selection.override
+    seen["default plan"] = model._active.default.plan
+    seen["override"] = model._active.override
     seen["active adapters"] = repr(model.active_adapters)
     seen["adapters"] = list(model.adapters_config.items())
-    seen["merged"] = model._zoo.merged
+    seen["merged"] = model._adapter_state.merged
     seen["originals"] = {
         (path, name): bits(tensor)
-        for path, kept in model._zoo.originals.items()
+        for path, kept in model._adapter_state.originals.items()
         for name, tensor in kept.items()
     }
     seen["config"] = copy.deepcopy(model.config.to_dict())
@@ -108,5 +108,5 @@ def refused(model: Any, error: type[AdapterZooError], *says: str) -> Iterator[No
     text = str(caught.value)
     lost = [part for part in says if part not in text]
     assert not lost, f"{lost} not in: {text}"
-    assert len(says) >= 2, "name the value and the cure"
+    assert len(says) >= 2, "name the value and the hint"
     assert not changes(before, snapshot(model))

@@ -13,7 +13,7 @@ from families import FAMILIES, tiny_config, tiny_inputs
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from adapterzoo.anatomy import Anatomy, Rows, find
+from adapterzoo.anatomy import Anatomy, OutputSlice, find
 from adapterzoo.anatomy import survey as surveying
 from adapterzoo.anatomy.flow import prove
 from adapterzoo.errors import SiteError
@@ -249,7 +249,7 @@ FUSED = {
 }  # fmt: skip
 
 
-def features(rows: Rows) -> torch.Tensor:
+def features(rows: OutputSlice) -> torch.Tensor:
     grid = torch.arange(rows.groups * rows.width).reshape(rows.groups, rows.width)
     return grid[:, rows.start : rows.stop].flatten()  # [size]
 
@@ -346,10 +346,10 @@ def test_parts_of_fused_layers_act_as_their_roles_say(name):
     found = 0
     for model, inputs, site, parts, out in fused_layers(name):
         bench = Bench(model, inputs, site.path, out)
-        rows = {part.role: features(part.rows) for part in parts}
+        rows = {part.role: features(part.output_slice) for part in parts}
         assert sorted(torch.cat(list(rows.values())).tolist()) == list(range(site.d_out))
         for part in parts:
-            assert part.d_out == part.rows.size
+            assert part.d_out == part.output_slice.size
             assert_behaves(bench, part.role, rows)
             found += 1
     assert found in (2, 3, 5)
@@ -359,7 +359,7 @@ def test_parts_of_fused_layers_act_as_their_roles_say(name):
 def test_the_check_of_parts_bites(name):
     model, inputs, site, parts, out = next(fused_layers(name))
     bench = Bench(model, inputs, site.path, out)
-    rows = {part.role: features(part.rows) for part in parts}
+    rows = {part.role: features(part.output_slice) for part in parts}
     for role in ("query", "key", "value"):
         for other in {"query", "key", "value"} - {role}:
             swapped = {**rows, role: rows[other], other: rows[role]}
@@ -411,7 +411,7 @@ def test_fused_experts(family):
             model(input_ids=torch.arange(3, 15).reshape(2, 6))
         return probe.written[probe_path]
 
-    rows = {p.role: features(p.rows) for p in block.parts if p.path == into.path}
+    rows = {p.role: features(p.output_slice) for p in block.parts if p.path == into.path}
     for role, affine in (("mlp_in", True), ("mlp_gate", False)):
         zero, one, two = (outputs(rows[role], f) for f in (0.0, 1.0, 2.0))
         assert not torch.allclose(zero, one)
@@ -425,11 +425,12 @@ def test_latent_attention_and_gated_linear_attention_have_parts():
     block = find(deepseek).blocks[0]
     (query,) = block.named("query")
     assert query.path.endswith("q_b_proj")
-    parts = {p.role: p.rows for p in block.parts}
-    assert parts == {"key": Rows(128, 256, 0, 128), "value": Rows(128, 256, 128, 256)}
-    fused = {p.role: p.rows for p in find(hybrid).blocks[0].parts if "linear_attn" in p.path}
-    assert fused["query"] == Rows(16, 768, 0, 128)
-    assert fused["value"] == Rows(16, 768, 256, 512)
+    parts = {p.role: p.output_slice for p in block.parts}
+    assert parts == {"key": OutputSlice(128, 256, 0, 128), "value": OutputSlice(128, 256, 128, 256)}
+    hybrids = find(hybrid).blocks[0].parts
+    fused = {p.role: p.output_slice for p in hybrids if "linear_attn" in p.path}
+    assert fused["query"] == OutputSlice(16, 768, 0, 128)
+    assert fused["value"] == OutputSlice(16, 768, 256, 512)
 
 
 def test_select_gives_layers_or_parts():
@@ -440,7 +441,10 @@ def test_select_gives_layers_or_parts():
     ]
     (query, value) = gpt2.select("query", "value", layers=[0])
     assert query.path == value.path == "h.0.attn.c_attn"
-    assert (query.rows, value.rows) == (Rows(1, 96, 0, 32), Rows(1, 96, 64, 96))
+    assert (query.output_slice, value.output_slice) == (
+        OutputSlice(1, 96, 0, 32),
+        OutputSlice(1, 96, 64, 96),
+    )
     assert query.transposed
     assert [s.role for s in gpt2.select("qkv", layers=[0])] == ["qkv"]
     assert bert.select("query", "value", "query") == bert.select("query", "value")
@@ -551,8 +555,8 @@ def test_weights_that_torch_reads_without_a_call_are_no_linears():
     stored = {s.parameter: s.role for s in anatomy.blocks[0].sites if s.parameter}
     assert stored == {"in_proj_weight": "qkv", "out_proj.weight": "attention_out"}
     assert [s.path for s in anatomy.linears()] == ["layers.0.fc1", "layers.0.fc2"]
-    assert [p.rows for p in anatomy.parts("layers.0.attn")] == [
-        Rows(1, 24, 8 * i, 8 * i + 8) for i in range(3)
+    assert [p.output_slice for p in anatomy.parts("layers.0.attn")] == [
+        OutputSlice(1, 24, 8 * i, 8 * i + 8) for i in range(3)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Compositions: what is one, what it means at a site, and what is refused with which cure."""
+"""Compositions: what is one, what it means at a site, and what is refused with which hint."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from adapterzoo.composition import (
     to_json,
     without,
 )
-from adapterzoo.contracts import Adapter, Base
+from adapterzoo.contracts import Adapter, BaseLayer
 from adapterzoo.errors import CompositionError, StateError
 
 
-class Affine(Base):
+class Affine(BaseLayer):
     """y = 2 x + 1."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * x + 1
 
-    plain = __call__
+    original = __call__
 
     @property
     def weight(self) -> Tensor:
@@ -64,7 +64,7 @@ class Output(Adapter):
         super().__init__()
         self.factor, self.summand = factor, summand
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         return self.factor * base(x) + self.summand
 
 
@@ -73,16 +73,16 @@ class Input(Output):
 
     acts_on: ClassVar[str] = "input"
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         return base(self.factor * x + self.summand)
 
 
 class Delta(Output):
     """Adds a multiple of the input, and asks the untouched layer for nothing but its weight."""
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         assert torch.equal(base.weight, torch.tensor([[2.0]]))
-        assert torch.equal(base.plain(x), 2 * x + 1)
+        assert torch.equal(base.original(x), 2 * x + 1)
         assert base.bias is not None
         assert float(base.residual) == 9.0
         assert base.scale == 1.0
@@ -245,7 +245,7 @@ def test_two_levels_are_legal():
 
 
 @pytest.mark.parametrize(
-    ("make", "wrong", "cure"),
+    ("make", "wrong", "hint"),
     [
         (lambda: Stack(), "Stack()", "Write Stack('a', 'b')"),
         (lambda: Stack("a", 3), "Stack('a', 3)", "Write Stack('a', 'b')"),
@@ -298,11 +298,11 @@ def test_two_levels_are_legal():
         ),
     ],
 )
-def test_what_is_none_is_refused_with_value_and_cure(make, wrong, cure):
+def test_what_is_none_is_refused_with_value_and_cure(make, wrong, hint):
     with pytest.raises(CompositionError) as caught:
         make()
     assert wrong in str(caught.value)
-    assert cure in str(caught.value)
+    assert hint in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -493,9 +493,9 @@ def test_the_residual_of_a_part_is_its_own():
     x = torch.arange(4.0).reshape(4, 1)
 
     class Reads(Output):
-        def forward(self, x: Tensor, base: Base) -> Tensor:
+        def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
             assert torch.equal(base.residual, 9 * x)
-            assert torch.equal(base.plain(x), base(x))
+            assert torch.equal(base.original(x), base(x))
             assert torch.equal(base(x + 1), 2 * x + 3)
             return base(x) + base.residual
 

@@ -20,9 +20,9 @@ from adapterzoo import (
     Stack,
 )
 from adapterzoo.errors import CompositionError, StateError
-from adapterzoo.families import Family
-from adapterzoo.methods._kept import Kept
+from adapterzoo.methods._weight_cache import WeightCache
 from adapterzoo.methods.lora import LoRA
+from adapterzoo.runtime import SharedInput
 
 
 def built(*names: str, config: str = "lora") -> Any:
@@ -95,13 +95,13 @@ def test_a_class_with_ways_of_its_own_does_not_share_with_its_parent():
     model.add_adapter("a", LoRAConfig(attn_matrices=["q", "k"]))
     one, two = [module for _, module in model.adapter_modules("a")][:2]
     two.__class__ = Own
-    family = Family([one, two])
+    family = SharedInput([one, two])
     family.from_input(one, torch.randn(1000, 32))
     assert not family._waiting
 
 
 def test_kept_values_hold_no_memory_of_what_they_came_from():
-    kept = Kept().eval()
+    kept = WeightCache().eval()
     with torch.no_grad():
         weight = nn.Parameter(torch.randn(4, 4))
         kept.get(lambda: weight.sum(), weight.clone())

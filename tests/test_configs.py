@@ -89,7 +89,7 @@ def test_strings_mean_what_the_classes_mean():
 
 
 @pytest.mark.parametrize(
-    ("text", "cure"),
+    ("text", "hint"),
     [
         ("lora[r=8", "lora[r=8,alpha=16]"),
         ("lora]", "lora[r=8,alpha=16]"),
@@ -108,10 +108,10 @@ def test_strings_mean_what_the_classes_mean():
         ("lora[r=0]", "Write r=1."),
     ],
 )
-def test_a_wrong_string_is_refused(text, cure):
+def test_a_wrong_string_is_refused(text, hint):
     with pytest.raises(ConfigError) as caught:
         AdapterConfig.load(text)
-    assert cure in str(caught.value)
+    assert hint in str(caught.value)
 
 
 def test_a_string_runs_no_code(tmp_path):
@@ -195,7 +195,7 @@ def test_a_rank_out_of_bounds_is_refused(r, near):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "cure"),
+    ("field", "value", "hint"),
     [
         ("alpha", math.inf, "Write alpha="),
         ("dropout", 1.0, "Write dropout="),
@@ -218,12 +218,12 @@ def test_a_rank_out_of_bounds_is_refused(r, near):
         ("alpha", math.nan, "Write alpha=8"),
     ],
 )
-def test_a_value_that_is_not_legal_is_refused(field, value, cure):
+def test_a_value_that_is_not_legal_is_refused(field, value, hint):
     for make in (LoRAConfig, LoRAConfig().replace):
         with pytest.raises(ConfigError) as caught:
             make(**{field: value})
         assert field in str(caught.value)
-        assert cure in str(caught.value)
+        assert hint in str(caught.value)
 
 
 @pytest.mark.parametrize("alpha", [math.nan, math.inf, "16", None])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import dropout
 
 from adapterzoo.configs import architectures
-from adapterzoo.inject.views import Layer, RowsOf
+from adapterzoo.inject.views import LayerCall, SlicedLayer
 from adapterzoo.methods.lora import LoRA, LoRAConfig
 from adapterzoo.testing import ConformanceError, check_method, checks, report
 
@@ -125,7 +125,7 @@ class Replaces(LoRA):
     """In a stack the last one wins: what acted before is not asked."""
 
     def forward(self, x, base):
-        return base.plain(x) + (super().forward(x, base) - base(x))
+        return base.original(x) + (super().forward(x, base) - base(x))
 
 
 @breaks("mixed_rows")
@@ -133,8 +133,8 @@ class MixesTheWrong(LoRA):
     """In a mixed batch each row gets the adapter of another one."""
 
     @classmethod
-    def mixed(cls, adapters, groups, x, base):
-        return super().mixed(adapters[::-1], groups, x, base)
+    def forward_batched(cls, adapters, groups, x, base):
+        return super().forward_batched(adapters[::-1], groups, x, base)
 
 
 @breaks("gradients")
@@ -297,8 +297,8 @@ class ChangesBase(LoRA):
 class LeavesMark(LoRA):
     def forward(self, x, base):
         inner = base
-        while not isinstance(inner, Layer):
-            inner = inner._base if isinstance(inner, RowsOf) else inner._inner
+        while not isinstance(inner, LayerCall):
+            inner = inner._base if isinstance(inner, SlicedLayer) else inner._inner
         vars(inner._module)["mark"] = 1
         return super().forward(x, base)
 
@@ -414,7 +414,7 @@ def test_a_right_method_is_not_caught(enter):
 
 
 class DoubledUpdateLayer(LoRA):
-    """Right, but not what the `mixed` that it inherits computes."""
+    """Right, but not what the `forward_batched` that it inherits computes."""
 
     def forward(self, x, base):
         y = base(x)

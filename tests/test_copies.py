@@ -131,7 +131,7 @@ def test_a_setup_of_the_thread_is_not_copied(made, how):
     with AdapterSetup("b", head_setup="a"):
         other = output(model)
         made_copy = COPIES[how](model)
-        assert made_copy._selection.override is None
+        assert made_copy._active.override is None
         assert torch.equal(output(made_copy), default)
     assert not torch.equal(other, default)
     # a setup that is entered later reaches both

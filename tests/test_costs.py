@@ -22,7 +22,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 import adapterzoo
 from _measure import operators, saved_bytes
 from _models import DENSE, PROJECTIONS, Shape, twin
-from adapterzoo import families
+from adapterzoo import runtime
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.methods.lora import LoRA
 
@@ -203,7 +203,7 @@ def weight_bytes(base, method):
 
 @pytest.fixture(autouse=True)
 def as_of_many_tokens(monkeypatch):
-    monkeypatch.setattr(families, "FEW", 0)
+    monkeypatch.setattr(runtime, "FEW", 0)
 
 
 # rotations: factors, what folds them, and the folded
@@ -382,7 +382,7 @@ def test_one_product_more_with_the_weight_is_seen(monkeypatch):
 
 def main():
     """Write the tables to stdout."""
-    families.FEW = 0
+    runtime.FEW = 0
     pairs = [(base, method) for base in BASES if "dropout" not in base for method in BOFT]
     weights = {(b, m): kept_bytes(b, adapted(b, m), 8) - kept_by_tokens(b, m, 8) for b, m in pairs}
     plain = [(base, method) for base, method in EVERY if "dropout" not in base]

@@ -125,7 +125,7 @@ def outputs(model):
     return {"hidden": out.hidden_states[-1], "logits": out.logits}
 
 
-def wide(model):
+def upcast(model):
     """The model with the same values in float64."""
     return copy.deepcopy(model).double()
 
@@ -145,7 +145,7 @@ def check_near(model, dtype, width=8):
     Returns:
         The outputs in float64.
     """
-    exact = wide(model)
+    exact = upcast(model)
     truth, found = outputs(exact), outputs(model)
     active = model.active_adapters
     for one in (model, exact):
@@ -190,7 +190,7 @@ def gradients(model):
 
 
 def check_gradients(model, dtype):
-    found, exact = gradients(model), gradients(wide(model))
+    found, exact = gradients(model), gradients(upcast(model))
     one, other = (torch.cat([g[k].double().flatten() for k in sorted(g)]) for g in (found, exact))
     assert other.norm() > 1e-3
     assert (one - other).norm() <= 16 * torch.finfo(dtype).eps * other.norm()
@@ -371,7 +371,7 @@ def test_autocast_changes_what_it_changes_in_the_base(made, text, family):
     ran = []
     for dtype in DTYPES:
         model = made(ALL[text], family, dtype)
-        truth = outputs(wide(model))
+        truth = outputs(upcast(model))
         for to in HALVES:
             if not works_under_autocast(model, to):
                 continue
@@ -622,7 +622,7 @@ def test_a_merge_in_float16_of_a_large_weight_does_not_overflow(base, text, fami
                 part.boft_s.copy_(0.4)
             if "m" in part._parameters:
                 part.m.fill_(30000 * 32**0.5)
-    exact = wide(model)
+    exact = upcast(model)
     exact.merge_adapter("a")
     model.merge_adapter("a")
     truth = exact.base_model.get_submodule(paths[family])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from adapterzoo import inject
 from adapterzoo.composition import Stack
 from adapterzoo.contracts import WeightAdapter
-from adapterzoo.selection import Default, Plan, Selection
+from adapterzoo.runtime import ActiveState, Default, Plan
 
 X = torch.arange(8.0).reshape(2, 4) / 8
 EXPERTS = 3
@@ -66,13 +66,13 @@ def near(y, truth):
 
 
 def put(experts, name, adapter, selection):
-    parts = inject.ParameterParts({"down_proj": inject.Parts([("mlp_out", None, adapter)])})
+    parts = inject.ExpertAdapters({"down_proj": inject.FusedAdapters([("mlp_out", None, adapter)])})
     inject.put(experts, name, parts, selection, "at")
 
 
 def adapted(**factors):
     """Experts with an adapter of each name; the first one is active."""
-    experts, selection = Experts(), Selection(Default(plan(next(iter(factors)))))
+    experts, selection = Experts(), ActiveState(Default(plan(next(iter(factors)))))
     counted = {name: Counted(factor) for name, factor in factors.items()}
     for name, adapter in counted.items():
         put(experts, name, adapter, selection)
@@ -88,7 +88,7 @@ def test_all_reads_of_a_call_get_one_weight_and_the_next_call_a_new_one():
     before = set(vars(experts))
     near(experts(X), expected(2.0))
     assert counted["a"].asked == 1
-    assert not selection.reads
+    assert not selection.call.reads
     assert set(vars(experts)) == before
     with torch.no_grad():
         counted["a"].factor.fill_(5.0)
@@ -128,7 +128,7 @@ def test_nested_calls_of_one_module_have_weights_of_their_own():
     experts.between = with_other_adapter
     near(experts(X), expected(2.0) + expected(7.0))
     assert [adapter.asked for adapter in counted.values()] == [1, 1]
-    assert not selection.reads
+    assert not selection.call.reads
 
 
 def test_another_setup_within_a_call_is_seen():
@@ -166,7 +166,7 @@ def test_a_call_that_fails_leaves_nothing():
     experts.between = fail
     with pytest.raises(ArithmeticError):
         experts(X)
-    assert not selection.reads
+    assert not selection.call.reads
     experts.between = lambda _, x: None
     with torch.no_grad():
         counted["a"].factor.fill_(4.0)
@@ -181,7 +181,7 @@ def test_what_was_read_without_gradients_does_not_hide_them():
             return super().forward(x)
 
     looks, adapter = Looks(), Counted(2.0)
-    put(looks, "a", adapter, Selection(Default(plan("a"))))
+    put(looks, "a", adapter, ActiveState(Default(plan("a"))))
     looks(X).sum().backward()
     near(adapter.factor.grad, expected().sum())
     assert adapter.asked == 2
@@ -218,7 +218,7 @@ def test_a_checkpointed_call_builds_once_more_to_recompute(reentrant):
     checkpoint(experts, x, use_reentrant=reentrant).square().sum().backward()
     assert torch.equal(counted["a"].factor.grad, plain)
     assert counted["a"].asked == 2
-    assert not selection.reads
+    assert not selection.call.reads
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -228,14 +228,14 @@ def test_a_real_model_builds_each_weight_once(tiny, family, monkeypatch):
     model.config._experts_implementation = "eager"
     model.add_adapter("a", "lora[selfattn_lora=False,intermediate_lora=True,output_lora=True]")
     stir(model, "a")
-    changed = inject.ParameterParts.changed
+    changed = inject.ExpertAdapters.changed
     built: list[tuple[int, str]] = []
 
     def counting(parts, parameter, w, base):
         built.append((id(parts), parameter))
         return changed(parts, parameter, w, base)
 
-    monkeypatch.setattr(inject.ParameterParts, "changed", counting)
+    monkeypatch.setattr(inject.ExpertAdapters, "changed", counting)
     model.set_active_adapters("a")
     found = output(model, **inputs)
     assert sorted(built) == sorted(set(built))

@@ -59,8 +59,8 @@ def test_gradients_are_those_without_checkpointing(family, variant, reentrant):
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     same(gradients(model, inputs), expected)
     # nothing that was on its way to a site or was built for a call is left behind
-    assert not model._selection.taps
-    assert not model._selection.reads
+    assert not model._active.call.captures
+    assert not model._active.call.reads
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -104,4 +104,4 @@ def test_fused_experts_are_recomputed(method, reentrant):
     assert any(".experts.adapters.a." in name for name in expected)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     same(gradients(model, inputs), expected)
-    assert not model._selection.reads
+    assert not model._active.call.reads

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Rows
+from adapterzoo.anatomy import OutputSlice
 from adapterzoo.composition import Stack
-from adapterzoo.contracts import Adapter, Base, WeightAdapter
+from adapterzoo.contracts import Adapter, BaseLayer, WeightAdapter
 from adapterzoo.errors import DuplicateNameError, StateError
-from adapterzoo.inject import ParameterParts, Parts
-from adapterzoo.selection import Default, Plan, Selection
+from adapterzoo.inject import ExpertAdapters, FusedAdapters
+from adapterzoo.runtime import ActiveState, Default, Plan
 
 # each means something to nn.Module, to a layer or to the library
 NAMES = ["train", "type", "lora", "weight", "bias", "adapters", "forward", "_link", "0", "a b", "ä"]
@@ -31,26 +31,26 @@ class Times(WeightAdapter):
         super().__init__()
         self.factor = nn.Parameter(torch.tensor(factor))
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         return self.factor * base(x)
 
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         return self.factor * w
 
-    def bias(self, b: Tensor, base: Base) -> Tensor:
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         return self.factor * b
 
 
 class Shows(Adapter):
     """An output made of what a base shows of itself."""
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         y = x @ base.weight.T
         return y if base.bias is None else y + base.bias
 
 
 class AddsResidual(Adapter):
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         return base(x) + base.residual
 
 
@@ -67,11 +67,11 @@ def layer(kind: str = "linear") -> nn.Module:
 
 
 def plan(*names: str, path: str = "at", **taps: tuple[str, ...]) -> Plan:
-    return Plan(Stack(*names), steps={path: names}, taps=taps)
+    return Plan(Stack(*names), steps={path: names}, captures=taps)
 
 
-def active(*names: str) -> Selection:
-    selection = Selection(Default())
+def active(*names: str) -> ActiveState:
+    selection = ActiveState(Default())
     selection.default.plan = plan(*names)
     return selection
 
@@ -116,12 +116,12 @@ def test_the_last_take_restores_whatever_the_order():
 def test_equal_layers_stay_of_one_class():
     one, other = layer(), layer()
     for each in (one, other):
-        inject.put(each, "a", Times(1.0), Selection(Default()), "at")
+        inject.put(each, "a", Times(1.0), ActiveState(Default()), "at")
     assert type(one) is type(other)
 
 
 def test_any_name_is_a_name_and_none_meets_another():
-    plain, selection = layer(), Selection(Default())
+    plain, selection = layer(), ActiveState(Default())
     for i, name in enumerate(NAMES):
         inject.put(plain, name, Times(float(i)), selection, "at")
     assert {f"adapters.{name}.factor" for name in NAMES} <= set(plain.state_dict())
@@ -139,13 +139,13 @@ def test_a_taken_name_is_refused_and_the_first_adapter_stays():
     plain, first = layer(), Times(2.0)
     inject.put(plain, "a", first, active("a"), "at")
     with pytest.raises(DuplicateNameError, match=r"put\('a'\).*'at'.*another name"):
-        inject.put(plain, "a", Times(3.0), Selection(Default()), "at")
+        inject.put(plain, "a", Times(3.0), ActiveState(Default()), "at")
     assert plain.adapters["a"] is first
     # the layer does not learn which parameters the refused one wanted to change
     kind = type(plain)
-    parts = ParameterParts({"weight": Parts([])})
+    parts = ExpertAdapters({"weight": FusedAdapters([])})
     with pytest.raises(DuplicateNameError, match=r"put\('a'\)"):
-        inject.put(plain, "a", parts, Selection(Default()), "at")
+        inject.put(plain, "a", parts, ActiveState(Default()), "at")
     assert type(plain) is kind
 
 
@@ -153,7 +153,7 @@ def test_taking_what_is_not_there_is_refused():
     plain = layer()
     with pytest.raises(StateError, match="Linear has no adapter of this name"):
         inject.take(plain, "a")
-    inject.put(plain, "a", Times(1.0), Selection(Default()), "at")
+    inject.put(plain, "a", Times(1.0), ActiveState(Default()), "at")
     with pytest.raises(StateError, match=r"take\('b'\)"):
         inject.take(plain, "b")
     assert "a" in plain.adapters
@@ -173,20 +173,20 @@ def test_a_layer_with_adapters_of_its_own_is_left_alone(where):
         plain.register_parameter("adapters", nn.Parameter(torch.zeros(1)))
     before = state_of(plain)
     with pytest.raises(StateError, match=r"attribute 'adapters' of its own.*exclude_modules"):
-        inject.put(plain, "a", Times(1.0), Selection(Default()), "at")
+        inject.put(plain, "a", Times(1.0), ActiveState(Default()), "at")
     assert state_of(plain) == before
 
 
 def test_an_adapter_is_put_in_the_mode_of_its_layer():
     for training in (True, False):
         plain = layer().train(training)
-        inject.put(plain, "a", Times(1.0).train(not training), Selection(Default()), "at")
+        inject.put(plain, "a", Times(1.0).train(not training), ActiveState(Default()), "at")
         assert plain.adapters["a"].training is training
         assert plain.adapters.training is training
 
 
 def test_nothing_active_runs_the_layers_own_forward():
-    plain, selection = layer(), Selection(Default())
+    plain, selection = layer(), ActiveState(Default())
     inject.put(plain, "a", Times(2.0), selection, "at")
     for each in (Plan(), plan("a", path="elsewhere")):
         selection.default.plan = each
@@ -228,8 +228,8 @@ def test_a_layer_without_a_matrix_says_so():
 
 
 def test_a_tap_passes_the_input_of_one_module_to_another():
-    source, reader, selection = nn.LayerNorm(4), nn.Identity(), Selection(Default())
-    inject.tap(source, "reader", "a", selection, "source")
+    source, reader, selection = nn.LayerNorm(4), nn.Identity(), ActiveState(Default())
+    inject.capture_input(source, "reader", "a", selection, "source")
     inject.put(reader, "a", AddsResidual(), selection, "reader")
     selection.default.plan = plan("a", path="reader", source=("reader",))
     normed = source(X)
@@ -241,17 +241,17 @@ def test_a_tap_passes_the_input_of_one_module_to_another():
 
 
 def test_untap_undoes_tap_whatever_else_is_there():
-    module, selection = nn.LayerNorm(4), Selection(Default())
+    module, selection = nn.LayerNorm(4), ActiveState(Default())
     before = state_of(module)
-    inject.tap(module, "one", "a", selection, "at")
-    inject.tap(module, "one", "b", selection, "at")
+    inject.capture_input(module, "one", "a", selection, "at")
+    inject.capture_input(module, "one", "b", selection, "at")
     inject.put(module, "a", Times(1.0), selection, "at")
-    inject.untap(module, "one", "a")
+    inject.release_input(module, "one", "a")
     inject.take(module, "a")
     assert isinstance(module, inject.Adapted)
-    inject.untap(module, "one", "b")
+    inject.release_input(module, "one", "b")
     assert state_of(module) == before
-    inject.untap(module, "one", "b")
+    inject.release_input(module, "one", "b")
     assert state_of(module) == before
 
 
@@ -277,7 +277,7 @@ def in_thread(run) -> Tensor:
 
 
 def test_a_replica_sees_the_override_of_the_thread_that_made_it():
-    plain, selection = layer(), Selection(Default())
+    plain, selection = layer(), ActiveState(Default())
     inject.put(plain, "a", Times(2.0), selection, "at")
     with selection.overridden(plan("a")):
         replica = replica_of(plain)
@@ -287,10 +287,10 @@ def test_a_replica_sees_the_override_of_the_thread_that_made_it():
 
 
 def test_taps_reach_their_reader_in_a_replica():
-    block, selection = nn.Sequential(nn.LayerNorm(4), nn.Identity()), Selection(Default())
-    inject.tap(block[0], "1", "a", selection, "0")
+    block, selection = nn.Sequential(nn.LayerNorm(4), nn.Identity()), ActiveState(Default())
+    inject.capture_input(block[0], "1", "a", selection, "0")
     inject.put(block[1], "a", AddsResidual(), selection, "1")
-    selection.default.plan = Plan(Stack("a"), steps={"1": ("a",)}, taps={"0": ("1",)})
+    selection.default.plan = Plan(Stack("a"), steps={"1": ("a",)}, captures={"0": ("1",)})
     replica = replica_of(block)
     assert torch.equal(in_thread(lambda: replica(X)), block(X))
 
@@ -308,8 +308,8 @@ class Experts(nn.Module):
 
 
 def test_parameters_that_are_read_changed_are_so_in_a_replica():
-    plain, parts = Experts(), inject.Parts([("mlp_out", None, Times(2.0))])
-    inject.put(plain, "a", inject.ParameterParts({"down_proj": parts}), active("a"), "at")
+    plain, parts = Experts(), inject.FusedAdapters([("mlp_out", None, Times(2.0))])
+    inject.put(plain, "a", inject.ExpertAdapters({"down_proj": parts}), active("a"), "at")
     assert torch.equal(plain(X), 2.0 * Experts()(X))
     replica = replica_of(plain)
     assert torch.equal(in_thread(lambda: replica(X)), 2.0 * Experts()(X))
@@ -321,10 +321,10 @@ def test_parameters_that_are_read_changed_are_so_in_a_replica():
 
 
 @st.composite
-def tensors_with_rows(draw: st.DrawFn) -> tuple[Tensor, Rows, int]:
+def tensors_with_rows(draw: st.DrawFn) -> tuple[Tensor, OutputSlice, int]:
     groups, width = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     start = draw(st.integers(0, width - 1))
-    rows = Rows(groups, width, start, draw(st.integers(start + 1, width)))
+    rows = OutputSlice(groups, width, start, draw(st.integers(start + 1, width)))
     dims = draw(st.lists(st.integers(0, 3), max_size=3))
     dim = draw(st.integers(0, len(dims)))
     shape = (*dims[:dim], groups * width, *dims[dim:])
@@ -338,13 +338,13 @@ def tensors_with_rows(draw: st.DrawFn) -> tuple[Tensor, Rows, int]:
 def test_rows_are_those_of_the_definition_and_put_undoes_take(case):
     tensor, rows, dim = case
     before = tensor.clone()
-    part = inject.take_rows(tensor, rows, dim)
+    part = inject.take_slice(tensor, rows, dim)
     chosen = [g * rows.width + i for g in range(rows.groups) for i in range(rows.start, rows.stop)]
     assert torch.equal(part, tensor.index_select(dim, torch.tensor(chosen)))
-    assert torch.equal(inject.put_rows(tensor, part, rows, dim), tensor)
+    assert torch.equal(inject.put_slice(tensor, part, rows, dim), tensor)
     other = -1.0 - part
-    changed = inject.put_rows(tensor, other, rows, dim)
-    assert torch.equal(inject.take_rows(changed, rows, dim), other)
+    changed = inject.put_slice(tensor, other, rows, dim)
+    assert torch.equal(inject.take_slice(changed, rows, dim), other)
     # everything else is as it was: exactly the rows differ
     assert int((changed != tensor).sum()) == part.numel()
     assert torch.equal(tensor, before)
@@ -352,13 +352,13 @@ def test_rows_are_those_of_the_definition_and_put_undoes_take(case):
 
 # --- parts of fused layers ---
 
-QUERY, VALUE = Rows(1, 6, 0, 2), Rows(1, 6, 4, 6)
-PER_HEAD = Rows(2, 3, 1, 2)
+QUERY, VALUE = OutputSlice(1, 6, 0, 2), OutputSlice(1, 6, 4, 6)
+PER_HEAD = OutputSlice(2, 3, 1, 2)
 
 
-def fused(*parts: tuple[str, Rows | None, Adapter]) -> nn.Module:
+def fused(*parts: tuple[str, OutputSlice | None, Adapter]) -> nn.Module:
     plain = layer()
-    inject.put(plain, "a", inject.Parts(list(parts)), active("a"), "at")
+    inject.put(plain, "a", inject.FusedAdapters(list(parts)), active("a"), "at")
     return plain
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject import Shelf
+from adapterzoo.inject import AdapterDict
 from adapterzoo.names import check_name
 
 LEGAL = [
@@ -39,9 +39,9 @@ def test_illegal_with_value_and_cure(name):
     text = str(caught.value)
     assert text.startswith("add_adapter:")
     assert repr(name) in text
-    cure = re.search(r"Write '([^']*)'\.$", text)
-    assert cure is not None, text
-    assert check_name("add_adapter", cure[1]) == cure[1]
+    hint = re.search(r"Write '([^']*)'\.$", text)
+    assert hint is not None, text
+    assert check_name("add_adapter", hint[1]) == hint[1]
 
 
 @pytest.mark.parametrize("name", [None, 5, b"a", ["a"], True])
@@ -64,15 +64,15 @@ def test_what_is_legal_stays_one_folder_and_one_key(name):
     try:
         check_name("f", name)
     except ConfigError as error:
-        cure = re.search(r"Write '([^']*)'\.$", str(error))
-        assert cure is not None
-        check_name("f", cure[1])
+        hint = re.search(r"Write '([^']*)'\.$", str(error))
+        assert hint is not None
+        check_name("f", hint[1])
         return
     assert len(Path(name).parts) == 1
     assert name not in {"", ".", ".."}
     assert name == name.strip()
     assert not set(name) & set("./\\,:;|[]*?\"'<>\0\n\r\t")
-    shelf = Shelf()
+    shelf = AdapterDict()
     shelf[name] = nn.Linear(1, 1)
     assert list(shelf.state_dict()) == [f"{name}.weight", f"{name}.bias"]
     # as transformers finds it

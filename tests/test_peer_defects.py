@@ -76,12 +76,12 @@ def test_each_bottleneck_uses_the_parts_of_its_own_layer(tiny, family):
     model.set_active_adapters(Stack("a", "p"))
     for name in "ap":
         stir(model, name)
-    plan = model._selection.plan
+    plan = model._active.plan
     for path, module in (*model.adapter_modules("a"), *model.adapter_modules("p")):
         own = {id(m) for m in module.modules()}
         others = {id(m) for p, m in model.base_model.named_modules() if f"{path}.adapters" not in p}
         assert not own & others
-    for source, readers in plan.taps.items():
+    for source, readers in plan.captures.items():
         block = source.split(".")[:3]
         assert all(reader.split(".")[: len(block) - 1] == block[:-1] for reader in readers)
     # no closures: what is run depends on modules alone, so a pickled model runs the same
@@ -188,7 +188,7 @@ def test_nothing_active_costs_nothing(family):
     plain.config.pad_token_id = 0
     expected = calls(plain)
     init(plain)
-    entry = ["Selection.plan", "_with_rows.<locals>.forward"]
+    entry = ["ActiveState.plan", "_with_rows.<locals>.forward"]
     found = calls(plain)
     assert [name for name in found if name not in entry] == expected
     assert sorted(name for name in found if name in entry) == entry

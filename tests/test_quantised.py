@@ -513,7 +513,7 @@ def test_merging_is_refused_and_changes_nothing(scheme, load):
     assert "merge_adapter('a'): the weights at 'layers.0.self_attn.q_proj' are quantised" in text
     assert "Write model.dequantize() first" in text
     assert base_bits(model) == before
-    assert (model._zoo.merged, model._zoo.originals) == ((), {})
+    assert (model._adapter_state.merged, model._adapter_state.originals) == ((), {})
     assert torch.equal(run(model), expected)
 
 

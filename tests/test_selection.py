@@ -1,4 +1,4 @@
-"""Selection: which plan a thread sees, and when."""
+"""ActiveState: which plan a thread sees, and when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.selection import Default, Plan, Selection
+from adapterzoo.runtime import ActiveState, Default, Plan
 from adapterzoo.testing import Case
 
 A, B, C = (Plan(Stack(name), steps={"at": (name,)}) for name in "abc")
@@ -39,7 +39,7 @@ def in_threads(*runs) -> list:
 
 
 def test_the_default_holds_for_every_thread():
-    selection = Selection(Default())
+    selection = ActiveState(Default())
     assert selection.plan.setup is None
     assert in_threads(lambda: selection.plan) == [Plan()]
     in_threads(lambda: setattr(selection.default, "plan", A))
@@ -50,7 +50,7 @@ def test_the_default_holds_for_every_thread():
 
 
 def test_an_override_ends_with_its_block():
-    selection = Selection(Default())
+    selection = ActiveState(Default())
     selection.default.plan = A
     with selection.overridden(B):
         assert selection.plan is B
@@ -64,24 +64,24 @@ def test_an_override_ends_with_its_block():
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit, StopIteration])
 def test_an_exception_ends_it_too(error):
-    selection = Selection(Default())
+    selection = ActiveState(Default())
     selection.default.plan = A
     raised = error("inside")
     caught = None
     try:
         with selection.overridden(B), selection.overridden(C):
-            selection.taps["at"] = torch.zeros(1)
+            selection.call.captures["at"] = torch.zeros(1)
             raise raised
     except BaseException as seen:  # noqa: BLE001  looked at below
         caught = seen
     assert caught is raised
     assert selection.plan is A
     # no tensor of a broken forward is kept
-    assert not selection.taps
+    assert not selection.call.captures
 
 
 def test_a_pinned_selection_keeps_what_its_thread_saw():
-    selection = Selection(Default())
+    selection = ActiveState(Default())
     selection.default.plan = A
     with selection.overridden(B):
         pinned = selection.pinned()
@@ -96,7 +96,7 @@ def test_a_pinned_selection_keeps_what_its_thread_saw():
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_what_is_copied_together_stays_together(how):
-    selection = Selection(Default())
+    selection = ActiveState(Default())
     one, other = how([selection, selection])
     assert one is other
 

@@ -10,8 +10,8 @@ from snapshots import changes, output, snapshot, stir
 from torch import nn
 
 from adapterzoo import AutoAdapterModel, BOFTConfig, DoRAConfig, LoRAConfig, Stack
-from adapterzoo.families import Family
 from adapterzoo.methods._low_rank import LowRank
+from adapterzoo.runtime import SharedInput
 
 ALL = ["query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out"]
 CONFIGS = {
@@ -23,7 +23,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def share_also_of_few_tokens(monkeypatch):
-    monkeypatch.setattr("adapterzoo.families.FEW", 0)
+    monkeypatch.setattr("adapterzoo.runtime.FEW", 0)
 
 
 def built(family, *configs, dtype=torch.float64):
@@ -37,8 +37,8 @@ def built(family, *configs, dtype=torch.float64):
 
 def apart(model):
     """The same model, in which each adapter computes alone."""
-    default = model._selection.default
-    default.plan = replace(default.plan, families={})
+    default = model._active.default
+    default.plan = replace(default.plan, shared_inputs={})
     return model
 
 
@@ -138,7 +138,7 @@ def adapters():
 def test_each_gets_its_part_once_and_for_the_very_tensor(adapters, monkeypatch):
     calls = Calls(monkeypatch)
     one, two, three = adapters
-    family = Family(adapters)
+    family = SharedInput(adapters)
     x, other = torch.randn(2, 4, 32, dtype=torch.float64)
 
     def expect(adapter, source, sizes):
@@ -160,9 +160,9 @@ def test_each_gets_its_part_once_and_for_the_very_tensor(adapters, monkeypatch):
 def test_strangers_and_weights_on_another_device_are_left_out(adapters, monkeypatch):
     calls = Calls(monkeypatch)
     x = torch.randn(4, 32, dtype=torch.float64)
-    Family(adapters[:2]).from_input(adapters[2], x)
+    SharedInput(adapters[:2]).from_input(adapters[2], x)
     adapters[1].to("meta")
-    Family(adapters).from_input(adapters[0], x)
+    SharedInput(adapters).from_input(adapters[0], x)
     assert calls.sizes == [1, 2]
 
 
@@ -179,7 +179,7 @@ def test_a_forward_that_fails_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="planted"):
         output(model)
     hook.remove()
-    assert model._selection.family is None
+    assert model._active.call.shared_input is None
     assert torch.equal(output(model), before)
 
 

@@ -63,7 +63,7 @@ def swap_parameter(model):
         lambda m: setattr(m, "active_head", None),
         lambda m: m.merge_adapter("a"),
         lambda m: setattr(m.config, "hidden_act", "relu"),
-        lambda m: setattr(m._selection, "override", m.make_plan(Stack("a"))),
+        lambda m: setattr(m._active, "override", m.make_plan(Stack("a"))),
         lambda m: m.register_buffer("extra", torch.zeros(1)),
         lambda m: setattr(m.base_model.pooler, "note", 1),
     ],
@@ -96,7 +96,7 @@ def half_done(model):
         (unknown, LookupError, ("'c'", "'a'"), (AssertionError, None)),
         (unknown, ConfigError, ("'c'", "'a'"), (UnknownNameError, "'c'")),
         (unknown, UnknownNameError, ("'x'",), (AssertionError, "not in")),
-        (unknown, UnknownNameError, ("'c'",), (AssertionError, "the cure")),
+        (unknown, UnknownNameError, ("'c'",), (AssertionError, "the hint")),
         (half_done, UnknownNameError, ("'c'", "'a'"), (AssertionError, None)),
     ],
 )

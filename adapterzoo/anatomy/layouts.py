@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .names import nearness
 from .patterns import FUSED, Row
-from .sites import Role, Rows, Site
+from .sites import OutputSlice, Role, Site
 from .tree import Branch
 
-Split = Mapping[Role, Rows]
+Split = Mapping[Role, OutputSlice]
 # (the fused layer, features that leave the heads, the block) → its parts
 Layout = Callable[[Site, int, Branch], Split]
 
@@ -33,7 +33,7 @@ def parts_of(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> I
     inner = _inner(site, sites)
     for role, rows in _split(site, inner, branch, row).items():
         if rows.groups * rows.width == site.d_out and 0 <= rows.start < rows.stop <= rows.width:
-            yield dataclasses.replace(site, role=role, d_out=rows.size, rows=rows)
+            yield dataclasses.replace(site, role=role, d_out=rows.size, output_slice=rows)
 
 
 def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
@@ -60,7 +60,7 @@ def _consecutive(roles: tuple[Role, ...], sizes: tuple[int, ...], groups: int = 
     """Parts that follow one another in each group, with these sizes in one group."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return {
-        role: Rows(groups, ends[-1], end - size, end)
+        role: OutputSlice(groups, ends[-1], end - size, end)
         for role, size, end in zip(roles, sizes, ends, strict=False)
     }
 
@@ -117,7 +117,10 @@ def _key_value(site: Site, inner: int, branch: Branch) -> Split:
 
 def _one_for_both(site: Site, inner: int, branch: Branch) -> Split:
     """The same features are key and value."""
-    return {"key": Rows(1, site.d_out, 0, site.d_out), "value": Rows(1, site.d_out, 0, site.d_out)}
+    return {
+        "key": OutputSlice(1, site.d_out, 0, site.d_out),
+        "value": OutputSlice(1, site.d_out, 0, site.d_out),
+    }
 
 
 def _latent(site: Site, inner: int, branch: Branch) -> Split:

@@ -30,11 +30,12 @@ ROLES: tuple[Role, ...] = (*ATTENTION_ROLES, *MLP_ROLES, "embedding", "lm_head",
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class OutputSlice:
     """A part of a fused layer's output features.
 
     View `d_out` as `[groups, width]` and take `[:, start:stop]` of each group. GPT-2's query is
-    `Rows(1, 3 d, 0, d)`; GPT-NeoX interleaves per head: `Rows(heads, 3 d_head, 0, d_head)`.
+    `OutputSlice(1, 3 d, 0, d)`; GPT-NeoX interleaves per head:
+    `OutputSlice(heads, 3 d_head, 0, d_head)`.
 
     Attributes:
         groups: number of equal groups, at least 1.
@@ -66,9 +67,9 @@ class Site:
         kind: what sits there: a layer with a 2-D weight, an embedding, a fused parameter that
             holds all experts, or (stream sites) a module's output, a norm, a block.
         d_in: input features.
-        d_out: output features; of the part, when `rows` is set.
+        d_out: output features; of the part, when `output_slice` is set.
         cross: whether it belongs to cross-attention.
-        rows: the part of a fused layer, None for a whole layer.
+        output_slice: the part of a fused layer, None for a whole layer.
         parameter: name of a fused parameter on the module at `path`, for layers that keep
             their weight there: experts `[experts, d_out, d_in]`, or an attention's input
             projection `[3 d, d]`.
@@ -86,7 +87,7 @@ class Site:
     d_in: int
     d_out: int
     cross: bool = False
-    rows: Rows | None = None
+    output_slice: OutputSlice | None = None
     parameter: str | None = None
     transposed: bool = False
     source: str | None = None
@@ -99,7 +100,7 @@ class Site:
         Query, key and value of self-attention read one, key and value of cross-attention another;
         gate and up of a feed-forward part a third.
         """
-        if self.kind != "linear" or self.parameter is not None or self.rows is not None:
+        if self.kind != "linear" or self.parameter is not None or self.output_slice is not None:
             return None
         if self.role in ("mlp_in", "mlp_gate"):
             return "mlp"

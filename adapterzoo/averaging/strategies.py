@@ -16,7 +16,7 @@ from adapterzoo.errors import CompositionError, ConfigError, listing, unknown_na
 from .joining import elected, weighted_sum
 from .pruning import largest, random
 
-Of: TypeAlias = Literal["parameters", "only_b", "factors", "ranks", "change"]
+Target: TypeAlias = Literal["parameters", "only_b", "factors", "ranks", "change"]
 """What is combined: all parameters; the same with the signs of weights on B alone; the factors A
 and B, each by the root of its weight; the factors side by side; the change of the weight."""
 
@@ -29,13 +29,13 @@ class Strategy:
     """A row of the table.
 
     Attributes:
-        of: what is combined.
+        target: what is combined.
         prunes: how entries are left out before: "magnitude", "random", or not.
         elects: whether signs are elected, as TIES does.
         needs_rank: whether `svd_rank` has to be given.
     """
 
-    of: Of
+    target: Target
     prunes: Literal["magnitude", "random"] | None = None
     elects: bool = False
     needs_rank: bool = False
@@ -90,14 +90,14 @@ class Combination:
     source: torch.Generator | None = None
 
     @property
-    def of(self) -> Of:
+    def target(self) -> Target:
         """What is combined."""
-        return self.strategy.of
+        return self.strategy.target
 
     @property
     def keeps_scaling(self) -> bool:
         """Whether the result has the scaling of what is combined, and not 1."""
-        return self.of in ("parameters", "only_b")
+        return self.target in ("parameters", "only_b")
 
     def drawing(self, source: torch.Generator | None) -> Combination:
         """The same with another source of random numbers."""
@@ -143,14 +143,14 @@ class Combination:
         self,
         configs: Sequence[Mapping[str, Any]],
         but: Iterable[str],
-        cure: str = "set_active_adapters(Average('a', 'b')), which averages what adapters do to x",
+        hint: str = "set_active_adapters(Average('a', 'b')), which averages what adapters do to x",
     ) -> None:
         """Check that configs are alike.
 
         Args:
             configs: at least one, as dicts of JSON types.
             but: fields that may differ.
-            cure: what to write where others do.
+            hint: what to write where others do.
 
         Raises:
             CompositionError: they are not.
@@ -166,7 +166,7 @@ class Combination:
                 given = [config.get(field) for config in configs]
                 raise CompositionError(
                     f"{self.call}: {self.name!r} takes one {field}, and these have "
-                    f"{' and '.join(map(str, given))}. Write {cure}."
+                    f"{' and '.join(map(str, given))}. Write {hint}."
                 )
 
     def refusal(self, why: str) -> CompositionError:
@@ -215,10 +215,10 @@ def combination(
         raise unknown_name(call, "combination strategy", name, STRATEGIES)
     strategy = STRATEGIES[name]
 
-    def wrong(field: str, value: object, why: str, cure: str) -> ConfigError:
-        return ConfigError(f"{call}: {field}={value!r} {why}. Write {cure}.")
+    def wrong(field: str, value: object, why: str, hint: str) -> ConfigError:
+        return ConfigError(f"{call}: {field}={value!r} {why}. Write {hint}.")
 
-    decomposes = strategy.of == "change"
+    decomposes = strategy.target == "change"
     uses: dict[str, tuple[object, object, bool]] = {
         "density": (density, None, strategy.prunes is not None),
         "majority_sign_method": (majority_sign_method, "total", strategy.elects),

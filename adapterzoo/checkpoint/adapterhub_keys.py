@@ -170,7 +170,7 @@ def _entries(facts: Facts, here: list[Place], key: Key, tensor: Tensor) -> dict[
         parameter = "m" if parameter == "m.weight" else parameter
         if parameter == "m" and tensor.dim() == 2 and tensor.shape[1] == 1:
             tensor = tensor.squeeze(1)  # [d_out]
-    fused = [place for place in here if place.placement.site.rows is not None]
+    fused = [place for place in here if place.placement.site.output_slice is not None]
     if not fused:
         return {place.key(parameter): tensor for place in here}
     check_fused(facts, fused)
@@ -189,7 +189,11 @@ def check_fused(facts: Facts, places: list[Place]) -> None:
     """
     for place in places:
         site = place.placement.site
-        if site.rows is None or site.rows.groups != 1 or site.role not in PART_ORDER:
+        if (
+            site.output_slice is None
+            or site.output_slice.groups != 1
+            or site.role not in PART_ORDER
+        ):
             raise CheckpointError(
                 f"{facts.call}: in the fused layer {site.path!r} adapters takes other rows for its "
                 f"parts than those of the model: it knows queries, keys and values one under the "

@@ -119,7 +119,7 @@ def _tensors(
     facts: Facts, start: str, places: list[Place], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensors of one module of AdapterHub; those of a fused layer one under the other."""
-    if places[0].placement.site.rows is not None:
+    if places[0].placement.site.output_slice is not None:
         check_fused(facts, places)
         places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
         if places[0].placement.config.architecture == "dora":

@@ -24,13 +24,13 @@ from .files import MAX_JSON, META, check_header, check_regular, parse_json
 _AGAIN = "Copy the checkpoint again from where it was saved"
 
 
-def read_json(call: str, file: Path, cure: str = _AGAIN) -> dict[str, Any]:
+def read_json(call: str, file: Path, hint: str = _AGAIN) -> dict[str, Any]:
     """The object in a JSON file.
 
     Args:
         call: what the user wrote, for messages.
         file: is not read where it is too large for a config.
-        cure: what to do about it, for messages.
+        hint: what to do about it, for messages.
 
     Raises:
         CheckpointError: it is missing, too large, no JSON or no object.
@@ -41,19 +41,19 @@ def read_json(call: str, file: Path, cure: str = _AGAIN) -> dict[str, Any]:
         text = file.read_bytes() if size <= MAX_JSON else b""
     except OSError as error:
         raise CheckpointError(
-            f"{call}: {file.name} cannot be read ({error.strerror or error}). {cure}."
+            f"{call}: {file.name} cannot be read ({error.strerror or error}). {hint}."
         ) from error
     if not text and size:
         raise CheckpointError(
-            f"{call}: {file.name} has {size:,} bytes; a config has {MAX_JSON:,} at most. {cure}."
+            f"{call}: {file.name} has {size:,} bytes; a config has {MAX_JSON:,} at most. {hint}."
         )
     try:
         document = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{call}: {file.name} is no JSON ({error}). {cure}.") from error
+        raise CheckpointError(f"{call}: {file.name} is no JSON ({error}). {hint}.") from error
     if not isinstance(document, dict):
         raise CheckpointError(
-            f"{call}: {file.name} holds a {type(document).__name__}, not an object. {cure}."
+            f"{call}: {file.name} holds a {type(document).__name__}, not an object. {hint}."
         )
     return document
 

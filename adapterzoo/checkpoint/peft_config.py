@@ -214,10 +214,10 @@ class _Reader:
         value = self.document.get(name)
         return default if value is None else value
 
-    def _wrong(self, name: str, value: object, legal: str, cure: object) -> None:
+    def _wrong(self, name: str, value: object, legal: str, hint: object) -> None:
         raise CheckpointError(
             f"{self.call}: {CONFIG} says {name}={_short(value)}, which is {legal} in files of "
-            f"PEFT. If the tensors are right, write {name!r}: {cure} there; else copy the "
+            f"PEFT. If the tensors are right, write {name!r}: {hint} there; else copy the "
             f"checkpoint again."
         )
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from adapterzoo.anatomy import Rows, Site
+from adapterzoo.anatomy import OutputSlice, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, listing
 
@@ -100,7 +100,7 @@ def _check(placement: Placement, facts: Facts) -> None:
 def _check_parts(path: str, parts: list[Part], facts: Facts) -> None:
     """Updates of LoRA add; magnitudes are one layer's when no row has two; rotations never join."""
     kinds = {part.config["architecture"] for part in parts}
-    rows = [part.site.rows for part in parts]
+    rows = [part.site.output_slice for part in parts]
     if kinds == {"lora"} or (len(parts) == 1 and rows[0] is None):
         return
     if kinds == {"dora"}:
@@ -120,7 +120,9 @@ def _with_norms(m: Tensor, path: str, parts: list[Part], facts: Facts) -> Tensor
     site = parts[0].site
     key = f"{facts.prefix}.{path}.weight".removeprefix(".")
     weight = facts.tensor(key)
-    covered = torch.cat([_row_numbers(p.site.rows) for p in parts if p.site.rows is not None])
+    covered = torch.cat(
+        [_row_numbers(p.site.output_slice) for p in parts if p.site.output_slice is not None]
+    )
     if len(covered) == len(m):
         return m
     # a part of a sharded weight has no norm of its own
@@ -137,7 +139,7 @@ def _with_norms(m: Tensor, path: str, parts: list[Part], facts: Facts) -> Tensor
     return whole
 
 
-def _row_numbers(rows: Rows) -> Tensor:
+def _row_numbers(rows: OutputSlice) -> Tensor:
     """The numbers of the output features that a part has."""
     every = torch.arange(rows.groups * rows.width)
     return every.view(rows.groups, rows.width)[:, rows.start : rows.stop].reshape(-1)
@@ -154,7 +156,7 @@ def tensors_for(layers: Layers, places: Mapping[str, str], facts: Facts) -> dict
     found: dict[str, Tensor] = {}
     for path, parts in layers.items():
         joined = _joined(parts)
-        if "m" in joined and len(parts) + (parts[0].site.rows is not None) > 1:
+        if "m" in joined and len(parts) + (parts[0].site.output_slice is not None) > 1:
             joined["m"] = _with_norms(joined["m"], path, parts, facts)
         for name, tensor in joined.items():
             found[f"{places[path]}.{_name(name, parts[0].site)}"] = tensor
@@ -172,10 +174,10 @@ def _name(parameter: str, site: Site) -> str:
 
 def _joined(parts: list[Part]) -> dict[str, Tensor]:
     """One adapter for the whole layer that computes what its parts do."""
-    if len(parts) == 1 and parts[0].site.rows is None:
+    if len(parts) == 1 and parts[0].site.output_slice is None:
         return dict(parts[0].tensors)
     rank = sum(part.tensors["lora_A"].shape[0] for part in parts)
-    rows = parts[0].site.rows
+    rows = parts[0].site.output_slice
     d_out = parts[0].site.d_out if rows is None else rows.groups * rows.width
     first = parts[0].tensors["lora_B"]
     joined = {
@@ -184,7 +186,7 @@ def _joined(parts: list[Part]) -> dict[str, Tensor]:
     }
     start = 0
     for part in parts:
-        where = part.site.rows
+        where = part.site.output_slice
         mine = slice(None) if where is None else _row_numbers(where).to(first.device)
         stop = start + part.tensors["lora_A"].shape[0]
         joined["lora_B"][mine, start:stop] = part.tensors["lora_B"]

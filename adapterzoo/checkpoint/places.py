@@ -42,7 +42,7 @@ def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
         by_path.setdefault(placement.site.path, []).append(placement)
     found: list[Place] = []
     for path, placements in by_path.items():
-        if len(placements) == 1 and placements[0].site.rows is None:
+        if len(placements) == 1 and placements[0].site.output_slice is None:
             found.append(Place(placements[0], path, ""))
             continue
         names = part_names([p.site for p in placements])

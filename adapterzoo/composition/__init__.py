@@ -19,7 +19,7 @@ from ._rows import RowMap, has_rows, has_tokens, numbered, rows_of
 from ._steps import Step, evaluate, fold
 from ._views import Nested
 from .nodes import Average, BatchSplit, Fuse, Parallel, Split, Stack
-from .rules import from_json, fusions_of, parse, speaker, to_json, without
+from .rules import from_json, fusions_of, last_adapter, parse, to_json, without
 
 __all__ = [
     "Average",
@@ -43,10 +43,10 @@ __all__ = [
     "has_rows",
     "has_tokens",
     "join_rows",
+    "last_adapter",
     "numbered",
     "parse",
     "rows_of",
-    "speaker",
     "to_json",
     "without",
 ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from adapterzoo.contracts import Adapter, can_mix
+from adapterzoo.contracts import Adapter, can_batch
 from adapterzoo.errors import CompositionError
 
 from ._node import Child, Node
-from ._steps import Chain, Fused, Layer, Mean, Nest, Rows, Step, Tokens, Tree
+from ._steps import BatchedAdapters, Chain, Fused, Mean, Nest, RowSteps, Step, Tokens, Tree
 from .nodes import Average, Fuse, Split
 
 AdapterOf = Callable[[str], Adapter]
@@ -47,7 +47,7 @@ def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) 
 
 def _fused(setup: Fuse, steps: Sequence[Step | None], adapter_of: AdapterOf) -> Fused:
     chains: list[Chain] = []
-    speakers: list[str] = []
+    last_adapters: list[str] = []
     for child, step in zip(setup.children, steps, strict=True):
         last = child.last() if isinstance(child, Node) else child
         if not isinstance(step, tuple) or last is None or last not in step:
@@ -56,11 +56,11 @@ def _fused(setup: Fuse, steps: Sequence[Step | None], adapter_of: AdapterOf) -> 
                 f"one. Fuse adapters that sit in the same places."
             )
         chains.append(step)
-        speakers.append(last)
-    acts_on = adapter_of(speakers[-1]).acts_on
+        last_adapters.append(last)
+    acts_on = adapter_of(last_adapters[-1]).acts_on
     return Fused(
         tuple(chains),
-        tuple(speakers),
+        tuple(last_adapters),
         fusion_key(setup.name),
         "input" if acts_on == "input" else "output",
     )
@@ -88,23 +88,25 @@ def join_rows(steps: Sequence[Step | None], adapter_of: AdapterOf) -> Step | Non
     """The steps of a site for different rows as one step."""
     if all(step == steps[0] for step in steps):
         return steps[0]
-    return Rows(tuple(steps), _layers(steps, adapter_of))
+    return RowSteps(tuple(steps), _layers(steps, adapter_of))
 
 
-def _layers(steps: Sequence[Step | None], adapter_of: AdapterOf) -> tuple[Layer, ...] | None:
+def _layers(
+    steps: Sequence[Step | None], adapter_of: AdapterOf
+) -> tuple[BatchedAdapters, ...] | None:
     chains = [step or () for step in steps if step is None or isinstance(step, tuple)]
     if len(chains) < len(steps):
         return None
-    layers: list[Layer] = []
+    layers: list[BatchedAdapters] = []
     for level in range(max(map(len, chains))):
         at_level = [chain[level] if level < len(chain) else None for chain in chains]
         names = tuple(dict.fromkeys(name for name in at_level if name is not None))
         adapters = [adapter_of(name) for name in names]
         uniform = len(names) == 1 and None not in at_level
-        if not uniform and not can_mix(adapters):
+        if not uniform and not can_batch(adapters):
             return None
         numbers = tuple(None if name is None else names.index(name) for name in at_level)
-        layers.append(Layer(names, numbers))
+        layers.append(BatchedAdapters(names, numbers))
     return tuple(layers)
 
 

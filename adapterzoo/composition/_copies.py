@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from adapterzoo.contracts import Base
+from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import CompositionError
 
 from ._rows import Layout, RowMap
@@ -65,7 +65,9 @@ class Copies(Tree):
             parts.append(found[part](*map(share.of, args), **own))
         return _joined(parts, layout)
 
-    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+    def run(
+        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
+    ) -> Tensor:
         """As `call`, of a layer with one argument."""
         output: Tensor = self.call(adapters, base, (x,), {}, rows)
         return output

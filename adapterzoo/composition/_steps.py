@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from adapterzoo.contracts import Adapter, Base, FusibleAdapter
+from adapterzoo.contracts import Adapter, BaseLayer, FusibleAdapter
 from adapterzoo.errors import CompositionError
 
 from ._rows import Layout, RowMap
@@ -30,7 +30,7 @@ Adapters: TypeAlias = Mapping[str, Adapter]
 
 
 def evaluate(
-    step: Step, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None
+    step: Step, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
 ) -> Tensor:
     """The output of a site under its step. `x` `[*batch, d_in]` → `[*batch, d_out]`.
 
@@ -84,7 +84,9 @@ class Tree(ABC):
     acts_on: Literal["output", "input"]
 
     @abstractmethod
-    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+    def run(
+        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
+    ) -> Tensor:
         """The output of the site; arguments as of `evaluate`."""
 
 
@@ -95,14 +97,16 @@ class Nest(Tree):
     parts: tuple[str | Tree, ...]
     acts_on: Literal["output", "input"] = "output"
 
-    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+    def run(
+        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
+    ) -> Tensor:
         """One part around the other."""
         for part in self.parts[:-1]:
             base = Nested(_bound(part, adapters), base)
         return _bound(self.parts[-1], adapters)(x, base)
 
 
-def _bound(part: str | Tree, adapters: Adapters) -> Callable[[Tensor, Base], Tensor]:
+def _bound(part: str | Tree, adapters: Adapters) -> Callable[[Tensor, BaseLayer], Tensor]:
     return adapters[part] if isinstance(part, str) else functools.partial(part.run, adapters)
 
 
@@ -114,7 +118,9 @@ class Tokens(Tree):
     sizes: tuple[int, ...]
     acts_on: Literal["output", "input"] = "output"
 
-    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+    def run(
+        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
+    ) -> Tensor:
         """The parts one after the other. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`."""
         if x.dim() < (3 if x.is_floating_point() else 2) or x.shape[1] != sum(self.sizes):
             raise CompositionError(
@@ -144,7 +150,9 @@ class Mean(Tree):
     weights: tuple[float, ...]
     acts_on: Literal["output", "input"]
 
-    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+    def run(
+        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
+    ) -> Tensor:
         """The average."""
         if self.acts_on == "input":
             probe = Probe(base)
@@ -153,7 +161,7 @@ class Mean(Tree):
         return self.averaged(y, [self._at(s, adapters, x, base) for s in self.steps])
 
     @staticmethod
-    def _at(step: Step | None, adapters: Adapters, x: Tensor, base: Base) -> Tensor | None:
+    def _at(step: Step | None, adapters: Adapters, x: Tensor, base: BaseLayer) -> Tensor | None:
         return None if step is None else evaluate(step, adapters, x, base)
 
     def averaged(self, y: Tensor, changed: Sequence[Tensor | None]) -> Tensor:
@@ -171,52 +179,54 @@ class Fused(Tree):
 
     Attributes:
         chains: of the children.
-        speakers: the name in each chain that acts last: the fusion attends to what it says.
+        last_adapters: the name in each chain that acts last: the fusion attends to what it says.
         key: under which the site keeps the fusion layer.
     """
 
     chains: tuple[Chain, ...]
-    speakers: tuple[str, ...]
+    last_adapters: tuple[str, ...]
     key: str
     acts_on: Literal["output", "input"]
 
-    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+    def run(
+        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
+    ) -> Tensor:
         """The output of the site."""
 
         def update(z: Tensor) -> Tensor:
-            said = [
-                self._said(chain, name, adapters, x, base, z)
-                for chain, name in zip(self.chains, self.speakers, strict=True)
+            outputs = [
+                self._output_of(chain, name, adapters, x, base, z)
+                for chain, name in zip(self.chains, self.last_adapters, strict=True)
             ]
-            return cast("Tensor", adapters[self.key](z, said)[0])
+            return cast("Tensor", adapters[self.key](z, outputs)[0])
 
-        fused: Tensor = adapters[self.speakers[-1]](x, base, update)
+        fused: Tensor = adapters[self.last_adapters[-1]](x, base, update)
         return fused
 
     @staticmethod
-    def _said(
-        chain: Chain, speaker: str, adapters: Adapters, x: Tensor, base: Base, z: Tensor
+    def _output_of(
+        chain: Chain, last: str, adapters: Adapters, x: Tensor, base: BaseLayer, z: Tensor
     ) -> Tensor:
         """What an adapter says to what the others of its chain make of the input."""
-        adapter = cast("FusibleAdapter", adapters[speaker])
+        adapter = cast("FusibleAdapter", adapters[last])
         if len(chain) == 1:
             return adapter.update(z)
-        heard: list[Tensor] = []
+        recorded: list[Tensor] = []
 
-        def listen(z: Tensor) -> Tensor:
-            heard.append(adapter.update(z))
-            return heard[-1]
+        def record(z: Tensor) -> Tensor:
+            recorded.append(adapter.update(z))
+            return recorded[-1]
 
-        def speak(x: Tensor, base: Base) -> Tensor:
-            spoken: Tensor = adapter(x, base, listen)
-            return spoken
+        def recording(x: Tensor, base: BaseLayer) -> Tensor:
+            adapted: Tensor = adapter(x, base, record)
+            return adapted
 
-        evaluate(chain, {**adapters, speaker: cast("Adapter", speak)}, x, base)
-        return heard[-1]
+        evaluate(chain, {**adapters, last: cast("Adapter", recording)}, x, base)
+        return recorded[-1]
 
 
 @dataclass(frozen=True)
-class Layer:
+class BatchedAdapters:
     """One adapter for each part of the batch, of one class, in one call.
 
     Attributes:
@@ -227,17 +237,17 @@ class Layer:
     names: tuple[str, ...]
     numbers: tuple[int | None, ...]
 
-    def run(self, adapters: Adapters, layout: Layout, x: Tensor, base: Base) -> Tensor:
+    def run(self, adapters: Adapters, layout: Layout, x: Tensor, base: BaseLayer) -> Tensor:
         """The output of all rows."""
         found = [adapters[name] for name in self.names]
         if len(found) == 1 and None not in self.numbers:
             alone: Tensor = found[0](x, base)
             return alone
-        return type(found[0]).mixed(found, layout.groups(self.numbers), x, base)
+        return type(found[0]).forward_batched(found, layout.groups(self.numbers), x, base)
 
 
 @dataclass(frozen=True)
-class Rows(Tree):
+class RowSteps(Tree):
     """Each step on its rows of the batch.
 
     Attributes:
@@ -249,9 +259,11 @@ class Rows(Tree):
     acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
 
     steps: tuple[Step | None, ...]
-    layers: tuple[Layer, ...] | None
+    layers: tuple[BatchedAdapters, ...] | None
 
-    def run(self, adapters: Adapters, x: Tensor, base: Base, rows: RowMap | None = None) -> Tensor:
+    def run(
+        self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
+    ) -> Tensor:
         """All rows. `x` `[rows, …]`."""
         if rows is None:
             raise CompositionError(

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.contracts import Base, SharingAdapter
+from adapterzoo.contracts import BaseLayer, SharedInputAdapter
 
 
-class Around(Base):
+class Around(BaseLayer):
     """Base of the views: what they do not change is that of the layer inside."""
 
     __slots__ = ("_inner",)
 
-    def __init__(self, inner: Base) -> None:
+    def __init__(self, inner: BaseLayer) -> None:
         """Look at a layer.
 
         Args:
@@ -23,9 +23,9 @@ class Around(Base):
         """
         self._inner = inner
 
-    def plain(self, x: Tensor) -> Tensor:
+    def original(self, x: Tensor) -> Tensor:
         """The untouched output."""
-        return self._inner.plain(x)
+        return self._inner.original(x)
 
     @property
     def weight(self) -> Tensor:
@@ -52,7 +52,7 @@ class Around(Base):
         """The residual stream before the sub-layer."""
         return self._inner.residual
 
-    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """What the adapter needs of x."""
         return self._inner.from_input(adapter, x)
 
@@ -62,7 +62,7 @@ class Nested(Around):
 
     __slots__ = ("_adapter",)
 
-    def __init__(self, adapter: Callable[[Tensor, Base], Tensor], inner: Base) -> None:
+    def __init__(self, adapter: Callable[[Tensor, BaseLayer], Tensor], inner: BaseLayer) -> None:
         """Put the adapter around the layer.
 
         Args:
@@ -83,7 +83,7 @@ class Whole:
 
     __slots__ = ("_order", "_output", "_plain", "_residual", "base", "x")
 
-    def __init__(self, base: Base, x: Tensor, order: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, base: BaseLayer, x: Tensor, order: Callable[[Tensor], Tensor]) -> None:
         """Look at a call.
 
         Args:
@@ -109,7 +109,7 @@ class Whole:
     def plain(self) -> Tensor:
         """The untouched layer's output, ordered; the same object as `output` where it is so."""
         if self._plain is None:
-            output, plain = self.base(self.x), self.base.plain(self.x)
+            output, plain = self.base(self.x), self.base.original(self.x)
             if self._output is None:
                 self._output = self._order(output)
             self._plain = self._output if plain is output else self._order(plain)
@@ -151,16 +151,16 @@ class PartOf(Around):
             self._output = self._take(self._whole.output)
         return self._output
 
-    def plain(self, x: Tensor) -> Tensor:
+    def original(self, x: Tensor) -> Tensor:
         """The untouched output for the part."""
         if x is not self.x:
-            return self._inner.plain(x)
+            return self._inner.original(x)
         whole = self._whole
         # the whole plain output comes first: it may be the output itself
         plain = whole.plain
         return self(x) if plain is whole.output else self._take(plain)
 
-    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """What the adapter makes of the part; other layers, with parts of their own, share none."""
         return type(adapter).from_input((adapter,), x)[0]
 

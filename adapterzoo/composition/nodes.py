@@ -207,11 +207,11 @@ def _sizes(
     sizes = tuple(given) if isinstance(given, Iterable) else (given,) * len(children)
     legal = all(isinstance(s, Integral) and not isinstance(s, bool) and s > 0 for s in sizes)
     if len(sizes) != len(children) or not legal:
-        cure = [2] * len(children)
+        hint = [2] * len(children)
         raise CompositionError(
             f"{kind}({', '.join(map(repr, children))}, {option}={given!r}): {option} is a positive "
             f"number for each of the {len(children)} children, or one for all. "
-            f"Write {option}={cure}."
+            f"Write {option}={hint}."
         )
     return tuple(int(s) for s in sizes)
 
@@ -234,8 +234,8 @@ def _weights(
     else:
         total = sum(weights) if normalize else 1.0
         return tuple(float(w) / float(total) for w in weights)
-    cure = [round(1 / len(children), 3)] * len(children)
+    hint = [round(1 / len(children), 3)] * len(children)
     raise CompositionError(
         f"Average({', '.join(map(repr, children))}, weights={given!r}): {what}. "
-        f"Write weights={cure}{', normalize_weights=False' if 'sum' in what else ''}."
+        f"Write weights={hint}{', normalize_weights=False' if 'sum' in what else ''}."
     )

@@ -50,7 +50,7 @@ def fusions_of(setup: Child) -> tuple[nodes.Fuse, ...]:
     return tuple(fuse for child in children for fuse in fusions_of(child))
 
 
-def speaker(setup: Child) -> str | None:
+def last_adapter(setup: Child) -> str | None:
     """The adapter whose answer a setup gives; None where several speak at once, or none does.
 
     What a `Fuse`, `Average` or `Split` says is not the answer of the last adapter in it.

@@ -126,7 +126,7 @@ def _listing(caller: Caller, place: Place) -> tuple[str, dict[str, str | None]]:
     digests = {name: files[path] for name in known_files() if (path := place.file(name)) in files}
     if info.sha is None or not wanted(digests):
         model = "config.json" in files and not place.subfolder
-        cure = (
+        hint = (
             f"It is a whole model: write AutoAdapterModel.from_pretrained({place.repo_id!r})."
             if model
             else "Write 'user/repository/folder' for the folder that has them."
@@ -134,7 +134,7 @@ def _listing(caller: Caller, place: Place) -> tuple[str, dict[str, str | None]]:
         where = f"{place.repo_id}/{place.subfolder}".rstrip("/")
         raise HubError(
             f"{caller.call}: {where!r} has no adapter: none of {listing(known_files(), limit=4)} "
-            f"among its files {listing(sorted(files))}. {cure}"
+            f"among its files {listing(sorted(files))}. {hint}"
         )
     return info.sha, digests
 

@@ -14,53 +14,53 @@ from typing import cast
 from torch import Tensor, nn
 
 from adapterzoo.averaging import Combination
-from adapterzoo.contracts import Adapter, Base
+from adapterzoo.contracts import Adapter, BaseLayer
 from adapterzoo.errors import CompositionError, DuplicateNameError, StateError, listing
-from adapterzoo.selection import Selection
+from adapterzoo.runtime import ActiveState
 
 from .adapted import (
     Adapted,
-    Shelf,
+    AdapterDict,
     base_of,
-    become,
     belongs,
     below_wrappers,
     discard,
     plain_class,
     restore,
+    set_class,
     swap,
 )
-from .parts import ParameterParts, Parts, is_additive, mergeable
-from .views import matrix, put_rows, stores_transposed, take_rows
+from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
+from .views import matrix, put_slice, stores_transposed, take_slice
 
 __all__ = [
     "Adapted",
-    "ParameterParts",
-    "Parts",
-    "Shelf",
+    "AdapterDict",
+    "ExpertAdapters",
+    "FusedAdapters",
     "base_of",
-    "become",
     "belongs",
     "below_wrappers",
+    "capture_input",
     "check_put",
     "combine",
     "discard",
-    "introduce",
+    "init_from_layer",
     "is_additive",
     "matrix",
     "mergeable",
     "plain_class",
     "put",
-    "put_rows",
+    "put_slice",
+    "release_input",
+    "set_class",
     "stores_transposed",
     "take",
-    "take_rows",
-    "tap",
-    "untap",
+    "take_slice",
 ]
 
 
-def put(layer: nn.Module, name: str, adapter: nn.Module, selection: Selection, path: str) -> None:
+def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState, path: str) -> None:
     """Hang the adapter below the layer, inactive until the selection says otherwise.
 
     Args:
@@ -76,14 +76,16 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: Selection, p
     """
     check_put(layer, path)
     there = layer._modules.get("adapters")
-    if isinstance(there, Shelf) and name in there:
+    if isinstance(there, AdapterDict) and name in there:
         raise DuplicateNameError(
             f"put({name!r}): there is one at {path!r} already. Write take(layer, {name!r}) "
             f"first, or another name."
         )
-    parameters = tuple(adapter._modules) if isinstance(adapter, ParameterParts) else ()
+    parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     swap(layer, selection, path, parameters)
-    shelf = cast("Shelf", layer._modules.setdefault("adapters", Shelf().train(layer.training)))
+    shelf = cast(
+        "AdapterDict", layer._modules.setdefault("adapters", AdapterDict().train(layer.training))
+    )
     shelf[name] = adapter.train(layer.training)
 
 
@@ -94,7 +96,7 @@ def check_put(layer: nn.Module, path: str) -> None:
         StateError: the layer has an attribute `adapters` of its own.
     """
     shelf = layer._modules.get("adapters")
-    if isinstance(shelf, Shelf):
+    if isinstance(shelf, AdapterDict):
         return
     places = (
         *map(vars, plain_class(layer).__mro__),
@@ -116,8 +118,8 @@ def take(layer: nn.Module, name: str) -> Adapter:
         StateError: the layer has no adapter of this name.
     """
     shelf = layer._modules.get("adapters")
-    if not isinstance(layer, Adapted) or not isinstance(shelf, Shelf) or name not in shelf:
-        there = sorted(shelf) if isinstance(shelf, Shelf) else []
+    if not isinstance(layer, Adapted) or not isinstance(shelf, AdapterDict) or name not in shelf:
+        there = sorted(shelf) if isinstance(shelf, AdapterDict) else []
         raise StateError(
             f"take({name!r}): {plain_class(layer).__name__} has no adapter of this name. Adapters "
             f"there: {listing(there)}. Write one of these."
@@ -129,11 +131,11 @@ def take(layer: nn.Module, name: str) -> Adapter:
     return adapter
 
 
-def tap(
+def capture_input(
     module: nn.Module,
     reader: str,
     name: str,
-    selection: Selection,
+    selection: ActiveState,
     path: str,
     whole: tuple[str, ...] = (),
 ) -> None:
@@ -154,14 +156,14 @@ def tap(
     cast("Adapted", module)._link.helps.add((reader, name))
 
 
-def untap(module: nn.Module, reader: str, name: str) -> None:
-    """Undo `tap`."""
+def release_input(module: nn.Module, reader: str, name: str) -> None:
+    """Undo `capture_input`."""
     if isinstance(module, Adapted):
         module._link.helps.discard((reader, name))
         restore(module)
 
 
-def introduce(layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]) -> None:
+def init_from_layer(layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]) -> None:
     """Let a fresh adapter take initial values from the layer that it will be put at.
 
     Args:
@@ -170,7 +172,7 @@ def introduce(layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor
         originals: parameters of the layer as they were before adapters were merged into it.
     """
     for (part,), base in _beside(layer, (adapter,), originals):
-        part.attach(base)
+        part.init_from_layer(base)
 
 
 def combine(
@@ -178,7 +180,7 @@ def combine(
     adapter: Adapter,
     others: Sequence[Adapter],
     weights: Sequence[float],
-    how: Combination,
+    strategy: Combination,
     originals: Mapping[str, Tensor],
 ) -> None:
     """Let an adapter without values take what several others of the layer become.
@@ -188,7 +190,7 @@ def combine(
         adapter: not yet put.
         others: at least one.
         weights: one for each.
-        how: the strategy and its options.
+        strategy: how they are combined, with its options.
         originals: parameters of the layer as they were before adapters were merged into it.
 
     Raises:
@@ -197,17 +199,17 @@ def combine(
     if any(type(other) is not type(adapter) for other in others):
         kinds = sorted({type(other).__name__ for other in others})
         raise CompositionError(
-            f"{how.call}: at one layer these are {', '.join(kinds)}, which have no parameters in "
-            f"common. Add the adapters with the same targets, or write "
+            f"{strategy.call}: at one layer these are {', '.join(kinds)}, which have no parameters "
+            f"in common. Add the adapters with the same targets, or write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
     for (part, *parts), base in _beside(layer, (adapter, *others), originals):
-        part.combine(parts, weights, how, base)
+        part.combine(parts, weights, strategy, base)
 
 
 def _beside(
     layer: nn.Module, adapters: Sequence[Adapter], originals: Mapping[str, Tensor]
-) -> Iterator[tuple[tuple[Adapter, ...], Base]]:
+) -> Iterator[tuple[tuple[Adapter, ...], BaseLayer]]:
     """The parts of adapters that belong together, and what they see of the layer."""
 
     def shown(parameter: str) -> Tensor | None:
@@ -215,11 +217,11 @@ def _beside(
         return kept.mT if kept is not None and stores_transposed(layer, parameter) else kept
 
     first = adapters[0]
-    if not isinstance(first, ParameterParts):
+    if not isinstance(first, ExpertAdapters):
         yield tuple(adapters), base_of(layer, shown("weight"), originals.get("bias"))
         return
     for parameter in first._modules:
         weight = shown(parameter)
         own_weight = matrix(layer, parameter) if weight is None else weight
-        parts = tuple(cast("Parts", adapter._modules[parameter]) for adapter in adapters)
+        parts = tuple(cast("FusedAdapters", adapter._modules[parameter]) for adapter in adapters)
         yield parts, base_of(layer, own_weight)

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.composition import Copies, Step, evaluate, fold
-from adapterzoo.contracts import Base, compute_dtype
+from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import StateError
-from adapterzoo.families import Family
-from adapterzoo.selection import Selection
+from adapterzoo.runtime import ActiveState, SharedInput
 
-from .parts import ParameterParts
-from .views import Layer, matrix, own, stores_transposed
+from .parts import ExpertAdapters
+from .views import LayerCall, matrix, own, stores_transposed
 
 
-class Shelf(nn.ModuleDict):
+class AdapterDict(nn.ModuleDict):
     """The adapters of one layer, by name; any name is legal, also `train` or `type`."""
 
     def __setitem__(self, key: str, module: nn.Module) -> None:
@@ -37,7 +36,7 @@ class Shelf(nn.ModuleDict):
 class _Link:
     """What ties a layer to the model: kept in the layer, shared by shallow copies of it."""
 
-    selection: Selection
+    selection: ActiveState
     path: str
     # sites and names of the adapters that need the module
     helps: set[tuple[str, str]] = field(default_factory=set)
@@ -51,7 +50,7 @@ class Adapted(nn.Module):
     _read: tuple[str, ...] = ()
     # arguments that a part of the model would swallow, and only the whole model understands
     _whole: tuple[str, ...] = ()
-    adapters: Shelf
+    adapters: AdapterDict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward with the active adapters; the plain one when none is active."""
@@ -60,10 +59,10 @@ class Adapted(nn.Module):
         plan = selection.plan
         if plan.setup is None:
             return super().forward(*args, **kwargs)
-        for reader in plan.taps.get(link.path, ()):
-            selection.taps[reader] = args[0] if args else next(iter(kwargs.values()))
+        for reader in plan.captures.get(link.path, ()):
+            selection.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))
         forward = super().forward
-        if link.path in plan.families:
+        if link.path in plan.shared_inputs:
             forward = self._gathering
         step = plan.steps.get(link.path)
         if step is None:
@@ -71,32 +70,32 @@ class Adapted(nn.Module):
         if isinstance(step, Copies):
             copies = cast("Any", self._modules["adapters"])._modules
             return step.call(copies, forward, args, kwargs, plan.rows)
-        residual = selection.taps.pop(link.path, None)
-        base = Layer(self, forward, args, kwargs, residual, selection.family)
+        residual = selection.call.captures.pop(link.path, None)
+        base = LayerCall(self, forward, args, kwargs, residual, selection.call.shared_input)
         x = args[0] if args else next(iter(kwargs.values()))
         adapters = cast("Any", self._modules["adapters"])._modules
         if not self._read:
             return base.pack(evaluate(step, adapters, x, base, plan.rows))
         # a module may read a parameter once for each expert: what it reads is built once
-        selection.reads.append((self, {}))
+        selection.call.reads.append((self, {}))
         try:
             return base.pack(evaluate(step, adapters, x, base))
         finally:
-            selection.reads.pop()
+            selection.call.reads.pop()
 
     def _gathering(self, *args: Any, **kwargs: Any) -> Any:
         """The plain forward of a module with layers that read one input."""
         selection = self._link.selection
         members = []
         # found below the module and not kept: replicas and copies have their own
-        for layer, names in selection.plan.families[self._link.path]:
+        for layer, names in selection.plan.shared_inputs[self._link.path]:
             shelf = cast("Any", below_wrappers(self._modules[layer])._modules["adapters"])
             members += [shelf._modules[name] for name in names]
-        outer, selection.family = selection.family, Family(members)
+        outer, selection.call.shared_input = selection.call.shared_input, SharedInput(members)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            selection.family = outer
+            selection.call.shared_input = outer
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
@@ -128,7 +127,7 @@ def plain_class(layer: nn.Module) -> type[nn.Module]:
     return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
 
 
-def belongs(layer: nn.Module, selection: Selection) -> bool:
+def belongs(layer: nn.Module, selection: ActiveState) -> bool:
     """Whether no other model's adapters are at the layer.
 
     Args:
@@ -138,7 +137,9 @@ def belongs(layer: nn.Module, selection: Selection) -> bool:
     return not isinstance(layer, Adapted) or layer._link.selection is selection
 
 
-def base_of(layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None) -> Base:
+def base_of(
+    layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None
+) -> BaseLayer:
     """The layer as its adapters see it, outside of a forward.
 
     Args:
@@ -146,7 +147,7 @@ def base_of(layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None 
         weight: `[d_out, d_in]`, to be shown as the untouched weight; None: the layer's own.
         bias: `[d_out]`, to be shown as the untouched bias; None: the layer's own.
     """
-    base = Layer(layer, functools.partial(plain_class(layer).forward, layer))
+    base = LayerCall(layer, functools.partial(plain_class(layer).forward, layer))
     base.shown = weight
     base.shown_bias = bias
     return base
@@ -154,7 +155,7 @@ def base_of(layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None 
 
 def swap(
     layer: nn.Module,
-    selection: Selection,
+    selection: ActiveState,
     path: str,
     parameters: tuple[str, ...] = (),
     whole: tuple[str, ...] = (),
@@ -169,20 +170,20 @@ def swap(
         whole: names of arguments that the layer shall refuse.
     """
     if not isinstance(layer, Adapted):
-        become(layer, _adapted_class(type(layer), parameters, whole))
+        set_class(layer, _adapted_class(type(layer), parameters, whole))
         cast("Adapted", layer)._link = _Link(selection, path)
         return
     read = (*layer._read, *(p for p in parameters if p not in layer._read))
     whole = whole or layer._whole
     if (read, whole) != (layer._read, layer._whole):
-        become(layer, _adapted_class(plain_class(layer), read, whole))
+        set_class(layer, _adapted_class(plain_class(layer), read, whole))
 
 
 def restore(layer: Adapted) -> None:
     """Give a layer its own class back, unless an adapter still needs the other."""
     if "adapters" not in layer._modules and not layer._link.helps:
         del layer._link
-        become(layer, plain_class(layer))
+        set_class(layer, plain_class(layer))
 
 
 def discard(layer: Adapted) -> None:
@@ -192,10 +193,10 @@ def discard(layer: Adapted) -> None:
         layer: a copy.
     """
     del layer._modules["adapters"], layer._link
-    become(layer, plain_class(layer))
+    set_class(layer, plain_class(layer))
 
 
-def become(layer: nn.Module, cls: type[nn.Module]) -> None:
+def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
     """Give a module another class, a sub- or superclass of its own.
 
     Args:
@@ -259,7 +260,7 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
     step = selection.plan.steps.get(link.path)
     if step is None or plain is None:
         return plain
-    reads = selection.reads
+    reads = selection.call.reads
     if not reads or reads[-1][0] is not layer:
         return _build(layer, parameter, plain, step)
     built = reads[-1][1]
@@ -279,7 +280,7 @@ def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
 
     def change(name: str, w: Tensor) -> Tensor:
         adapter = layer.adapters._modules[name]
-        return adapter.changed(parameter, w, base) if isinstance(adapter, ParameterParts) else w
+        return adapter.changed(parameter, w, base) if isinstance(adapter, ExpertAdapters) else w
 
     w = fold(step, w, change).to(plain.dtype)
     # in memory as well: products of equal numbers differ in the last bit with another layout

@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Self, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.anatomy import Rows
+from adapterzoo.anatomy import OutputSlice
 from adapterzoo.averaging import Combination
 from adapterzoo.composition import Nested
-from adapterzoo.contracts import Adapter, Base, WeightAdapter, can_mix
+from adapterzoo.contracts import Adapter, BaseLayer, WeightAdapter, can_batch
 from adapterzoo.errors import CompositionError, StateError
-from adapterzoo.families import Family
+from adapterzoo.runtime import SharedInput
 
-from .views import RowsOf, put_rows, take_rows
+from .views import SlicedLayer, put_slice, take_slice
 
 if TYPE_CHECKING:
     from adapterzoo.kernels.grouped import Groups
 
 
-class Parts(WeightAdapter):
+class FusedAdapters(WeightAdapter):
     """Several adapters of one name at one layer: for the parts of a fused layer, or of a union.
 
     Each child adapts its rows of the output, all rows where it has none; earlier ones act first.
     """
 
-    def __init__(self, parts: list[tuple[str, Rows | None, Adapter]]) -> None:
+    def __init__(self, parts: list[tuple[str, OutputSlice | None, Adapter]]) -> None:
         """Join the adapters.
 
         Args:
@@ -40,35 +40,39 @@ class Parts(WeightAdapter):
             self.add_module(label, adapter)
         self.is_additive = all(is_additive(adapter) for _, _, adapter in parts)
 
-    def attach(self, base: Base) -> None:
+    def init_from_layer(self, base: BaseLayer) -> None:
         """Show each child its rows of the layer."""
         empty = torch.empty(0)
         for label, rows in self.rows.items():
             adapter = cast("Adapter", self._modules[label])
-            adapter.attach(base if rows is None else RowsOf(base, rows, empty, empty))
+            adapter.init_from_layer(base if rows is None else SlicedLayer(base, rows, empty, empty))
 
     def combine(
-        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
     ) -> None:
         """Each child takes what those of its rows become."""
         empty = torch.empty(0)
         if any(adapter.rows != self.rows for adapter in adapters):
             raise CompositionError(
-                f"{how.call}: the adapters have other parts at one layer: "
+                f"{strategy.call}: the adapters have other parts at one layer: "
                 f"{', '.join(str(list(adapter.rows)) for adapter in adapters)}. Add them with the "
                 f"same targets, or write set_active_adapters(Stack('a', 'b'))."
             )
         for label, children in _by_label(adapters).items():
             rows, own = self.rows[label], cast("Adapter", self._modules[label])
-            shown = base if rows is None else RowsOf(base, rows, empty, empty)
-            own.combine(children, weights, how, shown)
+            shown = base if rows is None else SlicedLayer(base, rows, empty, empty)
+            own.combine(children, weights, strategy, shown)
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        family = Family([cast("Adapter", adapter) for adapter in self._modules.values()])
+        family = SharedInput([cast("Adapter", adapter) for adapter in self._modules.values()])
         return self._first(len(self.rows), x, base, family)
 
-    def _first(self, count: int, x: Tensor, base: Base, family: Family) -> Tensor:
+    def _first(self, count: int, x: Tensor, base: BaseLayer, family: SharedInput) -> Tensor:
         """The output with the first adapters only."""
         y = untouched = base(x)
         labels = list(self.rows)
@@ -79,12 +83,12 @@ class Parts(WeightAdapter):
             before = Nested(functools.partial(self._first, i, family=family), base) if met else base
             adapter = cast("Adapter", self._modules[label])
             so_far = y if met else untouched
-            part = adapter(x, RowsOf(before, rows or _all_rows(y), x, so_far, family))
-            y = part if rows is None else put_rows(y, part, rows, -1)
+            part = adapter(x, SlicedLayer(before, rows or _all_rows(y), x, so_far, family))
+            y = part if rows is None else put_slice(y, part, rows, -1)
         return y
 
     @classmethod
-    def mixes(cls, adapters: Sequence[Self]) -> bool:
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Whether all have the same parts, none over another, and those of each can mix."""
         rows = adapters[0].rows
         if any(a.rows != rows for a in adapters):
@@ -94,50 +98,52 @@ class Parts(WeightAdapter):
             return False
         # a child that changes its input would call the whole layer for its rows
         return all(
-            children[0].acts_on == "output" and can_mix(children)
+            children[0].acts_on == "output" and can_batch(children)
             for children in _by_label(adapters).values()
         )
 
     @classmethod
-    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
         """The fused layer's output, each row of the batch with its own adapters."""
         y = untouched = base(x)
         for label, children in _by_label(adapters).items():
             rows = adapters[0].rows[label] or _all_rows(y)
             kind = type(children[0])
-            part = kind.mixed(children, groups, x, RowsOf(base, rows, x, untouched))
-            y = put_rows(y, part, rows, -1)
+            part = kind.forward_batched(children, groups, x, SlicedLayer(base, rows, x, untouched))
+            y = put_slice(y, part, rows, -1)
         return y
 
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """The merged weight of all rows, `[d_out, d_in]`, with experts in front."""
         empty = w.new_empty(0)
         for label, rows in self.rows.items():
             adapter = mergeable(self._modules[label])
             whole = rows or _all_rows(w, -2)
-            part = adapter.weight(take_rows(w, whole, -2), RowsOf(base, whole, empty, empty))
-            w = put_rows(w, part, whole, -2)
+            part = adapter.weight(take_slice(w, whole, -2), SlicedLayer(base, whole, empty, empty))
+            w = put_slice(w, part, whole, -2)
         return w
 
-    def bias(self, b: Tensor, base: Base) -> Tensor:
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """The merged bias of all rows, `[d_out]`."""
         empty = b.new_empty(0)
         for label, rows in self.rows.items():
             adapter = mergeable(self._modules[label])
             whole = rows or _all_rows(b)
-            part = adapter.bias(take_rows(b, whole, 0), RowsOf(base, whole, empty, empty))
-            b = put_rows(b, part, whole, 0)
+            part = adapter.bias(take_slice(b, whole, 0), SlicedLayer(base, whole, empty, empty))
+            b = put_slice(b, part, whole, 0)
         return b
 
 
-class ParameterParts(Adapter):
+class ExpertAdapters(Adapter):
     """The adapters of one name at a module that computes with its parameters: fused experts.
 
     There is no layer to add an output to: while the adapters are active, the parameters that the
     module reads are the changed ones.
     """
 
-    def __init__(self, parts: dict[str, Parts]) -> None:
+    def __init__(self, parts: dict[str, FusedAdapters]) -> None:
         """Join the adapters.
 
         Args:
@@ -147,19 +153,19 @@ class ParameterParts(Adapter):
         for parameter, adapters in parts.items():
             self.add_module(parameter, adapters)
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The module's output, computed with the weights that `changed` gives it."""
         return base(x)
 
-    def changed(self, parameter: str, w: Tensor, base: Base) -> Tensor:
+    def changed(self, parameter: str, w: Tensor, base: BaseLayer) -> Tensor:
         """A weight `[*experts, d_out, d_in]` with the adapters' change."""
         adapters = self._modules.get(parameter)
-        return adapters.weight(w, base) if isinstance(adapters, Parts) else w
+        return adapters.weight(w, base) if isinstance(adapters, FusedAdapters) else w
 
 
 def is_additive(adapter: nn.Module | None) -> bool:
     """Whether merging the adapter and letting it act beside others is the same."""
-    if isinstance(adapter, ParameterParts):
+    if isinstance(adapter, ExpertAdapters):
         return all(map(is_additive, adapter._modules.values()))
     return isinstance(adapter, WeightAdapter) and adapter.is_additive
 
@@ -178,20 +184,20 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
     )
 
 
-def _by_label(parts: Sequence[Parts]) -> dict[str, list[Adapter]]:
+def _by_label(parts: Sequence[FusedAdapters]) -> dict[str, list[Adapter]]:
     """The children of several adapters that sit at the same rows."""
     return {
         label: [cast("Adapter", each._modules[label]) for each in parts] for label in parts[0].rows
     }
 
 
-def _overlap(one: Rows | None, other: Rows | None) -> bool:
+def _overlap(one: OutputSlice | None, other: OutputSlice | None) -> bool:
     if one is None or other is None:
         return True
     alike = (one.groups, one.width) == (other.groups, other.width)
     return not alike or (one.start < other.stop and other.start < one.stop)
 
 
-def _all_rows(t: Tensor, dim: int = -1) -> Rows:
+def _all_rows(t: Tensor, dim: int = -1) -> OutputSlice:
     size = t.shape[dim]
-    return Rows(1, size, 0, size)
+    return OutputSlice(1, size, 0, size)

@@ -12,17 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.anatomy import Rows
+from adapterzoo.anatomy import OutputSlice
 from adapterzoo.anatomy.experts import stores_turned
 from adapterzoo.anatomy.patterns import EXPERTS
-from adapterzoo.contracts import Base, SharingAdapter
+from adapterzoo.contracts import BaseLayer, SharedInputAdapter
 from adapterzoo.errors import StateError
-from adapterzoo.families import Family
+from adapterzoo.runtime import SharedInput
 
 from .quantised import packing_of
 
 
-class Layer(Base):
+class LayerCall(BaseLayer):
     """One call of a layer, as its adapters see it."""
 
     __slots__ = (
@@ -45,7 +45,7 @@ class Layer(Base):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         residual: Tensor | None = None,
-        family: Family | None = None,
+        family: SharedInput | None = None,
     ) -> None:
         self._module = module
         self._forward = forward
@@ -65,7 +65,7 @@ class Layer(Base):
             self._last = x, self._run(x)
         return self._last[1]
 
-    plain = __call__
+    original = __call__
 
     def _run(self, x: Tensor) -> Tensor:
         if self._args or not self._kwargs:
@@ -119,20 +119,25 @@ class Layer(Base):
             )
         return self._residual
 
-    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """What the adapter needs of x, made with that of the layers that read the same input."""
         if self._family is None:
             return super().from_input(adapter, x)
         return self._family.from_input(adapter, x)
 
 
-class RowsOf(Base):
+class SlicedLayer(BaseLayer):
     """Some output features of a fused layer, as a layer of their own."""
 
     __slots__ = ("_base", "_family", "_rows", "_taken", "_x", "_y")
 
     def __init__(
-        self, base: Base, rows: Rows, x: Tensor, y: Tensor, family: Family | None = None
+        self,
+        base: BaseLayer,
+        rows: OutputSlice,
+        x: Tensor,
+        y: Tensor,
+        family: SharedInput | None = None,
     ) -> None:
         self._base = base
         self._family = family
@@ -146,25 +151,25 @@ class RowsOf(Base):
         """These rows of the layer's output."""
         return self._take(self._y if x is self._x else self._base(x))
 
-    def plain(self, x: Tensor) -> Tensor:
+    def original(self, x: Tensor) -> Tensor:
         """The untouched layer's output for these rows."""
-        return self._take(self._base.plain(x))
+        return self._take(self._base.original(x))
 
     def _take(self, y: Tensor) -> Tensor:
         if self._taken is None or self._taken[0] is not y:
-            self._taken = y, take_rows(y, self._rows, -1)
+            self._taken = y, take_slice(y, self._rows, -1)
         return self._taken[1]
 
     @property
     def weight(self) -> Tensor:
         """The untouched weight."""
-        return take_rows(self._base.weight, self._rows, -2)
+        return take_slice(self._base.weight, self._rows, -2)
 
     @property
     def bias(self) -> Tensor | None:
         """The untouched bias."""
         bias = self._base.bias
-        return None if bias is None else take_rows(bias, self._rows, 0)
+        return None if bias is None else take_slice(bias, self._rows, 0)
 
     @property
     def scale(self) -> float | Tensor:
@@ -181,7 +186,7 @@ class RowsOf(Base):
         """The residual stream before the sub-layer."""
         return self._base.residual
 
-    def from_input(self, adapter: SharingAdapter, x: Tensor) -> Any:
+    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """What the adapter needs of x, made with that of the other parts of the layer."""
         asked = self._base if self._family is None else self._family
         return asked.from_input(adapter, x)
@@ -226,7 +231,7 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     return weight.mT if stores_transposed(layer, parameter) else weight
 
 
-def take_rows(t: Tensor, rows: Rows, dim: int) -> Tensor:
+def take_slice(t: Tensor, rows: OutputSlice, dim: int) -> Tensor:
     """The features of the rows along a dimension, in the order of a layer of their own."""
     if rows.groups == 1:
         return t.narrow(dim, rows.start, rows.stop - rows.start)
@@ -236,8 +241,8 @@ def take_rows(t: Tensor, rows: Rows, dim: int) -> Tensor:
     return taken.flatten(dim, dim + 1)  # [.., groups · size, ..]
 
 
-def put_rows(t: Tensor, part: Tensor, rows: Rows, dim: int) -> Tensor:
-    """A tensor in which `take_rows` finds the part, and which is otherwise `t`."""
+def put_slice(t: Tensor, part: Tensor, rows: OutputSlice, dim: int) -> Tensor:
+    """A tensor in which `take_slice` finds the part, and which is otherwise `t`."""
     dim %= t.dim()
     size = rows.stop - rows.start
     grouped = t.unflatten(dim, (rows.groups, rows.width))  # [.., groups, width, ..]

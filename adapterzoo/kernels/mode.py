@@ -65,9 +65,9 @@ def use(mode: str) -> _Before:
         missing = not _launch.INSTALLED
         if missing or not torch.cuda.is_available():
             what = "triton is not installed" if missing else "torch sees no CUDA device"
-            cure = "Install triton" if missing else "Set TRITON_INTERPRET=1 before Python starts"
+            hint = "Install triton" if missing else "Set TRITON_INTERPRET=1 before Python starts"
             raise KernelError(
-                f"use('triton'): {what}. {cure}, or write use('auto'), which takes torch "
+                f"use('triton'): {what}. {hint}, or write use('auto'), which takes torch "
                 f"operations where Triton cannot run."
             )
     return _Before(_set(mode))

@@ -210,11 +210,11 @@ class BottleneckFields(AdapterConfig):
             return
         here = {k: v for k, v in factors.items() if k == "default" or int(k) < blocks}
         if idle := [k for k in factors if k not in here]:
-            cure = here if len(here) > 1 else here.get("default", 16)
+            hint = here if len(here) > 1 else here.get("default", 16)
             warnings.warn(
                 f"{type(self).__name__}(reduction_factor={dict(factors)!r}): there are no blocks "
                 f"{', '.join(idle)}: the model's are 0 to {blocks - 1}. Write "
-                f"reduction_factor={cure!r}.",
+                f"reduction_factor={hint!r}.",
                 stacklevel=2,
             )
 
@@ -302,5 +302,5 @@ class BottleneckFields(AdapterConfig):
                 "original_ln_after=False, original_ln_before=True, residual_before_ln=False",
             )
 
-    def _error(self, asked: str, wrong: str, cure: str) -> ConfigError:
-        return ConfigError(f"{type(self).__name__}({asked}): {wrong}. Write {cure}.")
+    def _error(self, asked: str, wrong: str, hint: str) -> ConfigError:
+        return ConfigError(f"{type(self).__name__}({asked}): {wrong}. Write {hint}.")

@@ -13,7 +13,7 @@ from torch.nn.functional import dropout, linear
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
-from adapterzoo.contracts import Base, FusibleAdapter
+from adapterzoo.contracts import BaseLayer, FusibleAdapter
 from adapterzoo.kernels.bottleneck import bottleneck
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
 
@@ -139,15 +139,15 @@ class BottleneckLayer(FusibleAdapter):
         else:
             self.scaling = self.factor = float(config.scaling)
 
-    def forward(self, x: Tensor, base: Base, instead: Instead = None) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
         add = self.added if instead is None else partial(self.added, instead=instead)
         if self.acts_on == "input":
-            return base(self.changed(x, base.plain(x), base, add))
+            return base(self.changed(x, base.original(x), base, add))
         return self.changed(x, base(x), base, add)
 
     @abstractmethod
-    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
         """The output of the module, or for one that acts on its input, that.
 
         Args:
@@ -158,7 +158,7 @@ class BottleneckLayer(FusibleAdapter):
         """
 
     @classmethod
-    def mixes(cls, adapters: Sequence[Self]) -> bool:
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Whether they differ in nothing but widths, factors and values."""
         kinds = set()
         for a in adapters:
@@ -175,13 +175,15 @@ class BottleneckLayer(FusibleAdapter):
         return len(kinds) == 1
 
     @classmethod
-    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
         """The adapted module, each row of the batch with its own bottleneck."""
         if not groups.rows:
             return base(x)
         add = partial(cls._added_by_rows, adapters, groups)
         if cls.acts_on == "input":
-            return base(restored(adapters[0].changed(x, base.plain(x), base, add), x, groups))
+            return base(restored(adapters[0].changed(x, base.original(x), base, add), x, groups))
         y = base(x)
         return restored(adapters[0].changed(x, y, base, add), y, groups)
 

@@ -25,7 +25,7 @@ from adapterzoo.configs import (
     require_choice,
     require_range,
 )
-from adapterzoo.contracts import Base, SharingAdapter, WeightAdapter, wide
+from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, upcast
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.low_rank import shrink
@@ -144,18 +144,18 @@ class LowRankConfig(TargetedConfig):
 
     @classmethod
     def combined(
-        cls, configs: Sequence[AdapterConfig], how: Combination, anatomy: Anatomy
+        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> LowRankConfig:
         """The config of what several become; ranks, scalings and places may differ for some."""
         own = [config for config in configs if isinstance(config, LowRankConfig)]
-        return combined_config(own, how, anatomy)
+        return combined_config(own, strategy, anatomy)
 
     def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the parameters at a layer of the given dtype."""
         return DTYPES[self.dtype] if self.dtype else dtype
 
 
-class LowRank(SharingAdapter, WeightAdapter):
+class LowRank(SharedInputAdapter, WeightAdapter):
     """An adapter with the factors A and B; what it makes of them, subclasses say.
 
     Attributes:
@@ -201,7 +201,7 @@ class LowRank(SharingAdapter, WeightAdapter):
         self.lora_B = drawn((*lead, site.d_out, rank), fresh[1], device, dtype)
 
     @property
-    def sharing_key(self) -> tuple[object, ...]:
+    def shared_input_key(self) -> tuple[object, ...]:
         """What one product with x asks for: A of one kind and width, and the same dropout."""
         a = self.lora_A
         return type(a), a.device, a.dtype, a.shape[1:], self.dropout, self.training
@@ -216,7 +216,7 @@ class LowRank(SharingAdapter, WeightAdapter):
         parts: tuple[Tensor, ...] = t.split([a.shape[0] for a in factors], -1)
         return parts
 
-    def looked_up(self, x: Tensor, base: Base) -> Tensor:
+    def looked_up(self, x: Tensor, base: BaseLayer) -> Tensor:
         """A of the tokens of an embedding, `[*batch]` → `[*batch, rank]`.
 
         That of padding gets no gradient, as the row of the embedding itself gets none.
@@ -224,16 +224,20 @@ class LowRank(SharingAdapter, WeightAdapter):
         return embedding(x, self.lora_A.T, base.padding_idx)
 
     def combine(
-        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
     ) -> None:
         """Take the factors of what several adapters become, by any strategy."""
-        self.combine_factors(adapters, weights, how)
+        self.combine_factors(adapters, weights, strategy)
 
     def combine_factors(
         self,
         adapters: Sequence[Self],
         weights: Sequence[float],
-        how: Combination,
+        strategy: Combination,
         gains: Sequence[Tensor] | None = None,
     ) -> None:
         """A and B of what several adapters become.
@@ -241,18 +245,18 @@ class LowRank(SharingAdapter, WeightAdapter):
         Args:
             adapters: of the same layer.
             weights: one for each.
-            how: the strategy and its options.
+            strategy: the strategy and its options.
             gains: factors of the rows of each B, `[*experts, d_out]`; None: 1.
         """
-        factors = [(wide(x.lora_A, self.lora_A), wide(x.lora_B, self.lora_B)) for x in adapters]
+        factors = [(upcast(x.lora_A, self.lora_A), upcast(x.lora_B, self.lora_B)) for x in adapters]
         if gains is not None:
             pairs = zip(factors, gains, strict=True)
             factors = [(a, b * gain.unsqueeze(-1)) for (a, b), gain in pairs]
         scalings = [adapter.scaling for adapter in adapters]
         rank = self.lora_A.shape[-2]
-        a, b = combined_factors(factors, scalings, weights, how, rank)
-        how.fill(self.lora_A, a, "lora_A")
-        how.fill(self.lora_B, b, "lora_B")
+        a, b = combined_factors(factors, scalings, weights, strategy, rank)
+        strategy.fill(self.lora_A, a, "lora_A")
+        strategy.fill(self.lora_B, b, "lora_B")
 
     def delta(self, dtype: torch.dtype) -> Tensor:
         """The update s · B A, `[d_out, d_in]`, computed in the dtype, also under autocast."""

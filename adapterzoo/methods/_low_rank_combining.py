@@ -42,12 +42,14 @@ _SIZES = frozenset({"r", "alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 _ANY_RANK = "combine_strategy='cat' or 'svd', which take low-rank adapters of any rank"
 
 
-def combined_config(configs: Sequence[_C], how: Combination, anatomy: Anatomy) -> LowRankConfig:
+def combined_config(
+    configs: Sequence[_C], strategy: Combination, anatomy: Anatomy
+) -> LowRankConfig:
     """The config of what several adapters become.
 
     Args:
         configs: at least one.
-        how: what is made of them.
+        strategy: what is made of them.
         anatomy: of the model.
 
     Raises:
@@ -56,9 +58,9 @@ def combined_config(configs: Sequence[_C], how: Combination, anatomy: Anatomy) -
     first = configs[0]
     trained, dicts = type(first).training_fields, [config.to_dict() for config in configs]
     # what no strategy takes, before what another one does
-    how.refuse_differing(dicts, trained | _SIZES | TARGETS)
-    if how.keeps_scaling:
-        how.refuse_differing(dicts, trained, _ANY_RANK)
+    strategy.refuse_differing(dicts, trained | _SIZES | TARGETS)
+    if strategy.keeps_scaling:
+        strategy.refuse_differing(dicts, trained, _ANY_RANK)
         return first
     # scalings become a part of the factors, and PEFT's strategies leave out who is not there
     places = [{p.site.path: p.site for p in c.placements(anatomy)} for c in configs]
@@ -66,11 +68,11 @@ def combined_config(configs: Sequence[_C], how: Combination, anatomy: Anatomy) -
     for config, sites in zip(configs, places, strict=True):
         for path in sites:
             ranks.setdefault(path, []).append(config.rank_at(path))
-    made = {path: _rank(of_path, how, path) for path, of_path in ranks.items()}
+    made = {path: _rank(of_path, strategy, path) for path, of_path in ranks.items()}
     if any(set(sites) != set(made) for sites in places):
-        first = _at_all(configs, tuple(made), how, anatomy)
+        first = _at_all(configs, tuple(made), strategy, anatomy)
     else:
-        how.refuse_differing(dicts, trained | _SIZES | _spelled_alike(configs, anatomy))
+        strategy.refuse_differing(dicts, trained | _SIZES | _spelled_alike(configs, anatomy))
     return _sized(first, made)
 
 
@@ -80,39 +82,41 @@ def _spelled_alike(configs: Sequence[LowRankConfig], anatomy: Anatomy) -> frozen
     return TARGETS if all(own == sites[0] for own in sites) else frozenset()
 
 
-def _rank(ranks: list[int], how: Combination, path: str) -> int:
-    if how.of == "ranks":
+def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
+    if strategy.target == "ranks":
         if sum(ranks) > MAX_WIDTH:
             raise CompositionError(
-                f"{how.call}: {how.name!r} puts the ranks side by side, {sum(ranks)} of them at "
-                f"{path!r}, and {MAX_WIDTH} are legal. Write combine_strategy='svd', "
+                f"{strategy.call}: {strategy.name!r} puts the ranks side by side, {sum(ranks)} of "
+                f"them at {path!r}, and {MAX_WIDTH} are legal. Write combine_strategy='svd', "
                 f"svd_rank={max(ranks)}."
             )
         return sum(ranks)
-    if how.of == "change":
-        return how.rank or max(ranks)
+    if strategy.target == "change":
+        return strategy.rank or max(ranks)
     if len(set(ranks)) > 1:
         raise CompositionError(
-            f"{how.call}: {how.name!r} takes adapters of one rank, and at {path!r} these have "
-            f"{', '.join(map(str, ranks))}. Write {_ANY_RANK}."
+            f"{strategy.call}: {strategy.name!r} takes adapters of one rank, and at {path!r} these "
+            f"have {', '.join(map(str, ranks))}. Write {_ANY_RANK}."
         )
     return ranks[0]
 
 
 def _at_all(
-    configs: Sequence[_C], paths: tuple[str, ...], how: Combination, anatomy: Anatomy
+    configs: Sequence[_C], paths: tuple[str, ...], strategy: Combination, anatomy: Anatomy
 ) -> _C:
     """A config of the layers of all configs, each written out."""
     whole = configs[0].replace(
         target_modules=paths, exclude_modules=None, leave_out=(), layers_to_transform=None,
         rank_pattern={}, alpha_pattern={},
     )  # fmt: skip
-    parts = [p.site for c in configs for p in c.placements(anatomy) if p.site.rows is not None]
+    parts = [
+        p.site for c in configs for p in c.placements(anatomy) if p.site.output_slice is not None
+    ]
     found = [p.site.path for p in whole.placements(anatomy)] if not parts else []
     if sorted(found) != sorted(paths):
         why = f"parts of {parts[0].path!r}" if parts else "layers that no list of names tells apart"
         raise CompositionError(
-            f"{how.call}: the adapters sit at different places, among them {why}, so that no "
+            f"{strategy.call}: the adapters sit at different places, among them {why}, so that no "
             f"config has all of them. Add them with the same targets, or write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
@@ -132,7 +136,7 @@ def combined_factors(
     factors: Sequence[_Factors],
     scalings: Sequence[float],
     weights: Sequence[float],
-    how: Combination,
+    strategy: Combination,
     rank: int,
 ) -> _Factors:
     """A and B of what several adapters become.
@@ -142,14 +146,16 @@ def combined_factors(
             float64.
         scalings: s of each.
         weights: w of each.
-        how: what is made of them.
+        strategy: what is made of them.
         rank: of the result.
     """
     scaled = [weight * s for weight, s in zip(weights, scalings, strict=True)]
-    if how.of == "change":
+    if strategy.target == "change":
         changes = [s * product for s, product in zip(scalings, products(factors), strict=True)]
-        return _split(how.mix(changes, weights), how, rank)
-    return _OF_FACTORS[how.of](factors, weights if how.keeps_scaling else scaled, how)
+        return _split(strategy.mix(changes, weights), strategy, rank)
+    return _OF_FACTORS[strategy.target](
+        factors, weights if strategy.keeps_scaling else scaled, strategy
+    )
 
 
 def products(factors: Sequence[_Factors]) -> list[Tensor]:
@@ -158,37 +164,45 @@ def products(factors: Sequence[_Factors]) -> list[Tensor]:
         return [b @ a for a, b in factors]
 
 
-def _split(change: Tensor, how: Combination, rank: int) -> _Factors:
-    if how.driver is not None and not change.is_cuda:
+def _split(change: Tensor, strategy: Combination, rank: int) -> _Factors:
+    if strategy.driver is not None and not change.is_cuda:
         raise CompositionError(
-            f"{how.call}: svd_driver={how.driver!r} is one of cuSOLVER, and the adapters are on "
-            f"{change.device}. Write svd_driver=None."
+            f"{strategy.call}: svd_driver={strategy.driver!r} is one of cuSOLVER, and the adapters "
+            f"are on {change.device}. Write svd_driver=None."
         )
     if not bool(change.isfinite().all()):
         raise CompositionError(
-            f"{how.call}: the combined change of a weight is not finite; nothing has changed. Look "
-            f"for NaN in their lora_A and lora_B, and write load_adapter(…) of a sound checkpoint."
+            f"{strategy.call}: the combined change of a weight is not finite; nothing has changed. "
+            f"Look for NaN in their lora_A and lora_B, and load another checkpoint."
         )
-    return split(change, rank, how.clamp, how.full_matrices, how.driver)
+    return split(change, rank, strategy.clamp, strategy.full_matrices, strategy.driver)
 
 
-def _linear(factors: Sequence[_Factors], weights: Sequence[float], how: Combination) -> _Factors:
+def _linear(
+    factors: Sequence[_Factors], weights: Sequence[float], strategy: Combination
+) -> _Factors:
     a, b = zip(*factors, strict=True)
     return weighted_sum(a, weights), weighted_sum(b, weights)
 
 
-def _only_b(factors: Sequence[_Factors], weights: Sequence[float], how: Combination) -> _Factors:
+def _only_b(
+    factors: Sequence[_Factors], weights: Sequence[float], strategy: Combination
+) -> _Factors:
     a, b = zip(*factors, strict=True)
     return weighted_sum(a, [abs(weight) for weight in weights]), weighted_sum(b, weights)
 
 
-def _roots(factors: Sequence[_Factors], weights: Sequence[float], how: Combination) -> _Factors:
+def _roots(
+    factors: Sequence[_Factors], weights: Sequence[float], strategy: Combination
+) -> _Factors:
     a, b = zip(*factors, strict=True)
     signed, roots = signed_roots(weights)
-    return how.mix(a, signed), how.mix(b, roots)
+    return strategy.mix(a, signed), strategy.mix(b, roots)
 
 
-def _ranks(factors: Sequence[_Factors], weights: Sequence[float], how: Combination) -> _Factors:
+def _ranks(
+    factors: Sequence[_Factors], weights: Sequence[float], strategy: Combination
+) -> _Factors:
     a = [weight * own for (own, _), weight in zip(factors, weights, strict=True)]
     return torch.cat(a, -2), torch.cat([b for _, b in factors], -1)  # the ranks side by side
 

@@ -60,7 +60,7 @@ def sublayers(
     return found
 
 
-def stream_site(block: Block, sub: SubLayer, kind: Kind, *, taps: bool) -> Site:
+def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> Site:
     """The site of a sub-layer's adapter.
 
     Args:
@@ -68,7 +68,7 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, taps: bool) -> Site:
         sub: the sub-layer.
         kind: "output" for the module that makes h, "norm" for the norm behind the addition,
             "block" for the block's output.
-        taps: whether the adapter needs the residual stream before the sub-layer.
+        captures: whether the adapter needs the residual stream before the sub-layer.
     """
     path = {"output": sub.out, "norm": sub.norm, "block": block.path}[kind]
     role, width = _SIGN[sub.kind][0], block.d_model
@@ -85,7 +85,7 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, taps: bool) -> Site:
         d_in=width,
         d_out=width,
         cross=sub.kind == "cross",
-        source=sub.source if taps else None,
+        source=sub.source if captures else None,
     )
 
 

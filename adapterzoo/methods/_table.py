@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from adapterzoo.contracts import Base, WeightAdapter
+from adapterzoo.contracts import BaseLayer, WeightAdapter
 
 
 class Table(WeightAdapter):
@@ -27,7 +27,7 @@ class Table(WeightAdapter):
     """
 
     def __init__(self, rows: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the table; `attach` or a file fills it.
+        """Make the table; `init_from_layer` or a file fills it.
 
         Args:
             rows: tokens.
@@ -40,14 +40,14 @@ class Table(WeightAdapter):
         # from_pretrained draws no numbers
         self.table = nn.Embedding.from_pretrained(values, freeze=False)
 
-    def attach(self, base: Base) -> None:
+    def init_from_layer(self, base: BaseLayer) -> None:
         """Take the values of the embedding."""
         with torch.no_grad():
             self.table.weight.copy_(base.weight.mT)
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The rows of the tokens `x` `[*batch]` → `[*batch, d]`."""
-        y, plain = base(x), base.plain(x)
+        y, plain = base(x), base.original(x)
         own = embedding(x, self.table.weight, base.padding_idx)  # [*batch, d]
         scale = base.scale
         if isinstance(scale, Tensor):
@@ -59,7 +59,7 @@ class Table(WeightAdapter):
         # the same object where no adapter acted before: then the bits are those of the table
         return own if y is plain else y + (own - plain)
 
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """The merged weight w + Tᵀ − Eᵀ, `[d, vocab_size]`."""
         own: Tensor = self.table.weight.to(w.dtype).mT
         return w + (own - base.weight.to(w.dtype))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings, require_choice, require_range
-from adapterzoo.contracts import Base, SharingAdapter, WeightAdapter, compute_dtype
+from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, turned
 from adapterzoo.kernels.cayley import cayley
@@ -33,8 +33,8 @@ from adapterzoo.kernels.grouped import Groups
 
 from ._blocks import BlockConfig, rotation
 from ._init import DTYPES, constant, drawn, generator, normal, require_seed
-from ._kept import Kept
 from ._rows import features, restored, taken
+from ._weight_cache import WeightCache
 
 
 @architectures.register("boft")
@@ -81,7 +81,7 @@ class BOFTConfig(BlockConfig):
         return BOFT(self, site, device, dtype)
 
 
-class BOFT(SharingAdapter, WeightAdapter):
+class BOFT(SharedInputAdapter, WeightAdapter):
     """y = s ⊙ (x · Rot) Wᵀ + bias; `Stack(a, b)` makes W · Rot_aᵀ · Rot_bᵀ of W.
 
     Attributes:
@@ -121,9 +121,9 @@ class BOFT(SharingAdapter, WeightAdapter):
             fresh = normal(0.1, source), lambda s: s.normal_(1.0, 0.1, generator=source)
         self.boft_R = drawn((*lead, m, site.d_in // b, b, b), fresh[0], device, dtype)
         self.boft_s = drawn((*lead, site.d_out, 1), fresh[1], device, dtype)
-        self.kept_rotation = Kept()
+        self.kept_rotation = WeightCache()
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The layer on rotated features, its output scaled but for the bias.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
@@ -133,13 +133,15 @@ class BOFT(SharingAdapter, WeightAdapter):
         return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)  # [*batch, d_out]
 
     @classmethod
-    def mixes(cls, adapters: Sequence[Self]) -> bool:
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Whether their rotations have one shape, dtype and dropout, and no experts."""
-        kinds = {(a.sharing_key, a.boft_s.dtype, a.boft_R.dim()) for a in adapters}
+        kinds = {(a.shared_input_key, a.boft_s.dtype, a.boft_R.dim()) for a in adapters}
         return len(kinds) == 1 and adapters[0].boft_R.dim() == 4
 
     @classmethod
-    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
         """Each row of the batch with its own rotation and scale. `x` `[rows, *tokens, d_in]`."""
         if not groups.rows:
             return base(x)
@@ -150,12 +152,12 @@ class BOFT(SharingAdapter, WeightAdapter):
         gain = features(scales, groups, y.dim())  # [rows, 1, …, d_out]
         return restored(compose_reference(y, gain, base.bias, None, 1.0), y, groups)
 
-    def neutral(self, base: Base) -> Mapping[str, Tensor]:
+    def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """The scale that changes nothing, 1; R, whose skew part generates the rotation, is 0."""
         return {"boft_s": torch.ones_like(self.boft_s)}
 
     @property
-    def sharing_key(self) -> tuple[object, ...]:
+    def shared_input_key(self) -> tuple[object, ...]:
         """What one solve asks for: R of one kind and shape, and the same dropout."""
         R = self.boft_R
         return type(R), R.device, R.dtype, R.shape, self.dropout, self.training
@@ -172,13 +174,13 @@ class BOFT(SharingAdapter, WeightAdapter):
             for a in adapters
         ]
 
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """The merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
         with exactly(w.device):
             rotated = butterfly(w, self.rotations(w.dtype), transposed=True)
         return (rotated * self.boft_s).to(w.dtype)
 
-    def bias(self, b: Tensor, base: Base) -> Tensor:
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """The merged bias `[d_out]`: the layer's own stays, what was added to it is scaled."""
         s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias  # [d_out] each
         return s * b if own is None else own + s * (b - own)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer, SubLayerKind
 from adapterzoo.configs import Placement, architectures, config_strings
-from adapterzoo.contracts import Base
+from adapterzoo.contracts import BaseLayer
 
 from ._bottleneck_fields import BottleneckFields
 from ._bottleneck_layer import Added, BottleneckLayer
@@ -74,12 +74,12 @@ class BnConfig(BottleneckFields):
         adds_to_h = self.residual_before_ln is True and not self.adapter_residual_before_ln
         of_stream = adds_to_h if self.original_ln_after else True
         if not self.original_ln_before:
-            return stream_site(block, sub, "output", taps=self.is_parallel)
+            return stream_site(block, sub, "output", captures=self.is_parallel)
         if sub.norm is not None:
-            return stream_site(block, sub, "norm", taps=not of_stream)
+            return stream_site(block, sub, "norm", captures=not of_stream)
         if of_stream and sub is block.sublayers[-1]:
-            return stream_site(block, sub, "block", taps=False)
-        return stream_site(block, sub, "output", taps=True)
+            return stream_site(block, sub, "block", captures=False)
+        return stream_site(block, sub, "output", captures=True)
 
 
 @config_strings.register("seq_bn", "pfeiffer")
@@ -145,7 +145,7 @@ class AdapterPlusConfig(BnConfig):
 class Bottleneck(BottleneckLayer):
     """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
 
-    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
         """The output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
         return add(y, y)
 
@@ -153,7 +153,7 @@ class Bottleneck(BottleneckLayer):
 class ParallelBottleneck(BottleneckLayer):
     """h ← h + f(inp)."""
 
-    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
         """The output. `x` is the input, `y` is h `[*batch, d_model]`."""
         return add(base.residual, y)
 
@@ -165,7 +165,7 @@ class StreamBottleneck(BottleneckLayer):
     `original_ln_after` inp is not added to it again.
     """
 
-    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
         """The output. `x` is the input, `y` is h `[*batch, d_model]`."""
         inp = base.residual
         s = y + inp
@@ -185,7 +185,7 @@ class NormBottleneck(BottleneckLayer):
 
     acts_on: ClassVar[str] = "input"
 
-    def changed(self, x: Tensor, y: Tensor, base: Base, add: Added) -> Tensor:
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
         """The norm's input. `x` is s, `y` is LN(s); all `[*batch, d_model]`."""
         if self.residual_before_ln is True and not self.adapter_residual_before_ln:
             return add(y, x)

@@ -26,16 +26,16 @@ from torch import Tensor
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
 from adapterzoo.configs import architectures, config_strings, require_choice
-from adapterzoo.contracts import Base, compute_dtype
+from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, row_norm
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
 
 from ._init import constant, drawn
-from ._kept import Kept
+from ._keep_in_fp32 import KeepInFP32
 from ._low_rank import LowRank, LowRankConfig
 from ._rows import features, restored
-from ._wide import KeepsWide
+from ._weight_cache import WeightCache
 
 
 @architectures.register("dora")
@@ -68,11 +68,11 @@ class DoRAConfig(LowRankConfig):
         return self.convention == "adapterhub"
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> DoRA:
-        """A fresh adapter for the site; `attach` gives it its magnitudes."""
+        """A fresh adapter for the site; `init_from_layer` gives it its magnitudes."""
         return DoRA(self, site, device, dtype)
 
 
-class DoRA(KeepsWide, LowRank):
+class DoRA(KeepInFP32, LowRank):
     """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖.
 
     In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
@@ -89,7 +89,7 @@ class DoRA(KeepsWide, LowRank):
     def __init__(
         self, config: DoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the parameters; the magnitudes are ones until `attach`.
+        """Make the parameters; the magnitudes are ones until `init_from_layer`.
 
         Args:
             config: of the adapter.
@@ -104,18 +104,22 @@ class DoRA(KeepsWide, LowRank):
         self.adapterhub = config.convention == "adapterhub"
         # a rounded magnitude would not be the norm, and a fresh adapter not the identity
         self.m = drawn(self.lora_B.shape[:-1], constant(1.0), device, compute_dtype(dtype))
-        self.kept_gain = Kept()
+        self.kept_gain = WeightCache()
 
-    def attach(self, base: Base) -> None:
+    def init_from_layer(self, base: BaseLayer) -> None:
         """The magnitudes start as the norms of the layer's rows, ‖W‖."""
-        self.m.copy_(self.neutral(base)["m"])
+        self.m.copy_(self.identity_values(base)["m"])
 
-    def neutral(self, base: Base) -> Mapping[str, Tensor]:
+    def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
         """The magnitudes that change nothing, ‖W‖."""
         return {"m": row_norm(base.weight, self.lora_A, torch.zeros_like(self.lora_B), 1.0)}
 
     def combine(
-        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
     ) -> None:
         """Take what several adapters become.
 
@@ -123,21 +127,23 @@ class DoRA(KeepsWide, LowRank):
         one combines m linearly. With c = 1 + Σ wᵢ (gᵢ − 1) the sum is the change to
         c (W + Σ wᵢ s gᵢ/c · Bᵢ Aᵢ): each Bᵢ is multiplied by gᵢ/c, and m = c ‖W + B A‖.
         """
-        if how.of not in ("ranks", "change"):
-            self.combine_factors(adapters, weights, how)
-            self.combine_linearly(["m"], adapters, weights, how, base)
+        if strategy.target not in ("ranks", "change"):
+            self.combine_factors(adapters, weights, strategy)
+            self.combine_linearly(["m"], adapters, weights, strategy, base)
             return
         gains = [adapter.gain(base.weight) for adapter in adapters]  # [*experts, d_out] each
         c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
-        self.combine_factors(adapters, weights, how, [gain / c for gain in gains])
-        how.fill(self.m, c * row_norm(base.weight, self.lora_A, self.lora_B, self.scaling), "m")
+        self.combine_factors(adapters, weights, strategy, [gain / c for gain in gains])
+        strategy.fill(
+            self.m, c * row_norm(base.weight, self.lora_A, self.lora_B, self.scaling), "m"
+        )
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The layer with the change; in an embedding `x` is token numbers `[*batch]`.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
-        y, plain = base(x), base.plain(x)  # [*batch, d_out]
+        y, plain = base(x), base.original(x)  # [*batch, d_out]
         looks_up = self.looks_up
         t = self.looked_up(x, base) * base.scale if looks_up else base.from_input(self, x)
         gain = self.gain(base.weight)
@@ -148,15 +154,17 @@ class DoRA(KeepsWide, LowRank):
         return (y + (whole - plain)).to(y.dtype)
 
     @classmethod
-    def mixes(cls, adapters: Sequence[Self]) -> bool:
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Whether they are of the same dtypes, dropout and convention, on features."""
         kinds = {(a.lora_A.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
         return len(kinds) == 1 and not any(a.looks_up or a.m.dim() > 1 for a in adapters)
 
     @classmethod
-    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
         """Each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
-        one, y, plain = adapters[0], base(x), base.plain(x)  # [rows, *tokens, d_out]
+        one, y, plain = adapters[0], base(x), base.original(x)  # [rows, *tokens, d_out]
         gains = [a.gain(base.weight) for a in adapters]  # [d_out] each
         stack = stacked(
             [a.lora_A for a in adapters],
@@ -172,13 +180,13 @@ class DoRA(KeepsWide, LowRank):
         out = whole if plain is y else y + (whole - plain)
         return restored(out.to(y.dtype), y, groups)
 
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """The merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""
         own = base.weight
         direction = direction_reference(own, self.lora_A, self.lora_B, self.scaling)
         return w + (self.gain(own).unsqueeze(-1) * direction - own)
 
-    def bias(self, b: Tensor, base: Base) -> Tensor:
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """The merged bias `[d_out]`: the layer's own, times g in the convention of adapters."""
         if not self.adapterhub or base.bias is None:
             return b

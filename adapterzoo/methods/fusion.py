@@ -161,14 +161,14 @@ class Fusion(nn.Module):
         steps = torch.zeros((), dtype=torch.int64, device=device) if config.temperature else None
         self.register_buffer("steps", steps)
 
-    def forward(self, x: Tensor, said: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The fused update `[*batch, d_model]`, and the shares o `[*batch, n]`.
 
         Args:
             x: what the adapters read, `[*batch, d_model]`.
-            said: z_i of each of the n adapters, each of the shape of x, in any dtypes.
+            outputs: z_i of each of the n adapters, each of the shape of x, in any dtypes.
         """
-        z = torch.stack(list(said), -2)  # [*batch, n, d_model]
+        z = torch.stack(list(outputs), -2)  # [*batch, n, d_model]
         if (own := self.query or self.key or self.value) and not is_autocast(z.device):
             z = z.to(own.weight.dtype)
         query = x.to(z.dtype) if self.query is None else self.query(x.to(z.dtype))

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import Base
+from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.kernels.grouped import (
     Groups,
@@ -98,7 +98,7 @@ class LoRA(LowRank):
             source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")
             self.gate = Gate(site.d_in, source, device, dtype)
 
-    def forward(self, x: Tensor, base: Base) -> Tensor:
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The layer with the update; in an embedding `x` is token numbers `[*batch]`.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
@@ -117,7 +117,7 @@ class LoRA(LowRank):
         return y + update.to(y.dtype)
 
     @classmethod
-    def mixes(cls, adapters: Sequence[Self]) -> bool:
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Whether they are of the same dtype, dropout and options, on features."""
         kinds = {
             (a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.gate is None, a.lora_B_bias is None)
@@ -126,7 +126,9 @@ class LoRA(LowRank):
         return len(kinds) == 1 and not any(a.looks_up for a in adapters)
 
     @classmethod
-    def mixed(cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: Base) -> Tensor:
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
         """Each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
         one = adapters[0]
         a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
@@ -149,20 +151,24 @@ class LoRA(LowRank):
         return restored(y + update.to(y.dtype), y, groups)
 
     def combine(
-        self, adapters: Sequence[Self], weights: Sequence[float], how: Combination, base: Base
+        self,
+        adapters: Sequence[Self],
+        weights: Sequence[float],
+        strategy: Combination,
+        base: BaseLayer,
     ) -> None:
         """Take what several adapters become; s · B's bias is combined linearly."""
-        if self.gate is not None and how.of != "parameters":
-            raise how.refusal("the gate of a LoRA adapter with use_gating=True is none")
-        super().combine(adapters, weights, how, base)
+        if self.gate is not None and strategy.target != "parameters":
+            raise strategy.refusal("the gate of a LoRA adapter with use_gating=True is none")
+        super().combine(adapters, weights, strategy, base)
         if self.gate is not None:
-            self.combine_linearly(["gate.weight", "gate.bias"], adapters, weights, how, base)
+            self.combine_linearly(["gate.weight", "gate.bias"], adapters, weights, strategy, base)
         if self.lora_B_bias is not None:
             pairs = zip(adapters, weights, strict=True)
-            scaled = weights if how.keeps_scaling else [w * a.scaling for a, w in pairs]
-            self.combine_linearly(["lora_B_bias"], adapters, scaled, how, base)
+            scaled = weights if strategy.keeps_scaling else [w * a.scaling for a, w in pairs]
+            self.combine_linearly(["lora_B_bias"], adapters, scaled, strategy, base)
 
-    def weight(self, w: Tensor, base: Base) -> Tensor:
+    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """The merged weight w + s · B A, `[d_out, d_in]`."""
         if self.gate is not None:
             raise StateError(
@@ -171,6 +177,6 @@ class LoRA(LowRank):
             )
         return w + self.delta(w.dtype)
 
-    def bias(self, b: Tensor, base: Base) -> Tensor:
+    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """The merged bias b + s · B's bias, `[d_out]`."""
         return b if self.lora_B_bias is None else b + self.scaling * self.lora_B_bias.to(b.dtype)

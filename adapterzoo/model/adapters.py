@@ -18,12 +18,12 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import AdapterZooError, StateError
 from adapterzoo.names import check_name
-from adapterzoo.selection import Default, Selection
+from adapterzoo.runtime import ActiveState, Default
 
 from . import static_heads
 from .batching import refuse_while_batching
 from .building import at_hand, build, check_layers, inject_path, layer_at
-from .installed import AdaptersConfig, Installed, State, families_of, is_whole
+from .installed import AdapterRecord, AdaptersConfig, AdapterState, families_of, is_whole
 from .planning import PlanningMixin
 from .setup import announce
 from .sharding import refuse_if_sharded
@@ -37,8 +37,8 @@ class AdaptersMixin(PlanningMixin):
 
     def _start_adapters(self) -> None:
         """Called once, when the model gets these methods."""
-        self._selection = Selection(Default())
-        self._zoo = State()
+        self._active = ActiveState(Default())
+        self._adapter_state = AdapterState()
         announce(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -51,18 +51,18 @@ class AdaptersMixin(PlanningMixin):
     @property
     def adapters_config(self) -> AdaptersConfig:
         """Names and configs of all adapters."""
-        return AdaptersConfig(self._zoo.installed)
+        return AdaptersConfig(self._adapter_state.records)
 
     @property
     def anatomy(self) -> Anatomy:
         """Where adapters can sit in the base model."""
-        if self._zoo.anatomy is None:
-            self._zoo.anatomy = find(self._backbone)
-        return self._zoo.anatomy
+        if self._adapter_state.anatomy is None:
+            self._adapter_state.anatomy = find(self._backbone)
+        return self._adapter_state.anatomy
 
     def has_adapters(self) -> bool:
         """Whether there is any adapter."""
-        return bool(self._zoo.installed)
+        return bool(self._adapter_state.records)
 
     def known_heads(self) -> tuple[str, ...]:
         """Names of the model's heads; a model without named heads has none."""
@@ -70,9 +70,11 @@ class AdaptersMixin(PlanningMixin):
 
     @property
     def _backbone(self) -> nn.Module:
-        if self._zoo.whole is None:
-            self._zoo.whole = is_whole(cast("nn.Module", self))
-        return cast("nn.Module", self if self._zoo.whole else cast("Any", self).base_model)
+        if self._adapter_state.whole is None:
+            self._adapter_state.whole = is_whole(cast("nn.Module", self))
+        return cast(
+            "nn.Module", self if self._adapter_state.whole else cast("Any", self).base_model
+        )
 
     def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
         """The modules of an adapter with the paths of their layers, in model order.
@@ -139,7 +141,9 @@ class AdaptersMixin(PlanningMixin):
             with at_hand(layer), torch.no_grad():
                 # a model that is being loaded has no values yet, and the file has the adapter's
                 if not any(p is not None and p.is_meta for p in layer._parameters.values()):
-                    inject.introduce(layer, adapter, self._zoo.originals.get(path, {}))
+                    inject.init_from_layer(
+                        layer, adapter, self._adapter_state.originals.get(path, {})
+                    )
         self._bring_in(adapter_name, loaded, made, set_active)
 
     def _bring_in(
@@ -162,10 +166,10 @@ class AdaptersMixin(PlanningMixin):
         Raises:
             StateError: it cannot act beside what is merged.
         """
-        plan, installed = self._selection.default.plan, dict(self._zoo.installed)
+        plan, installed = self._active.default.plan, dict(self._adapter_state.records)
         replaced = installed.get(name)
         old = dict(self.adapter_modules(name)) if replaced is not None else {}
-        head, copies = static_heads.layers_with(self, name), dict(self._zoo.copies)
+        head, copies = static_heads.layers_with(self, name), dict(self._adapter_state.copies)
         orders = {path: self._order_at(path) for path in old}
         if replaced is not None:
             self._remove(name)
@@ -183,8 +187,8 @@ class AdaptersMixin(PlanningMixin):
             # the order too
             self._reorder(orders)
             static_heads.put_back(self, name, head, copies)
-            self._zoo.installed = installed
-            self._selection.default.plan = plan
+            self._adapter_state.records = installed
+            self._active.default.plan = plan
             raise
 
     def _order_at(self, path: str) -> list[str]:
@@ -231,7 +235,7 @@ class AdaptersMixin(PlanningMixin):
             StateError: a model inside has adapters that this one does not know.
         """
         for _, part in self._models_inside():
-            if isinstance(part, AdaptersMixin) or not inject.belongs(part, self._selection):
+            if isinstance(part, AdaptersMixin) or not inject.belongs(part, self._active):
                 raise StateError(
                     f"add_adapter(): the {type(part).__name__} in this {type(self).__name__} has "
                     f"adapters of its own or of another model. Write add_adapter(…) of that one."
@@ -255,18 +259,20 @@ class AdaptersMixin(PlanningMixin):
         meta: Mapping[str, Any],
     ) -> None:
         places = {path: tuple(ps) for path, (_, ps) in made.items()}
-        installed = Installed(config, places, families_of(places), dict(meta))
+        installed = AdapterRecord(config, places, families_of(places), dict(meta))
         for path, (adapter, _) in made.items():
             layer = layer_at(self._backbone, path)
-            inject.put(layer, name, adapter, self._selection, path)
+            inject.put(layer, name, adapter, self._active, path)
         for source, reader in installed.sources():
             module = self._backbone.get_submodule(source)
-            inject.tap(module, reader, name, self._selection, source)
+            inject.capture_input(module, reader, name, self._active, source)
         for around in installed.families:
-            inject.tap(layer_at(self._backbone, around), around, name, self._selection, around)
+            inject.capture_input(
+                layer_at(self._backbone, around), around, name, self._active, around
+            )
         for path, part in self._models_inside():
-            inject.tap(part, path, name, self._selection, path, whole=_WHOLE)
-        self._zoo.installed[name] = installed
+            inject.capture_input(part, path, name, self._active, path, whole=_WHOLE)
+        self._adapter_state.records[name] = installed
         self._settle_ties(name)
 
     def _settle_ties(self, name: str) -> None:
@@ -277,26 +283,28 @@ class AdaptersMixin(PlanningMixin):
 
     def _models_inside(self) -> Iterator[tuple[str, nn.Module]]:
         """The base model and the models in it, encoders and decoders; not the model itself."""
-        if self._zoo.models is None:
+        if self._adapter_state.models is None:
             modules = self._backbone.named_modules()
-            self._zoo.models = tuple(p for p, m in modules if isinstance(m, PreTrainedModel))
-        for path in self._zoo.models:
+            self._adapter_state.models = tuple(
+                p for p, m in modules if isinstance(m, PreTrainedModel)
+            )
+        for path in self._adapter_state.models:
             module = layer_at(self._backbone, path)
             if module is not cast("nn.Module", self):
                 yield path, module
 
     def _remove(self, name: str) -> None:
         self._untie(name)
-        installed = self._zoo.installed.pop(name)
-        self._selection.forget(name)
-        self._zoo.plans.clear()
+        installed = self._adapter_state.records.pop(name)
+        self._active.forget(name)
+        self._adapter_state.plans.clear()
         static_heads.take(self, name)
         for source, reader in installed.sources():
-            inject.untap(self._backbone.get_submodule(source), reader, name)
+            inject.release_input(self._backbone.get_submodule(source), reader, name)
         for around in installed.families:
-            inject.untap(self._backbone.get_submodule(around), around, name)
+            inject.release_input(self._backbone.get_submodule(around), around, name)
         for path, part in self._models_inside():
-            inject.untap(part, path, name)
+            inject.release_input(part, path, name)
         for path in installed.places:
             inject.take(self._backbone.get_submodule(path), name)
         self._settle_ties(name)
@@ -306,7 +314,7 @@ class AdaptersMixin(PlanningMixin):
     @property
     def active_adapters(self) -> Composition | None:
         """What is active for the calling thread, None for the plain base model."""
-        return self._selection.plan.setup
+        return self._active.plan.setup
 
     @active_adapters.setter
     def active_adapters(self, adapter_setup: object) -> None:
@@ -328,7 +336,7 @@ class AdaptersMixin(PlanningMixin):
             UnknownNameError: there is no adapter of this name.
         """
         setup = parse(adapter_setup)
-        default = self._selection.default
+        default = self._active.default
         # not those of the calling thread, which an AdapterSetup may have changed
         heads = self._heads_named(setup, default.plan.heads)
         skipped = check_layers(skip_layers, len(self.anatomy.blocks))

@@ -101,12 +101,12 @@ class AveragingMixin(TablesMixin):
         call = f"average_adapter({adapter_name!r})"
         check_name("average_adapter", adapter_name)
         names, own = weighted(call, adapter_list, weights, normalize_weights)
-        how = combination(
+        strategy = combination(
             call, combine_strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
             svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
             majority_sign_method=majority_sign_method, seed=seed,
         )  # fmt: skip
-        self._combine(adapter_name, names, own, how, seed, overwrite_ok, set_active)
+        self._combine(adapter_name, names, own, strategy, seed, overwrite_ok, set_active)
 
     @torch.no_grad()
     def add_weighted_adapter(
@@ -155,25 +155,25 @@ class AveragingMixin(TablesMixin):
         check_name("add_weighted_adapter", adapter_name)
         names, own = weighted(call, adapters, weights, normalize=False)
         # what the word means to PEFT has another name here
-        strategy = "lora_linear_sqrt" if combination_type == "linear" else combination_type
-        how = combination(
-            call, strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
+        name = "lora_linear_sqrt" if combination_type == "linear" else combination_type
+        strategy = combination(
+            call, name, svd_rank=svd_rank, svd_clamp=svd_clamp,
             svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
             majority_sign_method=majority_sign_method, seed=seed,
         )  # fmt: skip
-        self._combine(adapter_name, names, own, how, seed)
+        self._combine(adapter_name, names, own, strategy, seed)
 
     def _combine(
         self,
         name: str,
         names: Sequence[str],
         weights: Sequence[float],
-        how: Combination,
+        strategy: Combination,
         seed: int | None,
         overwrite_ok: bool = False,
         set_active: bool = False,
     ) -> None:
-        call = how.call
+        call = strategy.call
         refuse_if_sharded(self, call, "Write it before fully_shard(model).")
         configs = [self._find(each, call).config for each in names]
         self._refuse_taken(name, call, overwrite_ok)
@@ -189,8 +189,8 @@ class AveragingMixin(TablesMixin):
                 f"parameters in common. Write set_active_adapters(Average('a', 'b')), or the names "
                 f"of adapters of one method."
             )
-        config = type(configs[0]).combined(configs, how, self.anatomy)
-        made = self._combined(config, names, weights, how, seed)
+        config = type(configs[0]).combined(configs, strategy, self.anatomy)
+        made = self._combined(config, names, weights, strategy, seed)
         head = static_heads.combined(self, names, weights)
         self._bring_in(name, config, made, set_active)
         if head:
@@ -201,7 +201,7 @@ class AveragingMixin(TablesMixin):
         config: AdapterConfig,
         names: Sequence[str],
         weights: Sequence[float],
-        how: Combination,
+        strategy: Combination,
         seed: int | None,
     ) -> dict[str, tuple[Adapter, list[Placement]]]:
         """The modules of the result; the model has not changed."""
@@ -218,7 +218,7 @@ class AveragingMixin(TablesMixin):
                     adapter,
                     [sources[i][path] for i in there],
                     [weights[i] for i in there],
-                    how.drawing(generator(seed, path)),
-                    self._zoo.originals.get(path, {}),
+                    strategy.drawing(generator(seed, path)),
+                    self._adapter_state.originals.get(path, {}),
                 )
         return made

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from adapterzoo.averaging import combination, weighted, weighted_sum
-from adapterzoo.contracts import wide
+from adapterzoo.contracts import upcast
 from adapterzoo.errors import CompositionError, listing
 
 from .shelf import ShelfMixin
@@ -47,7 +47,7 @@ class AveragingHeadsMixin(ShelfMixin):
         """
         call = f"average_head({head_name!r})"
         names, own = weighted(call, head_list, weights, normalize_weights)
-        how = combination(call, "linear")
+        strategy = combination(call, "linear")
         heads = [self._find_head(name, call) for name in names]
         checked = self._free_head_name("average_head", head_name, overwrite_ok)
         kinds = dict.fromkeys(str(head.config.head_type) for head in heads)
@@ -57,7 +57,7 @@ class AveragingHeadsMixin(ShelfMixin):
                 f"one type."
             )
         dicts = [head.config.to_dict() for head in heads]
-        how.refuse_differing(dicts, {"dropout_prob"}, "the names of heads of one config")
+        strategy.refuse_differing(dicts, {"dropout_prob"}, "the names of heads of one config")
         model = cast("Any", self)
         made = model._built(heads[0].config)
         theirs = [model._own_tensors(head) for head in heads]
@@ -76,6 +76,6 @@ class AveragingHeadsMixin(ShelfMixin):
                 continue
             # a head may have been cast, or moved
             target.data = target.data.to(first.device, first.dtype)
-            value = weighted_sum([wide(tensors[key], first) for tensors in theirs], own)
-            how.fill(target.data, value, key)
+            value = weighted_sum([upcast(tensors[key], first) for tensors in theirs], own)
+            strategy.fill(target.data, value, key)
         self._shelve(checked, made, set_active)

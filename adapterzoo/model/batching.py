@@ -24,13 +24,13 @@ class _Active:
     """What answers the requests of a manager."""
 
     def __init__(self, model: AdaptersMixin) -> None:
-        plan, zoo = model._selection.default.plan, model._zoo
+        plan, zoo = model._active.default.plan, model._adapter_state
         names = () if plan.setup is None else plan.setup.flatten()
         self.setup = plan.setup
         self.names = {*names, *zoo.merged}
         self._facts = plan.setup, plan.heads, plan.skip_layers, zoo.merged
         # an adapter that has replaced one of its name is another one
-        self._installed = [zoo.installed[name] for name in sorted(self.names)]
+        self._installed = [zoo.records[name] for name in sorted(self.names)]
 
     def differs(self, other: _Active) -> bool:
         """Whether a cache of the one is wrong for the other."""
@@ -112,7 +112,7 @@ def refuse_other_than_default(model: AdaptersMixin, call: str) -> None:
     Raises:
         StateError: something else than the default holds here, or it divides the batch.
     """
-    selection = model._selection
+    selection = model._active
     held = selection.held
     if held is not None and held.rows is not None and held.rows.entered:
         _refuse_names(True, "generate")

@@ -76,9 +76,11 @@ def build(
     device, dtype = device_of(layer), _dtype(layer, model_dtype)
     built = [p.config.build(p.site, at or device, dtype) for p in placements]
     sites = [p.site for p in placements]
-    if len(built) == 1 and sites[0].rows is None and sites[0].parameter is None:
+    if len(built) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
         return built[0]
-    whole = [(p.config, a) for p, a in zip(placements, built, strict=True) if p.site.rows is None]
+    whole = [
+        (p.config, a) for p, a in zip(placements, built, strict=True) if p.site.output_slice is None
+    ]
     # those that change the input first
     whole.sort(key=lambda pair: pair[1].acts_on != "input")
     if len(whole) > 1 and whole[0][1].acts_on == "input":
@@ -87,14 +89,14 @@ def build(
             f"no other of the same name can sit there. Add them under two names and write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
-    parts = list(zip(part_names(sites), [s.rows for s in sites], built, strict=True))
+    parts = list(zip(part_names(sites), [s.output_slice for s in sites], built, strict=True))
     if sites[0].parameter is None:
-        return inject.Parts(parts)
+        return inject.FusedAdapters(parts)
     grouped: dict[str, list[Any]] = {}
     for site, part in zip(sites, parts, strict=True):
         inject.mergeable(part[2])
         grouped.setdefault(str(site.parameter).rpartition(".")[2], []).append(part)
-    return inject.ParameterParts({n: inject.Parts(ps) for n, ps in grouped.items()})
+    return inject.ExpertAdapters({n: inject.FusedAdapters(ps) for n, ps in grouped.items()})
 
 
 @contextmanager
@@ -121,7 +123,7 @@ def own_parameters(layer: nn.Module, with_quantised: bool = True) -> Iterator[nn
     if with_quantised or not is_quantised(layer):
         yield from (p for p in layer._parameters.values() if p is not None)
     for child in layer.children():
-        if not isinstance(child, inject.Shelf):
+        if not isinstance(child, inject.AdapterDict):
             yield from own_parameters(child, with_quantised)
 
 

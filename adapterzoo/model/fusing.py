@@ -32,7 +32,7 @@ from adapterzoo.names import check_name
 from . import sharding, static_heads
 from .facts import facts_of
 from .family import text_config
-from .installed import InstalledFusion
+from .installed import FusionRecord
 from .records import check_meta
 from .refusals import lasts_of
 from .storing import StoringMixin
@@ -81,7 +81,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
             self._find(adapter, call)
         if set_active:
             # what cannot be active shall not be added either
-            self._refuse_merged_part(fuse, self._zoo.merged, call)
+            self._refuse_merged_part(fuse, self._adapter_state.merged, call)
         made = self._make_fusion(lasts_of(fuse), loaded, call)
         self._enter_fusion(fuse, loaded, made, set_active)
 
@@ -142,7 +142,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
         """
         distances = [
             distance
-            for name in self._zoo.fusions
+            for name in self._adapter_state.fusions
             for _, layer in self.fusion_modules(name)
             if layer.value is not None and layer.value.weight.requires_grad
             if (distance := layer.distance()) is not None
@@ -274,7 +274,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
         made = {}
         for path, module in self.adapter_modules(names[-1]):
             parameter = next(module.parameters())
-            width = self._zoo.installed[names[-1]].places[path][0].site.d_out
+            width = self._adapter_state.records[names[-1]].places[path][0].site.d_out
             made[path] = Fusion(config, width, dropout, parameter.device, parameter.dtype)
         return made
 
@@ -286,15 +286,18 @@ class FusionMixin(StoringMixin, TrainingMixin):
         set_active: bool,
     ) -> None:
         """Put fusion layers, in the place of those of their name; what fails changes nothing."""
-        before, fusions = self._selection.default.plan, dict(self._zoo.fusions)
+        before, fusions = self._active.default.plan, dict(self._adapter_state.fusions)
         name, adapters = fuse.name, lasts_of(fuse)
         replaced = dict(self.fusion_modules(name)) if name in fusions else {}
         head = static_heads.layers_with(self, fusion_key(name))
-        copies, orders = dict(self._zoo.copies), {path: self._order_at(path) for path in replaced}
+        copies, orders = (
+            dict(self._adapter_state.copies),
+            {path: self._order_at(path) for path in replaced},
+        )
         if name in fusions:
             self._take_fusion(name)
         self._put_fusion(name, made)
-        self._zoo.fusions[name] = InstalledFusion(config, adapters, tuple(made))
+        self._adapter_state.fusions[name] = FusionRecord(config, adapters, tuple(made))
         # one that was active and is replaced stays active
         active = fusions_of(before.setup)
         try:
@@ -302,33 +305,33 @@ class FusionMixin(StoringMixin, TrainingMixin):
                 self.set_active_adapters(fuse)
             elif any(each.name == name and lasts_of(each) == adapters for each in active):
                 plan = self.make_plan(before.setup, list(before.heads), before.skip_layers)
-                self._selection.default.plan = plan
+                self._active.default.plan = plan
         except AdapterZooError:
             self._take_fusion(name)
             self._put_fusion(name, replaced)
             self._reorder(orders)
             static_heads.put_back(self, fusion_key(name), head, copies)
             # the order too
-            self._zoo.fusions = fusions
-            self._selection.default.plan = before
+            self._adapter_state.fusions = fusions
+            self._active.default.plan = before
             raise
 
     def _put_fusion(self, name: str, layers: Mapping[str, Fusion]) -> None:
         for path, fusion in layers.items():
             layer = self._backbone.get_submodule(path)
-            inject.put(layer, fusion_key(name), fusion, self._selection, path)
+            inject.put(layer, fusion_key(name), fusion, self._active, path)
 
     def _take_fusion(self, name: str) -> None:
         static_heads.take(self, fusion_key(name))
-        for path in self._zoo.fusions.pop(name).paths:
+        for path in self._adapter_state.fusions.pop(name).paths:
             inject.take(self._backbone.get_submodule(path), fusion_key(name))
-        plan = self._selection.default.plan
+        plan = self._active.default.plan
         if any(fuse.name == name for fuse in fusions_of(plan.setup)):
             setup = without(plan.setup, (), [name])
-            self._selection.default.plan = self.make_plan(setup, list(plan.heads), plan.skip_layers)
+            self._active.default.plan = self.make_plan(setup, list(plan.heads), plan.skip_layers)
 
     def _free_fusion(self, name: str, overwrite_ok: bool, call: str) -> None:
-        if name not in self._zoo.fusions:
+        if name not in self._adapter_state.fusions:
             return
         if not overwrite_ok:
             raise DuplicateNameError(
@@ -337,13 +340,13 @@ class FusionMixin(StoringMixin, TrainingMixin):
             )
         self._refuse_overridden_fusion(name, call)
 
-    def _find_fusion(self, name: str, call: str) -> InstalledFusion:
-        if name not in self._zoo.fusions:
-            raise unknown_name(call, "fusion", name, self._zoo.fusions)
-        return self._zoo.fusions[name]
+    def _find_fusion(self, name: str, call: str) -> FusionRecord:
+        if name not in self._adapter_state.fusions:
+            raise unknown_name(call, "fusion", name, self._adapter_state.fusions)
+        return self._adapter_state.fusions[name]
 
     def _refuse_overridden_fusion(self, name: str, call: str) -> None:
-        for plan in self._selection.overrides:
+        for plan in self._active.overrides:
             if any(fuse.name == name for fuse in fusions_of(plan.setup)):
                 raise StateError(
                     f"{call}: {name!r} is active in an AdapterSetup of this thread. Leave the "

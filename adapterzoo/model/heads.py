@@ -144,11 +144,11 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
             **kwargs, "attention_mask": attention_mask, "input_ids": input_ids,
         }  # fmt: skip
         keep, count = logits_to_keep, num_items_in_batch
-        found = head_rows(names, self._selection.plan.rows)
+        found = head_rows(names, self._active.plan.rows)
         if found is not None:
             answers = self._answers_of_rows(*found, all_outputs, extra, keep, count)
         else:
-            extra = with_copies(self._selection.plan.rows, extra)
+            extra = with_copies(self._active.plan.rows, extra)
             answers = []
             for name in dict.fromkeys(names):
                 logits, loss = self._run_head(name, all_outputs, extra, keep, count)
@@ -241,7 +241,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
             train_embeddings: whether the matrix onto the vocabulary is trained too.
         """
         backbone = {id(p) for p in self._backbone.parameters()}
-        active = self._selection.default.plan.heads
+        active = self._active.default.plan.heads
         for name, head in self.heads.items():
             for parameter in head.parameters():
                 if id(parameter) not in backbone:

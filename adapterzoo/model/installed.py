@@ -12,11 +12,11 @@ from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import unknown_name
 from adapterzoo.methods.fusion import AdapterFusionConfig
-from adapterzoo.selection import Plan
+from adapterzoo.runtime import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class AdapterRecord:
     """One named adapter.
 
     Attributes:
@@ -55,7 +55,7 @@ def families_of(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list[s
 
 
 @dataclass(frozen=True, slots=True)
-class InstalledFusion:
+class FusionRecord:
     """The fusion layers of one name: their config, the adapters they fuse, and where they are."""
 
     config: AdapterFusionConfig
@@ -66,7 +66,7 @@ class InstalledFusion:
 class AdaptersConfig(Mapping[str, AdapterConfig]):
     """The adapters of a model: names to configs, in the order of adding. Read-only."""
 
-    def __init__(self, installed: Mapping[str, Installed]) -> None:
+    def __init__(self, installed: Mapping[str, AdapterRecord]) -> None:
         """A live view.
 
         Args:
@@ -118,11 +118,11 @@ def is_whole(model: nn.Module) -> bool:
 
 
 @dataclass(slots=True)
-class State:
+class AdapterState:
     """What the library knows of one model.
 
     Attributes:
-        installed: the adapters by name.
+        records: the adapters by name.
         anatomy: of the base model, found once.
         models: paths of the base model and of the models in it, found once.
         merged: names of the adapters in the base weights, in the order of merging.
@@ -136,12 +136,12 @@ class State:
         whole: whether the model is its own base model; None: not looked yet.
     """
 
-    installed: dict[str, Installed] = field(default_factory=dict)
+    records: dict[str, AdapterRecord] = field(default_factory=dict)
     anatomy: Anatomy | None = None
     models: tuple[str, ...] | None = None
     merged: tuple[str, ...] = ()
     originals: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    fusions: dict[str, InstalledFusion] = field(default_factory=dict)
+    fusions: dict[str, FusionRecord] = field(default_factory=dict)
     copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
     head: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)

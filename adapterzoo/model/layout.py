@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from adapterzoo.inject import Shelf
+from adapterzoo.inject import AdapterDict
 
 
 def renamer(model: Any) -> Callable[[str], str]:
@@ -72,7 +72,7 @@ def task_modules(model: Any, task_class: str) -> Mapping[str, tuple[str, ...]]:
     shelves: tuple[str, ...] = ()
     # a shelf comes before what stands on it
     for path, module in model.named_modules():
-        if isinstance(module, Shelf):
+        if isinstance(module, AdapterDict):
             shelves = (*shelves, f"{path}.")
         elif path and not path.startswith(shelves):
             kept = module._parameters | module._buffers

@@ -23,7 +23,7 @@ Scores: TypeAlias = dict[str, dict[int, dict[str, Tensor]]]
 _Calls: TypeAlias = dict[tuple[str, int, str], list[Tensor]]
 
 
-class ListeningMixin(FusionMixin):
+class OutputRecorder(FusionMixin):
     """`output_adapter_gating_scores` and `output_adapter_fusion_attentions` of `forward`."""
 
     def _listening(
@@ -41,8 +41,8 @@ class ListeningMixin(FusionMixin):
             The output; a tuple has the two, in this order, at its end.
         """
         if adapter_names is None:
-            acting = [self._selection.plan.setup]
-            rows = self._selection.plan.rows is not None
+            acting = [self._active.plan.setup]
+            rows = self._active.plan.rows is not None
         else:
             # names that are none, and lists that fit no batch, the forward itself refuses
             listed = adapter_names if isinstance(adapter_names, Sequence) else ()
@@ -69,7 +69,7 @@ class ListeningMixin(FusionMixin):
         names = dict.fromkeys(n for setup in acting if setup is not None for n in setup.flatten())
         for name in names:
             # what the forward refuses has no gates
-            installed = self._zoo.installed.get(name)
+            installed = self._adapter_state.records.get(name)
             if installed is None:
                 continue
             for path, module in self.adapter_modules(name):
@@ -85,9 +85,9 @@ class ListeningMixin(FusionMixin):
     ) -> Iterator[tuple[tuple[str, int, str], nn.Module]]:
         fuses = {fuse.name: fuse for setup in acting for fuse in fusions_of(setup)}
         for name, fuse in fuses.items():
-            if name not in self._zoo.fusions:
+            if name not in self._adapter_state.fusions:
                 continue
-            places = self._zoo.installed[lasts_of(fuse)[-1]].places
+            places = self._adapter_state.records[lasts_of(fuse)[-1]].places
             for path, layer in self.fusion_modules(name):
                 placement = places[path][0]
                 yield (name, placement.site.layer, placement.location), layer

@@ -57,9 +57,9 @@ class MergingMixin(AdaptersMixin):
         refuse_while_batching(self, call)
         for name in added:
             self._refuse_if_overridden(name, call)
-        names = (*self._zoo.merged, *added)
-        setup = self._selection.default.plan.setup
-        for each in (setup, *(plan.setup for plan in self._selection.overrides)):
+        names = (*self._adapter_state.merged, *added)
+        setup = self._active.default.plan.setup
+        for each in (setup, *(plan.setup for plan in self._active.overrides)):
             active = each.flatten() if each is not None else ()
             self._refuse_mixed(names, [n for n in active if n not in names], call)
         self._refuse_merged_part(setup, names, call)
@@ -75,17 +75,17 @@ class MergingMixin(AdaptersMixin):
             self._refuse_elsewhere(path, call)
         self._refuse_tied(modules, call)
         before: dict[str, dict[str, Tensor]] = {}
-        kept = dict(self._zoo.originals)
+        kept = dict(self._adapter_state.originals)
         with ExitStack() as undo:
             # whatever stops it, Ctrl-C too, leaves no weight merged by half
             undo.callback(self._take_back, before, kept)
             for path, beside in modules.items():
                 before[path] = _copies(self._backbone.get_submodule(path), beside)
                 # what an earlier merge kept is older: that is the original
-                self._zoo.originals[path] = before[path] | kept.get(path, {})
+                self._adapter_state.originals[path] = before[path] | kept.get(path, {})
                 self._write(path, names, call)
             undo.pop_all()
-        self._zoo.merged = names
+        self._adapter_state.merged = names
         static_heads.merge(self)
         self._replan()
 
@@ -100,7 +100,7 @@ class MergingMixin(AdaptersMixin):
         """
         for path, originals in before.items():
             _restore(self._backbone.get_submodule(path), originals)
-        self._zoo.originals = kept
+        self._adapter_state.originals = kept
 
     @torch.no_grad()
     def reset_adapter(self) -> None:
@@ -111,21 +111,21 @@ class MergingMixin(AdaptersMixin):
                 merged adapter is active in an `AdapterSetup` of this thread, or the model was
                 sharded after it was merged.
         """
-        if self._zoo.merged:
+        if self._adapter_state.merged:
             refuse_if_sharded(
                 self, "reset_adapter()", "Load the base model and the adapters again."
             )
             refuse_while_batching(self, "reset_adapter()")
-        for name in self._zoo.merged:
+        for name in self._adapter_state.merged:
             self._refuse_if_overridden(name, "reset_adapter()")
         self._refuse_lost("reset_adapter()")
-        for path in self._zoo.originals:
+        for path in self._adapter_state.originals:
             self._refuse_elsewhere(path, "reset_adapter()")
-        for path, originals in self._zoo.originals.items():
+        for path, originals in self._adapter_state.originals.items():
             _restore(self._backbone.get_submodule(path), originals)
-        self._zoo.originals.clear()
+        self._adapter_state.originals.clear()
         static_heads.reset(self)
-        self._zoo.merged = ()
+        self._adapter_state.merged = ()
         self._replan()
 
     def _refuse_elsewhere(self, path: str, call: str) -> None:
@@ -143,8 +143,8 @@ class MergingMixin(AdaptersMixin):
             )
 
     def _refuse_lost(self, call: str, at: set[str] | None = None) -> None:
-        merged = {p for n in self._zoo.merged for p, _ in self.adapter_modules(n)}
-        lost = merged - set(self._zoo.originals)
+        merged = {p for n in self._adapter_state.merged for p, _ in self.adapter_modules(n)}
+        lost = merged - set(self._adapter_state.originals)
         if at is not None:
             lost &= at
         if lost:
@@ -157,7 +157,7 @@ class MergingMixin(AdaptersMixin):
         layer = self._backbone.get_submodule(path)
         shelf = cast("Any", layer).adapters
         adapters = [shelf[name] for name in names if name in shelf]
-        for parameter, stored in self._zoo.originals[path].items():
+        for parameter, stored in self._adapter_state.originals[path].items():
             if parameter == "bias":
                 continue
             target = cast("Tensor", layer._parameters[parameter])
@@ -168,7 +168,7 @@ class MergingMixin(AdaptersMixin):
             base = inject.base_of(layer, original)
             w = original.to(compute_dtype(original.dtype))
             for adapter in adapters:
-                if isinstance(adapter, inject.ParameterParts):
+                if isinstance(adapter, inject.ExpertAdapters):
                     w = adapter.changed(parameter, w, base)
                 else:
                     w = inject.mergeable(adapter).weight(w, base)
@@ -177,8 +177,8 @@ class MergingMixin(AdaptersMixin):
 
     def _write_bias(self, path: str, adapters: list[Any], call: str) -> None:
         layer = self._backbone.get_submodule(path)
-        stored = self._zoo.originals[path].get("bias")
-        weight = self._zoo.originals[path].get("weight")
+        stored = self._adapter_state.originals[path].get("bias")
+        weight = self._adapter_state.originals[path].get("weight")
         if weight is None or weight.dim() != 2:
             return
         # what the layer holds now is merged already, and may have been moved since the copy
@@ -190,7 +190,7 @@ class MergingMixin(AdaptersMixin):
         zeros = torch.zeros_like(original[:, 0], dtype=compute_dtype(original.dtype))
         b = zeros if own is None else own.to(zeros.dtype)
         for adapter in adapters:
-            if not isinstance(adapter, inject.ParameterParts):
+            if not isinstance(adapter, inject.ExpertAdapters):
                 b = inject.mergeable(adapter).bias(b, base)
         if stored is not None:
             target = cast("Tensor", layer._parameters["bias"])
@@ -216,7 +216,7 @@ class MergingMixin(AdaptersMixin):
 
 
 def _check_mergeable(adapter: Adapter) -> None:
-    if not isinstance(adapter, inject.ParameterParts):
+    if not isinstance(adapter, inject.ExpertAdapters):
         inject.mergeable(adapter)
 
 
@@ -240,7 +240,7 @@ def _copies(layer: nn.Module, adapters: Iterable[Adapter]) -> dict[str, Tensor]:
     """The parameters that merging the adapters writes, bit for bit."""
     names: dict[str, None] = {}
     for adapter in adapters:
-        if isinstance(adapter, inject.ParameterParts):
+        if isinstance(adapter, inject.ExpertAdapters):
             names.update(dict.fromkeys(adapter._modules))
         else:
             names.update(weight=None, bias=None)

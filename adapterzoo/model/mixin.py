@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
-from adapterzoo.inject import Adapted, become
-from adapterzoo.selection import Selection
+from adapterzoo.inject import Adapted, set_class
+from adapterzoo.runtime import ActiveState
 
 from . import static_heads
 from .averaging import AveragingMixin
 from .batching import BatchesContinuously
-from .listening import ListeningMixin
+from .listening import OutputRecorder
 from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
@@ -38,7 +38,7 @@ M = TypeVar("M", bound=nn.Module)
 
 class AdapterModelMixin(
     UnloadingMixin,
-    ListeningMixin,
+    OutputRecorder,
     PublishingMixin,
     AveragingMixin,
     QuantisedMixin,
@@ -66,26 +66,28 @@ class AdapterModelMixin(
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
         config = cast("Any", self).config
-        plan = self._selection.default.plan
+        plan = self._active.default.plan
         vars(config).pop("adapters", None)
-        if self._zoo.installed or self.known_heads():
+        if self._adapter_state.records or self.known_heads():
             config.adapters = {
                 "format": FORMAT,
                 # a list: JSON keeps its order, transformers sorts the keys of objects
                 "adapters": [[name, c.to_dict()] for name, c in self.adapters_config.items()],
-                "meta": {name: dict(i.meta) for name, i in self._zoo.installed.items() if i.meta},
-                "embeddings": {
-                    n: list(t) for n in self._zoo.installed if (t := self._tables_of(n))
+                "meta": {
+                    name: dict(i.meta) for name, i in self._adapter_state.records.items() if i.meta
                 },
-                "merged": list(self._zoo.merged),
+                "embeddings": {
+                    n: list(t) for n in self._adapter_state.records if (t := self._tables_of(n))
+                },
+                "merged": list(self._adapter_state.merged),
                 "fusions": [
                     [name, list(f.adapters), f.config.to_dict()]
-                    for name, f in self._zoo.fusions.items()
+                    for name, f in self._adapter_state.fusions.items()
                 ],
                 "active": to_json(plan.setup),
                 "skip_layers": list(plan.skip_layers),
                 "heads": list(plan.heads),
-                "static_heads": list(self._zoo.copies),
+                "static_heads": list(self._adapter_state.copies),
                 "known_heads": list(self.known_heads()),
             }
         try:
@@ -110,7 +112,7 @@ class AdapterModelMixin(
                 f"embedding and have its size. Delete them first: delete_adapter(…)."
             )
         resized = cast("Any", super()).resize_token_embeddings(*args, **kwargs)
-        self._zoo.anatomy = None
+        self._adapter_state.anatomy = None
         return resized
 
     def _restore_adapters(self, quantised: bool = False) -> None:
@@ -142,17 +144,17 @@ class AdapterModelMixin(
                 self._add_table(name, tuple(paths))
             for name, meta in dict(document.get("meta", {})).items():
                 known = self._find(name, "config.adapters['meta']")
-                self._zoo.installed[name] = dataclasses.replace(known, meta=dict(meta))
+                self._adapter_state.records[name] = dataclasses.replace(known, meta=dict(meta))
             for name in document["merged"]:
                 self._find(name, "config.adapters['merged']")
-            self._zoo.merged = tuple(document["merged"])
+            self._adapter_state.merged = tuple(document["merged"])
             for name, adapters, config in document.get("fusions", ()):
                 self.add_adapter_fusion(
                     adapters, config, name if name != ",".join(adapters) else None
                 )
             for owner in document.get("static_heads", ()):
                 static_heads.put(self, owner, static_heads.made(self))
-            self._selection.default.plan = self.make_plan(
+            self._active.default.plan = self.make_plan(
                 from_json(document["active"]), document["heads"], tuple(document["skip_layers"])
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -169,7 +171,7 @@ class AdapterModelMixin(
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = cast("Any", super())._replicate_for_data_parallel()
-        replica._selection = self._selection.pinned()
+        replica._active = self._active.pinned()
         return replica
 
     def _set_gradient_checkpointing(
@@ -177,7 +179,7 @@ class AdapterModelMixin(
     ) -> None:
         # the backward pass recomputes blocks in threads of its own on CUDA, where the override
         # of the thread that ran the forward is not seen
-        func = functools.partial(_pinned, self._selection, gradient_checkpointing_func)
+        func = functools.partial(_pinned, self._active, gradient_checkpointing_func)
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)
 
 
@@ -270,7 +272,7 @@ def init(model: M) -> M:
             f"init({type(model).__name__}): the model was saved with adapters, which plain "
             f"transformers has not loaded. Write load_model(path, {type(model).__name__})."
         )
-    become(model, with_adapters(type(model)))
+    set_class(model, with_adapters(type(model)))
     _own_configs(model)
     cast("Any", model)._start_adapters()
     return model
@@ -318,7 +320,7 @@ def _format_of(entry: object) -> str | None:
     return written if isinstance(written, str) else None
 
 
-def _pinned(selection: Selection, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+def _pinned(selection: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
         args = _differentiable(args)
     override = selection.held
@@ -394,7 +396,7 @@ def _with_rows(cls: type[nn.Module]) -> Any:
             run = functools.partial(forward, self, *args, adapter_names=adapter_names, **kwargs)
             return self._listening(run, adapter_names, bool(gates), bool(fused))
         # the one look that a model pays for, whatever acts
-        rows = self._selection.plan.rows
+        rows = self._active.plan.rows
         if adapter_names is None and (rows is None or rows.entered):
             return plain(self, *args, **kwargs)
         given = named_inputs(positions, args, kwargs)

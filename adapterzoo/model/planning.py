@@ -16,9 +16,9 @@ from adapterzoo.composition import (
     rows_of,
     without,
 )
-from adapterzoo.contracts import Adapter, SharingAdapter
+from adapterzoo.contracts import Adapter, SharedInputAdapter
 from adapterzoo.errors import AdapterZooError
-from adapterzoo.selection import Plan
+from adapterzoo.runtime import Plan
 
 from . import static_heads
 from .refusals import RefusalsMixin
@@ -49,14 +49,14 @@ class PlanningMixin(RefusalsMixin):
             self._find(name, f"set_active_adapters({setup!r})")
         self._refuse_unfused(setup, f"set_active_adapters({setup!r})")
         heads = self._heads_for(setup, head_setup)
-        acting = [name for name in names if name not in self._zoo.merged]
-        self._refuse_mixed(self._zoo.merged, acting, f"set_active_adapters({setup!r})")
+        acting = [name for name in names if name not in self._adapter_state.merged]
+        self._refuse_mixed(self._adapter_state.merged, acting, f"set_active_adapters({setup!r})")
         if setup is None:
             return Plan(None, heads, skip_layers=skip_layers)
         present: dict[str, dict[str, Adapter]] = {}
         # a merged adapter acts through the base weights
         for name in acting:
-            places = self._zoo.installed[name].places
+            places = self._adapter_state.records[name].places
             for path, module in self.adapter_modules(name):
                 if places[path][0].site.layer not in skip_layers:
                     present.setdefault(path, {})[name] = module
@@ -66,7 +66,9 @@ class PlanningMixin(RefusalsMixin):
             found, repeats, exact = rows_of(setup)
             parts, index = numbered(found)
             rows = RowMap(index, repeats, exact=exact)
-        self._refuse_merged_part(setup, self._zoo.merged, f"set_active_adapters({setup!r})")
+        self._refuse_merged_part(
+            setup, self._adapter_state.merged, f"set_active_adapters({setup!r})"
+        )
         if len(parts) > 1 or has_tokens(setup):
             self._refuse_routed(setup, acting)
         steps: dict[str, Step] = {}
@@ -75,13 +77,13 @@ class PlanningMixin(RefusalsMixin):
             if step is not None:
                 steps[path] = step
         steps.update(static_heads.steps_of(self, parts))
-        taps: dict[str, tuple[str, ...]] = {}
+        captures: dict[str, tuple[str, ...]] = {}
         for name in acting:
-            for source, reader in self._zoo.installed[name].sources():
-                if reader in steps and reader not in taps.get(source, ()):
-                    taps[source] = (*taps.get(source, ()), reader)
+            for source, reader in self._adapter_state.records[name].sources():
+                if reader in steps and reader not in captures.get(source, ()):
+                    captures[source] = (*captures.get(source, ()), reader)
         families = self._families(acting, steps, present)
-        return Plan(setup, heads, steps, taps, families, skip_layers, rows)
+        return Plan(setup, heads, steps, captures, families, skip_layers, rows)
 
     def _families(
         self,
@@ -98,11 +100,11 @@ class PlanningMixin(RefusalsMixin):
         """
         found: dict[str, dict[str, list[str]]] = {}
         for name in acting:
-            for around, paths in self._zoo.installed[name].families.items():
+            for around, paths in self._adapter_state.records[name].families.items():
                 for path in paths:
                     chain = steps.get(path)
                     acts = isinstance(chain, tuple) and name in chain
-                    if acts and isinstance(present[path][name], SharingAdapter):
+                    if acts and isinstance(present[path][name], SharedInputAdapter):
                         layer = path.rpartition(".")[2]
                         found.setdefault(around, {}).setdefault(layer, []).append(name)
         return {
@@ -135,13 +137,13 @@ class PlanningMixin(RefusalsMixin):
 
     def _replan(self) -> None:
         """Compile what is active anew, without the adapters that are gone."""
-        self._zoo.plans.clear()
-        plan = self._selection.default.plan
+        self._adapter_state.plans.clear()
+        plan = self._active.default.plan
         names = plan.setup.flatten() if plan.setup is not None else ()
-        setup = without(plan.setup, [n for n in names if n not in self._zoo.installed])
+        setup = without(plan.setup, [n for n in names if n not in self._adapter_state.records])
         try:
-            self._selection.default.plan = self.make_plan(setup, list(plan.heads), plan.skip_layers)
+            self._active.default.plan = self.make_plan(setup, list(plan.heads), plan.skip_layers)
         except AdapterZooError:
             # no step may name what is gone
-            self._selection.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
+            self._active.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
             raise

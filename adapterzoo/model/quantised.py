@@ -37,7 +37,7 @@ class QuantisedMixin(AdaptersMixin):
         quantised.settle(model)
         modes = {path: module.training for path, module in model.named_modules()}
         packed = [path for path, module in model.named_modules() if quantised.is_quantised(module)]
-        installed = dict(self._zoo.installed)
+        installed = dict(self._adapter_state.records)
         modules = {name: dict(self.adapter_modules(name)) for name in installed}
         for name in installed:
             self._remove(name)
@@ -51,7 +51,7 @@ class QuantisedMixin(AdaptersMixin):
             for name, record in installed.items():
                 made = {p: (m, list(record.places[p])) for p, m in modules[name].items()}
                 self._install(name, record.config, made, record.meta)
-        self._zoo.anatomy = None
+        self._adapter_state.anatomy = None
         return self
 
 

@@ -16,26 +16,26 @@ from adapterzoo.errors import (
     listing,
     unknown_name,
 )
-from adapterzoo.selection import Selection
+from adapterzoo.runtime import ActiveState
 
 from .batching import refuse_while_batching
-from .installed import Installed, State
+from .installed import AdapterRecord, AdapterState
 
 
 class RefusalsMixin:
     """Checks that several methods of a model with adapters share."""
 
-    _selection: Selection
-    _zoo: State
+    _active: ActiveState
+    _adapter_state: AdapterState
 
     @abstractmethod
     def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
         """The modules of an adapter with the paths of their layers."""
 
-    def _find(self, name: object, call: str) -> Installed:
-        if not isinstance(name, str) or name not in self._zoo.installed:
-            raise unknown_name(call, "adapter", name, self._zoo.installed)
-        return self._zoo.installed[name]
+    def _find(self, name: object, call: str) -> AdapterRecord:
+        if not isinstance(name, str) or name not in self._adapter_state.records:
+            raise unknown_name(call, "adapter", name, self._adapter_state.records)
+        return self._adapter_state.records[name]
 
     def _refuse_taken(
         self, name: str, call: str, overwrite_ok: bool, rename: str = "another name"
@@ -48,11 +48,12 @@ class RefusalsMixin:
             overwrite_ok: whether it may be replaced.
             rename: how the user gives it another name.
         """
-        if name not in self._zoo.installed:
+        if name not in self._adapter_state.records:
             return
         if not overwrite_ok:
             raise DuplicateNameError(
-                f"{call}: the name {name!r} is taken by {self._zoo.installed[name].config!r}. "
+                f"{call}: the name {name!r} is taken by "
+                f"{self._adapter_state.records[name].config!r}. "
                 f"Write {rename}, or {call[:-1]}, …, overwrite_ok=True)."
             )
         self._refuse_if_overridden(name, call)
@@ -61,7 +62,7 @@ class RefusalsMixin:
 
     def _refuse_if_overridden(self, name: str, call: str) -> None:
         refuse_while_batching(cast("Any", self), call, name)
-        if any(name in p.setup.flatten() for p in self._selection.overrides if p.setup):
+        if any(name in p.setup.flatten() for p in self._active.overrides if p.setup):
             raise StateError(
                 f"{call}: {name!r} is active in an AdapterSetup of this thread. Leave the "
                 f"'with AdapterSetup(…)' block first."
@@ -76,7 +77,7 @@ class RefusalsMixin:
         for name in acting if inside else ():
             for path, module in self.adapter_modules(name):
                 beside = [*inside.get(path, ()), module]
-                changes_weight = isinstance(module, (WeightAdapter, inject.ParameterParts))
+                changes_weight = isinstance(module, (WeightAdapter, inject.ExpertAdapters))
                 if len(beside) > 1 and changes_weight and not all(map(inject.is_additive, beside)):
                     raise StateError(
                         f"{call}: at {path!r} {name!r} would act on weights that hold "
@@ -96,15 +97,15 @@ class RefusalsMixin:
 
     def _refuse_unfused(self, setup: Composition | None, call: str) -> None:
         for fuse in fusions_of(setup):
-            found = self._zoo.fusions.get(fuse.name)
+            found = self._adapter_state.fusions.get(fuse.name)
             if found is None or found.adapters != lasts_of(fuse):
                 raise StateError(
                     f"{call}: there are no fusion layers {fuse.name!r} for {fuse!r}; fusions: "
-                    f"{listing(self._zoo.fusions)}. Write add_adapter_fusion({fuse!r})."
+                    f"{listing(self._adapter_state.fusions)}. Write add_adapter_fusion({fuse!r})."
                 )
 
     def _refuse_if_fused(self, name: str, call: str) -> None:
-        using = [n for n, fusion in self._zoo.fusions.items() if name in fusion.adapters]
+        using = [n for n, fusion in self._adapter_state.fusions.items() if name in fusion.adapters]
         if using:
             raise StateError(
                 f"{call}: the fusion {using[0]!r} is of {name!r}. "
@@ -114,7 +115,7 @@ class RefusalsMixin:
     def _refuse_routed(self, setup: Composition, names: Iterable[str]) -> None:
         """Refuse a division of the batch where a layer does not get the batch."""
         for name in names:
-            for path, placements in self._zoo.installed[name].places.items():
+            for path, placements in self._adapter_state.records[name].places.items():
                 if any(p.site.is_routed for p in placements):
                     raise CompositionError(
                         f"{setup!r}: {name!r} sits at {path!r}, whose input is no batch of rows, "
@@ -123,7 +124,7 @@ class RefusalsMixin:
                     )
 
     def _refuse_if_merged(self, name: str, call: str) -> None:
-        if name in self._zoo.merged:
+        if name in self._adapter_state.merged:
             raise StateError(
                 f"{call}: {name!r} is merged into the base weights. Write reset_adapter() first."
             )

@@ -80,12 +80,12 @@ class ReplicasMixin(AdaptersMixin):
             for name in self.adapters_config
             for key, tensor in self._tensors_of(name).items()
         }
-        for name, fusion in self._zoo.fusions.items():
+        for name, fusion in self._adapter_state.fusions.items():
             for path in fusion.paths:
                 layer = cast("Adapted", self._backbone.get_submodule(path))
                 state = layer.adapters[fusion_key(name)].state_dict()
                 tensors.update({f"fusion {name}: {path}/{key}": t for key, t in state.items()})
-        for owner in self._zoo.copies:
+        for owner in self._adapter_state.copies:
             own = static_heads.tensors_of(self, owner)
             tensors.update({f"head of {owner}: {key}": tensor for key, tensor in own.items()})
         for name in self.known_heads():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adapterzoo.composition import BatchSplit, Composition, RowMap, has_rows, numbered, parse
 from adapterzoo.errors import CompositionError, ConfigError, StateError, listing
-from adapterzoo.selection import Plan
+from adapterzoo.runtime import Plan
 
 from .adapters import AdaptersMixin
 
@@ -44,7 +44,7 @@ class RowsMixin(AdaptersMixin):
 
     def _rows_start(self, adapter_names: RowNames | None) -> bool:
         """Whether a call has rows to tell apart, and is the one that must do it."""
-        rows = self._selection.plan.rows
+        rows = self._active.plan.rows
         return adapter_names is not None or not (rows is None or rows.entered)
 
     def _rows_plan(
@@ -73,7 +73,7 @@ class RowsMixin(AdaptersMixin):
             plan = self._plan_of_names(adapter_names, call, one_head)
             what = f"{call}(adapter_names=…) names {len(adapter_names)} rows"
         else:
-            plan = self._selection.plan
+            plan = self._active.plan
             what = f"{call}() with {plan.setup!r} active"
         rows = cast("RowMap", plan.rows)
         # whoever names rows, and whoever generates, gets an answer of as many rows
@@ -99,7 +99,7 @@ class RowsMixin(AdaptersMixin):
         return frozenset(found - {count, count * copies})
 
     def _overridden(self, plan: Plan) -> AbstractContextManager[None]:
-        return self._selection.overridden(plan)
+        return self._active.overridden(plan)
 
     def _plan_of_names(self, adapter_names: RowNames, call: str, one_head: bool) -> Plan:
         listed = isinstance(adapter_names, Sequence) and not isinstance(adapter_names, str)
@@ -108,30 +108,30 @@ class RowsMixin(AdaptersMixin):
                 f"{call}(adapter_names={adapter_names!r}): it is a list with one name, or None for "
                 f"the base model, for each row. Write adapter_names=['a', None, 'b']."
             )
-        if self._selection.held is not None:
+        if self._active.held is not None:
             raise StateError(
                 f"{call}(adapter_names=…): an AdapterSetup of this thread says already what acts, "
-                f"{self._selection.plan.setup!r}. Leave the 'with AdapterSetup(…)' block first."
+                f"{self._active.plan.setup!r}. Leave the 'with AdapterSetup(…)' block first."
             )
-        if self._zoo.merged:
+        if self._adapter_state.merged:
             raise StateError(
-                f"{call}(adapter_names=…): {listing(self._zoo.merged)} is merged into the base "
-                f"weights and would act on every row. Write reset_adapter() first."
+                f"{call}(adapter_names=…): {listing(self._adapter_state.merged)} is merged into "
+                f"the base weights and would act on every row. Write reset_adapter() first."
             )
         given = [parse(name) if isinstance(name, (list, tuple)) else name for name in adapter_names]
         for name in given:
             if name is not None and not isinstance(name, (str, Composition)):
                 self._find(name, f"{call}(adapter_names=…)")
         parts, index = numbered([None if name == BASE else name for name in given])
-        default = self._selection.default.plan
-        plan = self._zoo.plans.get(parts)
+        default = self._active.default.plan
+        plan = self._adapter_state.plans.get(parts)
         if plan is None:
             plan = self._compile_parts(parts, call)
         # what a compiler traces is part of its graph, and would trace anew what has changed
-        if parts not in self._zoo.plans and not torch.compiler.is_compiling():
-            while len(self._zoo.plans) >= _KEPT_PLANS:
-                del self._zoo.plans[next(iter(self._zoo.plans))]
-            self._zoo.plans[parts] = plan
+        if parts not in self._adapter_state.plans and not torch.compiler.is_compiling():
+            while len(self._adapter_state.plans) >= _KEPT_PLANS:
+                del self._adapter_state.plans[next(iter(self._adapter_state.plans))]
+            self._adapter_state.plans[parts] = plan
         own = self._own_heads(parts)
         if None in own and any(own) and len(default.heads) != 1 and not one_head:
             raise StateError(

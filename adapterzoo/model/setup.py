@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import ConfigError, StateError, UnknownNameError, unknown_name
-from adapterzoo.selection import current_task
+from adapterzoo.runtime import current_task
 
 from .building import check_layers
 
@@ -102,14 +102,14 @@ class AdapterSetup:
             entered = 0
             for model in models:
                 known |= set(model.adapters_config) | set(model.known_heads())
-                if not fusions <= set(model._zoo.fusions):
+                if not fusions <= set(model._adapter_state.fusions):
                     continue
                 if set(names) <= set(model.adapters_config) and set(heads) <= set(
                     model.known_heads()
                 ):
                     skipped = check_layers(self.skip_layers, len(model.anatomy.blocks))
                     plan = model.make_plan(self.adapter_setup, self.head_setup, skipped)
-                    stack.enter_context(model._selection.entered(plan))
+                    stack.enter_context(model._active.entered(plan))
                     entered += 1
             if not entered and not self.ignore_empty:
                 raise self._nobody([*names, *heads], known)

@@ -45,13 +45,13 @@ def mesh_of(model: Any) -> Any:
     return next(meshes, None)
 
 
-def refuse_if_sharded(model: Any, call: str, cure: str) -> None:
+def refuse_if_sharded(model: Any, call: str, hint: str) -> None:
     """Raise where the set or the nature of the parameters would change below `fully_shard` or PEFT.
 
     Args:
         model: is brought to rest.
         call: what the user wrote, for the message.
-        cure: what to write instead.
+        hint: what to write instead.
 
     Raises:
         StateError: the model is sharded, or has layers of PEFT.
@@ -62,7 +62,7 @@ def refuse_if_sharded(model: Any, call: str, cure: str) -> None:
     if mesh is not None:
         raise StateError(
             f"{call}: the model is sharded over {mesh.size()} processes, and fully_shard keeps to "
-            f"the parameters that were there when it was called. {cure}"
+            f"the parameters that were there when it was called. {hint}"
         )
 
 

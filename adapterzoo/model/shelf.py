@@ -8,12 +8,12 @@ from typing import Any, cast
 
 from torch import nn
 
-from adapterzoo.composition import Composition, has_rows, numbered, rows_of, speaker
+from adapterzoo.composition import Composition, has_rows, last_adapter, numbered, rows_of
 from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types
-from adapterzoo.inject import Shelf
+from adapterzoo.inject import AdapterDict
 from adapterzoo.names import check_name
-from adapterzoo.selection import Plan
+from adapterzoo.runtime import Plan
 
 from .add_heads import AddHeadsMixin
 from .batching import refuse_while_batching
@@ -33,13 +33,13 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
         custom_heads: head types that were registered for this model alone.
     """
 
-    heads: Shelf
+    heads: AdapterDict
     custom_heads: dict[str, type[HeadConfig]]
     config: Any
 
     def _start_heads(self) -> None:
         """Called once, when the base model is there: makes the heads that the config lists."""
-        self.heads = Shelf()
+        self.heads = AdapterDict()
         self.custom_heads = {}
         listed = getattr(self.config, "prediction_heads", None) or {}
         self.config.prediction_heads = {}
@@ -113,7 +113,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
     def active_head(self, head_name_or_list: str | list[str] | None) -> None:
         names = self._names(head_name_or_list, f"active_head = {head_name_or_list!r}")
         refuse_while_batching(self, f"active_head = {head_name_or_list!r}")
-        default = self._selection.default
+        default = self._active.default
         default.plan = dataclasses.replace(default.plan, heads=names)
         self._show_labels(names)
 
@@ -131,10 +131,10 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
             UnknownNameError: there is no adapter of this name.
         """
         super().set_active_adapters(adapter_setup, skip_layers)
-        self._show_labels(self._selection.default.plan.heads)
+        self._show_labels(self._active.default.plan.heads)
 
     def _current_heads(self) -> tuple[str, ...]:
-        return self._selection.heads
+        return self._active.heads
 
     def _heads_for(
         self, setup: Composition | None, head_setup: str | list[str] | None
@@ -165,7 +165,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
         return names[:1] if len(set(names)) == 1 else names
 
     def _own_heads(self, parts: tuple[Any, ...]) -> list[str | None]:
-        names = map(speaker, parts)
+        names = map(last_adapter, parts)
         return [name if name is not None and name in self.heads else None for name in names]
 
     def _names(self, setup: str | list[str] | None, call: str) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
         del self.heads[head_name]
         kept = {n: c for n, c in self.config.prediction_heads.items() if n != head_name}
         self.config.prediction_heads = kept
-        selection = self._selection
+        selection = self._active
         selection.default.plan = _without(selection.default.plan, head_name)
         selection.change_overrides(lambda plan: _without(plan, head_name))
         self._list_tied()
@@ -336,7 +336,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
         self._list_tied()
         if set_active:
             self.active_head = name
-        elif name in (active := self._selection.default.plan.heads):
+        elif name in (active := self._active.default.plan.heads):
             # it has replaced one that answers
             self._show_labels(active)
 

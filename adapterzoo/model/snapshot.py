@@ -58,9 +58,9 @@ def save(model: Any, folder: Path) -> None:
         model.save_adapter(folder / name, name, with_head=name in _heads_of(model))
     for name in _apart(model):
         model.save_head(folder / _folder_of(name), name)
-    for name in model._zoo.fusions:
+    for name in model._adapter_state.fusions:
         model.save_adapter_fusion(
-            folder / name, Fuse(*model._zoo.fusions[name].adapters, name=name)
+            folder / name, Fuse(*model._adapter_state.fusions[name].adapters, name=name)
         )
     if tensors := unfrozen(model):
         document = {"format": native.FORMAT, "version": native.VERSION}
@@ -96,7 +96,7 @@ def unfrozen(model: Any) -> dict[str, Tensor]:
         model: with adapters.
     """
     kept = {id(p) for name in model.adapters_config for p in model._parameters_of(name)}
-    kept |= {id(p) for name in model._zoo.fusions for p in model._fusion_parameters(name)}
+    kept |= {id(p) for name in model._adapter_state.fusions for p in model._fusion_parameters(name)}
     for name in _heads_of(model):
         kept |= {id(t) for t in model._head_record(name).tensors.values()}
     return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in kept}
@@ -111,7 +111,7 @@ def has_frozen_matrix(model: Any) -> bool:
         model: with adapters.
     """
     own = {id(p) for name in model.adapters_config for p in model._parameters_of(name)}
-    own |= {id(p) for name in model._zoo.fusions for p in model._fusion_parameters(name)}
+    own |= {id(p) for name in model._adapter_state.fusions for p in model._fusion_parameters(name)}
     return any(
         not p.requires_grad
         for module in model._backbone.modules()
@@ -123,7 +123,7 @@ def has_frozen_matrix(model: Any) -> bool:
 
 def _heads_of(model: Any) -> tuple[str, ...]:
     """The named heads, or those who have a copy of a static head."""
-    return tuple(model.known_heads() if model._has_named_heads else model._zoo.copies)
+    return tuple(model.known_heads() if model._has_named_heads else model._adapter_state.copies)
 
 
 def _apart(model: Any) -> list[str]:
@@ -138,7 +138,7 @@ def _folder_of(head: str) -> str:
 
 def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
     apart = _apart(model)
-    fused = model._zoo.fusions
+    fused = model._adapter_state.fusions
     for stem, names in (
         ("adapter", list(model.adapters_config)),
         ("head", [_folder_of(name) for name in apart]),

@@ -85,7 +85,7 @@ def layers_of(model: Any) -> dict[str, nn.Module]:
 def _layers(
     module: nn.Module, path: str, shared: set[int], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, inject.Shelf) or id(module) in seen:
+    if isinstance(module, inject.AdapterDict) or id(module) in seen:
         return
     seen.add(id(module))
     own = [t for _, t in _tensors(module) if id(t) not in shared]
@@ -110,7 +110,7 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
     """The module and those below, without adapters."""
     yield module
     for child in module.children():
-        if not isinstance(child, inject.Shelf):
+        if not isinstance(child, inject.AdapterDict):
             yield from _modules(child)
 
 
@@ -142,7 +142,7 @@ def _copied(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     if isinstance(layer, inject.Adapted):
         # the other copies are not copied, and what ties the layer to the model stays one
-        memo = {id(layer._link): layer._link, id(layer._modules["adapters"]): inject.Shelf()}
+        memo = {id(layer._link): layer._link, id(layer._modules["adapters"]): inject.AdapterDict()}
     with at_hand(layer):
         twin = copy.deepcopy(layer, memo)
     for hook in ("_hf_hook", "_old_forward", "forward"):
@@ -164,9 +164,9 @@ def put(model: Any, owner: str, layers: Layers) -> None:
     take(model, owner)
     for path, layer in layers.items():
         at = layer_at(model, path)
-        inject.put(at, owner, layer, model._selection, _HEAD + path)
+        inject.put(at, owner, layer, model._active, _HEAD + path)
     if layers:
-        model._zoo.copies[owner] = tuple(layers)
+        model._adapter_state.copies[owner] = tuple(layers)
     model._replan()
 
 
@@ -180,7 +180,7 @@ def take(model: Any, owner: str) -> dict[str, nn.Module]:
     Returns:
         Its layers by path.
     """
-    paths = model._zoo.copies.pop(owner, ())
+    paths = model._adapter_state.copies.pop(owner, ())
     return {path: inject.take(layer_at(model, path), owner) for path in paths}
 
 
@@ -195,10 +195,10 @@ def put_back(model: Any, owner: str, layers: Layers, copies: dict[str, tuple[str
     """
     for path, layer in layers.items():
         at = layer_at(model, path)
-        inject.put(at, owner, layer, model._selection, _HEAD + path)
+        inject.put(at, owner, layer, model._active, _HEAD + path)
         heads = cast("Any", at).adapters
         heads._modules = {name: heads._modules[name] for name in copies if name in heads}
-    model._zoo.copies = copies
+    model._adapter_state.copies = copies
 
 
 def layers_with(model: Any, owner: str) -> dict[str, nn.Module]:
@@ -208,7 +208,7 @@ def layers_with(model: Any, owner: str) -> dict[str, nn.Module]:
         model: with adapters.
         owner: of the head.
     """
-    paths = model._zoo.copies.get(owner, ())
+    paths = model._adapter_state.copies.get(owner, ())
     return {path: cast("Any", layer_at(model, path)).adapters[owner] for path in paths}
 
 
@@ -223,7 +223,9 @@ def prepare(model: Any, setup: Composition, call: str) -> None:
     Raises:
         StateError: one needs a copy, and the model is sharded.
     """
-    missing = [o for o in owners_of(setup) if o is not None and o not in model._zoo.copies]
+    missing = [
+        o for o in owners_of(setup) if o is not None and o not in model._adapter_state.copies
+    ]
     if missing and layers_of(model):
         refuse_if_sharded(model, call, "Write it before fully_shard(model).")
 
@@ -241,7 +243,7 @@ def trained(model: Any, setup: Composition | None) -> Iterator[nn.Parameter]:
         if owner is None:
             layers = layers_of(model)
         else:
-            if owner not in model._zoo.copies:
+            if owner not in model._adapter_state.copies:
                 put(model, owner, made(model))
             layers = layers_with(model, owner)
         for layer in layers.values():
@@ -259,7 +261,7 @@ def steps_of(model: Any, parts: Sequence[Any]) -> dict[str, Copies]:
         model: with adapters.
         parts: of a composition, one for each kind of rows.
     """
-    copies = model._zoo.copies
+    copies = model._adapter_state.copies
     if not copies:
         return {}
     # compiled with the rows of a call: what follows is what a compiler can trace
@@ -296,7 +298,9 @@ def _original(model: Any) -> dict[str, Tensor]:
             kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
     # quantised layers make some of their entries anew each time: their names tell
     inside = [f"{model.base_model_prefix}."]
-    inside += [f"{path}.adapters." for paths in model._zoo.copies.values() for path in paths]
+    inside += [
+        f"{path}.adapters." for paths in model._adapter_state.copies.values() for path in paths
+    ]
     return {
         key: tensor
         for key, tensor in kept.items()
@@ -321,11 +325,20 @@ def merge(model: Any) -> None:
     Args:
         model: with merged adapters.
     """
-    owner = next((name for name in reversed(model._zoo.merged) if name in model._zoo.copies), None)
+    owner = next(
+        (
+            name
+            for name in reversed(model._adapter_state.merged)
+            if name in model._adapter_state.copies
+        ),
+        None,
+    )
     for path, mine in layers_with(model, owner).items() if owner is not None else ():
         layer = layer_at(model, path)
         original = _state(layer)
-        model._zoo.head.setdefault(path, {k: t.detach().clone() for k, t in original.items()})
+        model._adapter_state.head.setdefault(
+            path, {k: t.detach().clone() for k, t in original.items()}
+        )
         for key, tensor in mine.state_dict().items():
             original[key].copy_(tensor)
 
@@ -337,11 +350,11 @@ def reset(model: Any) -> None:
     Args:
         model: with adapters.
     """
-    for path, tensors in model._zoo.head.items():
+    for path, tensors in model._adapter_state.head.items():
         own = _state(layer_at(model, path))
         for key, tensor in tensors.items():
             own[key].copy_(tensor)
-    model._zoo.head.clear()
+    model._adapter_state.head.clear()
 
 
 def _state(layer: nn.Module) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ class StoringHeadsMixin(TablesMixin):
             StateError: it cannot be told which head is meant, or there is none.
             CheckpointError: the folder cannot be written, or the format cannot say it.
         """
-        known = self.known_heads() if self._has_named_heads else tuple(self._zoo.copies)
+        known = self.known_heads() if self._has_named_heads else tuple(self._adapter_state.copies)
         if head_name is not None and head_name not in known:
             raise unknown_name(f"save_head({head_name!r})", "head", head_name, known)
         name = head_name or self._active_head_name("save_head()")
@@ -126,8 +126,8 @@ class StoringHeadsMixin(TablesMixin):
         facts = facts_of(self, call)
         if format != "native":
             # these look at weights of the base model, in one process
-            cure = "Write format='native', load it into a whole model, and save it from there."
-            sharding.refuse_if_sharded(self, call, cure)
+            hint = "Write format='native', load it into a whole model, and save it from there."
+            sharding.refuse_if_sharded(self, call, hint)
         sharding.save(self, stored, lambda s: formats.write(Path(folder), s, stem, format, facts))
 
     def _provenance(self, name: str) -> dict[str, Any]:
@@ -152,11 +152,11 @@ class StoringHeadsMixin(TablesMixin):
         Raises:
             StateError: different ones answer different rows.
         """
-        owners = static_heads.owners_of(self._selection.plan.setup)
-        found = {o if o in self._zoo.copies else None for o in owners}
+        owners = static_heads.owners_of(self._active.plan.setup)
+        found = {o if o in self._adapter_state.copies else None for o in owners}
         if len(found) > 1:
             raise StateError(
-                f"{call}: {self._selection.plan.setup!r} is active, whose rows have heads of their "
+                f"{call}: {self._active.plan.setup!r} is active, whose rows have heads of their "
                 f"own, so it cannot be told which is meant. Write set_active_adapters('a') first."
             )
         # a head that is loaded becomes a copy of an adapter that has none yet

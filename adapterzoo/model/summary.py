@@ -30,7 +30,7 @@ class SummaryMixin(AdaptersMixin):
                 quantised weight counts as the numbers that it stands for. `skip_layers` is there
                 where an active adapter has any.
         """
-        plan = self._selection.plan
+        plan = self._active.plan
         active = () if plan.setup is None else plan.setup.flatten()
         rows: list[dict[str, Any]] = []
         for name, config in self.adapters_config.items():

@@ -36,7 +36,7 @@ class TablesMixin(AdaptersMixin):
 
     def _tables_of(self, name: str) -> tuple[str, ...]:
         """Paths of the embeddings for which an adapter has a table; they share one."""
-        installed = self._zoo.installed.get(name)
+        installed = self._adapter_state.records.get(name)
         places = {} if installed is None else installed.places
         return tuple(path for path, ps in places.items() if ps[0].location == LOCATION)
 
@@ -51,7 +51,7 @@ class TablesMixin(AdaptersMixin):
         """The base model's table as it was before adapters were merged into it."""
         path = self._embedding_paths("save_adapter()")[0]
         weight = cast("Tensor", layer_at(self._backbone, path)._parameters["weight"])
-        return self._zoo.originals.get(path, {}).get("weight", weight)
+        return self._adapter_state.originals.get(path, {}).get("weight", weight)
 
     def _embedding_paths(self, call: str) -> tuple[str, ...]:
         """Paths of the modules that look tokens up in the table of the input embeddings.
@@ -88,7 +88,7 @@ class TablesMixin(AdaptersMixin):
             return
         self._refuse_if_overridden(name, call)
         self._refuse_if_fused(name, call)
-        there = self._zoo.installed[name].places
+        there = self._adapter_state.records[name].places
         if taken := [path for path in paths if path in there]:
             raise StateError(
                 f"{call}: the adapter {name!r} sits at {listing(taken)}, the embeddings that shall "
@@ -108,7 +108,7 @@ class TablesMixin(AdaptersMixin):
             base = inject.base_of(layer)
             ids = torch.arange(min(8, layer.num_embeddings), device=weight.device)
             table = Table(weight.shape[0], weight.shape[1], weight.device, weight.dtype)
-            table.attach(base)
+            table.init_from_layer(base)
             if not torch.equal(table(ids, base), base(ids)):
                 raise StateError(
                     f"{call}: the embedding at {path!r}, a {inject.plain_class(layer).__name__}, "
@@ -146,7 +146,7 @@ class TablesMixin(AdaptersMixin):
         if self._tables_of(name):
             return
         paths = paths or self._embedding_paths("train_adapter()")
-        installed, order = self._zoo.installed[name], list(self._zoo.installed)
+        installed, order = self._adapter_state.records[name], list(self._adapter_state.records)
         made: Made = {p: (m, list(installed.places[p])) for p, m in self.adapter_modules(name)}
         tables = self._make_tables(installed.config, paths)
         for path, (table, _) in list(tables.items())[:1]:
@@ -154,11 +154,13 @@ class TablesMixin(AdaptersMixin):
             with at_hand(layer), torch.no_grad():
                 # a model that is being loaded has no values yet, and the file has the table
                 if not any(p is not None and p.is_meta for p in layer._parameters.values()):
-                    inject.introduce(layer, table, self._zoo.originals.get(path, {}))
+                    inject.init_from_layer(
+                        layer, table, self._adapter_state.originals.get(path, {})
+                    )
         self._bring_in(name, installed.config, {**made, **tables}, False, installed.meta)
         # it was taken out and put back
         for each in order:
-            self._zoo.installed[each] = self._zoo.installed.pop(each)
+            self._adapter_state.records[each] = self._adapter_state.records.pop(each)
 
     # --- what is shared ---
 
@@ -174,7 +176,7 @@ class TablesMixin(AdaptersMixin):
         whole = self._backbone is cast("Any", self)
         start = "" if whole else f"{cast('Any', self).base_model_prefix}."
         found = {}
-        for name in self._zoo.installed:
+        for name in self._adapter_state.records:
             first, *rest = self._tables_of(name) or ("",)
             end = f"adapters.{name}.table.weight"
             found.update({f"{start}{p}.{end}": f"{start}{first}.{end}" for p in rest})
@@ -184,7 +186,7 @@ class TablesMixin(AdaptersMixin):
         """What shares its parameter with what: pairs of the base model, of heads and adapters."""
         pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
         # transformers asks for it in the constructor
-        return {**pairs, **self._ties()} if "_zoo" in vars(self) else pairs
+        return {**pairs, **self._ties()} if "_adapter_state" in vars(self) else pairs
 
     def _list_tied(self) -> None:
         tied = self._ties()

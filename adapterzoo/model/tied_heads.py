@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from adapterzoo.heads import LMHead, PredictionHead
-from adapterzoo.inject import Shelf
+from adapterzoo.inject import AdapterDict
 
 from .family import ties_output
 from .mixin import AdapterModelMixin
@@ -14,7 +14,7 @@ from .mixin import AdapterModelMixin
 class TiedHeadsMixin(AdapterModelMixin):
     """Ties heads, and tells transformers which parameters they share."""
 
-    heads: Shelf
+    heads: AdapterDict
     config: Any
 
     def _tie(self, head: PredictionHead, name: str | None = None) -> None:

@@ -97,8 +97,12 @@ class TrainingMixin(TablesMixin):
                 the base model's own parameters.
         """
         rest(self)
-        adapters = {id(p) for name in self._zoo.installed for p in self._parameters_of(name)}
-        adapters |= {id(p) for name in self._zoo.fusions for p in self._fusion_parameters(name)}
+        adapters = {
+            id(p) for name in self._adapter_state.records for p in self._parameters_of(name)
+        }
+        adapters |= {
+            id(p) for name in self._adapter_state.fusions for p in self._fusion_parameters(name)
+        }
         for parameter in self._backbone.parameters():
             # quantised weights have no gradient, not even those that call themselves floats
             may_train = parameter.is_floating_point() and packing_of(parameter) is None
@@ -108,7 +112,7 @@ class TrainingMixin(TablesMixin):
 
     def _fusion_parameters(self, name: str) -> Iterator[nn.Parameter]:
         """The parameters of the fusion layers of a name."""
-        for path in self._zoo.fusions[name].paths:
+        for path in self._adapter_state.fusions[name].paths:
             layer = cast("Any", self._backbone.get_submodule(path))
             yield from layer.adapters[fusion_key(name)].parameters()
 
@@ -118,7 +122,7 @@ class TrainingMixin(TablesMixin):
 
     def _train_heads(self, train_embeddings: bool = False) -> None:
         """Train the copies that the active adapters have of a static head, made here if need be."""
-        trained = list(static_heads.trained(self, self._selection.default.plan.setup))
+        trained = list(static_heads.trained(self, self._active.default.plan.setup))
         backbone = {id(p) for p in self._backbone.parameters()}
         for parameter in cast("nn.Module", self).parameters():
             if id(parameter) not in backbone:

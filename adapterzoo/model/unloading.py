@@ -10,7 +10,7 @@ from torch import nn
 from adapterzoo import inject
 from adapterzoo.composition import Stack, fusion_key, parse
 from adapterzoo.errors import StateError, listing
-from adapterzoo.selection import Plan
+from adapterzoo.runtime import Plan
 
 from . import static_heads
 from .fusing import FusionMixin
@@ -62,18 +62,19 @@ class UnloadingMixin(FusionMixin, MergingMixin):
     def _to_merge(self, names: Sequence[str] | None, call: str) -> tuple[str, ...]:
         """The names of the adapters that are to be merged and are not."""
         if names is None:
-            asked = self._active_stack(self._selection.default.plan, call)
+            asked = self._active_stack(self._active.default.plan, call)
         else:
             listed = names if isinstance(names, (list, tuple)) else self._stacked(names, call)
             for name in listed:
                 self._find(name, call)
             asked = tuple(dict.fromkeys(listed))
-        if not asked and not self._zoo.merged:
+        if not asked and not self._adapter_state.merged:
             raise StateError(
                 f"{call}: no adapter is active. Write merge_and_unload(['a']); adapters: "
-                f"{listing(self._zoo.installed)}. Or unload(), for the model without adapters."
+                f"{listing(self._adapter_state.records)}. Or unload(), for the model without "
+                f"adapters."
             )
-        return tuple(name for name in asked if name not in self._zoo.merged)
+        return tuple(name for name in asked if name not in self._adapter_state.merged)
 
     def _active_stack(self, plan: Plan, call: str) -> tuple[str, ...]:
         setup = plan.setup
@@ -100,7 +101,7 @@ class UnloadingMixin(FusionMixin, MergingMixin):
 
     def _refuse_unloading(self, call: str) -> None:
         refuse_if_sharded(self, call, "Write it before fully_shard(model).")
-        for plan in self._selection.overrides:
+        for plan in self._active.overrides:
             raise StateError(
                 f"{call}: an AdapterSetup of this thread holds, with {plan.setup!r}. Leave the "
                 f"'with AdapterSetup(…)' block first."
@@ -121,20 +122,20 @@ class UnloadingMixin(FusionMixin, MergingMixin):
         plain = cast("type[nn.Module]", self._class_alone())
         self._take_all()
         withdraw(self)
-        del self._zoo, self._selection
-        inject.become(cast("nn.Module", self), plain)
+        del self._adapter_state, self._active
+        inject.set_class(cast("nn.Module", self), plain)
         return self
 
     def _take_all(self) -> None:
         """Take every adapter and fusion out of the layers; merged weights stay."""
-        self._selection.default.plan = Plan(None, self._selection.default.plan.heads)
-        for name, fusion in self._zoo.fusions.items():
+        self._active.default.plan = Plan(None, self._active.default.plan.heads)
+        for name, fusion in self._adapter_state.fusions.items():
             for path in fusion.paths:
                 inject.take(self._backbone.get_submodule(path), fusion_key(name))
             static_heads.take(self, fusion_key(name))
-        self._zoo.fusions.clear()
-        for name in tuple(self._zoo.installed):
+        self._adapter_state.fusions.clear()
+        for name in tuple(self._adapter_state.records):
             self._remove(name)
-        self._zoo.merged = ()
-        self._zoo.originals.clear()
-        self._zoo.head.clear()
+        self._adapter_state.merged = ()
+        self._adapter_state.originals.clear()
+        self._adapter_state.head.clear()

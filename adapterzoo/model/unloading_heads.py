@@ -86,7 +86,7 @@ class UnloadingHeadsMixin(ShelfMixin):
 
         All of them are empty for the base model alone.
         """
-        names = self._selection.default.plan.heads
+        names = self._active.default.plan.heads
         if len(names) > 1:
             raise StateError(
                 f"{call}: the heads {listing(names)} are active, and a plain model has one. Write "

@@ -41,13 +41,13 @@ class VocabularyMixin(ShelfMixin):
         Raises:
             StateError: an adapter sits at the embedding.
         """
-        model, plan = cast("Any", self), self._selection.plan
+        model, plan = cast("Any", self), self._active.plan
         table = model.get_input_embeddings().weight
         found = [head for head in self.heads.values() if isinstance(head, LMHead)]
         # tying them anew changes heads that share the table
         before = [_output(head) for head in found]
         # transformers would resize the layer of one active head, whatever its config says
-        with self._selection.overridden(dataclasses.replace(plan, heads=())):
+        with self._active.overridden(dataclasses.replace(plan, heads=())):
             resized = super().resize_token_embeddings(
                 new_num_tokens, pad_to_multiple_of, mean_resizing
             )

@@ -112,12 +112,12 @@ _WEIGHT = st.floats(-4, 4).filter(lambda w: w == 0 or abs(w) > 1e-3)
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.lists(_WEIGHT, min_size=1, max_size=4), st.randoms(), st.sampled_from(sorted(STRATEGIES)))
 def test_the_order_of_adapters_means_nothing(weights, shuffler, name):
-    how = combination("", name, **options(name, density=1.0))
+    strategy = combination("", name, **options(name, density=1.0))
     own = tensors(len(weights))
     order = list(range(len(weights)))
     shuffler.shuffle(order)
-    found = how.mix([own[i] for i in order], [weights[i] for i in order])
-    torch.testing.assert_close(found, how.mix(own, weights), rtol=1e-12, atol=1e-12)
+    found = strategy.mix([own[i] for i in order], [weights[i] for i in order])
+    torch.testing.assert_close(found, strategy.mix(own, weights), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["total", "frequency"])
@@ -131,10 +131,10 @@ def test_elected_with_one_sign_everywhere_is_the_sum_by_the_count(count, method)
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_equal_tensors_with_weights_of_sum_one_are_that_tensor(count, name):
-    how = combination("", name, **options(name, density=1.0))
+    strategy = combination("", name, **options(name, density=1.0))
     (tensor,) = tensors(1)
-    weight = 1.0 if how.strategy.elects else 1.0 / count
-    equal(how.mix([tensor] * count, [weight] * count), tensor)
+    weight = 1.0 if strategy.strategy.elects else 1.0 / count
+    equal(strategy.mix([tensor] * count, [weight] * count), tensor)
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)

@@ -88,8 +88,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_config_that_was_edited_is_refused(model, saved, change):
     spoil, says = CHANGES[change]
     edit(saved, spoil)
-    cure = f"adapterzoo convert {str(saved)!r} NEW_FOLDER --to native --edited"
-    words = (CONFIG, says, "nothing has been loaded", cure, f"delete {CONFIG}")
+    hint = f"adapterzoo convert {str(saved)!r} NEW_FOLDER --to native --edited"
+    words = (CONFIG, says, "nothing has been loaded", hint, f"delete {CONFIG}")
     with refused(model, CheckpointError, *words):
         model.load_adapter(saved, load_as="b")
     # what the message says to write

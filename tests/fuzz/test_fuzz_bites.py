@@ -15,7 +15,7 @@ from weight_rules import WeightRules
 from adapterzoo import AdapterSetup
 from adapterzoo.checkpoint import native
 from adapterzoo.errors import AdapterZooError
-from adapterzoo.inject import Shelf
+from adapterzoo.inject import AdapterDict
 from adapterzoo.model import adapters as adapters_module
 from adapterzoo.model.merging import MergingMixin
 from adapterzoo.model.rows import RowsMixin
@@ -88,7 +88,7 @@ def a_reset_does_not_restore(patch):
     right = MergingMixin.reset_adapter
 
     def reset_adapter(self):
-        for kept in self._zoo.originals.values():
+        for kept in self._adapter_state.originals.values():
             for tensor in kept.values():
                 tensor.mul_(1 + 1e-3)
         right(self)
@@ -158,7 +158,10 @@ def training_thaws_a_base_weight(patch):
 def a_copy_shares_its_adapters(patch):
     # an empty one is that of the model that all others are copied from
     patch.setattr(
-        Shelf, "__deepcopy__", lambda self, memo: self if len(self) else Shelf(), raising=False
+        AdapterDict,
+        "__deepcopy__",
+        lambda self, memo: self if len(self) else AdapterDict(),
+        raising=False,
     )
 
 

@@ -422,10 +422,10 @@ def test_blocks_that_do_not_fit_say_which_do(d_in, fields, parts):
         BOFTConfig(**fields).build(site(d_in), CPU, torch.float32)
     for part in [*parts, "at 'block.0.query'"]:
         assert part in str(raised.value)
-    cure = str(raised.value).rpartition("BOFTConfig(")[2].partition(")")[0]
+    hint = str(raised.value).rpartition("BOFTConfig(")[2].partition(")")[0]
     if "nothing" not in str(raised.value):
         # what it says to write works
-        name, value = cure.split("=")
+        name, value = hint.split("=")
         config = BOFTConfig(**fields | {name: int(value)})
         m, blocks, b = config.build(site(d_in), CPU, torch.float32).boft_R.shape[:3]
         assert blocks * b == d_in

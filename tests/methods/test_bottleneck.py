@@ -19,7 +19,7 @@ from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer, find
 from adapterzoo.composition import Stack, compile_site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import ConfigError, SiteError
-from adapterzoo.inject import put, tap
+from adapterzoo.inject import capture_input, put
 from adapterzoo.methods.bottleneck import (
     AdapterPlusConfig,
     BnConfig,
@@ -28,7 +28,7 @@ from adapterzoo.methods.bottleneck import (
     SeqBnConfig,
     scaled_par_bn,
 )
-from adapterzoo.selection import Default, Plan, Selection
+from adapterzoo.runtime import ActiveState, Default, Plan
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def anatomy_of(model, kinds=("attention", "mlp"), note=""):
 
 def adapt(model, anatomy, configs, dtype=torch.float64):
     """Injects the configs, activates them as a stack; name → {(layer, sub-layer): adapter}."""
-    selection, made, present, taps = Selection(Default()), {}, {}, {}
+    selection, made, present, taps = ActiveState(Default()), {}, {}, {}
     for name, config in configs.items():
         for placement in config.placements(anatomy):
             site = placement.site
@@ -101,13 +101,15 @@ def adapt(model, anatomy, configs, dtype=torch.float64):
             made.setdefault(name, {})[site.layer, kind] = adapter
             present.setdefault(site.path, {})[name] = adapter
             if site.source is not None:
-                tap(model.get_submodule(site.source), site.path, name, selection, site.source)
+                capture_input(
+                    model.get_submodule(site.source), site.path, name, selection, site.source
+                )
                 taps.setdefault(site.source, {})[site.path] = None
     setup = Stack(*configs)
     selection.default.plan = Plan(
         setup=setup,
         steps={path: compile_site(setup, at, at.__getitem__) for path, at in present.items()},
-        taps={source: tuple(readers) for source, readers in taps.items()},
+        captures={source: tuple(readers) for source, readers in taps.items()},
     )
     return made
 

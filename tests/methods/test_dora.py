@@ -351,7 +351,7 @@ def test_a_stack_adds_changes_of_the_original_weight(tiny, family, convention):
             continue
         base = base_of(layer)
         x = torch.randn(3, module.lora_A.shape[1], dtype=torch.float64)
-        plain = base.plain(x)
+        plain = base.original(x)
         alone = [layer.adapters[n](x, base_of(layer)) - plain for n in ("a", "b")]
         both = evaluate(("a", "b"), dict(layer.adapters.items()), x, base)
         torch.testing.assert_close(both, plain + alone[0] + alone[1], rtol=1e-12, atol=1e-12)

@@ -105,7 +105,7 @@ def test_config_strings_and_dicts():
 
 
 @pytest.mark.parametrize(
-    ("config", "error", "wrong", "cure"),
+    ("config", "error", "wrong", "hint"),
     [
         ("dynamik", UnknownNameError, "'dynamik'", "Did you mean 'dynamic'"),
         ({"keys": True}, ConfigError, "'keys'", "'key'"),
@@ -120,11 +120,11 @@ def test_config_strings_and_dicts():
         ({"dropout_prob": 1.0}, ConfigError, "dropout_prob=1.0", "Write dropout_prob=0.1"),
     ],
 )
-def test_what_is_not_legal_is_refused(config, error, wrong, cure):
+def test_what_is_not_legal_is_refused(config, error, wrong, hint):
     with pytest.raises(error) as caught:
         AdapterFusionConfig.load(config)
     assert wrong in str(caught.value)
-    assert cure in str(caught.value)
+    assert hint in str(caught.value)
 
 
 @pytest.mark.parametrize("without", [{}, {"query": False}, {"query": False, "key": False}], ids=str)

@@ -16,7 +16,7 @@ from transformers import AutoModel
 
 from adapterzoo import init
 from adapterzoo.kernels import use
-from adapterzoo.methods._kept import Kept
+from adapterzoo.methods._weight_cache import WeightCache
 
 # torch.nn.parallel has a function of this name
 replicate_module = importlib.import_module("torch.nn.parallel.replicate")
@@ -38,7 +38,7 @@ def adapted(method, family="bert"):
 
 
 def kept(model):
-    return [m for m in model.modules() if isinstance(m, Kept)]
+    return [m for m in model.modules() if isinstance(m, WeightCache)]
 
 
 def filled(model):
@@ -404,7 +404,7 @@ def test_views_of_other_layouts_and_fused_rows_are_followed(family, method):
 def one():
     """A cache of its own."""
     with torch.no_grad():
-        yield Kept().eval()
+        yield WeightCache().eval()
 
 
 def test_what_is_forgotten_while_it_is_computed_is_not_kept(one):

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.contracts import Adapter, can_mix
+from adapterzoo.contracts import Adapter, can_batch
 from adapterzoo.errors import StateError
-from adapterzoo.inject.views import Layer
+from adapterzoo.inject.views import LayerCall
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.methods._gate import Gate
 
@@ -59,7 +59,7 @@ BATCHES = {"sorted": [0, 0, 1, 1], "mixed": [1, None, 0, 1, 1, None], "none of o
 
 def host(layer, residual):
     """A layer with a residual stream, of one batch."""
-    return Layer(layer, layer.forward, residual=residual)
+    return LayerCall(layer, layer.forward, residual=residual)
 
 
 def built(name, dtype=torch.float64):
@@ -98,8 +98,8 @@ def one_by_one(adapters, index, x, layer, residual):
 
 
 def mixed(adapters, index, x, base):
-    assert can_mix(adapters)
-    return type(adapters[0]).mixed(adapters, Groups.of(index), x, base)
+    assert can_batch(adapters)
+    return type(adapters[0]).forward_batched(adapters, Groups.of(index), x, base)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -231,8 +231,8 @@ def test_training_drops_and_evaluation_does_not(text, monkeypatch):
 def test_what_no_one_call_can_do_acts_on_its_rows_by_itself(pair, monkeypatch):
     monkeypatch.setitem(PAIRS, "unlike", pair)
     adapters, _ = built("unlike")
-    assert not can_mix(adapters)
-    assert all(can_mix([adapter]) for adapter in adapters)
+    assert not can_batch(adapters)
+    assert all(can_batch([adapter]) for adapter in adapters)
 
 
 def test_gates_are_heard_once_for_their_rows():
@@ -257,14 +257,14 @@ def test_a_method_that_mixes_and_says_not_how_is_told_what_to_write():
             return base(x)
 
         @classmethod
-        def mixes(cls, adapters):
+        def supports_batching(cls, adapters):
             return True
 
-    assert not can_mix([Half(), Half()])
+    assert not can_batch([Half(), Half()])
     with pytest.raises(StateError) as caught:
-        Half.mixed([Half()], None, torch.ones(1, 1), None)
-    assert str(caught.value).startswith("Half.mixed: ")
-    assert "def mixed(cls, adapters, groups, x, base)" in str(caught.value)
+        Half.forward_batched([Half()], None, torch.ones(1, 1), None)
+    assert str(caught.value).startswith("Half.forward_batched: ")
+    assert "def forward_batched(cls, adapters, groups, x, base)" in str(caught.value)
 
 
 WEIGHT_ADAPTERS = [name for name in PAIRS if name.startswith(("lora", "dora", "boft"))]

@@ -1,4 +1,4 @@
-"""Bad input: the error names the value and the cure, and nothing of the model has changed.
+"""Bad input: the error names the value and the hint, and nothing of the model has changed.
 
 What is wrong with files stands in `test_storing.py`, with merging in `test_merging.py`.
 """

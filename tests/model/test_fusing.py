@@ -372,7 +372,7 @@ def test_what_cannot_be_fused_is_refused():
         fuse = Fuse(Stack("lora", "b"), "c", name=name)
         with refused(model, CompositionError, "Stack('lora', 'b') has no adapter", "same places"):
             add(fuse, overwrite_ok=True, set_active=True)
-    assert list(model._zoo.fusions) == ["a,b", "b,c"]
+    assert list(model._adapter_state.fusions) == ["a,b", "b,c"]
 
 
 # --- training checkpoints ---

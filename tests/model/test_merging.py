@@ -161,7 +161,7 @@ def test_a_merge_that_is_interrupted_leaves_no_trace(tiny, monkeypatch, error):
 
     def interrupted(path, names, call):
         written(path, names, call)
-        if len(model._zoo.originals) == 3:
+        if len(model._adapter_state.originals) == 3:
             raise error
 
     monkeypatch.setattr(model, "_write", interrupted)
@@ -169,7 +169,7 @@ def test_a_merge_that_is_interrupted_leaves_no_trace(tiny, monkeypatch, error):
         model.merge_adapter("a")
     monkeypatch.undo()
     assert changes(before, snapshot(model)) == []
-    assert model._zoo.originals == {}
+    assert model._adapter_state.originals == {}
     assert same_bits(output(model), out)
 
 

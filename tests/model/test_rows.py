@@ -136,7 +136,7 @@ def test_rows_without_adapter_have_the_bits_of_the_base_model(family):
 def test_adapters_of_one_class_act_in_one_call(family, names):
     model = with_adapters(family, {**CONFIGS, "e2": "dora[r=3]"})
     model(**tiny_inputs(family, batch=len(names)), adapter_names=names)
-    (plan,) = model._zoo.plans.values()
+    (plan,) = model._adapter_state.plans.values()
     assert plan.steps
     # of a stack of different methods each layer is of one class
     assert all(step.layers is not None for step in plan.steps.values())
@@ -464,7 +464,7 @@ def test_after_a_forward_that_failed_the_next_one_is_right(fails, monkeypatch):
         with pytest.raises((RuntimeError, LookupError)):
             model(**{**inputs, **more}, adapter_names=names)
     assert torch.equal(model(**inputs).last_hidden_state, plain)
-    assert not model._selection.taps
+    assert not model._active.call.captures
     assert torch.equal(model(**inputs, adapter_names=["f", "c"]).last_hidden_state, expected)
 
 

@@ -66,7 +66,7 @@ def test_an_exception_ends_it(model):
     with pytest.raises(IndexError), AdapterSetup(A):
         model(input_ids=torch.tensor([[1000]]))
     assert not changes(before, snapshot(model))
-    assert not model._selection.taps
+    assert not model._active.call.captures
 
 
 def test_one_object_can_be_used_again_and_nested(model):
@@ -115,10 +115,10 @@ def test_a_setup_of_two_models_fails_as_one(tiny, model):
 
 
 @pytest.mark.parametrize(
-    ("name", "cure"), [("setup-aa", "Did you mean 'setup-a'?"), ("zzz", "Known adapter")]
+    ("name", "hint"), [("setup-aa", "Did you mean 'setup-a'?"), ("zzz", "Known adapter")]
 )
-def test_unknown_names_raise_unless_ignored(model, name, cure):
-    with refused(model, UnknownNameError, repr(name), cure), AdapterSetup(name):
+def test_unknown_names_raise_unless_ignored(model, name, hint):
+    with refused(model, UnknownNameError, repr(name), hint), AdapterSetup(name):
         pass
     setup = AdapterSetup(A, head_setup=name)
     with refused(model, UnknownNameError, repr(name), "adapter or head"), setup:
@@ -142,12 +142,12 @@ def test_setups_do_not_keep_models_alive(tiny):
 
 
 def test_what_is_in_use_is_not_pulled_away(model):
-    cure = "Leave the 'with AdapterSetup(…)' block first"
+    hint = "Leave the 'with AdapterSetup(…)' block first"
 
     def check():
-        with refused(model, StateError, f"'{A}'", cure):
+        with refused(model, StateError, f"'{A}'", hint):
             model.delete_adapter(A)
-        with refused(model, StateError, f"'{A}'", cure):
+        with refused(model, StateError, f"'{A}'", hint):
             model.add_adapter(A, "lora", overwrite_ok=True)
 
     for block in (AdapterSetup(A), AdapterSetup(Stack(B, A))):
@@ -157,13 +157,13 @@ def test_what_is_in_use_is_not_pulled_away(model):
             with AdapterSetup(None):
                 check()
             assert output(model).isfinite().all()
-    with AdapterSetup(B), AdapterSetup(None), refused(model, StateError, f"'{B}'", cure):
+    with AdapterSetup(B), AdapterSetup(None), refused(model, StateError, f"'{B}'", hint):
         model.merge_adapter(B)
     model.merge_adapter(B)
     merged = output(model)
     with AdapterSetup(B):
         assert same_bits(merged, output(model))
-        with refused(model, StateError, "reset_adapter()", cure.removesuffix(" first")):
+        with refused(model, StateError, "reset_adapter()", hint.removesuffix(" first")):
             model.reset_adapter()
     model.reset_adapter()
     model.delete_adapter(A)

@@ -68,7 +68,7 @@ def test_two_tasks_that_interleave_see_their_own(model):
     for setup, seen in zip((A, B), asyncio.run(main()), strict=True):
         for want, got in zip((setup, None, setup, None), seen, strict=True):
             assert same_bits(expected[want], got)
-    assert model._selection.overrides == []
+    assert model._active.overrides == []
 
 
 def test_a_task_without_a_setup_does_not_see_that_of_another(model):
@@ -204,7 +204,7 @@ def test_what_was_deleted_meanwhile_never_runs_as_the_base_model(model):
 def test_copies_inside_a_task_keep_the_default(model):
     async def main():
         with AdapterSetup(A):
-            return copy.deepcopy(model), pickle.loads(pickle.dumps(model._selection))
+            return copy.deepcopy(model), pickle.loads(pickle.dumps(model._active))
 
     made, selection = asyncio.run(main())
     assert made.active_adapters is None

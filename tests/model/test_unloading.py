@@ -70,7 +70,7 @@ def test_merge_and_unload_gives_the_own_class_back(case, tmp_path):
     assert list(found.state_dict()) == keys
     assert not any(isinstance(module, Adapted) for module in found.modules())
     assert json.dumps(found.config.to_dict())
-    assert {"_zoo", "_selection"}.isdisjoint(vars(found))
+    assert {"_adapter_state", "_active"}.isdisjoint(vars(found))
     merged = logits(found, family)
     close(merged, unmerged)
     assert (merged - logits(plain(family).double(), family)).abs().max() > 1e-2

@@ -35,7 +35,7 @@ _LOUD = {"return None", "swapped arguments"}
 # names of functions and variables that hold the text of errors
 _TEXT = re.compile(
     r"error|message|hint|refus|complain|raise|repr|__str__|describe|warn|wrong|differences|"
-    r"^(cure|lines|text|legal|known|told|advice)$"
+    r"^(hint|lines|text|legal|known|told|advice)$"
 )
 
 

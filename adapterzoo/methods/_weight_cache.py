@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 _PLAIN = {Tensor, nn.Parameter}
 
 
-class Kept(nn.Module):
+class WeightCache(nn.Module):
     """Computes a tensor, or gives the one computed before when nothing it came from has changed.
 
     A change is another version, which all in-place operations that autograd knows of give:

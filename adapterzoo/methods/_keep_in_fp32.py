@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adapterzoo.contracts import compute_dtype
 
 
-class KeepsWide(nn.Module):
+class KeepInFP32(nn.Module):
     """A module with parameters that move along with it, and that no cast narrows.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Which adapters act, for a model, a thread and an asyncio task.
 
-One `Selection` per model is shared by all its adapted layers. Three things say which plan holds,
+One `ActiveState` per model is shared by all its adapted layers. Three things say which plan holds,
 the first that is there: the override of the running call, which ends before any other task can run;
 the innermost block (`AdapterSetup`) of the calling thread and task; the default of all threads.
 
@@ -16,18 +16,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .composition import Composition, RowMap, Step
+from .contracts import Adapter, SharedInputAdapter
 from .errors import StateError
-from .families import Family
+from .kernels import mode
+
+SharedLayers: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
+"""Names of layers that read one input, each with the names of its adapters that can share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,9 @@ class Plan:
         setup: the composition it was made from; None for the plain base model.
         heads: the heads that answer; empty where the plan says nothing of heads.
         steps: site path to what the site evaluates; sites with nothing to do are absent.
-        taps: path of a module to the sites that want its input.
-        families: path of a module to those of its layers that read one input: each one's name in
-            the module, and its adapters that can make use of it.
+        captures: path of a module to the sites that read its input.
+        shared_inputs: path of a module to those of its layers that read one input: the name of
+            each in the module, and its adapters that can share.
         skip_layers: numbers of the blocks that were left out.
         rows: which rows of a batch take which part of the composition; None where all take all.
     """
@@ -48,8 +52,10 @@ class Plan:
     setup: Composition | None = None
     heads: tuple[str, ...] = ()
     steps: Mapping[str, Step] = field(default_factory=dict)
-    taps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    families: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = field(default_factory=dict)
+    captures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shared_inputs: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = field(
+        default_factory=dict
+    )
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
 
@@ -124,7 +130,77 @@ class Block:
             self._default.by_tasks = any(b.owner is not None for b in others)
 
 
-class Selection(threading.local):
+# numbers of an input
+FEW = 1 << 14
+
+
+class SharedInput:
+    """The adapters of query, key and value, or of gate and up, in one call of what holds them.
+
+    What is made for the others when the first one asks waits for them. Each gets it once, and
+    only for the very tensor that it was made from: whoever passes another one, or asks again, has
+    it made anew.
+    """
+
+    __slots__ = ("_members", "_waiting")
+
+    def __init__(self, members: Sequence[Adapter]) -> None:
+        """Nothing is made yet.
+
+        Args:
+            members: adapters of any classes.
+        """
+        self._members = members
+        self._waiting: list[tuple[SharedInputAdapter, Tensor, Any]] = []
+
+    def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
+        """What the adapter, which need not be a member, makes of x `[*batch, d_in]`."""
+        kind = type(adapter)
+        # of few tokens it costs more calls than it saves, but on a GPU launches count; training and
+        # evaluation do the same, so that without dropout they have the same bits
+        if x.numel() <= FEW and mode.is_plain(x):
+            return kind.from_input((adapter,), x)[0]
+        for i, (owner, source, part) in enumerate(self._waiting):
+            if owner is adapter and source is x:
+                del self._waiting[i]
+                return part
+        key = adapter.shared_input_key
+        alike: list[SharedInputAdapter] = [adapter]
+        if any(member is adapter for member in self._members):
+            for member in self._members:
+                if (
+                    member is not adapter
+                    and type(member) is kind
+                    and member.shared_input_key == key
+                ):
+                    alike.append(member)
+        made = kind.from_input(alike, x)
+        # what was made of another tensor before, and nobody has asked for, goes
+        self._waiting = [
+            entry for entry in self._waiting if entry[1] is x and entry[0] not in alike
+        ]
+        self._waiting += [(owner, x, part) for owner, part in zip(alike, made, strict=True)][1:]
+        return made[0]
+
+
+class CallContext:
+    """What happens in the calls of one thread; each entry is dropped with the call that made it.
+
+    Attributes:
+        captures: path of a site to the residual stream on its way from a captured module to it.
+        shared_input: the adapters of the running module whose layers read one input.
+        reads: running calls of modules that read changed parameters, innermost last, each with
+            the parameters that it has built.
+    """
+
+    def __init__(self) -> None:
+        """Start between two calls."""
+        self.captures: dict[str, Tensor] = {}
+        self.shared_input: SharedInput | None = None
+        self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
+
+
+class ActiveState(threading.local):
     """What is active, as the calling thread and task see it."""
 
     def __init__(self, default: Default) -> None:
@@ -142,14 +218,9 @@ class Selection(threading.local):
         self.noted: Held | None = None
         self.noted_of_task: Held | None = None
         self.owner: Any = None
-        # residual inputs on their way from a tapped module to the site that takes them
-        self.taps: dict[str, Tensor] = {}
-        # of the module now running whose layers read one input: theirs
-        self.family: Family | None = None
-        # calls now running of modules that read changed parameters, innermost last, and what
-        # each has read; it is dropped with the call
-        self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
-        self._pinned: Selection | None = None
+        # of the calls that run in this thread
+        self.call = CallContext()
+        self._pinned: ActiveState | None = None
 
     @property
     def plan(self) -> Plan:
@@ -220,7 +291,7 @@ class Selection(threading.local):
             yield
         finally:
             self.override = outer
-            self.taps.clear()
+            self.call.captures.clear()
 
     @contextmanager
     def entered(self, plan: Plan) -> Iterator[None]:
@@ -244,7 +315,7 @@ class Selection(threading.local):
             else:
                 self.noted_of_task = None if block.outer is None else block.outer.held
                 self.owner = owner
-            self.taps.clear()
+            self.call.captures.clear()
 
     @property
     def overrides(self) -> list[Plan]:
@@ -275,7 +346,7 @@ class Selection(threading.local):
         with _blocks_lock:
             return [b for b in self.default.blocks if b.is_open and b.thread == thread]
 
-    def pinned(self) -> Selection:
+    def pinned(self) -> ActiveState:
         """A selection of its own that holds, in every thread, what the calling thread sees now.
 
         It is the same one until the plan changes: the layers of a replica pass their taps on
@@ -283,16 +354,16 @@ class Selection(threading.local):
         """
         plan = self.plan
         if self._pinned is None or self._pinned.default.plan is not plan:
-            self._pinned = Selection(Default(plan))
+            self._pinned = ActiveState(Default(plan))
         return self._pinned
 
-    def __reduce__(self) -> tuple[type[Selection], tuple[Default]]:
+    def __reduce__(self) -> tuple[type[ActiveState], tuple[Default]]:
         """Copies and pickles keep the default; an override belongs to its thread."""
-        return Selection, (self.default,)
+        return ActiveState, (self.default,)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Selection:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActiveState:
         """A selection that shares nothing with this one; plans are immutable and stay shared."""
-        copied = Selection(Default(self.default.plan))
+        copied = ActiveState(Default(self.default.plan))
         memo[id(self)] = copied
         return copied
 
