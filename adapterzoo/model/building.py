@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.anatomy import Site, part_names
-from adapterzoo.configs import Placement
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject.quantised import is_quantised
@@ -60,6 +61,7 @@ def build(
     placements: list[Placement],
     model_dtype: torch.dtype,
     at: torch.device | None = None,
+    sharing: Mapping[int, int] = MappingProxyType({}),
 ) -> Adapter:
     """All adapters of one name at one layer, as one module, on its device and of its dtype.
 
@@ -69,12 +71,16 @@ def build(
         placements: what shall sit there.
         model_dtype: of the parameters where the layer is quantised.
         at: another device.
+        sharing: id of a config whose adapters share a module to its number in a union.
 
     Raises:
         ConfigError: a config does not fit its site, or two cannot share the layer.
     """
     device, dtype = device_of(layer), _dtype(layer, model_dtype)
     built = [p.config.build(p.site, at or device, dtype) for p in placements]
+    for placement, adapter in zip(placements, built, strict=True):
+        if id(placement.config) in sharing:
+            adapter.shared_key = "", sharing[id(placement.config)]
     sites = [p.site for p in placements]
     if len(built) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
         return built[0]
@@ -97,6 +103,31 @@ def build(
         inject.mergeable(part[2])
         grouped.setdefault(str(site.parameter).rpartition(".")[2], []).append(part)
     return inject.ExpertAdapters({n: inject.FusedAdapters(ps) for n, ps in grouped.items()})
+
+
+def build_shared(
+    config: AdapterConfig,
+    placements: Iterable[Placement],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> nn.ModuleDict:
+    """What the layers of an adapter share, by number of the config in a union; often nothing.
+
+    Args:
+        config: of the adapter.
+        placements: all of them.
+        device: where tensors are made.
+        dtype: of parameters.
+
+    Raises:
+        ConfigError: a config does not fit its sites.
+    """
+    listed, found = list(placements), nn.ModuleDict()
+    for number, member in enumerate(config.members):
+        sites = [p.site for p in listed if p.config is member]
+        if (shared := member.shared(sites, device, dtype)) is not None:
+            found[str(number)] = shared
+    return found
 
 
 @contextmanager

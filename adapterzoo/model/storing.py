@@ -299,6 +299,8 @@ class StoringMixin(StoringHeadsMixin):
     def _with_memory(self, adapter: Adapter, path: str, placements: list[Placement]) -> Adapter:
         """The adapter, which is on the meta device, as one on that of its layer."""
         layer = layer_at(self._backbone, path)
+        if not path:
+            return adapter.to_empty(device=device_of(layer))
         if give_memory(adapter, device_of(layer)):
             return adapter
         # a method that draws its values in a way of its own shall not disturb the caller's numbers
