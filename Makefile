@@ -122,7 +122,7 @@ devices: $(VENV)/.test-$(KEY)
 
 # the table that tests/test_anatomy.py and tests/test_architectures.py compare with what they find
 architectures: $(VENV)/.test-$(KEY)
-	$(BIN)/python -m adapterzoo.testing.architectures docs/architectures.md --workers $(WORKERS)
+	$(BIN)/python -m tests.architectures docs/architectures.md --workers $(WORKERS)
 
 # records anew and goes on to kill; tests/mutation/__init__.py says what each step does
 mutants: $(VENV)/.test-$(KEY)
