@@ -12,7 +12,7 @@ from transformers.utils.generic import ModelOutput
 from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.heads import PredictionHead
 
-from .family import pad_and_eos, text_config
+from .hf.backbone import pad_and_eos, text_config
 
 # of the base model, one row for each sequence
 _PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")

@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
+from adapterzoo.inject.building import own_parameters
 from adapterzoo.model import init
-from adapterzoo.model.building import own_parameters
 from adapterzoo.model.installed import is_whole
 
 from ._case import Case, like, run
