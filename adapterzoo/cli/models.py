@@ -18,7 +18,6 @@ from adapterzoo.checkpoint import formats
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.heads import head_types
-from adapterzoo.heads._lm import LMConfig
 from adapterzoo.hub.asking import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.hf.backbone import text_config
@@ -255,7 +254,7 @@ def _class_of(checkpoint: Checkpoint) -> Any:
 def _is_onto_vocabulary(checkpoint: Checkpoint) -> bool:
     """Whether the head ends in an embedding of the base model, of which files have a copy."""
     head = head_types.get(checkpoint.head_type or "")
-    return head is not None and issubclass(head, LMConfig)
+    return head is not None and head.scores_vocabulary
 
 
 def _has_part_magnitudes(stored: Stored) -> bool:
