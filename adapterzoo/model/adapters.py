@@ -17,12 +17,7 @@ from adapterzoo.composition import Composition, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import AdapterZooError, StateError
-from adapterzoo.names import check_name
-from adapterzoo.runtime import ActiveState, Default
-
-from . import static_heads
-from .batching import refuse_while_batching
-from .building import (
+from adapterzoo.inject.building import (
     at_hand,
     build,
     build_shared,
@@ -31,6 +26,11 @@ from .building import (
     inject_path,
     layer_at,
 )
+from adapterzoo.names import check_name
+from adapterzoo.runtime import ActiveState, Default
+
+from . import static_heads
+from .batching import refuse_while_batching
 from .installed import AdapterRecord, AdaptersConfig, AdapterState, families_of, is_whole
 from .planning import PlanningMixin
 from .setup import announce

@@ -13,11 +13,11 @@ from adapterzoo.averaging import Combination, combination, weighted
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CompositionError, listing
+from adapterzoo.inject.building import at_hand
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
 from . import static_heads
-from .building import at_hand
 from .sharding import refuse_if_sharded
 from .tables import TablesMixin
 

@@ -23,13 +23,13 @@ from adapterzoo.runtime import ActiveState
 from . import static_heads
 from .averaging import AveragingMixin
 from .batching import BatchesContinuously
+from .hf.towers import feature_names, with_rows
 from .listening import OutputRecorder
 from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
 from .rows import RowNames, RowsMixin, batch_size, named_inputs, repeated
 from .summary import SummaryMixin
-from .towers import feature_names, with_rows
 from .unloading import UnloadingMixin
 from .wrapped import peft_layer
 

@@ -20,10 +20,10 @@ from adapterzoo.checkpoint.digest import digest
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.inject.building import at_hand, device_of, layer_at
 from adapterzoo.methods._table import Table
 
 from .adapters import AdaptersMixin
-from .building import at_hand, device_of, layer_at
 
 Made = dict[str, tuple[Adapter, list[Placement]]]
 LOCATION = "embeddings"

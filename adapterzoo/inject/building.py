@@ -10,12 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo import inject
 from adapterzoo.anatomy import Site, part_names
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject.quantised import is_quantised
+
+from .adapted import AdapterDict
+from .parts import ExpertAdapters, FusedAdapters, mergeable
+from .quantised import is_quantised
 
 
 def layer_at(model: nn.Module, path: str) -> nn.Module:
@@ -97,12 +99,12 @@ def build(
         )
     parts = list(zip(part_names(sites), [s.output_slice for s in sites], built, strict=True))
     if sites[0].parameter is None:
-        return inject.FusedAdapters(parts)
+        return FusedAdapters(parts)
     grouped: dict[str, list[Any]] = {}
     for site, part in zip(sites, parts, strict=True):
-        inject.mergeable(part[2])
+        mergeable(part[2])
         grouped.setdefault(str(site.parameter).rpartition(".")[2], []).append(part)
-    return inject.ExpertAdapters({n: inject.FusedAdapters(ps) for n, ps in grouped.items()})
+    return ExpertAdapters({n: FusedAdapters(ps) for n, ps in grouped.items()})
 
 
 def build_shared(
@@ -154,7 +156,7 @@ def own_parameters(layer: nn.Module, with_quantised: bool = True) -> Iterator[nn
     if with_quantised or not is_quantised(layer):
         yield from (p for p in layer._parameters.values() if p is not None)
     for child in layer.children():
-        if not isinstance(child, inject.AdapterDict):
+        if not isinstance(child, AdapterDict):
             yield from own_parameters(child, with_quantised)
 
 
