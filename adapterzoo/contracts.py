@@ -113,7 +113,7 @@ class Adapter(nn.Module, ABC):
 
     Attributes:
         reads_call: whether `forward` asks for `base.call`.
-        shared_key: name of the adapter and number of its config in a union, under which
+        shared_key: name of the adapter, and in a union the number of its config, under which
             `base.shared` finds what its layers share; None where they share nothing.
         acts_on: `"output"` for a function of the layer's output or a delta beside it,
             `"input"` for one that changes the layer's input. It says in which order a `Stack`
@@ -122,7 +122,7 @@ class Adapter(nn.Module, ABC):
 
     acts_on: ClassVar[str] = "output"
     reads_call: bool = False
-    shared_key: tuple[str, int] | None = None
+    shared_key: tuple[str, int | None] | None = None
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take initial values from the layer: called once, before a fresh adapter is put there.

@@ -229,17 +229,18 @@ class CallContext:
             )
         return self.stacks[-1].call
 
-    def shared(self, key: tuple[str, int]) -> nn.Module:
+    def shared(self, key: tuple[str, int | None]) -> nn.Module:
         """Return what the layers of an adapter share, on this replica.
 
         Args:
-            key: name of the adapter, and number of its config in a union.
+            key: name of the adapter, and in a union the number of its config.
         """
         name, member = key
         # a replica has modules of its own, which only the modules around the layer know
         found = next((f.shared for f in reversed(self.stacks) if f.shared is not None), None)
         shared: Any = self._default.shared if found is None else found
-        return cast("nn.Module", shared._modules[name]._modules[str(member)])
+        own = shared._modules[name]
+        return cast("nn.Module", own if member is None else own._modules[str(member)])
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -53,8 +53,8 @@ Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
 """Parameter name to tensor, at one place or adapter-wide."""
 
-SHARED = "shared"
-"""Where our checkpoints keep adapter-wide tensors: `shared/<parameter>`."""
+SHARED = ""
+"""Where our checkpoints keep adapter-wide tensors: `/<parameter>`, at the path of the base model."""
 
 _RELEASE = re.compile(r"adapters\.(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)")
 
@@ -80,7 +80,7 @@ class Container:
         name: "loras", "adapters", "refts", "prefix_tunings", "shared_parameters", …
         at: what `<path>` leads to. "layer": a linear layer. "sublayer": the attention or
             feed-forward part of a block. "block": a block. "attention": an attention module.
-            "model": the model; these are adapter-wide tensors, ours under `shared/`.
+            "model": the model; these are adapter-wide tensors, ours at the path `SHARED`.
         below: the end of `<path>` beneath that, e.g. "reft_layer", "prefix_tuning".
         locations: at "sublayer": the kind of the sub-layer to `Placement.location`.
         duplicates: ends of paths under which the file repeats the tensors; ignored.

@@ -63,7 +63,7 @@ def build(
     placements: list[Placement],
     model_dtype: torch.dtype,
     at: torch.device | None = None,
-    sharing: Mapping[int, int] = MappingProxyType({}),
+    sharing: Mapping[int, int | None] = MappingProxyType({}),
 ) -> Adapter:
     """All adapters of one name at one layer, as one module, on its device and of its dtype.
 
@@ -112,14 +112,18 @@ def build_shared(
     placements: Iterable[Placement],
     device: torch.device,
     dtype: torch.dtype,
-) -> nn.ModuleDict:
-    """What the layers of an adapter share, by number of the config in a union; often nothing.
+) -> tuple[nn.Module | None, dict[int, int | None]]:
+    """What the layers of an adapter share, None for nothing; and which configs have a part of it.
 
     Args:
         config: of the adapter.
         placements: all of them.
         device: where tensors are made.
         dtype: of parameters.
+
+    Returns:
+        The module, one for each number of a config in a union; id of a config to that number,
+        None outside of unions.
 
     Raises:
         ConfigError: a config does not fit its sites.
@@ -128,8 +132,10 @@ def build_shared(
     for number, member in enumerate(config.members):
         sites = [p.site for p in listed if p.config is member]
         if (shared := member.shared(sites, device, dtype)) is not None:
+            if member is config:
+                return shared, {id(member): None}
             found[str(number)] = shared
-    return found
+    return found or None, {id(config.members[int(number)]): int(number) for number in found}
 
 
 @contextmanager

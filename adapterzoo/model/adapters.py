@@ -259,13 +259,13 @@ class AdaptersMixin(PlanningMixin):
             inject.check_put(layer, path)
         placements = [p for ps in by_path.values() for p in ps]
         first = next(iter(layers.values()))
-        shared = build_shared(config, placements, device or device_of(first), dtype)
-        sharing = {id(config.members[int(number)]): int(number) for number in shared}
+        at = device or device_of(first)
+        shared, sharing = build_shared(config, placements, at, dtype)
         made: dict[str, tuple[Any, list[Placement]]] = {
             path: (build(layers[path], path, ps, dtype, device, sharing), ps)
             for path, ps in by_path.items()
         }
-        if shared:
+        if shared is not None:
             made[""] = shared, []
         return made
 
