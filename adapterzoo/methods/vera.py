@@ -26,6 +26,7 @@ from torch.nn.functional import dropout, linear
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import (
     MAX_WIDTH,
+    Placement,
     architectures,
     config_strings,
     require_choice,
@@ -90,9 +91,10 @@ class VeraConfig(TargetedConfig):
         return self.vera_b == 0.0
 
     def shared(
-        self, sites: Sequence[Site], device: torch.device, dtype: torch.dtype
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> Projections:
         """A and B of all layers, as wide as the widest."""
+        sites = [placement.site for placement in placements]
         return Projections(self, sites, device, DTYPES[self.dtype] if self.dtype else dtype)
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Vera:
