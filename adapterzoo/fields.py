@@ -166,7 +166,7 @@ class Maybe(Check):
 
 @dataclass(frozen=True)
 class Either(Check):
-    """What one of two checks accepts."""
+    """What one of two checks accepts; only the second may convert."""
 
     first: Check
     second: Check
@@ -175,6 +175,10 @@ class Either(Check):
     def legal(self) -> str:  # type: ignore[override]
         """Those of both."""
         return f"{self.first.legal}, or {self.second.legal}"
+
+    def convert(self, value: Any, default: Any) -> Any:
+        """Return what the first accepts as it is, all else as the second converts it."""
+        return value if self.first.fits(value) else self.second.convert(value, default)
 
     def fits(self, value: Any) -> bool:
         """Return whether one of them accepts it."""
@@ -204,6 +208,7 @@ class Layers(Check):
 
 
 FLAG = Choice(False, True)
+FACTOR = Range(-1e9, 1e9)
 SEED = Maybe(Range(-(2**63), 2**63 - 1))
 
 

@@ -20,10 +20,10 @@ from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.heads import head_types
 from adapterzoo.hub.asking import StrictDataclassError
 from adapterzoo.model import init
-from adapterzoo.model.facts import facts_of
-from adapterzoo.model.family import text_config
+from adapterzoo.model.hf.backbone import text_config
+from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.task_classes import task_class
 from adapterzoo.model.output_layers import FIELD
-from adapterzoo.model.task_classes import task_class
 
 from .checkpoints import Checkpoint
 from .early import no_base

@@ -12,6 +12,7 @@ from adapterzoo.activations import ActivationName
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import (
+    FACTOR,
     MAX_WIDTH,
     SEED,
     Check,
@@ -19,7 +20,6 @@ from adapterzoo.fields import (
     Either,
     Layers,
     Positive,
-    Range,
     Share,
     declared,
     field,
@@ -131,7 +131,7 @@ class BottleneckFields(AdapterConfig):
     init_weights: str = field("bert", Choice("bert", "mam_adapter", "houlsby"))
     init_weights_seed: int | None = field(None, SEED)
     is_parallel: bool = False
-    scaling: float | str = field(1.0, Either(Range(-1e9, 1e9), Choice("learned", "channel")))
+    scaling: float | str = field(1.0, Either(FACTOR, Choice("learned", "channel")))
     use_gating: bool = False
     residual_before_ln: bool | str = field(True, Choice(True, False, "post_add"))
     adapter_residual_before_ln: bool = False

@@ -21,7 +21,7 @@ from adapterzoo.averaging import Combination
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, upcast
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.fields import MAX_WIDTH, SEED, Check, Choice, Range, Share, field
+from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Check, Choice, Range, Share, field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.low_rank import shrink
 
@@ -30,7 +30,7 @@ from ._low_rank_combining import combined_config, combined_factors
 from ._targets import TargetedConfig, check_patterns
 
 _T = TypeVar("_T")
-_RANK, _ALPHA = Range(1, MAX_WIDTH), Range(-1e9, 1e9)
+_RANK = Range(1, MAX_WIDTH)
 
 
 class Patterns(Check):
@@ -85,13 +85,13 @@ class LowRankConfig(TargetedConfig):
     """
 
     r: int = field(8, _RANK)
-    alpha: float = field(8, _ALPHA)
+    alpha: float = field(8, FACTOR)
     dropout: float = field(0.0, Share())
     init_weights: str = field("lora", Choice("lora", "bert"))
     init_weights_seed: int | None = field(None, SEED)
     use_rslora: bool = False
     rank_pattern: Mapping[str, int] = field({}, Patterns("r", _RANK, 8))
-    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", _ALPHA, 8))
+    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
     dtype: str | None = field(None, DTYPE)
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:

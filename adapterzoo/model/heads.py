@@ -16,7 +16,8 @@ from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.heads import HeadConfig, PredictionHead, head_types, labels_from
 
 from .averaging_heads import AveragingHeadsMixin
-from .family import describe
+from .hf.backbone import describe
+from .hf.towers import refuse_unreadable
 from .inputs import decoder_labels, head_input, shift_labels
 from .output_layers import FIELD, with_output, without_output
 from .outputs import MultiHeadOutput, answer
@@ -31,7 +32,6 @@ from .row_heads import (
     total,
     with_copies,
 )
-from .towers import refuse_unreadable
 from .unloading_heads import UnloadingHeadsMixin
 from .vocabulary import VocabularyMixin
 

@@ -12,7 +12,7 @@ from transformers.utils.generic import ModelOutput
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.heads import PredictionHead
 
-from .family import pad_and_eos, text_config
+from .hf.backbone import pad_and_eos, text_config
 
 
 def decoder_labels(heads: Iterable[PredictionHead], given: Mapping[str, Any]) -> Tensor | None:

@@ -17,12 +17,12 @@ from adapterzoo.runtime import Plan
 
 from .add_heads import AddHeadsMixin
 from .batching import refuse_while_batching
-from .family import ties_output
+from .hf.backbone import ties_output
+from .hf.towers import fresh_head
 from .output_layers import start_with
 from .row_heads import refuse_composed
 from .sharding import refuse_if_sharded
 from .tied_heads import TiedHeadsMixin
-from .towers import fresh_head
 
 
 class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):

@@ -7,7 +7,7 @@ from typing import Any, cast
 from adapterzoo.heads import PredictionHead
 from adapterzoo.inject import AdapterDict
 
-from .family import ties_output
+from .hf.backbone import ties_output
 from .mixin import AdapterModelMixin
 
 

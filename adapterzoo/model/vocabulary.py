@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.heads import PredictionHead
 
-from .family import describe
+from .hf.backbone import describe
 from .shelf import ShelfMixin
 
 

@@ -22,12 +22,12 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError
 
-from .facts import facts_of
-from .family import describe, text_config
+from .backbone import describe, text_config
+from .info import facts_of
 from .static_table import from_static, is_task
 
 if TYPE_CHECKING:
-    from .heads import HeadsMixin
+    from adapterzoo.model.heads import HeadsMixin
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_HEAD = "default"

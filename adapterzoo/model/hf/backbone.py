@@ -10,8 +10,7 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo.errors import ConfigError
 from adapterzoo.heads import Backbone, HeadConfig, Pooling
-
-from .building import own_parameters
+from adapterzoo.inject.building import own_parameters
 
 # vision models that pool over patches and norm the result, with or without a class token
 _POOLING_VISION = frozenset({"beit", "data2vec-vision"})
