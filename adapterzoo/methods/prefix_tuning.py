@@ -25,23 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from adapterzoo.activations import activation
+from adapterzoo.activations import ActivationName, activation
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.configs import (
-    MAX_WIDTH,
-    AdapterConfig,
-    Placement,
-    architectures,
-    config_strings,
-    require_choice,
-    require_layers,
-    require_range,
-)
+from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
 from adapterzoo.contracts import AttentionAdapter, BaseLayer, Prefix
 from adapterzoo.errors import SiteError
+from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
 
 from ._bottleneck_layer import Affine
-from ._init import constant, drawn, generator, kaiming, normal, require_seed, uniform
+from ._init import constant, drawn, generator, kaiming, normal, uniform
 
 
 @architectures.register("prefix_tuning")
@@ -70,32 +62,16 @@ class PrefixTuningConfig(AdapterConfig):
 
     encoder_prefix: bool = True
     cross_prefix: bool = True
-    leave_out: tuple[int, ...] = ()
+    leave_out: tuple[int, ...] = field((), Layers())
     flat: bool = False
-    prefix_length: int = 30
-    bottleneck_size: int = 512
-    non_linearity: str = "tanh"
-    dropout: float = 0.0
+    prefix_length: int = field(30, Range(1, MAX_WIDTH))
+    bottleneck_size: int = field(512, Range(1, MAX_WIDTH))
+    non_linearity: str = field("tanh", ActivationName())
+    dropout: float = field(0.0, Share())
     use_gating: bool = False
     shared_gating: bool = True
-    init_weights_seed: int | None = None
-    convention: str = "paper"
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ConfigError: a value is not legal.
-        """
-        for field in ("encoder_prefix", "cross_prefix", "flat", "use_gating", "shared_gating"):
-            require_choice(self, field, (True, False))
-        require_layers(self, "leave_out")
-        require_range(self, "prefix_length", 1, MAX_WIDTH)
-        require_range(self, "bottleneck_size", 1, MAX_WIDTH)
-        require_range(self, "dropout", 0.0, 1.0 - 1e-9)
-        require_choice(self, "convention", ("paper", "adapterhub"))
-        require_seed(self)
-        activation(self.non_linearity)
+    init_weights_seed: int | None = field(None, SEED)
+    convention: str = field("paper", Choice("paper", "adapterhub"))
 
     @property
     def starts_as_identity(self) -> bool:
