@@ -18,10 +18,12 @@ A message says what was asked, what is wrong (with the value), what is legal, an
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -118,6 +120,24 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
+@contextlib.contextmanager
+def naming(call: str) -> Iterator[None]:
+    """Let errors from inside begin with a call; only the outermost one is named."""
+    if _calls.inside:
+        yield
+        return
+    _calls.inside = True
+    try:
+        yield
+    except AdapterZooError as error:
+        # some functions below still name their caller themselves
+        if not str(error).startswith((call, f"{call.partition('(')[0]}(")):
+            error.args = (f"{call}: {error}", *error.args[1:])
+        raise
+    finally:
+        _calls.inside = False
+
+
 def names_call(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function: errors from inside it begin with the call the user wrote.
 
@@ -133,22 +153,13 @@ def names_call(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def named(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _calls.inside:
+        given = [*args[is_method:][:1], *(kwargs[name] for name in first if name in kwargs)]
+        with naming(f"{function.__name__}({_shortened(given[0]) if given else ''})"):
             return function(*args, **kwargs)
-        _calls.inside = True
-        try:
-            return function(*args, **kwargs)
-        except AdapterZooError as error:
-            given = [*args[is_method:][:1], *(kwargs[name] for name in first if name in kwargs)]
-            call = f"{function.__name__}({_shortened(given[0]) if given else ''})"
-            error.args = (f"{call}: {error}", *error.args[1:])
-            raise
-        finally:
-            _calls.inside = False
 
     return cast("Callable[P, T]", named)
 
 
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    text = repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.configs import AdapterConfig, Placement
+
+
+def shared_key(number: int, parameter: str) -> str:
+    """The key of an adapter-wide tensor.
+
+    Args:
+        number: of the config in a union.
+        parameter: of the module that `AdapterConfig.shared` made.
+    """
+    return f"/{number}.{parameter}"
+
+
+def shared_tensors(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The adapter-wide tensors of a config in a union, by parameter."""
+    start = shared_key(number, "")
+    return {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +42,7 @@ class Place:
     part: str
 
     def key(self, parameter: str) -> str:
-        """The key of one of its parameters in `Stored.adapter`."""
+        """The key of one of its parameters in `Checkpoint.adapter`."""
         return f"{self.path}/{self.part}{parameter}"
 
 

@@ -19,9 +19,9 @@ from transformers.utils.hub import cached_file
 
 from adapterzoo import hub
 from adapterzoo.checkpoint import files, folders, formats, native
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, naming
 from adapterzoo.heads import HeadConfig
-from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.static_table import is_task
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 
@@ -118,14 +118,14 @@ def with_edits(call: str, path: str, revision: str | None) -> Iterator[Checkpoin
         HubError: it cannot be fetched.
     """
     folder = hub.resolve(path, revision, call=call)
-    with folders.reading(call, folder):
-        there = [stem for stem in formats.STEMS if formats.of(folder, stem) == "native"]
+    with naming(call), folders.reading(folder):
+        there = [stem for stem in formats.KINDS if formats.of(folder, stem) == "native"]
         if not there:
             raise CheckpointError(
                 f"{call} --edited: {path!r} holds no checkpoint in the native format; of other "
                 f"formats the config is taken as it stands. Leave --edited out."
             )
-        contents = native.resealed(folder, there[0])
+        contents = native.encode(native.load(folder, there[0], edited=True), there[0])
     with tempfile.TemporaryDirectory() as copy:
         files.write_all(Path(copy), contents)
         yield dataclasses.replace(open_checkpoint(call, copy), path=path)
@@ -232,21 +232,20 @@ def _target(found: Fitted, call: str, own: str | None, architecture: str | None)
         CheckpointError: the class that the user chose has another head.
     """
     name = architecture or own
-    head = found.stored.document.get("head")
+    head = found.stored.metadata.get("head")
     if head is None:
         return _Target(name)
     if architecture is not None and not is_task(architecture):
         return _Target(name, lost=f"a {name} has none. {_CURE}")
     if "static" in head:
         return _Target(architecture or str(head["static"]), head)
-    facts = facts_of(found.model, call)
+    info = info_of(found.model)
     if architecture is not None:
-        return _Target(name, head, facts.to_static(architecture, head, found.stored.head))
+        return _Target(name, head, info.to_static(architecture, head, found.stored.head))
     try:
-        task, tensors = class_for(found.stored, facts, name)
+        task, tensors = class_for(found.stored, info, name)
     except CheckpointError as error:
-        reason = str(error).removeprefix(f"{call}: ")
-        return _Target(name, lost=f"the class is that of the base model, as {reason}")
+        return _Target(name, lost=f"the class is that of the base model, as {error}")
     return _Target(task, head, tensors)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
+from adapterzoo.spelling import HeadSpelling, head_spellings
 
 from ._base import Backbone, head_types
 from ._layers import COUNT, LayersConfig, LayersHead
@@ -211,3 +212,18 @@ class MultipleChoiceHead(PooledHead):
                 f"num_choices={choices}. Write input_ids of shape [batch, {choices}, tokens]."
             )
         return super().forward(hidden, mask).view(-1, choices)  # [batch, num_choices]
+
+
+head_spellings.register("classification")(
+    HeadSpelling(
+        peft_task="SEQ_CLS", task_classes="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+    )
+)
+head_spellings.register("multilabel_classification")(
+    HeadSpelling(
+        peft_task="SEQ_CLS", task_classes="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+    )
+)
+head_spellings.register("image_classification")(
+    HeadSpelling(task_classes="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+)

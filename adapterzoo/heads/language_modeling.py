@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Maybe, Range, Share, field
+from adapterzoo.spelling import HeadSpelling, head_spellings
 
 from ._base import Backbone, head_types
 from ._lm import LMConfig, LMHead
@@ -89,3 +90,13 @@ class Seq2SeqLMConfig(LMConfig):
                 "add_seq2seq_lm_head: the model is no encoder–decoder. Write add_causal_lm_head."
             )
         return LMHead(self, backbone, None, 0.0)
+
+
+head_spellings.register("causal_lm")(
+    HeadSpelling(peft_task="CAUSAL_LM", task_classes="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+)
+head_spellings.register("seq2seq_lm")(
+    HeadSpelling(
+        peft_task="SEQ_2_SEQ_LM", task_classes="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
+    )
+)

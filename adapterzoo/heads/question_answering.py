@@ -9,14 +9,16 @@ Differs from AdapterHub: a position outside of the text does not count on either
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
+from adapterzoo.spelling import HeadSpelling, head_spellings
 
 from ._base import Backbone, head_types
 from ._layers import LayersConfig, LayersHead
@@ -89,3 +91,19 @@ class QuestionAnsweringHead(LayersHead):
         first = cross_entropy(start, kept[:, 0], count)
         last = cross_entropy(end, kept[:, 1], count)
         return (first + last) / 2
+
+
+def _adapterhub_quirk(model_type: str, config: Mapping[str, Any]) -> str | None:
+    # seen by comparing outputs: adapters scales for every head but those of whole sequences
+    if model_type in ("mt5", "t5") and config.get("tie_word_embeddings"):
+        return "scales the hidden states"
+    return None
+
+
+head_spellings.register("question_answering")(
+    HeadSpelling(
+        peft_task="QUESTION_ANS",
+        task_classes="MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+        adapterhub_quirk=_adapterhub_quirk,
+    )
+)

@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from adapterzoo.fields import field
+from adapterzoo.spelling import HeadSpelling, head_spellings
 
 from ._base import Backbone, head_types
 from ._layers import COUNT, LayersConfig, LayersHead
@@ -60,3 +61,8 @@ class TaggingHead(LayersHead):
         if isinstance(logits, tuple):
             (logits,) = logits
         return cross_entropy(logits, labels, count)
+
+
+head_spellings.register("tagging")(
+    HeadSpelling(peft_task="TOKEN_CLS", task_classes="MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES")
+)

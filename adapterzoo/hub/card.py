@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from adapterzoo.checkpoint.foreign import read_json
+from adapterzoo.checkpoint.files import read_json
 from adapterzoo.errors import ConfigError, listing
 
 from .base_names import BASE_NAMES, base_name
@@ -201,8 +201,7 @@ def load_code(
 
 
 def _document(file: Path) -> dict[str, Any]:
-    call = f"model card of {str(file.parent)!r}"
-    return read_json(call, file, "Write a folder that save_adapter made")
+    return read_json(file, "Write a folder that save_adapter made")
 
 
 def card_text(call: str, words: Mapping[str, Any], **more: Any) -> CardText:

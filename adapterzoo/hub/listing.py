@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo
 
-from adapterzoo.checkpoint.foreign import read_json
+from adapterzoo.checkpoint.files import read_json
 from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing
 
 from .asking import Caller
@@ -131,9 +131,9 @@ def adapter_info(
         digest = digests[ADAPTER_CONFIG]
         file = fetch_file(caller, Place(adapter_id), ADAPTER_CONFIG, model.sha, digest)
         try:
-            document = read_json(call, file, "Tell its author")
+            document = read_json(file, "Tell its author")
         except CheckpointError as error:
-            raise HubError(str(error)) from error
+            raise HubError(f"{call}: {error}") from error
     return _info(model, document)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
 from adapterzoo.checkpoint import folders
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, listing, naming
 
 from .asking import Caller
 from .base_names import with_base_name
@@ -114,7 +114,7 @@ def _contents(
 ) -> dict[str, bytes]:
     """The files of an adapter by name, all of one save, and its card: its own or a new one."""
     # while the Hub is asked, another process may save to the folder
-    with folders.reading(call, folder):
+    with naming(call), folders.reading(folder):
         there = sorted(file.name for file in folder.glob("*") if file.is_file())
         names = wanted(there)
         if not names:

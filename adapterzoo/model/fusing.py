@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.checkpoint import fusions, native
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint import fit, fusions
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.composition import Fuse, fusion_key, fusions_of, parse, without
 from adapterzoo.contracts import FusibleAdapter
 from adapterzoo.errors import (
@@ -23,6 +23,7 @@ from adapterzoo.errors import (
     DuplicateNameError,
     SiteError,
     StateError,
+    names_call,
     unknown_name,
 )
 from adapterzoo.inject.quantised import settle
@@ -31,7 +32,7 @@ from adapterzoo.names import check_name
 
 from . import sharding, static_heads
 from .hf.backbone import text_config
-from .hf.info import facts_of
+from .hf.info import info_of
 from .installed import FusionRecord
 from .records import check_meta
 from .refusals import lasts_of
@@ -161,6 +162,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
 
     # --- save and load ---
 
+    @names_call
     def save_adapter_fusion(
         self,
         save_directory: str | os.PathLike[str],
@@ -185,7 +187,7 @@ class FusionMixin(StoringMixin, TrainingMixin):
         call = f"save_adapter_fusion({name!r})"
         found = self._find_fusion(name, call)
         check_meta(call, meta_dict)
-        fusions.check_format(call, format)
+        fusions.check_format(format)
         sharding.rest(self)
         document = {
             **self._provenance(name),
@@ -193,11 +195,12 @@ class FusionMixin(StoringMixin, TrainingMixin):
             "adapter_names": list(found.adapters),
             "meta": dict(meta_dict or {}),
         }
-        stored = Stored(document, tensors_of(dict(self.fusion_modules(name))))
-        folder, facts = Path(save_directory), facts_of(self, call)
+        stored = Checkpoint(document, tensors_of(dict(self.fusion_modules(name))))
+        folder, info = Path(save_directory), info_of(self)
         fused = [self._find(adapter, call).config for adapter in found.adapters]
-        sharding.save(self, stored, lambda s: fusions.write(folder, s, format, facts, fused))
+        sharding.save(self, stored, lambda s: fusions.write(folder, s, format, info, fused))
 
+    @names_call
     def load_adapter_fusion(
         self,
         adapter_fusion_name_or_path: str | os.PathLike[str],
@@ -229,21 +232,21 @@ class FusionMixin(StoringMixin, TrainingMixin):
         """
         call = f"load_adapter_fusion({str(adapter_fusion_name_or_path)!r})"
         sharding.refuse_if_sharded(self, call, "Load it before fully_shard(model).")
-        folder, facts = Path(adapter_fusion_name_or_path), facts_of(self, call)
-        stored = fusions.read(folder, facts, lambda name: self._find(name, call).config)
-        names, values = stored.document.get("adapter_names"), stored.document.get("config")
+        folder, info = Path(adapter_fusion_name_or_path), info_of(self)
+        stored = fusions.read(folder, info, lambda name: self._find(name, call).config)
+        names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")
         if not isinstance(names, list) or not isinstance(values, Mapping) or not _are_names(names):
             raise CheckpointError(f"{call}: the checkpoint holds no fusion. Save it again.")
-        name = load_as or str(stored.document.get("name"))
+        name = load_as or str(stored.metadata.get("name"))
         fuse = Fuse(*names, name=None if name == ",".join(names) else check_name(call, name))
         self._free_fusion(fuse.name, overwrite_ok, call)
         config = AdapterFusionConfig.load(values)
         with torch.random.fork_rng(devices=()):
             made = self._make_fusion(tuple(names), config, call)
-        native.check_fit(call, type(self).__name__, stored.adapter, tensors_of(made), dtype)
+        fit.check_fit(type(self).__name__, stored.adapter, tensors_of(made), dtype)
         for path, layer in made.items():
             own = {k.partition("/")[2]: t for k, t in stored.adapter.items() if _is_at(k, path)}
-            native.fill(layer.to(dtype), own)
+            fit.fill(layer.to(dtype), own)
         self._enter_fusion(fuse, config, made, set_active)
         return fuse.name
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from adapterzoo.checkpoint import native
+from adapterzoo.checkpoint import fit
 from adapterzoo.composition import Composition, RowMap
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.heads import HeadConfig, PredictionHead, head_types, labels_from
@@ -332,14 +332,14 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         tensors = with_output(
             call, empty, map(self.get_head, self.heads), record.document, record.tensors, dtype
         )
-        native.check_fit(call, type(self).__name__, tensors, fits, dtype)
+        fit.check_fit(type(self).__name__, tensors, fits, dtype)
         head = self._built(config)
         refuse_unreadable(self, call, head)
         skeleton = self._own_tensors(head)
         if dtype is not None:
             for tensor in skeleton.values():
                 tensor.data = tensor.data.to(dtype)
-        native.fill(head, tensors)
+        fit.fill(head, tensors)
         if dtype is None:
             head.of_checkpoint = FIELD in record.document
         return lambda: self._shelve(checked, head, set_active)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, ConfigError
@@ -37,13 +37,13 @@ class Loaded:
     enter_head: Callable[[], None] | None
 
 
-def record_of(call: str, stored: Stored) -> HeadRecord:
+def record_of(call: str, stored: Checkpoint) -> HeadRecord:
     """The head in a checkpoint.
 
     Raises:
         CheckpointError: the document does not describe one.
     """
-    document = stored.document.get("head")
+    document = stored.metadata.get("head")
     if not isinstance(document, Mapping):
         raise CheckpointError(
             f"{call}: the checkpoint describes its head by {document!r}, which is no object. "
@@ -52,7 +52,9 @@ def record_of(call: str, stored: Stored) -> HeadRecord:
     return HeadRecord(dict(document), stored.head)
 
 
-def name_in(call: str, load_as: str | None, stored: Stored, path: str | os.PathLike[str]) -> str:
+def name_in(
+    call: str, load_as: str | None, stored: Checkpoint, path: str | os.PathLike[str]
+) -> str:
     """The name that a checkpoint's adapter or head gets.
 
     Args:
@@ -66,7 +68,7 @@ def name_in(call: str, load_as: str | None, stored: Stored, path: str | os.PathL
     """
     if load_as is not None:
         return check_name(call, load_as)
-    name = stored.document.get("name")
+    name = stored.metadata.get("name")
     try:
         return check_name(call, PurePath(path).name if name is None else name)
     except ConfigError as error:
@@ -83,9 +85,9 @@ def leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig
     return config.replace(leave_out=(*own, *(n for n in layers if n not in own)))
 
 
-def meta_of(stored: Stored) -> Mapping[str, Any]:
+def meta_of(stored: Checkpoint) -> Mapping[str, Any]:
     """The values that a user gave a checkpoint; none where there is no object of them."""
-    meta = stored.document.get("meta")
+    meta = stored.metadata.get("meta")
     return dict(meta) if isinstance(meta, Mapping) else {}
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint import files, fusions, native
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint import files, fit, fusions, native
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.composition import Fuse, fusion_key
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, listing, naming
 
 from .fusing import tensors_of
 from .output_layers import with_output
@@ -82,7 +82,8 @@ def restore(model: Any, folder: Path, call: str) -> None:
     parts = list(_parts(model, folder, call))
     for part in parts:
         where = f"{call}, {part.what}"
-        native.check_fit(where, type(model).__name__, part.file, part.model, None)
+        with naming(where):
+            fit.check_fit(type(model).__name__, part.file, part.model, None)
     with torch.no_grad():
         for part in parts:
             for key, tensor in part.file.items():
@@ -142,10 +143,10 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
     for stem, names in (
         ("adapter", list(model.adapters_config)),
         ("head", [_folder_of(name) for name in apart]),
-        (fusions.STEM, list(fused)),
+        (fusions.KIND, list(fused)),
     ):
         there = sorted(path.parent.name for path in folder.glob(f"*/{stem}.safetensors"))
-        kinds = "fusions" if stem == fusions.STEM else f"{stem}s"
+        kinds = "fusions" if stem == fusions.KIND else f"{stem}s"
         if there != sorted(names):
             raise CheckpointError(
                 f"{call}: the checkpoint has the {kinds} {listing(there)}, the model has "
@@ -155,13 +156,13 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
     heads = _heads_of(model)
     for name, config in model.adapters_config.items():
         stored = native.load(folder / name, "adapter")
-        if (family := stored.document.get("model_type")) != model.config.model_type:
+        if (family := stored.metadata.get("model_type")) != model.config.model_type:
             raise CheckpointError(
                 f"{call}: it was saved from a model of type {family!r}, this one is of type "
                 f"{model.config.model_type!r}; nothing has been loaded. Load the model that it "
                 f"was saved from."
             )
-        saved = AdapterConfig.from_dict(stored.document["config"])
+        saved = AdapterConfig.from_dict(stored.metadata["config"])
         if saved != config:
             raise _other_config(call, "adapter", name, saved, config)
         tensors = {
@@ -169,7 +170,7 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
             for path, module in model.adapter_modules(name)
             for key, tensor in module.state_dict(keep_vars=True).items()
         }
-        _, saved_tensors = model._expanded(call, stored.document.get("embeddings"), stored.adapter)
+        _, saved_tensors = model._expanded(call, stored.metadata.get("embeddings"), stored.adapter)
         yield Part(f"adapter {name!r}", saved_tensors, tensors)
         if name in heads:
             yield _head_part(model, name, stored, call)
@@ -181,21 +182,21 @@ def _parts(model: Any, folder: Path, call: str) -> Iterator[Part]:
     for name in apart:
         yield _head_part(model, name, native.load(folder / _folder_of(name), "head"), call)
     for name, fusion in fused.items():
-        stored = native.load(folder / name, fusions.STEM)
+        stored = native.load(folder / name, fusions.KIND)
         # the classes of configs are names for their fields
-        saved_fusion, mine = stored.document["config"], fusion.config.to_dict()
-        names, own = stored.document["adapter_names"], list(fusion.adapters)
+        saved_fusion, mine = stored.metadata["config"], fusion.config.to_dict()
+        names, own = stored.metadata["adapter_names"], list(fusion.adapters)
         if (saved_fusion, names) != (mine, own):
             raise _other_config(call, "fusion", name, (names, saved_fusion), (own, mine))
         yield Part(f"fusion {name!r}", stored.adapter, tensors_of(dict(model.fusion_modules(name))))
     file = folder / UNFROZEN
-    saved_base = files.read_tensors(file)[1] if file.is_file() else {}
+    saved_base = native.read(file)[1] if file.is_file() else {}
     yield Part("parameters of the base model that are not frozen", saved_base, unfrozen(model))
 
 
-def _head_part(model: Any, name: str, stored: Stored, call: str) -> Part:
+def _head_part(model: Any, name: str, stored: Checkpoint, call: str) -> Part:
     record = model._head_record(name)
-    document = stored.document.get("head")
+    document = stored.metadata.get("head")
     if model._has_named_heads and document is not None:
         saved, mine = model._config_from(document["config"], call), model.get_head(name).config
         if saved != mine:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import folders, formats, native
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint import fit, folders, formats
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, listing
+from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, listing, names_call
 from adapterzoo.inject.building import (
     build,
     check_layers,
@@ -27,7 +27,7 @@ from adapterzoo.inject.building import (
 from adapterzoo.methods import undrawn
 
 from . import sharding
-from .hf.info import facts_of
+from .hf.info import info_of
 from .records import Loaded, check_meta, leaving_out, meta_of, name_in, record_of
 from .storing_heads import StoringHeadsMixin
 
@@ -35,6 +35,7 @@ from .storing_heads import StoringHeadsMixin
 class StoringMixin(StoringHeadsMixin):
     """`save_adapter`, `load_adapter` and their relatives."""
 
+    @names_call
     def save_adapter(
         self,
         save_directory: str | os.PathLike[str],
@@ -87,9 +88,10 @@ class StoringMixin(StoringHeadsMixin):
         }
         if embeddings is not None:
             document["embeddings"] = embeddings
-        stored = Stored(document, tensors, {} if head is None else head.tensors)
+        stored = Checkpoint(document, tensors, {} if head is None else head.tensors)
         self._write_checkpoint(save_directory, stored, "adapter", format, call)
 
+    @names_call
     def load_adapter(
         self,
         adapter_name_or_path: str | os.PathLike[str],
@@ -169,17 +171,17 @@ class StoringMixin(StoringHeadsMixin):
         """What `load_adapter` reads, checked in every way; the model has not changed."""
         call = f"load_adapter({hub_name or str(path)!r})"
         sharding.refuse_if_sharded(self, call, "Load it before fully_shard(model).")
-        stored = formats.read(Path(path), "adapter", facts_of(self, call, with_head))
+        stored = formats.read(Path(path), "adapter", info_of(self, with_head))
         name = name_in("load_adapter", load_as, stored, hub_name or path)
         self._refuse_taken(name, call, overwrite_ok, "load_as='another_name'")
         config, made = self._filled(call, stored, leave_out, dtype)
         enter_head = None
-        if id2label is not None and not (with_head and stored.document.get("head")):
+        if id2label is not None and not (with_head and stored.metadata.get("head")):
             raise ConfigError(
                 f"{call}: id2label={id2label!r} names the labels of a head, and none is loaded. "
                 f"Leave id2label out, or load a checkpoint with a head."
             )
-        if with_head and stored.document.get("head") is not None:
+        if with_head and stored.metadata.get("head") is not None:
             record = record_of(call, stored)
             enter_head = self._fitting_head(
                 call, record, name, id2label, set_active, overwrite_ok, dtype
@@ -192,6 +194,7 @@ class StoringMixin(StoringHeadsMixin):
         if loaded.enter_head is not None:
             loaded.enter_head()
 
+    @names_call
     def save_all_adapters(
         self,
         save_directory: str | os.PathLike[str],
@@ -213,6 +216,7 @@ class StoringMixin(StoringHeadsMixin):
         for name in self.adapters_config:
             self.save_adapter(Path(save_directory) / name, name, with_head, meta_dict, format)
 
+    @names_call
     def load_all_adapters(
         self, save_directory: str | os.PathLike[str], with_head: bool = True
     ) -> list[str]:
@@ -235,7 +239,7 @@ class StoringMixin(StoringHeadsMixin):
             # a hidden one is what a save has not finished, or nobody's adapter
             if folder.name.startswith("."):
                 continue
-            with folders.reading(call, folder):
+            with folders.reading(folder):
                 found += [folder] if formats.of(folder, "adapter") else []
         if not found:
             raise CheckpointError(
@@ -258,12 +262,12 @@ class StoringMixin(StoringHeadsMixin):
     def _filled(
         self,
         call: str,
-        stored: Stored,
+        stored: Checkpoint,
         leave_out: tuple[int, ...],
         dtype: torch.dtype | None,
     ) -> tuple[AdapterConfig, dict[str, tuple[Adapter, list[Placement]]]]:
         """The adapter's modules with the values of a checkpoint, not yet in the model."""
-        document = stored.document.get("config")
+        document = stored.metadata.get("config")
         if not isinstance(document, Mapping):
             raise CheckpointError(f"{call}: the checkpoint has no adapter config. Save it again.")
         config = AdapterConfig.from_dict(document)
@@ -275,7 +279,7 @@ class StoringMixin(StoringHeadsMixin):
             gone = everywhere - kept
             tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
         # a stranger's config may ask for more memory than there is: compare before any is taken
-        paths, tensors = self._expanded(call, stored.document.get("embeddings"), tensors)
+        paths, tensors = self._expanded(call, stored.metadata.get("embeddings"), tensors)
         made = self._make(config, torch.device("meta"))
         if both := sorted(made.keys() & {*paths}):
             raise CheckpointError(
@@ -288,7 +292,7 @@ class StoringMixin(StoringHeadsMixin):
             for path, (module, _) in made.items()
             for key, tensor in module.state_dict(keep_vars=True).items()
         }
-        native.check_fit(call, type(self).__name__, tensors, skeleton, dtype)
+        fit.check_fit(type(self).__name__, tensors, skeleton, dtype)
         by_path: dict[str, dict[str, Tensor]] = {path: {} for path in made}
         for key, tensor in tensors.items():
             path, _, parameter = key.partition("/")
@@ -299,7 +303,7 @@ class StoringMixin(StoringHeadsMixin):
                 made[path] = made[paths[0]][0], placements
                 continue
             real = self._with_memory(module, path, placements)
-            native.fill(real if dtype is None else real.to(dtype), by_path[path])
+            fit.fill(real if dtype is None else real.to(dtype), by_path[path])
             made[path] = real, placements
         return config, made
 

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from adapterzoo.checkpoint import formats, native
+from adapterzoo.checkpoint import fit, formats
 from adapterzoo.checkpoint.digest import same_bits
-from adapterzoo.checkpoint.stored import Stored
-from adapterzoo.errors import CheckpointError, ConfigError, StateError, unknown_name
+from adapterzoo.checkpoint.formats import Checkpoint
+from adapterzoo.errors import CheckpointError, ConfigError, StateError, names_call, unknown_name
 
 from . import sharding, static_heads
-from .hf.info import facts_of
+from .hf.info import info_of
 from .records import HeadRecord, name_in, record_of
 from .tables import TablesMixin
 
@@ -26,6 +26,7 @@ class StoringHeadsMixin(TablesMixin):
 
     _has_named_heads: ClassVar[bool] = False
 
+    @names_call
     def save_head(
         self,
         save_directory: str | os.PathLike[str],
@@ -60,9 +61,10 @@ class StoringHeadsMixin(TablesMixin):
             record = self._in_file(name, record)
         own_name = name if name and self._has_named_heads else sharding.class_name(self)
         document = {**self._provenance(own_name), "head": record.document}
-        stored = Stored(document, {}, record.tensors)
+        stored = Checkpoint(document, {}, record.tensors)
         self._write_checkpoint(save_directory, stored, "head", format, f"save_head({head_name!r})")
 
+    @names_call
     def save_all_heads(
         self, save_directory: str | os.PathLike[str], format: str = "native"
     ) -> None:
@@ -78,6 +80,7 @@ class StoringHeadsMixin(TablesMixin):
         for name in self.known_heads():
             self.save_head(Path(save_directory) / name, name, format)
 
+    @names_call
     def load_head(
         self,
         save_directory: str | os.PathLike[str],
@@ -108,7 +111,7 @@ class StoringHeadsMixin(TablesMixin):
         """
         call = f"load_head({str(save_directory)!r})"
         sharding.refuse_if_sharded(self, call, "Load it before fully_shard(model).")
-        stored = formats.read(Path(save_directory), "head", facts_of(self, call))
+        stored = formats.read(Path(save_directory), "head", info_of(self))
         name = name_in("load_head", load_as, stored, save_directory)
         record = record_of(call, stored)
         target = name if self._has_named_heads else self._active_head_name(call)
@@ -118,26 +121,26 @@ class StoringHeadsMixin(TablesMixin):
     def _write_checkpoint(
         self,
         folder: str | os.PathLike[str],
-        stored: Stored,
-        stem: formats.Stem,
+        stored: Checkpoint,
+        kind: formats.Kind,
         format: str,
         call: str,
     ) -> None:
-        facts = facts_of(self, call)
+        info = info_of(self)
         if format != "native":
             # these look at weights of the base model, in one process
             hint = "Write format='native', load it into a whole model, and save it from there."
             sharding.refuse_if_sharded(self, call, hint)
-        sharding.save(self, stored, lambda s: formats.write(Path(folder), s, stem, format, facts))
+        sharding.save(self, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
 
     def _provenance(self, name: str) -> dict[str, Any]:
-        facts = facts_of(self, "save")
+        info = info_of(self)
         return {
             "name": name,
-            "model_type": facts.model_type,
-            "model_class": facts.model_class,
-            "model_name": facts.model_name,
-            "hidden_size": facts.hidden_size,
+            "model_type": info.model_type,
+            "model_class": info.model_class,
+            "model_name": info.model_name,
+            "hidden_size": info.hidden_size,
         }
 
     # --- what a model without named heads does; HeadsMixin has its own ---
@@ -207,9 +210,9 @@ class StoringHeadsMixin(TablesMixin):
                 f"keeps them in model.config.id2label. Leave id2label out."
             )
         mine = static_heads.tensors_of(self, None)
-        native.check_fit(call, type(self).__name__, record.tensors, mine, dtype)
+        fit.check_fit(type(self).__name__, record.tensors, mine, dtype)
         if name is None:
-            return lambda: native.fill(cast("nn.Module", self), record.tensors)
+            return lambda: fit.fill(cast("nn.Module", self), record.tensors)
         self._refuse_shared(call, record)
         layers = static_heads.made(self)
         for path, layer in layers.items():
@@ -217,7 +220,7 @@ class StoringHeadsMixin(TablesMixin):
             own = {
                 k.removeprefix(inside): t for k, t in record.tensors.items() if k.startswith(inside)
             }
-            native.fill(layer, own)
+            fit.fill(layer, own)
         return lambda: static_heads.put(self, name, layers)
 
     def _refuse_shared(self, call: str, record: HeadRecord) -> None:

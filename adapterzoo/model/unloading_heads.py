@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import CheckpointError, StateError, listing
 
-from .hf.info import facts_of
+from .hf.info import info_of
 from .hf.task_classes import class_for, task_class, with_labels
 from .shelf import ShelfMixin
 
@@ -100,20 +100,20 @@ class UnloadingHeadsMixin(ShelfMixin):
                 )
             return None, None, {}
         record = cast("Any", self)._head_record(names[0])
-        stored = Stored({"head": record.document}, {}, record.tensors)
-        facts = facts_of(self, call)
+        stored = Checkpoint({"head": record.document}, {}, record.tensors)
+        info = info_of(self)
         try:
             if architecture is not None:
                 task_class(call, architecture)
-                tensors = facts.to_static(architecture, record.document, record.tensors)
+                tensors = info.to_static(architecture, record.document, record.tensors)
                 return names[0], architecture, tensors
             own = next(iter(self.config.architectures or ()), None)
-            return names[0], *class_for(stored, facts, own)
+            return names[0], *class_for(stored, info, own)
         except CheckpointError as error:
             # what it says of files is not what a user can write here
             reason = str(error).replace(" Write with_head=False.", "")
             raise CheckpointError(
-                f"{reason} Write architecture='…' with a class that has such a head, or "
+                f"{call}: {reason} Write architecture='…' with a class that has such a head, or "
                 f"model.active_head = None for the base model alone."
             ) from error
 

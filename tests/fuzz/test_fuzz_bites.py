@@ -13,7 +13,7 @@ from machine import run_seed
 from weight_rules import WeightRules
 
 from adapterzoo import AdapterSetup
-from adapterzoo.checkpoint import native
+from adapterzoo.checkpoint import fit
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model import adapters as adapters_module
@@ -110,12 +110,12 @@ def a_save_drops_a_tensor(patch):
 
 @bug(WithFiles)
 def a_load_rounds_values(patch):
-    right = native.fill
+    right = fit.fill
 
     def fill(module, tensors):
         right(module, {k: t.half().to(t.dtype) for k, t in tensors.items()})
 
-    patch.setattr(native, "fill", fill)
+    patch.setattr(fit, "fill", fill)
 
 
 @bug(WithCalls)

@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 from adapterzoo.errors import ConfigError
 
 from .backbone import describe, text_config
-from .info import facts_of
+from .info import info_of
 from .static_table import from_static, is_task
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def keep_static_head(
         return
     mine = {ours: tensors[theirs] for theirs, ours in found.keys.items()}
     # a family may tie its embeddings in general, and a checkpoint have an output layer of its own
-    head, own = facts_of(model, "from_pretrained()").untied(found.config.to_dict(), mine)
+    head, own = info_of(model).untied(found.config.to_dict(), mine)
     try:
         model.add_prediction_head_from_config(DEFAULT_HEAD, head)
     except ConfigError as error:
