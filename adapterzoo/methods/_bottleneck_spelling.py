@@ -140,7 +140,10 @@ def _fusion_quirk(config: AdapterConfig) -> str | None:
     """What `adapters` computes instead where it fuses such bottlenecks."""
     if not config.to_dict()["is_parallel"]:
         return None
-    return "adds the residual stream once more where it fuses parallel ones (is_parallel=True)"
+    return (
+        "adds the residual stream once more where it fuses parallel bottlenecks "
+        "(is_parallel=True, unlike 'seq_bn')"
+    )
 
 
 def adapterhub(config: type[BottleneckFields]) -> AdapterHubSpelling:
