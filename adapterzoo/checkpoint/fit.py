@@ -69,6 +69,9 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Args:
         module: where it is on the meta device, and a copy would be lost, it gets the tensors.
         tensors: those of the module that shall change.
+
+    Raises:
+        CheckpointError: a device holds other bits than were copied to it.
     """
     own = module.state_dict(keep_vars=True)
     values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
