@@ -294,19 +294,19 @@ class AdapterConfig(Config):
         return (self,)
 
     def shared(
-        self, sites: Sequence[Site], device: torch.device, dtype: torch.dtype
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
         """A module that all layers of the adapter share, found by `base.shared`; None: none.
 
         It is made, moved, copied, trained and saved once for each adapter.
 
         Args:
-            sites: all that get an adapter of this config, in model order.
+            placements: all adapters of this config, in model order.
             device: where its tensors are made.
             dtype: of its parameters.
 
         Raises:
-            ConfigError: a value does not fit the sites.
+            ConfigError: a value does not fit the placements.
         """
         return None
 

@@ -79,6 +79,11 @@ def kaiming(source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
     return fill
 
 
+def uniform(bound: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
+    """Uniform in ±bound."""
+    return lambda t: t.uniform_(-bound, bound, generator=source)
+
+
 def normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
     """Normal with mean 0."""
     return lambda t: t.normal_(0.0, std, generator=source)

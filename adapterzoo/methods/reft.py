@@ -51,7 +51,7 @@ from adapterzoo.fields import (
 )
 
 from ._bottleneck_layer import Affine
-from ._init import DTYPE, DTYPES, drawn, generator, kaiming
+from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
 from ._sublayers import block_sites
 
 _MAX_POSITIONS = 65_536
@@ -174,10 +174,9 @@ class ReftUnit(nn.Module):
         super().__init__()
         d, draw = site.d_out, generator(config.init_weights_seed, f"{site.path}/{number}")
         fresh = kaiming(draw)
-        bound = d**-0.5
         self.source = Affine(
             drawn((config.r, d), fresh, device, dtype),
-            drawn((config.r,), lambda t: t.uniform_(-bound, bound, generator=draw), device, dtype),
+            drawn((config.r,), uniform(d**-0.5, draw), device, dtype),
         )
         rows = partial(nn.init.orthogonal_, generator=draw) if config.orthogonality else fresh
         self.projection = drawn((config.r, d), rows, device, dtype)

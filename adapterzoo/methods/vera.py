@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import architectures, config_strings
+from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, MAX_WIDTH, Choice, Range, Share, field
@@ -69,9 +69,10 @@ class VeraConfig(TargetedConfig):
         return self.vera_b == 0.0
 
     def shared(
-        self, sites: Sequence[Site], device: torch.device, dtype: torch.dtype
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> Projections:
         """A and B of all layers, as wide as the widest."""
+        sites = [placement.site for placement in placements]
         return Projections(self, sites, device, DTYPES[self.dtype] if self.dtype else dtype)
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Vera:
