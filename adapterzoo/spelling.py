@@ -309,31 +309,8 @@ class PeftSpelling:
     )
 
 
-# --- heads ---
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadSpelling:
-    """How the peers spell a head type.
-
-    Attributes:
-        peft_task: PEFT's `task_type`; None: PEFT has none, and names the class instead.
-        task_classes: the mapping of `transformers.models.auto.modeling_auto` with the task
-            classes that have such a head, by model type; None: PEFT has no such head.
-        adapterhub_quirk: model type and model config to what `adapters` computes instead, None
-            if the same.
-    """
-
-    peft_task: str | None = None
-    task_classes: str | None = None
-    adapterhub_quirk: Callable[[str, Mapping[str, Any]], str | None] = lambda _type, _config: None
-
-
 adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelling")
 """Our `architecture` to how AdapterHub spells it."""
 
 peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling")
 """Our `architecture` to how PEFT spells it."""
-
-head_spellings: Registry[HeadSpelling] = Registry("head spelling")
-"""A `head_type` to how the peers spell it."""

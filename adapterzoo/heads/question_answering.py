@@ -18,11 +18,11 @@ from torch import Tensor
 
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
-from adapterzoo.spelling import HeadSpelling, head_spellings
 
 from ._base import Backbone, head_types
 from ._layers import LayersConfig, LayersHead
 from ._losses import IGNORED, cross_entropy
+from ._static import Static, StaticHead
 
 
 @head_types.register("question_answering")
@@ -39,11 +39,32 @@ class QuestionAnsweringConfig(LayersConfig):
     output_class: ClassVar[str] = "QuestionAnsweringModelOutput"
     pipeline_tag: ClassVar[str | None] = "question-answering"
     peft_task: ClassVar[str | None] = "QUESTION_ANS"
+    task_classes: ClassVar[tuple[str, ...]] = ("ForQuestionAnswering",)
     label_names: ClassVar[tuple[str, ...]] = ("start_positions", "end_positions")
     logit_names: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
 
     num_labels: int = field(2, Choice(2))
     bias: bool = field(True, ours=True)
+
+    @classmethod
+    def adapterhub_quirk(cls, model_type: str, config: Mapping[str, Any]) -> str | None:
+        """Return what AdapterHub computes instead: seen by comparing outputs."""
+        # it scales for every head but those of whole sequences
+        if model_type in ("mt5", "t5") and config.get("tie_word_embeddings"):
+            return "scales the hidden states"
+        return None
+
+    @classmethod
+    def from_static(cls, static: Static) -> StaticHead:
+        """Return the one layer of a class that finds spans."""
+        out, keys = static.one_linear()
+        config = cls(
+            num_labels=static.shape(out)[0],
+            activation_function=None,
+            bias=static.has_bias(out),
+            dropout_prob=static.config.get("qa_dropout", 0.0),
+        )
+        return StaticHead(config, keys)
 
     def build(self, backbone: Backbone) -> QuestionAnsweringHead:
         """A fresh head."""
@@ -91,19 +112,3 @@ class QuestionAnsweringHead(LayersHead):
         first = cross_entropy(start, kept[:, 0], count)
         last = cross_entropy(end, kept[:, 1], count)
         return (first + last) / 2
-
-
-def _adapterhub_quirk(model_type: str, config: Mapping[str, Any]) -> str | None:
-    # seen by comparing outputs: adapters scales for every head but those of whole sequences
-    if model_type in ("mt5", "t5") and config.get("tie_word_embeddings"):
-        return "scales the hidden states"
-    return None
-
-
-head_spellings.register("question_answering")(
-    HeadSpelling(
-        peft_task="QUESTION_ANS",
-        task_classes="MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-        adapterhub_quirk=_adapterhub_quirk,
-    )
-)

@@ -12,7 +12,6 @@ from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.tied import is_same
 from adapterzoo.errors import AdapterZooError, CheckpointError, listing
 from adapterzoo.heads import HeadConfig, head_types
-from adapterzoo.spelling import HeadSpelling, head_spellings
 
 
 def read_head(
@@ -70,8 +69,8 @@ def write_head(
 
 
 def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
-    spelling = head_spellings.get(str(config.get("head_type")), HeadSpelling())
-    what = spelling.adapterhub_quirk(info.model_type, info.config)
+    known = head_types.get(str(config.get("head_type")))
+    what = None if known is None else known.adapterhub_quirk(info.model_type, info.config)
     if what is not None:
         raise CheckpointError(
             f"in such a {info.model_type} adapters {what} below a {config['head_type']!r} head, "

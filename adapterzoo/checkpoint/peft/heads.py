@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.errors import CheckpointError, listing
-from adapterzoo.spelling import HeadSpelling, head_spellings
+from adapterzoo.heads import head_types
 
 from .config import CONFIG, MERGE, PeftConfig
 
@@ -133,17 +133,18 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     if metadata is None:
         return _without_head(info), {}
     head_type = dict(metadata.get("config") or {}).get("head_type")
-    spelling = head_spellings.get(str(head_type), HeadSpelling())
-    mapping = getattr(modeling_auto, spelling.task_classes or "", {})
+    known = head_types.get(str(head_type))
+    task_type = None if known is None else known.peft_task
+    mapping = _TASKS.get(str(task_type), {})
+    if known is not None and known.peft_classes is not None:
+        mapping = getattr(modeling_auto, known.peft_classes)
     model_class = next(iter(_classes(mapping, info)), None)
     if model_class is None:
         raise CheckpointError(
             f"transformers has no class with a {head_type!r} head for "
             f"{info.model_type!r} that PEFT could load this one into. Write with_head=False."
         )
-    return Task(model_class, spelling.peft_task), info.to_static(
-        model_class, metadata, checkpoint.head
-    )
+    return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 
 
 def _task_of(model_class: str) -> str | None:
