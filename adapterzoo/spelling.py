@@ -148,6 +148,7 @@ class AdapterHubSpelling:
             to be written; other fields of a file are passed to the config, which refuses them.
         fixed: fields whose values say which method it is; written as they stand.
         required: fields that say which method it is by having a value.
+        constants: further fields, written as they stand and ignored when read.
         implied: fields of ours that every such file means.
         omitted: fields of ours that need not be written, such as those that the tensors tell.
         containers: where its tensors are.
@@ -171,6 +172,7 @@ class AdapterHubSpelling:
     containers: tuple[Container, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     omitted: tuple[str, ...] = ()
     fused: str | None = None
@@ -269,8 +271,8 @@ class PeftSpelling:
         refuse: the whole config to why it cannot be reproduced; None: it can.
         read_layers: all layers of a file to the fields of our config at each; layers that differ
             in other fields than those of `patterns` become members of a union.
-        read_model: PEFT's fields and adapter-wide tensors, by our names, to the fields of our
-            config, and to our tensors.
+        read_model: PEFT's fields, its adapter-wide tensors by our names, and all layers, to
+            fields of our config and to our adapter-wide tensors.
         unsayable: why PEFT's format cannot express an adapter; None: it can.
         join: several adapters at one layer, or those of parts of it, and what gives the layer's
             weight as it is stored, to one adapter of the layer that computes the same; raises
@@ -296,9 +298,9 @@ class PeftSpelling:
     read_layers: Callable[[Sequence[PeftLayer]], Sequence[Fields]] = lambda layers: [
         {} for _ in layers
     ]
-    read_model: Callable[[Mapping[str, Any], Tensors], tuple[Fields, Tensors]] = (
-        lambda _fields, tensors: ({}, tensors)
-    )
+    read_model: Callable[
+        [Mapping[str, Any], Tensors, Sequence[PeftLayer]], tuple[Fields, Tensors]
+    ] = lambda _fields, tensors, _layers: ({}, tensors)
     unsayable: Callable[[Placement], str | None] = lambda _placement: None
     join: Callable[[Sequence[PeftPart], Callable[[], Tensor | None]], Tensors] | None = None
     write_layers: Callable[[Sequence[PeftOutput]], Sequence[Fields]] = lambda layers: [

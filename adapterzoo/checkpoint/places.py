@@ -11,19 +11,19 @@ from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.configs import AdapterConfig, Placement
 
 
-def shared_key(number: int, parameter: str) -> str:
-    """The key of an adapter-wide tensor.
+def shared_key(parameter: str, number: int | None = None) -> str:
+    """The key of an adapter-wide tensor: the path is that of the base model.
 
     Args:
-        number: of the config in a union.
         parameter: of the module that `AdapterConfig.shared` made.
+        number: of the config in a union, None outside of one.
     """
-    return f"/{number}.{parameter}"
+    return f"/{parameter}" if number is None else f"/{number}.{parameter}"
 
 
-def shared_tensors(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    """The adapter-wide tensors of a config in a union, by parameter."""
-    start = shared_key(number, "")
+def shared_tensors(tensors: Mapping[str, Tensor], number: int | None = None) -> dict[str, Tensor]:
+    """The adapter-wide tensors of a config, by parameter; `number` as in `shared_key`."""
+    start = shared_key("", number)
     return {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
 
 

@@ -69,7 +69,7 @@ def _read(values: object, file: AdapterHubFile) -> AdapterConfig:
             f"{AGAIN}."
         )
     spelling = _recognised(values)
-    dropped = {*spelling.fixed, "architecture"}
+    dropped = {*spelling.fixed, *spelling.constants, "architecture"}
     fields = {spelling.fields.get(k, str(k)): v for k, v in values.items() if k not in dropped}
     fields = {**spelling.read_fields(fields, file), **spelling.implied}
     return AdapterConfig.from_dict({**fields, "architecture": spelling.config.architecture})
@@ -123,7 +123,7 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
         shown = ", ".join(f"{name}={values[name]!r}" for name in sorted(wrong))
         raise unsayable(config, f"adapters has no {shown}")
     written = {theirs: values[ours] for theirs, ours in spelling.fields.items()}
-    written |= spelling.fixed
+    written |= {**spelling.fixed, **spelling.constants}
     name = spelling.architecture[0]
     return written if name is None else {"architecture": name, **written}
 

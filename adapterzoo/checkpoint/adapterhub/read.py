@@ -123,7 +123,8 @@ def _read_group(
         number = next(n for n, m in enumerate(members) if container.name in _containers(m))
         config = members[number]
         mine = _read(_of(config, container), own, config)
-        return {shared_key(number, parameter): tensor for parameter, tensor in mine.items()}
+        in_union = number if len(members) > 1 else None
+        return {shared_key(parameter, in_union): tensor for parameter, tensor in mine.items()}
     if not places:
         return texts
     fused = places[0].placement.site.output_slice is not None

@@ -43,7 +43,7 @@ def write_adapter(
         for parameter, tensor in _tensors(container, here, tensors).items():
             found[f"{path}.{name}.{parameter}"] = tensor
     for number, member in enumerate(members):
-        shared = shared_tensors(tensors, number)
+        shared = shared_tensors(tensors, number if len(members) > 1 else None)
         for container in spelling_of(member).containers if shared else ():
             if container.at == "model":
                 path = _joined_path(info.prefix, below_model(info, container), container.name)

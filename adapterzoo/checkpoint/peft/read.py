@@ -47,7 +47,7 @@ def read_adapter(
     _check_complete(theirs, layers)
     dtype, layers, shared = _in_one_dtype(spelling, layers, shared, info)
     try:
-        fields, shared = spelling.read_model(theirs.fields, shared)
+        fields, shared = spelling.read_model(theirs.fields, shared, [*layers.values()])
         configs = [
             spelling.config.from_dict({"dtype": dtype, **member, **fields})
             for member in _members(theirs, layers, info)
@@ -60,7 +60,7 @@ def read_adapter(
             f"the config of the checkpoint is not legal; nothing has been loaded. {error}"
         ) from error
     found = {f"{path}/{name}": t for path, at in layers.items() for name, t in at.tensors.items()}
-    return config, found | {shared_key(0, name): t for name, t in shared.items()}, rest
+    return config, found | {shared_key(name): t for name, t in shared.items()}, rest
 
 
 def _sorted(

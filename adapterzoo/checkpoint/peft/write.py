@@ -51,7 +51,7 @@ def encode_adapter(
     layers = {path: _output(path, here, spelling, info) for path, here in parts.items()}
     modules = info.modules(task.model_class)
     paths = {path: _path_in_task(path, modules, info, task) for path in layers}
-    fields, shared = spelling.write_model(config.members[0], shared_tensors(checkpoint.adapter, 0))
+    fields, shared = spelling.write_model(config.members[0], shared_tensors(checkpoint.adapter))
     fields |= _layer_fields(spelling, {paths[path]: layer for path, layer in layers.items()})
     tensors = {spelling.shared[name]: tensor for name, tensor in shared.items()}
     for path, layer in layers.items():
