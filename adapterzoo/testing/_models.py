@@ -18,7 +18,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
 from adapterzoo.inject.building import own_parameters
 from adapterzoo.model import init
-from adapterzoo.model.installed import is_whole
+from adapterzoo.model.state import is_base
 
 from ._case import Case, like, run
 from ._feed import Inputs, feeds
@@ -74,7 +74,7 @@ def tiny_model(model_type: str) -> TinyModel:
                 with torch.random.fork_rng(devices=()), torch.device("cpu"):
                     torch.manual_seed(0)
                     model = AutoModel.from_config(config).eval().requires_grad_(False)
-                if not is_whole(model):
+                if not is_base(model):
                     # what AutoModel gives has a head (Higgs Audio), which is trained with adapters
                     model = model.base_model
                 _enliven(model)
