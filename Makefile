@@ -34,7 +34,7 @@ DATA := examples/data-requirements.txt
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
-.PHONY: help quickstart compare readme notebooks bench bench-gpu test sweep lint types floors \
+.PHONY: help quickstart compare readme notebooks bench bench-gpu test sweep lint types floors figures \
 	docs links tests sweeps coverage devices architectures fuzz mutants format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -71,7 +71,7 @@ bench-gpu: export HF_HUB_OFFLINE = 1
 bench-gpu: $(VENV)/.bench-$(KEY)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-test: lint types floors tests
+test: lint types floors figures tests
 
 sweep: docs readme sweeps
 
@@ -84,6 +84,9 @@ types: $(VENV)/.test-$(KEY)
 
 floors: $(VENV)/.test-$(KEY)
 	$(BIN)/lint-imports
+
+figures: $(VENV)/.test-$(KEY)
+	$(BIN)/python -m tests.figures $(ARGS)
 
 # -W -n: a warning is an error, and so is a name that leads nowhere
 docs links: export OMP_NUM_THREADS = 1
@@ -119,7 +122,7 @@ devices: $(VENV)/.test-$(KEY)
 
 # the table that tests/test_anatomy.py and tests/test_architectures.py compare with what they find
 architectures: $(VENV)/.test-$(KEY)
-	$(BIN)/python -m adapterzoo.testing.architectures docs/architectures.md --workers $(WORKERS)
+	$(BIN)/python -m tests.architectures docs/architectures.md --workers $(WORKERS)
 
 # records anew and goes on to kill; tests/mutation/__init__.py says what each step does
 mutants: $(VENV)/.test-$(KEY)

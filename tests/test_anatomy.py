@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from architectures import survey as surveying
+from architectures.flow import prove
 from families import FAMILIES, tiny_config, tiny_inputs
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from adapterzoo.anatomy import Anatomy, OutputSlice, find
-from adapterzoo.anatomy import survey as surveying
-from adapterzoo.anatomy.flow import prove
 from adapterzoo.errors import SiteError
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"

@@ -133,7 +133,7 @@ class Tokens(Tree):
         start = 0
         for step, size in zip(self.steps, self.sizes, strict=True):
             take = functools.partial(_narrow, dim=1, start=start, size=size)
-            found.append(_on_part(step, adapters, whole, take(x), take))
+            found.append(_on_part(step, adapters, whole, take(x), take, start))
             start += size
         return torch.cat(found, 1)  # [batch, tokens, d_out]
 
@@ -279,8 +279,9 @@ class RowSteps(Tree):
         ordered = layout.arranged(x)
         found: list[Tensor] = []
         for part, start, size in layout.runs:
-            take = functools.partial(_share, start=start, size=size, of=len(layout.index))
-            found.append(_on_part(self.steps[part], adapters, whole, take(ordered), take))
+            take = functools.partial(share, start=start, size=size, of=len(layout.index))
+            step = self.steps[part]
+            found.append(_on_part(step, adapters, whole, take(ordered), take, part))
         return layout.restored(torch.cat(found))  # [rows, …]
 
 
@@ -290,8 +291,9 @@ def _on_part(
     whole: Whole,
     x: Tensor,
     take: Callable[[Tensor], Tensor],
+    key: int,
 ) -> Tensor:
-    view = PartOf(whole, x, take)
+    view = PartOf(whole, x, take, key)
     return view(x) if step is None else evaluate(step, adapters, x, view)
 
 
@@ -299,7 +301,8 @@ def _as_it_is(t: Tensor) -> Tensor:
     return t
 
 
-def _share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
+def share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
+    """Return the rows of a part of the batch, of any tensor with equally many rows for each."""
     count = t.shape[0]
     return t.narrow(0, start * count // of, size * count // of)
 

@@ -43,7 +43,7 @@ from adapterzoo.errors import (
 from adapterzoo.runtime import Plan, current_task
 
 from .hf.continuous_batching import refuse_while_batching
-from .state import AdaptedModel, anatomy_of, modules_of
+from .state import AdaptedModel, anatomy_of, modules_of, stacks_of
 
 # --- plans ---
 
@@ -81,7 +81,8 @@ def make_plan(
     for name in acting:
         places = state.records[name].places
         for path, module in modules_of(model, name):
-            if places[path][0].site.layer not in skip_layers:
+            # what all layers share sits at none
+            if places[path] and places[path][0].site.layer not in skip_layers:
                 present.setdefault(path, {})[name] = module
     rows = None
     parts: tuple[Any, ...] = (setup,)
@@ -104,7 +105,9 @@ def make_plan(
             if reader in steps and reader not in captures.get(source, ()):
                 captures[source] = (*captures.get(source, ()), reader)
     shared = _shared_inputs(model, acting, steps, present)
-    return Plan(setup, heads, steps, captures, shared, skip_layers, rows)
+    reads = any(state.records[name].reads_calls for name in acting)
+    stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
+    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks)
 
 
 def _shared_inputs(

@@ -19,7 +19,14 @@ from adapterzoo.composition import fusion_key
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import AdapterZooError, StateError, listing
-from adapterzoo.inject.building import at_hand, build, inject_path, layer_at
+from adapterzoo.inject.building import (
+    at_hand,
+    build,
+    build_shared,
+    device_of,
+    inject_path,
+    layer_at,
+)
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
@@ -58,8 +65,9 @@ def add(
     loaded = AdapterConfig.load(config)
     refuse_taken(model, name, overwrite_ok)
     made = make(model, loaded)
-    for path, (adapter, _) in made.items():
-        init_values(model, path, adapter)
+    for path, (adapter, placements) in made.items():
+        if placements:
+            init_values(model, path, adapter)
     bring_in(model, name, loaded, made, active)
 
 
@@ -174,10 +182,16 @@ def make(model: AdaptedModel, config: AdapterConfig, device: torch.device | None
     layers = {path: layer_at(backbone_of(model), path) for path in by_path}
     for path, layer in layers.items():
         inject.check_put(layer, path)
-    return {
-        path: (build(layers[path], path, placements, model.dtype, device), placements)
+    listed = [placement for placements in by_path.values() for placement in placements]
+    at = device or device_of(next(iter(layers.values())))
+    shared, sharing = build_shared(config, listed, at, model.dtype)
+    made: dict[str, tuple[Any, list[Placement]]] = {
+        path: (build(layers[path], path, placements, model.dtype, device, sharing), placements)
         for path, placements in by_path.items()
     }
+    if shared is not None:
+        made[""] = shared, []
+    return made
 
 
 def install(
@@ -190,18 +204,36 @@ def install(
     """Put an adapter into the model, inactive."""
     backbone, active = backbone_of(model), model._active
     places = {path: tuple(placements) for path, (_, placements) in made.items()}
-    record = AdapterRecord(config, places, shared_inputs(places), dict(meta))
+    # all of them, and not the first alone: each is told its name
+    reading = [path for path, (adapter, _) in made.items() if _reads_calls(adapter, name)]
+    record = AdapterRecord(config, places, shared_inputs(places), bool(reading), dict(meta))
     for path, (adapter, _) in made.items():
-        inject.put(layer_at(backbone, path), name, adapter, active, path)
+        if path:
+            inject.put(layer_at(backbone, path), name, adapter, active, path)
+        else:
+            inject.put_shared(backbone, name, adapter, active)
     for source, reader in record.sources():
         inject.capture_input(backbone.get_submodule(source), reader, name, active, source)
     for around in record.shared_inputs:
         inject.capture_input(layer_at(backbone, around), around, name, active, around)
-    for _, stack in stacks_of(model):
+    for path, stack in stacks_of(model):
         if _guard_of(stack) is None:
             stack.register_forward_pre_hook(_Guard(active), with_kwargs=True)
+        if reading:
+            inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
     model._head_strategy.installed(model, name)
+
+
+def _reads_calls(adapter: nn.Module, name: str) -> bool:
+    """Return whether any part asks for the call or for shared modules; tell it its name."""
+    reads = False
+    for module in adapter.modules():
+        if isinstance(module, Adapter):
+            reads |= module.reads_call or module.shared_key is not None
+            if module.shared_key is not None:
+                module.shared_key = name, module.shared_key[1]
+    return reads
 
 
 def remove(model: AdaptedModel, name: str) -> None:
@@ -216,9 +248,13 @@ def remove(model: AdaptedModel, name: str) -> None:
     for around in record.shared_inputs:
         inject.release_input(backbone.get_submodule(around), around, name)
     for path in record.places:
-        inject.take(backbone.get_submodule(path), name)
-    for _, stack in stacks_of(model) if not state.records else ():
-        _unguard(stack)
+        if path:
+            inject.take(backbone.get_submodule(path), name)
+    inject.take_shared(backbone, name, model._active)
+    for path, stack in stacks_of(model):
+        inject.release_input(stack, path, name)
+        if not state.records:
+            _unguard(stack)
     model._head_strategy.removed(model, name)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from adapterzoo import inject
 from adapterzoo.averaging import Combination, combination, weighted, weighted_sum
@@ -90,7 +91,10 @@ def _combined(
     with undrawn(), torch.random.fork_rng(devices=()):
         made = make(model, config)
     sources: list[dict[str, Any]] = [dict(modules_of(model, each)) for each in names]
-    for path, (adapter, _) in made.items():
+    for path, (adapter, placements) in made.items():
+        if not placements:
+            _share(adapter, [modules[path] for modules in sources if path in modules])
+            continue
         there = [i for i, modules in enumerate(sources) if path in modules]
         layer = backbone_of(model).get_submodule(path)
         with at_hand(layer):
@@ -103,6 +107,20 @@ def _combined(
                 model._adapter_state.originals.get(path, {}),
             )
     return made
+
+
+def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:
+    """Give the average what the layers of each adapter share, which must be the same for all."""
+    first = others[0].state_dict()
+    for other in others[1:]:
+        state = other.state_dict()
+        if any(not torch.equal(first[key], state[key].to(first[key].device)) for key in first):
+            raise CompositionError(
+                f"the layers of each adapter share tensors, {listing(first)}, and these differ "
+                f"between the adapters. Train them from the same shared tensors, or write "
+                f"set_active_adapters(Average('a', 'b'))."
+            )
+    made.load_state_dict(first)
 
 
 @torch.no_grad()

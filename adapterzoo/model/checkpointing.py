@@ -272,6 +272,8 @@ def _with_memory(
 ) -> Adapter:
     """Return an adapter of the meta device as one on the device of its layer."""
     layer = layer_at(backbone_of(model), path)
+    if not path:
+        return adapter.to_empty(device=device_of(layer))
     if give_memory(adapter, device_of(layer)):
         return adapter
     # a method that draws its values in its own way shall not disturb the caller's random numbers

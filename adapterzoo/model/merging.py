@@ -61,7 +61,9 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     modules: dict[str, list[Adapter]] = {}
     for name in added:
         for path, module in modules_of(model, name):
-            modules.setdefault(path, []).append(module)
+            # what all layers share is not a change of a weight itself
+            if path:
+                modules.setdefault(path, []).append(module)
     _refuse_lost(model, set(modules))
     # every check that can be made comes before the first write
     for path, beside in modules.items():
@@ -218,7 +220,7 @@ def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
 
 def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
     state = model._adapter_state
-    lost = {path for name in state.merged for path in state.records[name].places}
+    lost = {path for name in state.merged for path in state.records[name].places if path}
     lost -= set(state.originals)
     if at is not None:
         lost &= at

@@ -996,12 +996,12 @@ class AdapterModelMixin:
 def _checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
         args = _differentiable(args)
-    override = active.held
-    if override is None:
+    resume = active.resumable()
+    if resume is None:
         return checkpoint(run, *args, **kwargs)
 
     def run_again(*inputs: Any, **named: Any) -> Any:
-        with active.overridden(override):
+        with resume():
             return run(*inputs, **named)
 
     return checkpoint(run_again, *args, **kwargs)

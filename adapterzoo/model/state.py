@@ -33,12 +33,14 @@ class AdapterRecord:
         config: its config.
         places: path of each adapted layer to what sits there.
         shared_inputs: path of a module to those of its adapted layers that read one input.
+        reads_calls: whether its layers read facts about calls, or what they share.
         meta: JSON values that came with it from a checkpoint and go with it to the next.
     """
 
     config: AdapterConfig
     places: dict[str, tuple[Placement, ...]]
     shared_inputs: dict[str, list[str]]
+    reads_calls: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, str]]:
@@ -53,7 +55,8 @@ def shared_inputs(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list
     """Return the path of a module to those of its layers that read one input, at least two."""
     found: dict[str, dict[str, list[str]]] = {}
     for path, placements in places.items():
-        if (shared := placements[0].site.shared_input) is not None:
+        # what all layers share has a path and no placement
+        if placements and (shared := placements[0].site.shared_input) is not None:
             found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
     # a block whose sub-layers have no modules of their own has two such groups: the larger wins
     largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}

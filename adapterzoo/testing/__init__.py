@@ -1,4 +1,4 @@
-"""Conformance: what every adapter method must do, as named checks, for yours as well.
+"""Conformance: what every adapter method must do, as named checks that yours can run too.
 
 ```python
 from adapterzoo.testing import check_method
@@ -6,8 +6,8 @@ from adapterzoo.testing import check_method
 check_method(MyConfig(rank=4))        # or a config string: "my_method[rank=4]"
 ```
 
-`check_method` raises one `ConformanceError` with every check that failed. With pytest, one test
-for each check says more:
+`check_method` raises one `ConformanceError` that lists every failed check. With pytest, write one
+test for each check:
 
 ```python
 @pytest.mark.parametrize("name", checks)
@@ -16,9 +16,8 @@ def test_my_method(name):
     assert not failures, failures
 ```
 
-`report_on(tiny_model("llama"), MyConfig(rank=4))` runs the checks of where adapters sit on a tiny
-model of any model type of transformers; `python -m adapterzoo.testing.architectures` runs them for
-every registered method on all of them.
+`report_on(TinyModel(model, inputs), MyConfig(rank=4))` runs the checks that depend on where an
+adapter sits, on a model of your own.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from adapterzoo.configs import AdapterConfig
 from . import _configs, _state, _values, _world  # noqa: F401
 from ._case import DTYPES, Case, Check, ConformanceError, cases, checks
 from ._host import KINDS
-from ._models import MODEL_CHECKS, ModelCase, TinyModel, tiny_model
+from ._models import MODEL_CHECKS, ModelCase, TinyModel
 
 __all__ = [
     "DTYPES",
@@ -49,18 +48,17 @@ __all__ = [
     "checks",
     "report",
     "report_on",
-    "tiny_model",
 ]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One check that failed on one case.
+    """A check that failed on a case.
 
     Attributes:
         check: its name.
-        case: on which it failed.
-        message: why.
+        case: the case on which it failed.
+        message: the reason.
     """
 
     check: str
@@ -80,17 +78,17 @@ def report(
     Args:
         config: a config, or a config string.
         only: names of the checks to run; None: all.
-        kinds: of layers to run them on.
+        kinds: kinds of layers to run them on.
 
     Returns:
-        What failed; empty for a method that is right.
+        The failures; none for a correct method.
 
     Raises:
-        UnknownNameError: there is no check of a name in `only`.
-        ConformanceError: the config fits none of the models of the suite.
+        UnknownNameError: `only` names a check that does not exist.
+        ConformanceError: the config fits none of the suite's models.
     """
     loaded = AdapterConfig.load(config)
-    chosen = [checks.find(n, "report(only=…)") for n in (checks if only is None else only)]
+    chosen = [checks.find(n) for n in (checks if only is None else only)]
     found = list(cases(loaded, kinds))
     if not found:
         raise ConformanceError(
@@ -104,27 +102,28 @@ def report(
 def report_on(
     tiny: TinyModel, config: AdapterConfig | str, only: Iterable[str] = MODEL_CHECKS
 ) -> list[Failure]:
-    """Run the checks on a model of transformers: that a method sits where it should.
+    """Run the checks that depend on where an adapter sits, on a model of transformers.
 
     ```python
-    for model_type in ("bert", "llama", "vit"):
-        assert not report_on(tiny_model(model_type), "my_method")
+    model = AutoModel.from_config(LlamaConfig(hidden_size=64, num_hidden_layers=2, ...)).eval()
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+    assert not report_on(TinyModel(model, inputs), "my_method")
     ```
 
     Args:
-        tiny: the model and its inputs: of `tiny_model`, or of your own.
+        tiny: the model and its inputs; a small model, as it is run many times.
         config: a config, or a config string.
         only: names of the checks to run.
 
     Returns:
-        What failed; empty for a method that is right.
+        The failures; none for a correct method.
 
     Raises:
-        UnknownNameError: there is no check of a name in `only`.
-        SiteError: the model has no place that the config asks for.
+        UnknownNameError: `only` names a check that does not exist.
+        SiteError: the model has no site of the kind that the config needs.
     """
     case = ModelCase(AdapterConfig.load(config), tiny=tiny)
-    chosen = [checks.find(n, "report_on(only=…)") for n in only]
+    chosen = [checks.find(n) for n in only]
     case.host("a")
     return list(_failures(chosen, [case]))
 
@@ -141,15 +140,15 @@ def _failures(chosen: Iterable[Check], found: Iterable[Case]) -> Iterator[Failur
 
 
 def check_method(config: AdapterConfig | str, only: Iterable[str] | None = None) -> None:
-    """Run the checks on every case of a config, and fail with all that failed.
+    """Run the checks on every case of a config and raise one error for all failures.
 
     Args:
         config: a config, or a config string.
         only: names of the checks to run; None: all.
 
     Raises:
-        ConformanceError: a check failed; the message has a line for each case.
-        UnknownNameError: there is no check of a name in `only`.
+        ConformanceError: a check failed; the message has one line for each failure.
+        UnknownNameError: `only` names a check that does not exist.
     """
     failures = report(config, only)
     if failures:

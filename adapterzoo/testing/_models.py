@@ -1,31 +1,25 @@
-"""A tiny model of any model type of transformers, and the checks on it."""
+"""The checks that apply to a model of transformers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import ConfigError
 from adapterzoo.inject.building import own_parameters
 from adapterzoo.model import init
-from adapterzoo.model.state import is_base
 
 from ._case import Case, like, run
-from ._feed import Inputs, feeds
 from ._host import Host
-from ._tiny import tiny_configs
 
-# the checks that say something about where an adapter sits; the others are of the method alone
+# the checks that depend on where an adapter sits; the others concern the method alone
 MODEL_CHECKS = (
     "identity_at_birth",
     "inactive_is_base",
@@ -33,116 +27,47 @@ MODEL_CHECKS = (
     "merge_equals_forward",
     "take_leaves_no_trace",
 )
-_MOST_PARAMETERS = 6_000_000
+
+
+class Inputs(dict[str, Any]):
+    """Keyword arguments of a forward, which the checks pass on as one value."""
+
+    def is_floating_point(self) -> bool:
+        """Whether any of them is."""
+        return any(isinstance(v, Tensor) and v.is_floating_point() for v in self.values())
+
+    def double(self) -> Inputs:
+        """The same in float64."""
+        return Inputs(
+            {
+                name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+                for name, v in self.items()
+            }
+        )
 
 
 class TinyModel(NamedTuple):
-    """A model and what its forward is called with."""
+    """A model and the inputs on which the checks call it.
+
+    Attributes:
+        model: in evaluation mode; the checks work on copies.
+        inputs: keyword arguments of its forward.
+    """
 
     model: nn.Module
-    inputs: Inputs
+    inputs: Mapping[str, Any]
 
 
-def tiny_model(model_type: str) -> TinyModel:
-    """A tiny model of a type with random weights, in evaluation, and inputs that it takes.
-
-    Its config is the default one, made smaller by rules. Equal calls give equal bits.
-
-    Args:
-        model_type: as in `config.model_type`, of one that `AutoModel` knows.
-
-    Raises:
-        ConfigError: no config could be made that gives a model, or no inputs that it takes.
-    """
-    from transformers import AutoModel
-
-    failed: list[tuple[int, str]] = []
-    configs = tiny_configs(model_type)
-    while True:
-        stage, what = 0, "no tiny config"
-        try:
-            config = next(configs)
-            stage, what = 1, "not built from a tiny config"
-            config._experts_implementation = "eager"
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with torch.device("meta"):
-                    size = sum(p.numel() for p in AutoModel.from_config(config).parameters())
-                if size > _MOST_PARAMETERS:
-                    failed.append((1, "its smallest config has millions of parameters"))
-                    continue
-                with torch.random.fork_rng(devices=()), torch.device("cpu"):
-                    torch.manual_seed(0)
-                    model = AutoModel.from_config(config).eval().requires_grad_(False)
-                if not is_base(model):
-                    # what AutoModel gives has a head (Higgs Audio), which is trained with adapters
-                    model = model.base_model
-                _enliven(model)
-                stage, what = 2, "no inputs found that it takes"
-                if (inputs := _taken(model)) is not None:
-                    return TinyModel(model, inputs)
-                failed.append((2, what))
-        except StopIteration:
-            break
-        except ImportError:
-            failed.append((3, "needs a package that is not installed"))
-        except Exception as error:  # noqa: BLE001  configs and models refuse in every way
-            failed.append((stage, f"{what}: {type(error).__name__}"))
-    reason = max(failed, key=lambda f: f[0])[1] if failed else "no tiny config"
-    raise ConfigError(
-        f"tiny_model({model_type!r}): {reason}. Make the model from a config of your own, and "
-        f"write report_on(TinyModel(model, inputs), …)."
-    )
-
-
-def _taken(model: nn.Module) -> Inputs | None:
-    """Inputs that the model computes finite numbers from."""
-    for inputs in feeds(model):
-        try:
-            with torch.no_grad():
-                # some want labels in training
-                _seeded(_in_training(model), inputs)
-                found = _flat(_seeded(model.eval(), inputs))
-        except Exception:  # noqa: BLE001  models refuse inputs in every way
-            model.eval()
-            continue
-        if found.numel() and bool(found.isfinite().all()):
-            return inputs
-    return None
-
-
-def _in_training(model: nn.Module) -> nn.Module:
-    """The model as adapters are trained on it: norms keep their statistics."""
-    for module in model.train().modules():
-        if isinstance(module, _NormBase):
-            module.training = False
-    return model
-
-
-@torch.no_grad()
-def _enliven(model: nn.Module, seed: int = 0) -> None:
-    """Give all weights values that matter: as initialised, attention sees all tokens alike."""
-    source = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if not parameter.is_floating_point():
-            continue
-        noise = torch.randn(parameter.shape, generator=source, device="cpu").to(parameter.dtype)
-        if parameter.dim() > 1:
-            parameter.copy_(noise / max(1, parameter[0].numel()) ** 0.5)
-        else:
-            parameter.add_(noise, alpha=0.1)
-
-
-def _seeded(model: Any, inputs: Inputs) -> Any:
-    """The outputs; some models mask or sample at random, in evaluation too."""
+def seeded(model: Any, inputs: Inputs) -> Any:
+    """Call the model with a fixed seed: some models mask or sample even in evaluation."""
     with torch.random.fork_rng(devices=()):
-        # of the CPU alone: torch.manual_seed also notes down for GPUs where it was called
+        # the CPU only: torch.manual_seed would also seed GPUs
         torch.default_generator.manual_seed(0)
         return model(**inputs)
 
 
-def _flat(outputs: Any) -> Tensor:
-    """All that a model computes, one after the other. `[numbers]`."""
+def flat(outputs: Any) -> Tensor:
+    """Concatenate all floating-point outputs of a model. `[numbers]`."""
     found = [t.reshape(-1) for t in _tensors(outputs) if t.is_floating_point()]
     return torch.cat(found) if found else torch.zeros(0)
 
@@ -156,11 +81,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _OneTensor:
-    """Mixed into the class of a model: it takes `Inputs`, and gives one tensor."""
+    """Mixed into the class of a model: it takes `Inputs` and returns one tensor."""
 
     def __call__(self, x: Inputs, **kwargs: Any) -> Any:
         call = cast("Any", super()).__call__
-        return _flat(_seeded(lambda **inputs: call(**inputs), x))
+        return flat(seeded(lambda **inputs: call(**inputs), x))
 
 
 @dataclass(frozen=True)
@@ -175,7 +100,7 @@ class ModelCase(Case):
     margin: ClassVar[float] = 8.0
 
     tiny: TinyModel = dataclasses.field(
-        default=TinyModel(nn.Identity(), Inputs()), compare=False, repr=False
+        default=TinyModel(nn.Identity(), {}), compare=False, repr=False
     )
 
     def __str__(self) -> str:
@@ -196,11 +121,11 @@ class ModelCase(Case):
         return config or self.config
 
     def input(self, *batch: int, seed: int = 0) -> Tensor:
-        """The inputs of the model, whatever the batch."""
-        return cast("Tensor", self.tiny.inputs)
+        """Return the inputs of the model, for any batch."""
+        return cast("Tensor", Inputs(self.tiny.inputs))
 
     def exact(self, *names: str) -> Callable[[Tensor], Tensor]:
-        """The model in float64, as far as it can be: some have parts that are always float32."""
+        """Return the model in float64 where it can be: some have parts that are always float32."""
         exact = super().exact(*names)
         stacked = self.trained(*names)
         stacked.set_active_adapters(Stack(*names))
@@ -214,9 +139,9 @@ class ModelCase(Case):
         return compute
 
     def silent(self, model: Host) -> frozenset[str]:
-        """Paths of the modules that no gradient reaches, by the gradients of their own weights.
+        """Return the paths of the modules that no gradient reaches, judged by their own weights.
 
-        A matrix tells, where a module has one: a bias gets a gradient although what comes in is 0.
+        A matrix decides where a module has one: a bias gets a gradient even from an input of 0.
         """
         model = copy.deepcopy(model).requires_grad_(True)
         y = model(self.input())

@@ -95,7 +95,7 @@ def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
         )
     head_type = str(values.get("head_type"))
     cls = model.custom_heads.get(head_type)
-    return cast("HeadConfig", (cls or head_types.find(head_type, "")).from_dict(values))
+    return cast("HeadConfig", (cls or head_types.find(head_type)).from_dict(values))
 
 
 # --- which answer ---

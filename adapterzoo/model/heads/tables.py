@@ -32,7 +32,7 @@ def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
     """Return the paths of the embeddings for which an adapter has a table; they share one."""
     record = model._adapter_state.records.get(name)
     places = {} if record is None else record.places
-    return tuple(path for path, ps in places.items() if ps[0].location == _LOCATION)
+    return tuple(path for path, ps in places.items() if ps and ps[0].location == _LOCATION)
 
 
 def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:

@@ -12,13 +12,14 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from adapterzoo import inject
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.inject import set_class
 from adapterzoo.model import batches
@@ -248,6 +249,9 @@ def with_rows(
         on_base: whether it is one of the base model's class, and not of the model's own.
         one_head: whether heads have no part in it.
         outputs: whether its outputs can have what gates and fusions decided.
+
+    Raises:
+        ConfigError: from the method, where they are asked for and cannot.
     """
     positions = _positions(plain)
 
@@ -271,15 +275,34 @@ def with_rows(
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         model = self.base_model if on_base else self
         if not batches.starts(self, adapter_names):
-            return plain(model, *args, **kwargs)
+            return _run(self, plain, model, positions, args, kwargs)
         given = batches.named_inputs(positions, args, kwargs)
         plan, times = batches.plan_of_call(self, given, adapter_names, one_head)
         if times > 1:
             args, kwargs = (), batches.repeated(given, times, batches.batch_size(given))
         with self._active.overridden(plan):
-            return plain(model, *args, **kwargs)
+            return _run(self, plain, model, positions, args, kwargs)
 
     return method
+
+
+def _run(
+    whole: Any,
+    method: Any,
+    model: Any,
+    positions: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a method of a model's class; where that is the base model's, record the call.
+
+    The classes of the models inside record their own calls.
+    """
+    active = whole._active
+    if not active.plan.stacks or whole._backbone is not whole:
+        return method(model, *args, **kwargs)
+    with inject.recorded(whole, positions, active, "", args, kwargs):
+        return method(model, *args, **kwargs)
 
 
 def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class GeneratesWithAdapters:
         run = cast("Any", super()).generate
         if not batches.starts(model, adapter_names):
             model._head_strategy.check_generation(model, kwargs)
-            return run(*args, **kwargs)
+            with model._active.call.generating():
+                return run(*args, **kwargs)
         prompt = args[0] if args else kwargs.get("inputs")
         given = kwargs if prompt is None else {model.main_input_name: prompt, **kwargs}
         copies = _sequences(kwargs, model.generation_config)
@@ -46,7 +47,7 @@ class GeneratesWithAdapters:
             batch = batches.batch_size(given)
             args = batches.repeated(args, times, batch)
             kwargs = batches.repeated(kwargs, times, batch)
-        with model._active.overridden(plan):
+        with model._active.overridden(plan), model._active.call.generating():
             model._head_strategy.check_generation(model, kwargs)
             return run(*args, **kwargs)
 

@@ -1,34 +1,31 @@
 """Every registered method on a tiny model of every model type of transformers, as table columns.
 
-`python -m adapterzoo.testing.architectures docs/architectures.md` writes the table of anatomy's
-survey with a column for each method. Model types run in processes of their own, so that one that
-crashes or takes long costs its own line only.
+Model types run in processes of their own, so that one that crashes or takes too long costs only its
+own row.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import FrameType
 
 import torch
 
-from adapterzoo.anatomy import survey
 from adapterzoo.configs import AdapterConfig, ConfigUnion, config_strings
 from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.testing import TinyModel, report_on
+from adapterzoo.testing._case import fields_of
+from adapterzoo.testing._models import ModelCase
 
-from . import TinyModel, report_on, tiny_model
-from ._case import fields_of
-from ._models import ModelCase
+from . import survey
+from .tiny_models import NoTinyModelError, tiny_model
 
 GREEN, RED = "✓", "✗"
 # of one core, for all methods on one model
@@ -50,14 +47,11 @@ run. Models are in float32, merges are compared with float64. The last column sa
 
 
 class _Late(BaseException):
-    """A model type has taken too long; no error of a method, so that no check catches it."""
+    """A model type takes too long; not an `Exception`, so that no check catches it."""
 
 
 def methods() -> dict[str, list[AdapterConfig]]:
-    """Architecture of a method to the configs to try, the widest first.
-
-    A new method enters by itself, under its first config string.
-    """
+    """Map the architecture of each registered method to the configs to try, the widest first."""
     found: dict[str, dict[type, AdapterConfig]] = {}
     for text in config_strings:
         if text != "union":
@@ -92,8 +86,8 @@ def cells(model_type: str) -> Cells:
     """The cells of one model type; empty ones did not run."""
     try:
         tiny = tiny_model(model_type)
-    except ConfigError as error:
-        return unrun(str(error).partition(": ")[2].partition(". Make")[0])
+    except NoTinyModelError as error:
+        return unrun(str(error))
     tried = methods()
     try:
         case = ModelCase(next(iter(tried.values()))[0], tiny=tiny)
@@ -193,7 +187,7 @@ def _batch(model_types: Sequence[str]) -> dict[str, Cells]:
     found: dict[str, Cells] = {}
     while left := [t for t in model_types if t not in found]:
         process = subprocess.run(
-            [sys.executable, "-m", __spec__.name, "--types", *left],
+            [sys.executable, "-m", __package__, "--types", *left],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -235,41 +229,3 @@ def read(page: str) -> dict[str, Cells]:
         for name, row in table.items()
         if name not in ("model type", "---") and len(row) == len(names)
     }
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the table; 1 if a row is red that was not, or the survey found something wrong."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("page", nargs="?", type=Path)
-    parser.add_argument("--types", nargs="+", help="print the cells of these model types as JSON")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    chosen = parser.parse_args(arguments)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    if chosen.types:
-        for row in of_types(chosen.types):
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
-        return 0
-    found = sweep(sorted(MODEL_MAPPING_NAMES), chosen.workers)
-    lines = list(survey.survey())
-    known: dict[str, Cells] = {}
-    if chosen.page is not None:
-        known = read(chosen.page.read_text(encoding="utf-8")) if chosen.page.exists() else {}
-        text = survey.render(lines, transformers.__version__, more(found))
-        chosen.page.write_text(text, encoding="utf-8")
-    wrong = [f"{x.model_type}: {x.wrong}" for x in lines if x.wrong]
-    wrong += [
-        f"{name}: {row['why not']}"
-        for name, row in found.items()
-        if RED in row.values() and row != known.get(name)
-    ]
-    sys.stderr.write("\n".join(wrong) + "\n" if wrong else "")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import _fields
+from . import config_fields
 
 VOCABULARY = 128
 # of a model without stages, and of the first stage of one with
@@ -110,19 +110,19 @@ class _Shrinking:
         self.tokens: dict[int, int] = {}
         self.widths: dict[int, int] = {}
         self.stream = 0
-        for config in _fields.tree(root):
+        for config in config_fields.tree(root):
             self._learn(config)
 
     def _learn(self, config: Any) -> None:
         """Widths of stages double: they are scaled together, and so is what else equals them."""
-        staged = _fields.has_stages(config)
-        for name, value in _fields.fields(config):
-            if isinstance(value, list | tuple) and _fields.are_whole(value):
-                if _fields.meaning(name) == "width":
+        staged = config_fields.has_stages(config)
+        for name, value in config_fields.fields(config):
+            if isinstance(value, list | tuple) and config_fields.are_whole(value):
+                if config_fields.meaning(name) == "width":
                     self._scale(value)
             elif name == "embed_dim" and type(value) is int and staged:
                 self._scale([value * 2**i for i in range(5)])
-        for value in () if staged else _fields.streams(config):
+        for value in () if staged else config_fields.streams(config):
             self.widths.setdefault(value, self.rules.width)
             self.stream = self.stream or value
 
@@ -136,14 +136,14 @@ class _Shrinking:
 
     def config(self, config: Any) -> Any:
         """A smaller config of the same class."""
-        layers = _fields.layers(config)
+        layers = config_fields.layers(config)
         part = _Part(config, layers, self._count(config, layers))
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(type(config)):
-            value = _fields.get(config, field.name)
+            value = config_fields.get(config, field.name)
             if field.name in ("id2label", "label2id"):
                 continue
-            if _fields.is_config(value):
+            if config_fields.is_config(value):
                 changed[field.name] = self.config(value)
                 continue
             if field.default is None and not _holds_sections(value):
@@ -158,7 +158,7 @@ class _Shrinking:
         """The number of layers: enough for one of each kind."""
         kinds = [
             len(set(map(str, value)))
-            for _, value in _fields.fields(config)
+            for _, value in config_fields.fields(config)
             if isinstance(value, list | tuple) and len(value) == layers > 4
         ]
         wanted = max([self.rules.layers, *(k for k in kinds if k <= 4)])
@@ -191,7 +191,7 @@ class _Shrinking:
             return [kinds[i % len(kinds)] for i in range(part.count)]
         if name == "prediction_length":
             return 4
-        kind = _fields.meaning(name)
+        kind = config_fields.meaning(name)
         own = {"head": self.rules.head, "key-value heads": self.rules.heads}
         filled = ("vocabulary", "two", "experts", "one")
         return own.get(kind or "", _LIMITS[kind] if kind in filled else None)
@@ -207,18 +207,18 @@ class _Shrinking:
 
     def _list(self, name: str, value: list[Any], part: _Part) -> list[Any]:
         kept = self.rules.kept
-        if any(map(_fields.is_config, value)):
-            return [self.config(v) if _fields.is_config(v) else v for v in value]
-        if "section" in name and _fields.are_whole(value):
+        if any(map(config_fields.is_config, value)):
+            return [self.config(v) if config_fields.is_config(v) else v for v in value]
+        if "section" in name and config_fields.are_whole(value):
             return value if "head" in kept else _split(self.rules.head // 2, value)
         if len(value) == part.layers > part.count:
             return [
                 self._int(name, v, part) if type(v) is int and v > 1 else v
                 for v in _some(value, part.count)
             ]
-        if not _fields.are_whole(value):
+        if not config_fields.are_whole(value):
             return value
-        kind = _fields.meaning(name)
+        kind = config_fields.meaning(name)
         if kind == "depths":
             return [min(v, 1) for v in value]
         if kind in ("image", "vocabulary", "token"):
@@ -229,12 +229,12 @@ class _Shrinking:
         if kind == "width":
             return value if "lists" in kept else [self._width(v) for v in value]
         numbers = kind in ("layers", "kept") or max(value) <= part.layers
-        if _fields.holds_indices(name) and part.layers and numbers:
+        if config_fields.holds_indices(name) and part.layers and numbers:
             return sorted({min(v, part.count - 1) for v in value})
         return value
 
     def _int(self, name: str, value: int, part: _Part) -> int:
-        kind, rules = _fields.meaning(name), self.rules
+        kind, rules = config_fields.meaning(name), self.rules
         if kind is None or kind in rules.kept:
             return value
         if kind == "token":
@@ -242,11 +242,11 @@ class _Shrinking:
         if kind == "width":
             return self._width(value)
         if kind == "image":
-            side = _fields.patch(part.config)
+            side = config_fields.patch(part.config)
             # an even number of patches to a side, and room for a network that halves five times
             return min(value, 56 if side == 14 else max(4 * side, 64))
         if kind == "key-value heads":
-            shared = rules.heads if value == _fields.heads(part.config) else 2
+            shared = rules.heads if value == config_fields.heads(part.config) else 2
             return min(value, shared, rules.heads)
         if kind == "state heads" or (name == "num_heads" and "expand" in vars(part.config)):
             return 2 * rules.width // rules.head

@@ -1,9 +1,7 @@
 """The survey: what anatomy finds in every model type of transformers, as one table.
 
-Every model type that `AutoModel.from_config` builds on the meta device from its default
-configuration is searched, and its stream sites are proven by following the residual stream
-through a run (`flow`). `adapterzoo.testing.architectures` writes the table, which a test compares
-with what it finds.
+Search every model type that `AutoModel.from_config` builds on the meta device from its default
+configuration, and prove its stream sites by following the residual stream through a run (`flow`).
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .find import find
+from adapterzoo.anatomy import ATTENTION_ROLES, MLP_ROLES, Anatomy, Block, find
+
 from .flow import likeness, prove
-from .inputs import of_block, of_model
-from .sites import ATTENTION_ROLES, MLP_ROLES, Anatomy, Block
+from .meta_inputs import of_block, of_model
 
 
 @dataclass(frozen=True, slots=True)

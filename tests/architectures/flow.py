@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from .norms import NORM_CLASS
-from .sites import Block, SubLayer
+from adapterzoo.anatomy import Block, SubLayer
+from adapterzoo.anatomy.norms import NORM_CLASS
 
 Sum = Mapping[int, float]
 

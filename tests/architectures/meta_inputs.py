@@ -1,7 +1,7 @@
-"""Inputs on the meta device for any model or block, made from its signature and configuration.
+"""Inputs on the meta device for any model or block, from its signature and configuration.
 
-Only shapes matter: nothing is computed. What cannot be guessed is left out, and the model that
-needs it fails, which its line in the survey then says.
+Only shapes matter: nothing is computed. Inputs that cannot be guessed are left out; the line of a
+model that needs one says why it failed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .sites import Block
+from adapterzoo.anatomy import Block
 
 _TOKENS = 16
 # patches of an image, for towers that take one row for each

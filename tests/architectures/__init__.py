@@ -1,0 +1,5 @@
+"""Every model type of transformers: where adapters can sit, and what each method does there.
+
+`python -m tests.architectures docs/architectures.md` writes the page. `survey` finds the sites of
+the full-sized models on the meta device; `table` runs every registered method on tiny ones.
+"""

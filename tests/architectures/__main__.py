@@ -1,0 +1,51 @@
+"""The command that writes the page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import survey, table
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page; return 1 if a row has turned red or the survey found something wrong."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    parser = argparse.ArgumentParser(description="Write docs/architectures.md anew.")
+    parser.add_argument("page", nargs="?", type=Path)
+    parser.add_argument("--types", nargs="+", help="print the cells of these model types as JSON")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    chosen = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    if chosen.types:
+        for row in table.of_types(chosen.types):
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+        return 0
+    found = table.sweep(sorted(MODEL_MAPPING_NAMES), chosen.workers)
+    lines = list(survey.survey())
+    known: dict[str, table.Cells] = {}
+    if chosen.page is not None:
+        known = table.read(chosen.page.read_text(encoding="utf-8")) if chosen.page.exists() else {}
+        text = survey.render(lines, transformers.__version__, table.more(found))
+        chosen.page.write_text(text, encoding="utf-8")
+    wrong = [f"{x.model_type}: {x.wrong}" for x in lines if x.wrong]
+    wrong += [
+        f"{name}: {row['why not']}"
+        for name, row in found.items()
+        if table.RED in row.values() and row != known.get(name)
+    ]
+    sys.stderr.write("\n".join(wrong) + "\n" if wrong else "")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
