@@ -152,7 +152,5 @@ def names_call(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _shortened(value: Any) -> str:
-    if isinstance(value, os.PathLike):
-        return repr(os.fspath(value))
-    text = repr(value)
+    text = repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"

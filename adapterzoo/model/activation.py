@@ -43,7 +43,7 @@ from adapterzoo.errors import (
 from adapterzoo.runtime import Plan, current_task
 
 from .hf.continuous_batching import refuse_while_batching
-from .state import SHARED, AdaptedModel, anatomy_of, layers_of, stacks_of
+from .state import AdaptedModel, anatomy_of, modules_of, stacks_of
 
 # --- plans ---
 
@@ -80,8 +80,9 @@ def make_plan(
     present: dict[str, dict[str, Adapter]] = {}
     for name in acting:
         places = state.records[name].places
-        for path, module in layers_of(model, name):
-            if places[path][0].site.layer not in skip_layers:
+        for path, module in modules_of(model, name):
+            # what all layers share sits at none
+            if places[path] and places[path][0].site.layer not in skip_layers:
                 present.setdefault(path, {})[name] = module
     rows = None
     parts: tuple[Any, ...] = (setup,)
@@ -104,8 +105,8 @@ def make_plan(
             if reader in steps and reader not in captures.get(source, ()):
                 captures[source] = (*captures.get(source, ()), reader)
     shared = _shared_inputs(model, acting, steps, present)
-    records = any(state.records[name].records_calls for name in acting)
-    stacks = frozenset([SHARED, *(path for path, _ in stacks_of(model))] if records else ())
+    reads = any(state.records[name].reads_calls for name in acting)
+    stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
     return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks)
 
 
@@ -269,10 +270,10 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
     """
     inside: dict[str, list[Adapter]] = {}
     for name in merged:
-        for path, module in layers_of(model, name):
+        for path, module in modules_of(model, name):
             inside.setdefault(path, []).append(module)
     for name in acting if inside else ():
-        for path, module in layers_of(model, name):
+        for path, module in modules_of(model, name):
             beside = [*inside.get(path, ()), module]
             changes_weight = isinstance(module, (WeightAdapter, inject.ExpertAdapters))
             if len(beside) > 1 and changes_weight and not all(map(inject.is_additive, beside)):

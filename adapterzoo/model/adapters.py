@@ -33,7 +33,6 @@ from adapterzoo.runtime import Plan
 from .activation import refuse_taken, refuse_used, replan, set_active
 from .sharding import refuse_if_sharded
 from .state import (
-    SHARED,
     AdaptedModel,
     AdapterRecord,
     anatomy_of,
@@ -183,15 +182,15 @@ def make(model: AdaptedModel, config: AdapterConfig, device: torch.device | None
     layers = {path: layer_at(backbone_of(model), path) for path in by_path}
     for path, layer in layers.items():
         inject.check_put(layer, path)
-    all_placements = [placement for own in by_path.values() for placement in own]
+    listed = [placement for placements in by_path.values() for placement in placements]
     at = device or device_of(next(iter(layers.values())))
-    shared, sharing = build_shared(config, all_placements, at, model.dtype)
+    shared, sharing = build_shared(config, listed, at, model.dtype)
     made: dict[str, tuple[Any, list[Placement]]] = {
         path: (build(layers[path], path, placements, model.dtype, device, sharing), placements)
         for path, placements in by_path.items()
     }
     if shared is not None:
-        made[SHARED] = shared, []
+        made[""] = shared, []
     return made
 
 
@@ -205,28 +204,36 @@ def install(
     """Put an adapter into the model, inactive."""
     backbone, active = backbone_of(model), model._active
     places = {path: tuple(placements) for path, (_, placements) in made.items()}
-    parts = [m for module, _ in made.values() for m in module.modules() if isinstance(m, Adapter)]
-    sharing = [part for part in parts if part.shared_key is not None]
-    records_calls = bool(sharing) or any(part.reads_call for part in parts)
-    for part in sharing:
-        part.shared_key = name, cast("Any", part.shared_key)[1]
-    record = AdapterRecord(config, places, shared_inputs(places), records_calls, dict(meta))
+    # all of them, and not the first alone: each is told its name
+    reading = [path for path, (adapter, _) in made.items() if _reads_calls(adapter, name)]
+    record = AdapterRecord(config, places, shared_inputs(places), bool(reading), dict(meta))
     for path, (adapter, _) in made.items():
-        if path == SHARED:
-            inject.put_shared(backbone, name, adapter, active)
-        else:
+        if path:
             inject.put(layer_at(backbone, path), name, adapter, active, path)
+        else:
+            inject.put_shared(backbone, name, adapter, active)
     for source, reader in record.sources():
         inject.capture_input(backbone.get_submodule(source), reader, name, active, source)
     for around in record.shared_inputs:
         inject.capture_input(layer_at(backbone, around), around, name, active, around)
     for path, stack in stacks_of(model):
-        if records_calls:
-            inject.record_calls(stack, name, active, path)
         if _guard_of(stack) is None:
             stack.register_forward_pre_hook(_Guard(active), with_kwargs=True)
+        if reading:
+            inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
     model._head_strategy.installed(model, name)
+
+
+def _reads_calls(adapter: nn.Module, name: str) -> bool:
+    """Return whether any part asks for the call or for shared modules; tell it its name."""
+    reads = False
+    for module in adapter.modules():
+        if isinstance(module, Adapter):
+            reads |= module.reads_call or module.shared_key is not None
+            if module.shared_key is not None:
+                module.shared_key = name, module.shared_key[1]
+    return reads
 
 
 def remove(model: AdaptedModel, name: str) -> None:
@@ -241,12 +248,11 @@ def remove(model: AdaptedModel, name: str) -> None:
     for around in record.shared_inputs:
         inject.release_input(backbone.get_submodule(around), around, name)
     for path in record.places:
-        if path != SHARED:
+        if path:
             inject.take(backbone.get_submodule(path), name)
     inject.take_shared(backbone, name, model._active)
     for path, stack in stacks_of(model):
-        if record.records_calls:
-            inject.release_input(stack, path, name)
+        inject.release_input(stack, path, name)
         if not state.records:
             _unguard(stack)
     model._head_strategy.removed(model, name)

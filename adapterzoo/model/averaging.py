@@ -22,7 +22,7 @@ from .adapters import Made, bring_in, make
 from .heads import store
 from .heads.tables import tables_of
 from .sharding import refuse_if_sharded
-from .state import SHARED, AdaptedModel, anatomy_of, backbone_of, modules_of
+from .state import AdaptedModel, anatomy_of, backbone_of, modules_of
 
 
 @torch.no_grad()
@@ -91,8 +91,8 @@ def _combined(
     with undrawn(), torch.random.fork_rng(devices=()):
         made = make(model, config)
     sources: list[dict[str, Any]] = [dict(modules_of(model, each)) for each in names]
-    for path, (adapter, _) in made.items():
-        if path == SHARED:
+    for path, (adapter, placements) in made.items():
+        if not placements:
             _share(adapter, [modules[path] for modules in sources if path in modules])
             continue
         there = [i for i, modules in enumerate(sources) if path in modules]
@@ -117,7 +117,7 @@ def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:
         if any(not torch.equal(first[key], state[key].to(first[key].device)) for key in first):
             raise CompositionError(
                 f"the layers of each adapter share tensors, {listing(first)}, and these differ "
-                f"between the adapters. Train the adapters with the same shared tensors, or write "
+                f"between the adapters. Train them from the same shared tensors, or write "
                 f"set_active_adapters(Average('a', 'b'))."
             )
     made.load_state_dict(first)

@@ -39,7 +39,6 @@ from .heads import tables
 from .heads.interface import HeadRecord
 from .hf.info import facts_of
 from .state import (
-    SHARED,
     AdaptedModel,
     anatomy_of,
     backbone_of,
@@ -273,7 +272,7 @@ def _with_memory(
 ) -> Adapter:
     """Return an adapter of the meta device as one on the device of its layer."""
     layer = layer_at(backbone_of(model), path)
-    if path == SHARED:
+    if not path:
         return adapter.to_empty(device=device_of(layer))
     if give_memory(adapter, device_of(layer)):
         return adapter

@@ -24,7 +24,7 @@ from .activation import (
 )
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
-from .state import SHARED, AdaptedModel, backbone_of, layers_of
+from .state import AdaptedModel, backbone_of, modules_of
 
 # --- merge and reset ---
 
@@ -60,8 +60,10 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     refuse_merged_part(setup, names)
     modules: dict[str, list[Adapter]] = {}
     for name in added:
-        for path, module in layers_of(model, name):
-            modules.setdefault(path, []).append(module)
+        for path, module in modules_of(model, name):
+            # what all layers share is not a change of a weight itself
+            if path:
+                modules.setdefault(path, []).append(module)
     _refuse_lost(model, set(modules))
     # every check that can be made comes before the first write
     for path, beside in modules.items():
@@ -218,8 +220,8 @@ def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
 
 def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
     state = model._adapter_state
-    lost = {path for name in state.merged for path in state.records[name].places}
-    lost -= {*state.originals, SHARED}
+    lost = {path for name in state.merged for path in state.records[name].places if path}
+    lost -= set(state.originals)
     if at is not None:
         lost &= at
     if lost:

@@ -24,9 +24,6 @@ from adapterzoo.runtime import ActiveState, Plan
 
 from .heads.interface import HeadStrategy
 
-SHARED = ""
-"""The path of what the layers of an adapter share: that of the base model."""
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
@@ -34,17 +31,16 @@ class AdapterRecord:
 
     Attributes:
         config: its config.
-        places: path of each adapted layer to what sits there; the path of the base model, with
-            nothing, where the layers share a module.
+        places: path of each adapted layer to what sits there.
         shared_inputs: path of a module to those of its adapted layers that read one input.
-        records_calls: whether its layers read facts about calls, or what they share.
+        reads_calls: whether its layers read facts about calls, or what they share.
         meta: JSON values that came with it from a checkpoint and go with it to the next.
     """
 
     config: AdapterConfig
     places: dict[str, tuple[Placement, ...]]
     shared_inputs: dict[str, list[str]]
-    records_calls: bool = False
+    reads_calls: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, str]]:
@@ -59,6 +55,7 @@ def shared_inputs(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list
     """Return the path of a module to those of its layers that read one input, at least two."""
     found: dict[str, dict[str, list[str]]] = {}
     for path, placements in places.items():
+        # what all layers share has a path and no placement
         if placements and (shared := placements[0].site.shared_input) is not None:
             found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
     # a block whose sub-layers have no modules of their own has two such groups: the larger wins
@@ -228,11 +225,6 @@ def modules_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
     backbone, places = backbone_of(model), model._adapter_state.find(name).places
     layers = ((path, inject.below_wrappers(backbone.get_submodule(path))) for path in places)
     return ((path, cast("Adapter", layer.adapters[name])) for path, layer in layers)
-
-
-def layers_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
-    """Return the modules of an adapter at layers, with their paths; not what the layers share."""
-    return ((path, module) for path, module in modules_of(model, name) if path != SHARED)
 
 
 def parameters_of(model: AdaptedModel, name: str) -> Iterator[nn.Parameter]:

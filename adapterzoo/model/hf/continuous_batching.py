@@ -11,7 +11,7 @@ import functools
 import weakref
 from typing import Any, cast
 
-from adapterzoo.errors import StateError
+from adapterzoo.errors import StateError, names_call
 from adapterzoo.model.state import AdaptedModel
 
 # managers to what was active when they were made
@@ -125,11 +125,13 @@ def _add_request(
 ) -> Any:
     # the manager that is called keeps itself and its model alive
     of, called = cast("Any", manager()), cast("Any", model())
-    _check_request(of, called, kwargs.pop("adapter_names", None))
-    return type(of).add_request(of, *args, **kwargs)
+    adapter_names = kwargs.pop("adapter_names", None)
 
+    @names_call
+    def add_request() -> Any:
+        refuse_names(adapter_names)
+        refuse_other_than_default(called)
+        _refuse_other_cache(of, called)
+        return type(of).add_request(of, *args, **kwargs)
 
-def _check_request(manager: Any, model: AdaptedModel, adapter_names: Any) -> None:
-    refuse_names(adapter_names)
-    refuse_other_than_default(model)
-    _refuse_other_cache(manager, model)
+    return add_request()

@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -30,7 +30,6 @@ from adapterzoo.model.fusion import recorded
 from adapterzoo.model.heads.forward import label_arguments
 from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.sharding import peft_layer
-from adapterzoo.model.state import SHARED, backbone_of
 
 from .generation import GeneratesWithAdapters
 from .pipelines import enter_pipelines
@@ -166,7 +165,7 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
         "_plain_class": cls,
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
-        "forward": with_rows(_as_stack(cls.forward), outputs=True),
+        "forward": with_rows(cls.forward, outputs=True),
         **_features(cls, on_base=False),
     }
     generates = (GeneratesWithAdapters,) if "generate" in dir(cls) else ()
@@ -182,21 +181,6 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
 
     cast("Any", made).__init__ = start
     return made
-
-
-def _as_stack(forward: Any) -> Any:
-    """Return a forward whose call is recorded where the model is its own base model."""
-    positions = _positions(forward)
-
-    @functools.wraps(forward)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        active = self._active
-        if not active.plan.stacks or backbone_of(self) is not self:
-            return forward(self, *args, **kwargs)
-        with inject.recorded(self, positions, active, SHARED, args, kwargs):
-            return forward(self, *args, **kwargs)
-
-    return run
 
 
 def named_class(
@@ -267,7 +251,7 @@ def with_rows(
         outputs: whether its outputs can have what gates and fusions decided.
 
     Raises:
-        ConfigError: on a call that asks for outputs that it cannot have.
+        ConfigError: from the method, where they are asked for and cannot.
     """
     positions = _positions(plain)
 
@@ -291,15 +275,34 @@ def with_rows(
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         model = self.base_model if on_base else self
         if not batches.starts(self, adapter_names):
-            return plain(model, *args, **kwargs)
+            return _run(self, plain, model, positions, args, kwargs)
         given = batches.named_inputs(positions, args, kwargs)
         plan, times = batches.plan_of_call(self, given, adapter_names, one_head)
         if times > 1:
             args, kwargs = (), batches.repeated(given, times, batches.batch_size(given))
         with self._active.overridden(plan):
-            return plain(model, *args, **kwargs)
+            return _run(self, plain, model, positions, args, kwargs)
 
     return method
+
+
+def _run(
+    whole: Any,
+    method: Any,
+    model: Any,
+    positions: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a method of a model's class; where that is the base model's, record the call.
+
+    The classes of the models inside record their own calls.
+    """
+    active = whole._active
+    if not active.plan.stacks or whole._backbone is not whole:
+        return method(model, *args, **kwargs)
+    with inject.recorded(whole, positions, active, "", args, kwargs):
+        return method(model, *args, **kwargs)
 
 
 def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
