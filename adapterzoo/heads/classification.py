@@ -1,6 +1,6 @@
-"""Heads that judge whole sequences: a class, several labels, or a number.
+"""Heads that classify whole sequences: a class, several labels, or a number.
 
-Differs from AdapterHub: `pooling` says which tokens answer; labels of −100 do not count.
+Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._static import Static, StaticHead
 @head_types.register("classification")
 @dataclass(frozen=True, kw_only=True)
 class ClassificationConfig(PooledConfig):
-    """One of `num_labels` classes for each sequence; with `num_labels=1` a number (regression)."""
+    """A head that gives each sequence one of `num_labels` classes; with one label, a number."""
 
     head_type: ClassVar[str] = "classification"
     output_class: ClassVar[str] = "SequenceClassifierOutput"
@@ -39,7 +39,7 @@ class ClassificationConfig(PooledConfig):
 @head_types.register("multilabel_classification")
 @dataclass(frozen=True, kw_only=True)
 class MultilabelClassificationConfig(PooledConfig):
-    """A yes or no for each of `num_labels` labels."""
+    """A head that gives a yes or no for each of `num_labels` labels."""
 
     head_type: ClassVar[str] = "multilabel_classification"
     output_class: ClassVar[str] = "SequenceClassifierOutput"
@@ -57,5 +57,5 @@ class MultilabelClassificationConfig(PooledConfig):
 
     @property
     def problem_type(self) -> str:
-        """Each label by itself, also when there is one."""
+        """Each label by itself, even a single one."""
         return "multi_label_classification"

@@ -1,6 +1,6 @@
 """A head that chooses one of several sequences.
 
-Differs from AdapterHub: `pooling` says which tokens answer; labels of −100 do not count.
+Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids"
 @head_types.register("multiple_choice")
 @dataclass(frozen=True, kw_only=True)
 class MultipleChoiceConfig(PooledConfig):
-    """The best of `num_choices` sequences, each scored by itself."""
+    """A head that chooses the best of `num_choices` sequences, each scored by itself."""
 
     head_type: ClassVar[str] = "multiple_choice"
     output_class: ClassVar[str] = "MultipleChoiceModelOutput"
@@ -53,7 +53,7 @@ class MultipleChoiceConfig(PooledConfig):
                 inputs[name] = value.flatten(0, 1)  # [batch · choices, tokens]
 
     def build(self, backbone: Backbone) -> MultipleChoiceHead:
-        """A fresh head."""
+        """Return a fresh head."""
         return MultipleChoiceHead(self, backbone)
 
     @classmethod
@@ -68,7 +68,7 @@ class MultipleChoiceHead(PooledHead):
     config: MultipleChoiceConfig
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits `[batch, num_choices]`.
+        """Return logits `[batch, num_choices]`.
 
         Args:
             hidden: `[batch · num_choices, tokens, d_model]`, the choices of one question together.

@@ -1,4 +1,4 @@
-"""A class for each token: named entities, parts of speech.
+"""A head that classifies tokens: named entities, parts of speech.
 
 logits = W_n · act(… act(W_1 · hidden + b_1) …) + b_n for each token, dropout before each W.
 
@@ -26,7 +26,7 @@ _OF_ENCODER = frozenset({"mt5", "t5", "umt5"})
 @head_types.register("tagging")
 @dataclass(frozen=True, kw_only=True)
 class TaggingConfig(LayersConfig):
-    """One of `num_labels` classes for each token.
+    """A head that gives each token one of `num_labels` classes.
 
     Attributes:
         num_labels: number of classes.
@@ -64,7 +64,7 @@ class TaggingConfig(LayersConfig):
         return StaticHead(config, keys)
 
     def build(self, backbone: Backbone) -> TaggingHead:
-        """A fresh head."""
+        """Return a fresh head."""
         return TaggingHead(self, backbone, bias=self.bias)
 
 
@@ -72,7 +72,7 @@ class TaggingHead(LayersHead):
     """Layers on each token."""
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits `[batch, tokens, num_labels]`. `hidden` `[batch, tokens, d_model]`."""
+        """Return logits `[batch, tokens, num_labels]`. `hidden` `[batch, tokens, d_model]`."""
         return self.score(hidden)
 
     def loss(
@@ -81,7 +81,7 @@ class TaggingHead(LayersHead):
         labels: Tensor,
         count: Tensor | int | None = None,
     ) -> Tensor:
-        """Cross entropy. `logits` `[batch, tokens, num_labels]`, `labels` `[batch, tokens]`."""
+        """Return the cross entropy of `labels` `[batch, tokens]`."""
         if isinstance(logits, tuple):
             (logits,) = logits
         return cross_entropy(logits, labels, count)

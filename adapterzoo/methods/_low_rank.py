@@ -95,7 +95,7 @@ class LowRankConfig(TargetedConfig):
     dtype: str | None = field(None, DTYPE)
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """One placement for each layer that the config names.
+        """Return one placement for each layer that the config names.
 
         Raises:
             SiteError: nothing matches, also no layer a key of `rank_pattern` or `alpha_pattern`.
@@ -121,15 +121,15 @@ class LowRankConfig(TargetedConfig):
         return self.init_weights == "lora"
 
     def rank_at(self, path: str) -> int:
-        """The rank of the adapter at a path."""
+        """Return the rank of the adapter at a path."""
         return _matching(self.rank_pattern, path, self.r)
 
     def alpha_at(self, path: str) -> float:
-        """The numerator of the scaling of the adapter at a path."""
+        """Return the numerator of the scaling of the adapter at a path."""
         return _matching(self.alpha_pattern, path, self.alpha)
 
     def scaling_at(self, path: str) -> float:
-        """The factor s of the adapter at a path."""
+        """Return the factor s of the adapter at a path."""
         rank = self.rank_at(path)
         return self.alpha_at(path) / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -137,17 +137,17 @@ class LowRankConfig(TargetedConfig):
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> LowRankConfig:
-        """The config of what several become; ranks, scalings and places may differ for some."""
+        """Return the config of the combination; some strategies allow other ranks and scalings."""
         own = [config for config in configs if isinstance(config, LowRankConfig)]
         return combined_config(own, strategy, anatomy)
 
     def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the parameters at a layer of the given dtype."""
+        """Return the dtype of the parameters at a layer of the given dtype."""
         return DTYPES[self.dtype] if self.dtype else dtype
 
 
 class LowRank(SharedInputAdapter, WeightAdapter):
-    """An adapter with the factors A and B; what it makes of them, subclasses say.
+    """Base of the adapters with the factors A and B.
 
     Attributes:
         lora_A: `[rank, d_in]`, with experts in front where the site has them.
@@ -221,7 +221,7 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Take the factors of what several adapters become, by any strategy."""
+        """Set the factors to the combination of several adapters, by any strategy."""
         self.combine_factors(adapters, weights, strategy)
 
     def combine_factors(
@@ -231,7 +231,7 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         strategy: Combination,
         gains: Sequence[Tensor] | None = None,
     ) -> None:
-        """A and B of what several adapters become.
+        """Set A and B to the combination of several adapters.
 
         Args:
             adapters: of the same layer.

@@ -1,4 +1,4 @@
-"""Where adapters of linear layers sit: the peers' two vocabularies, once for all such methods.
+"""Which linear layers get adapters: the fields of both peers, for all such methods.
 
 AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output_lora`,
 `leave_out`. PEFT's: `target_modules`, `exclude_modules`, `layers_to_transform`.
@@ -23,7 +23,7 @@ TARGETS = frozenset(
     {"selfattn_lora", "intermediate_lora", "output_lora", "attn_matrices", "leave_out",
      "target_modules", "exclude_modules", "layers_to_transform"}
 )  # fmt: skip
-"""The fields of a config that say where."""
+"""The fields of a config that choose the layers."""
 
 
 class Matrices(Check):
@@ -89,8 +89,8 @@ class TargetedConfig(AdapterConfig):
         leave_out: numbers of blocks that get no adapter; encoder blocks first, then decoder.
         target_modules: instead of the fields above: names or last parts of paths of layers, one
             regular expression for whole paths, or "all-linear" for every linear layer in blocks.
-        exclude_modules: names or a regular expression, as above, of layers to leave alone; of
-            what matches no layer a warning is given, as PEFT does.
+        exclude_modules: names or a regular expression, as above, of layers to leave out; a part
+            that matches no layer gives a warning, as in PEFT.
         layers_to_transform: numbers of the only blocks that get adapters; None for all.
     """
 
@@ -118,7 +118,7 @@ class TargetedConfig(AdapterConfig):
             )
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """One placement for each layer, or part of a fused layer, that the config names.
+        """Return one placement for each layer, or part of a fused layer, that the config names.
 
         Raises:
             SiteError: nothing matches, or a block lacks what is asked for.
@@ -139,8 +139,8 @@ class TargetedConfig(AdapterConfig):
         if not kept:
             raise SiteError(
                 f"{self._name}(leave_out={list(self.leave_out)!r}, layers_to_transform="
-                f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): every "
-                f"layer that matches is taken out again by these. The model has blocks 0 to "
+                f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): these "
+                f"exclude every layer that matches. The model has blocks 0 to "
                 f"{len(anatomy.blocks) - 1}. Write fewer of them in leave_out or exclude_modules."
             )
         self._warn_of_idle(anatomy)
@@ -184,7 +184,7 @@ class TargetedConfig(AdapterConfig):
         return self._in_layers(site.layer) and not excluded
 
     def _warn_of_idle(self, anatomy: Anatomy) -> None:
-        """Say what is excluded in vain: no error, as PEFT saves such configs, with a warning."""
+        """Warn of exclusions without effect; PEFT saves such configs, with a warning."""
         asked = self.exclude_modules or ()
         each = [asked] if isinstance(asked, str) else [(name,) for name in asked]
         idle = [w for w in each if not any(matches(s.path, w) for s in anatomy)]
@@ -192,7 +192,7 @@ class TargetedConfig(AdapterConfig):
             missing = [w if isinstance(w, str) else w[0] for w in idle]
             warnings.warn(
                 f"{self._name}(exclude_modules={asked!r}): no layer matches {listing(missing)}, so "
-                f"that nothing is excluded by it. Names of layers in this model: "
+                f"it excludes nothing. Names of layers in this model: "
                 f"{listing(sorted({s.path.rpartition('.')[2] for s in anatomy}), limit=30)}. Write "
                 f"some of them, or leave it out.",
                 stacklevel=2,
@@ -208,13 +208,13 @@ class TargetedConfig(AdapterConfig):
 
 
 def check_patterns(config: str, name: str, patterns: Iterable[str], names: object) -> None:
-    """Check that a field holds regular expressions that come to an end soon.
+    """Check that a field holds regular expressions with a bounded search.
 
     Args:
         config: name of the config's class.
         name: of the field.
         patterns: the expressions.
-        names: what to write without them.
+        names: the suggestion.
 
     Raises:
         ConfigError: one does not compile, or they could search for hours.
