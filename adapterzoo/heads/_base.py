@@ -80,6 +80,9 @@ head_types: Registry[type[HeadConfig]] = Registry("head type")
 class HeadConfig(Config):
     """Base of all head configs.
 
+    The class attributes tell the model how to run the heads. A type that differs in them from
+    config to config sets them on the config, in `__post_init__`.
+
     Attributes:
         head_type: name of the type in files.
         output_class: name of the task's class in `transformers.modeling_outputs`.

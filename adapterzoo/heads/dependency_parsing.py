@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Range, field
 
+from ._adding import Labels, Model, adds_head
 from ._base import Backbone, HeadConfig, PredictionHead, head_types
+from ._labels import labels_from
 from ._losses import IGNORED, check_range, cross_entropy
 
 
@@ -170,3 +172,16 @@ def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
     member = word.unsqueeze(1) == position.unsqueeze(-1)  # [batch, words, tokens]
     share = member.sum(dim=-1, keepdim=True).clamp(min=1)
     return (member.to(hidden.dtype) @ hidden) / share
+
+
+@adds_head
+def add_dependency_parsing_head(
+    self: Model,
+    head_name: str,
+    num_labels: int = 2,
+    overwrite_ok: bool = False,
+    id2label: Labels = None,
+) -> None:
+    """Add a head that finds each word's head and relation; `forward` takes `word_starts`."""
+    config = DependencyParsingConfig(num_labels=num_labels, label2id=labels_from(id2label))
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

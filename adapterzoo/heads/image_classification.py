@@ -11,9 +11,12 @@ from typing import Any, ClassVar
 
 from adapterzoo.fields import field
 
+from ._adding import Labels, Model, adds_head
 from ._base import head_types
+from ._labels import labels_from
 from ._layers import COUNT
 from ._pooled import PooledConfig, is_multilabel
+from ._pooling import Pooling
 from ._static import InexpressibleError, Static
 
 # image models by the pooling below their one layer
@@ -70,3 +73,29 @@ class ImageClassificationConfig(PooledConfig):
     def labels_of(cls, static: Static, outputs: int) -> dict[str, Any]:
         """Return the fields for the labels, and whether each is a yes or no."""
         return {**super().labels_of(static, outputs), "multilabel": is_multilabel(static)}
+
+
+@adds_head
+def add_image_classification_head(
+    self: Model,
+    head_name: str,
+    num_labels: int = 2,
+    layers: int = 1,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    multilabel: bool = False,
+    id2label: Labels = None,
+    use_pooler: bool = False,
+    pooling: Pooling = "auto",
+) -> None:
+    """Add a head that classifies images; arguments as of `add_classification_head`."""
+    config = ImageClassificationConfig(
+        num_labels=num_labels,
+        layers=layers,
+        activation_function=activation_function,
+        multilabel=multilabel,
+        label2id=labels_from(id2label),
+        use_pooler=use_pooler,
+        pooling=pooling,
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -16,6 +16,7 @@ from typing import ClassVar
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Maybe, Range, Share, field
 
+from ._adding import Model, adds_head
 from ._base import Backbone, head_types
 from ._lm import LMConfig, LMHead
 from ._static import Static, StaticHead
@@ -112,3 +113,39 @@ class Seq2SeqLMConfig(LMConfig):
                 "add_seq2seq_lm_head needs an encoder–decoder. Write add_causal_lm_head."
             )
         return LMHead(self, backbone, None, 0.0)
+
+
+@adds_head
+def add_masked_lm_head(
+    self: Model,
+    head_name: str,
+    activation_function: str | None = "gelu",
+    layers: int = 2,
+    overwrite_ok: bool = False,
+) -> None:
+    """Add a head that predicts masked tokens; it shares the embedding if the model ties it."""
+    config = MaskedLMConfig(layers=layers, activation_function=activation_function)
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)
+
+
+@adds_head
+def add_causal_lm_head(
+    self: Model,
+    head_name: str,
+    activation_function: str | None = "gelu",
+    layers: int = 2,
+    overwrite_ok: bool = False,
+) -> None:
+    """Add a head that predicts the next token; it shares the embedding if the model ties it."""
+    config = CausalLMConfig(
+        layers=layers, activation_function=activation_function, layer_norm=True, bias=True
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)
+
+
+@adds_head
+def add_seq2seq_lm_head(
+    self: Model, head_name: str, layers: int = 1, overwrite_ok: bool = False
+) -> None:
+    """Add a head that predicts a decoder's next token, on encoder–decoder models."""
+    self.add_prediction_head_from_config(head_name, Seq2SeqLMConfig(layers=layers), overwrite_ok)

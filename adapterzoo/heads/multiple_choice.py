@@ -13,9 +13,12 @@ from torch import Tensor
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import field
 
+from ._adding import Labels, Model, adds_head
 from ._base import Backbone, head_types
+from ._labels import labels_from
 from ._layers import COUNT
 from ._pooled import PooledConfig, PooledHead
+from ._pooling import Pooling
 from ._static import Static
 
 # arguments of the base model with one row for each sequence
@@ -84,3 +87,39 @@ class MultipleChoiceHead(PooledHead):
                 f"num_choices={choices}. Write input_ids of shape [batch, {choices}, tokens]."
             )
         return super().forward(hidden, mask).view(-1, choices)  # [batch, num_choices]
+
+
+@adds_head
+def add_multiple_choice_head(
+    self: Model,
+    head_name: str,
+    num_choices: int = 2,
+    layers: int = 2,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    id2label: Labels = None,
+    use_pooler: bool = False,
+    pooling: Pooling = "auto",
+) -> None:
+    """Add a head that chooses among sequences; inputs are `[batch, num_choices, tokens]`.
+
+    Args:
+        self: the model.
+        head_name: of the new head.
+        num_choices: number of sequences to choose from.
+        layers: as of `add_classification_head`, like the rest.
+        activation_function: between the layers.
+        overwrite_ok: whether a head of that name may be replaced.
+        id2label: names of the choices.
+        use_pooler: whether to take the model's own pooled output.
+        pooling: which tokens stand for a sequence.
+    """
+    config = MultipleChoiceConfig(
+        num_choices=num_choices,
+        layers=layers,
+        activation_function=activation_function,
+        label2id=labels_from(id2label),
+        use_pooler=use_pooler,
+        pooling=pooling,
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -18,7 +18,9 @@ from torch import Tensor
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
+from ._adding import Labels, Model, adds_head
 from ._base import Backbone, head_types
+from ._labels import labels_from
 from ._layers import LayersConfig, LayersHead
 from ._losses import IGNORED, cross_entropy
 from ._static import Static, StaticHead
@@ -103,3 +105,23 @@ class QuestionAnsweringHead(LayersHead):
         first = cross_entropy(start, kept[:, 0], count)
         last = cross_entropy(end, kept[:, 1], count)
         return (first + last) / 2
+
+
+@adds_head
+def add_qa_head(
+    self: Model,
+    head_name: str,
+    num_labels: int = 2,
+    layers: int = 1,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    id2label: Labels = None,
+) -> None:
+    """Add a head that finds the span of an answer; `num_labels` is 2, its start and end."""
+    config = QuestionAnsweringConfig(
+        num_labels=num_labels,
+        layers=layers,
+        activation_function=activation_function,
+        label2id=labels_from(id2label),
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from adapterzoo.fields import field
 
+from ._adding import Labels, Model, adds_head
 from ._base import Backbone, head_types
+from ._labels import labels_from
 from ._layers import COUNT, LayersConfig, LayersHead
 from ._losses import cross_entropy
 from ._static import InexpressibleError, Static, StaticHead
@@ -85,3 +87,23 @@ class TaggingHead(LayersHead):
         if isinstance(logits, tuple):
             (logits,) = logits
         return cross_entropy(logits, labels, count)
+
+
+@adds_head
+def add_tagging_head(
+    self: Model,
+    head_name: str,
+    num_labels: int = 2,
+    layers: int = 1,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    id2label: Labels = None,
+) -> None:
+    """Add a head that classifies tokens; arguments as of `add_classification_head`."""
+    config = TaggingConfig(
+        num_labels=num_labels,
+        layers=layers,
+        activation_function=activation_function,
+        label2id=labels_from(id2label),
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)
