@@ -6,7 +6,8 @@ One file for each kind of task. A head sees tensors, never a transformers model 
 from __future__ import annotations
 
 from ._adding import add_methods, adds_head
-from ._base import Backbone, HeadConfig, PredictionHead, head_types
+from ._backbone import Backbone
+from ._base import HeadConfig, PredictionHead, head_types
 from ._labels import labels_from
 from ._lm import LMHead
 from ._pooled import PooledHead

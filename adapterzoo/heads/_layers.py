@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from adapterzoo.activations import ActivationName, activation
 from adapterzoo.fields import Maybe, Range, Share, field
 
-from ._base import Backbone, HeadConfig, PredictionHead
+from ._backbone import Backbone
+from ._base import HeadConfig, PredictionHead
 from ._pooling import Pooling
 
 # far above any published use; they stop a typo before it allocates

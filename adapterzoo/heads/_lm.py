@@ -13,7 +13,8 @@ from adapterzoo.activations import ActivationName
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FLAG, Maybe, Positive, Range, field
 
-from ._base import Backbone, HeadConfig
+from ._backbone import Backbone
+from ._base import HeadConfig
 from ._layers import LAYERS, Activation, number
 from ._lm_static import lm_fields
 from ._losses import IGNORED, cross_entropy

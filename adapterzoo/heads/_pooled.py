@@ -14,7 +14,7 @@ from torch import Tensor
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
-from ._base import Backbone
+from ._backbone import Backbone
 from ._layers import LayersConfig, LayersHead
 from ._losses import LOSSES
 from ._pooling import POOLINGS, Pooling, pool

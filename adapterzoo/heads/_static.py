@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ._base import Backbone, HeadConfig
+from adapterzoo.configs import Config
+
+from ._backbone import Backbone
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -37,7 +39,7 @@ class StaticHead:
             the static head shares them.
     """
 
-    config: HeadConfig
+    config: Config
     keys: Mapping[str, str]
 
 
@@ -149,12 +151,8 @@ class Static:
         try:
             return {str(label): int(number) for label, number in names.items()}
         except (TypeError, ValueError) as error:
-            shown = ", ".join(
-                f"{label!r}: {number!r}" for label, number in list(names.items())[:10]
-            )
-            raise InexpressibleError(
-                f"its config has label2id={{{shown}}}, not all numbers"
-            ) from error
+            shown = ", ".join(f"{label!r}: {n!r}" for label, n in [*names.items()][:10])
+            raise InexpressibleError(f"its label2id={{{shown}}} are not all numbers") from error
 
 
 def _role(path: str) -> str:

@@ -22,7 +22,8 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Range, field
 
 from ._adding import Labels, Model, adds_head
-from ._base import Backbone, HeadConfig, PredictionHead, head_types
+from ._backbone import Backbone
+from ._base import HeadConfig, PredictionHead, head_types
 from ._labels import labels_from
 from ._losses import IGNORED, check_range, cross_entropy
 

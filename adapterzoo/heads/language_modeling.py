@@ -17,7 +17,8 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Maybe, Range, Share, field
 
 from ._adding import Model, adds_head
-from ._base import Backbone, head_types
+from ._backbone import Backbone
+from ._base import head_types
 from ._lm import LMConfig, LMHead
 from ._static import Static, StaticHead
 

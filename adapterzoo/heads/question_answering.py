@@ -19,7 +19,8 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
 from ._adding import Labels, Model, adds_head
-from ._base import Backbone, head_types
+from ._backbone import Backbone
+from ._base import head_types
 from ._labels import labels_from
 from ._layers import LayersConfig, LayersHead
 from ._losses import IGNORED, cross_entropy

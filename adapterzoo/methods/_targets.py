@@ -6,7 +6,6 @@ AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from dataclasses import dataclass
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.expressions import fault
 from adapterzoo.fields import Check, Layers, Maybe, field
 
-ALL_LINEAR = "all-linear"
+from ._patterns import ALL_LINEAR, Modules, matches
+
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
 TARGETS = frozenset(
     {"selfattn_lora", "intermediate_lora", "output_lora", "attn_matrices", "leave_out",
@@ -43,37 +42,6 @@ class Matrices(Check):
     def nearest(self, value: object, default: object) -> object:
         """Return the usual two."""
         return ["q", "v"]
-
-
-class Modules(Check):
-    """Names of layers, one regular expression, or None."""
-
-    legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
-
-    def convert(self, value: object) -> object:
-        """Return a tuple of names, a string or None."""
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            return value
-        return tuple(value)
-
-    def fits(self, value: object) -> bool:
-        """Return whether none is empty."""
-        names = value if isinstance(value, tuple) else (value,)
-        return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return two names."""
-        return ["query", "value"]
-
-    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
-        """Return the value to keep.
-
-        Raises:
-            ConfigError: it is not legal, or the expression could search for hours.
-        """
-        kept = super().__call__(config, name, value, default)
-        check_patterns(config, name, [kept] if isinstance(kept, str) else (), self.nearest("", ""))
-        return kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,33 +173,3 @@ class TargetedConfig(AdapterConfig):
     @property
     def _name(self) -> str:
         return type(self).__name__
-
-
-def check_patterns(config: str, name: str, patterns: Iterable[str], names: object) -> None:
-    """Check that a field holds regular expressions with a bounded search.
-
-    Args:
-        config: name of the config's class.
-        name: of the field.
-        patterns: the expressions.
-        names: the suggestion.
-
-    Raises:
-        ConfigError: one does not compile, or they could search for hours.
-    """
-    if (found := fault(patterns)) is not None:
-        pattern, reason = found
-        raise ConfigError(
-            f"{config}({name}={pattern[:80]!r}): {reason}. Write names of layers instead: "
-            f"{name}={names!r}."
-        )
-
-
-def matches(path: str, wanted: str | Iterable[str]) -> bool:
-    """PEFT's rule: a string is a regular expression for the whole path, a list holds endings.
-
-    A string may be the last name of a path as well.
-    """
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
-    return any(path == name or path.endswith(f".{name}") for name in wanted)

@@ -34,7 +34,8 @@ from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, s
 
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
-from ._low_rank import LowRank, LowRankConfig
+from ._low_rank import LowRank
+from ._low_rank_config import LowRankConfig
 from ._rows import features, restored
 from ._weight_cache import WeightCache
 

@@ -38,7 +38,8 @@ from adapterzoo.kernels.low_rank import expand
 
 from ._gate import Gate
 from ._init import constant, drawn, generator
-from ._low_rank import LowRank, LowRankConfig
+from ._low_rank import LowRank
+from ._low_rank_config import LowRankConfig
 from ._rows import features, openness, restored
 
 
