@@ -152,7 +152,7 @@ class Static:
             return {str(label): int(number) for label, number in names.items()}
         except (TypeError, ValueError) as error:
             shown = ", ".join(f"{label!r}: {n!r}" for label, n in [*names.items()][:10])
-            raise InexpressibleError(f"its label2id={{{shown}}} are not all numbers") from error
+            raise InexpressibleError(f"its config has label2id={{{shown}}}") from error
 
 
 def _role(path: str) -> str:
