@@ -209,7 +209,7 @@ def test_labels_without_a_head(model, tiny):
 
 # what else does not fit: heads/test_losses.py
 LABELS = [
-    ([0, 3], ("3 is no label", "0 to 2", "as many labels as the data has")),
+    ([0, 3], ("3 is not a label", "0 to 2", "as many labels as the data has")),
     ([[0, 1], [1, 2]], ("shape [2, 2]", "Write labels of shape [2]")),
     ([True, False], ("torch.bool", "Write labels.long()")),
 ]
