@@ -10,7 +10,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, same
 
 from . import _layer_flags
-from ._low_rank import LowRankConfig
+from ._low_rank_config import LowRankConfig
 
 FIELDS = _layer_flags.FLAGS | same(
     "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"

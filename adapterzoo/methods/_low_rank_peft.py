@@ -22,7 +22,7 @@ from adapterzoo.spelling import (
     Tensors,
 )
 
-from ._low_rank import LowRankConfig
+from ._low_rank_config import LowRankConfig
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
 _FIELDS = {

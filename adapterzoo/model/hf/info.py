@@ -14,7 +14,7 @@ from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.tied import shared_or_own
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.heads import HeadConfig
-from adapterzoo.model import static_heads
+from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
 
 from .backbone import describe, text_config
@@ -23,7 +23,7 @@ from .static_table import StaticHead, from_static, is_task, to_static
 
 
 def info_of(model: Any, with_head: bool = True) -> ModelInfo:
-    """What the formats must know of a model.
+    """The facts of a model.
 
     Args:
         model: with adapters.
@@ -32,7 +32,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
     config = model.config
     text = text_config(config)
     tasks = _Tasks(model)
-    named: bool = model._has_named_heads
+    strategy = model._head_strategy
     return ModelInfo(
         anatomy=model.anatomy,
         prefix=prefix_of(model),
@@ -41,9 +41,9 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         model_name=getattr(config, "_name_or_path", "") or None,
         hidden_size=getattr(text, "hidden_size", None),
         config=tasks.config,
-        named_heads=named,
+        named_heads=strategy.is_named,
         static_head=functools.cache(
-            lambda: {} if named else _shapes(static_heads.tensors_of(model, None))
+            lambda: _shapes(record.tensors) if (record := strategy.record(model, None)) else {}
         ),
         from_static=tasks.read,
         to_static=tasks.write,
@@ -132,8 +132,8 @@ class _Tasks:
         values = document.get("config")
         if not isinstance(values, Mapping):
             return {}
-        config = self._model._config_from(values, "head config")
-        head = self._model._built(config, torch.device("meta"))
+        config = store.config_from(self._model, values)
+        head = store.built(self._model, config, torch.device("meta"))
         return {
             key: tensor.detach()
             for key, tensor in head.state_dict(keep_vars=True).items()
