@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -151,5 +152,5 @@ def names_call(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    text = repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"

@@ -156,7 +156,7 @@ def merge(
             f"folder of an adapter."
         )
     if architecture is not None:
-        task_class(call, architecture)
+        task_class(architecture)
     config = config_of(call, base)
     tokenizer, lost_tokenizer = _tokenizer(call, base)
     own = next(iter(config.architectures or ()), None)
@@ -167,7 +167,7 @@ def merge(
     own_head = target.head is not None and "static" in target.head
     if target.head is not None and not own_head:
         config = with_labels(config, HeadConfig.from_dict(target.head["config"]))
-    cls: Any = AutoModel if target.name is None else task_class(call, target.name)
+    cls: Any = AutoModel if target.name is None else task_class(target.name)
     replaced = target.head is not None
     model = with_weights(
         call, base, cls, config=config, dtype="auto", ignore_mismatched_sizes=replaced

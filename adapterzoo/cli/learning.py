@@ -85,7 +85,7 @@ def train_command(
     from adapterzoo.configs import AdapterConfig
     from adapterzoo.names import check_name
 
-    check_name(call, name)
+    check_name(name)
     AdapterConfig.load(method)
 
     from .training import Plan, train

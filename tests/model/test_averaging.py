@@ -650,7 +650,7 @@ def test_heads_that_do_not_fit_are_refused(tiny):
 def test_the_way_of_combining_is_a_name(tiny, kind):
     model = tiny()
     model.add_adapter("a", "lora")
-    with refused(model, UnknownNameError, "add_weighted_adapter('c')", repr(kind), "'cat'"):
+    with refused(model, UnknownNameError, "add_weighted_adapter(['a'])", repr(kind), "'cat'"):
         model.add_weighted_adapter(["a"], [1.0], "c", combination_type=kind)
     with refused(model, UnknownNameError, "average_adapter('c')", repr(kind), "'cat'"):
         model.average_adapter("c", ["a"], combine_strategy=kind)
