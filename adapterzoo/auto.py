@@ -187,7 +187,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             head_name: which head; None for the active one.
 
         Raises:
-            UnknownNameError: there is no head of this name.
+            UnknownNameError: the head is unknown.
             StateError: it cannot be told which head is meant.
         """
         return store.find(self, head_name or store.active_name(self)).config.id2label
@@ -205,8 +205,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         As many heads as an active `BatchSplit` or `Parallel` has parts answer one part each.
 
         Raises:
-            CompositionError: on setting, it is a composition, which only adapters have.
-            UnknownNameError: on setting, there is no head of this name.
+            CompositionError: on setting, it is a composition, which only adapters can be.
+            UnknownNameError: on setting, the head is unknown.
         """
         names = self._active.heads
         if len(names) < 2:
@@ -238,7 +238,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         Raises:
             ConfigError: a value, a field or the name is not legal.
             DuplicateNameError: the name is taken.
-            UnknownNameError: there is no such head type.
+            UnknownNameError: the head type is unknown.
         """
         if not isinstance(config, HeadConfig):
             config = store.config_from(self, config)
@@ -254,7 +254,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
                 `adapterzoo.heads.head_types` instead to have it on all models.
 
         Raises:
-            ConfigError: it is no config class, or has another `head_type`.
+            ConfigError: it is not a config class, or has another `head_type`.
         """
         store.add_type(self, head_type, cls)
 
@@ -279,7 +279,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         Raises:
             ConfigError: a value, a field or the name is not legal.
             DuplicateNameError: the name is taken.
-            UnknownNameError: there is no such head type.
+            UnknownNameError: the head type is unknown.
         """
         config = store.config_from(self, {"head_type": head_type, **kwargs})
         store.add(self, head_name, config, overwrite_ok, set_active)
@@ -310,7 +310,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             ConfigError: a value is not legal.
             DuplicateNameError: the name is taken.
             StateError: the model is sharded.
-            UnknownNameError: there is no head of a name.
+            UnknownNameError: a head is unknown.
         """
         average_head(
             self, head_name, head_list, weights, normalize_weights, overwrite_ok, set_active
@@ -321,7 +321,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Delete a head; if it was active it is so no more.
 
         Raises:
-            UnknownNameError: there is no head of this name.
+            UnknownNameError: the head is unknown.
             StateError: the model is sharded.
         """
         store.delete(self, head_name)
@@ -362,7 +362,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             CompositionError: the rows do not fit the batch.
             ConfigError: more inputs by position than have one, or one by position and by name.
             StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
-            UnknownNameError: there is no adapter of a name.
+            UnknownNameError: an adapter is unknown.
         """
         gates, fusions = output_adapter_gating_scores, output_adapter_fusion_attentions
         if gates or fusions:
@@ -411,7 +411,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         Raises:
             ConfigError: labels that do not fit.
             StateError: the base model did not compute what a head needs.
-            UnknownNameError: there is no head of this name.
+            UnknownNameError: the head is unknown.
         """
         given = {**kwargs, "attention_mask": attention_mask, "input_ids": input_ids}
         return forward.forward_head(
@@ -443,7 +443,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Replace the last layer of the first active language modelling head.
 
         Raises:
-            ConfigError: it is no linear layer.
+            ConfigError: it is not a linear layer.
         """
         heads = self._head_strategy.answering(self).values()
         head = next((head for head in heads if head.output_embeddings is not None), None)
