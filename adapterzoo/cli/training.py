@@ -31,29 +31,27 @@ from .rows import Numbered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the command line said.
+    """The options of the command.
 
     Attributes:
-        call: what the user wrote, for messages.
         model: folder or Hub name of the base model.
-        rows: to learn from.
-        tested: rows to test on, or None.
-        classes: their names, in the order of their numbers.
+        rows: training data.
+        tested: test data, or None.
+        classes: names in the order of their ids.
         output: folder for the adapter.
         method: config string.
         name: of adapter and head.
-        epochs: times that each row is seen.
-        lr: learning rate at the start.
-        batch_size: rows of a step.
-        max_length: tokens of a text, None for the usual number.
+        epochs: passes over the training data.
+        lr: initial learning rate.
+        batch_size: examples per step.
+        max_length: tokens of a text; None for the default.
         pooling: of the head.
         layers: of the head.
         seed: of weights, dropout and order.
-        device: or None for the best one.
-        progress: whether a bar is shown.
+        device: None for the best one.
+        progress: whether to show a bar.
     """
 
-    call: str
     model: str
     rows: Numbered
     tested: Numbered | None
@@ -73,7 +71,7 @@ class Plan:
 
 
 class _Bar(TrainerCallback):
-    """A bar of steps on standard error; results alone go to standard output."""
+    """A progress bar on standard error; only results go to standard output."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
@@ -96,21 +94,21 @@ def train(plan: Plan) -> dict[str, Any]:
     """Train, test and save an adapter.
 
     Args:
-        plan: what to do.
+        plan: the options.
 
     Returns:
-        Rows, steps, losses, accuracy and where the adapter is, as JSON types.
+        Numbers of rows and steps, loss, accuracy and output folder, as JSON types.
 
     Raises:
-        CheckpointError: the base model cannot be had, or the folder cannot be written.
-        ConfigError: rows, method or another value are not legal.
+        CheckpointError: the base model cannot be loaded, or the folder cannot be written.
+        ConfigError: the data, the method or another value is not legal.
     """
     _check(plan)
     rows, names, tested = plan.rows, plan.classes, plan.tested
-    tokenizer = tokenizer_of(plan.call, plan.model)
+    tokenizer = tokenizer_of(plan.model)
     set_seed(plan.seed)
     model = _prepared(plan, names)
-    length = tokens_of_text(plan.call, model, tokenizer, plan.max_length)
+    length = tokens_of_text(model, tokenizer, plan.max_length)
     tokens = tokenizer(rows.texts, truncation=True, max_length=length)
     data = [
         {key: tokens[key][i] for key in tokens} | {"labels": label}
@@ -145,19 +143,19 @@ def train(plan: Plan) -> dict[str, Any]:
 
 
 def _check(plan: Plan) -> None:
-    """What can be wrong before anything is read."""
-    device_named(plan.call, plan.device)
+    """Check what can be checked before anything is read."""
+    device_named(plan.device)
     held = formats.of(plan.output, "adapter") if plan.output.is_dir() else None
     if held not in (None, "native"):
         raise ConfigError(
-            f"{plan.call}: --output {str(plan.output)!r} holds an adapter in the format {held!r}. "
+            f"--output {str(plan.output)!r} holds an adapter in the format {held!r}. "
             f"Write another folder."
         )
 
 
 def _prepared(plan: Plan, names: list[str]) -> Any:
-    """The base model with a fresh adapter and a fresh head, these two trainable."""
-    model = with_weights(plan.call, plan.model)
+    """Return the base model with a new adapter and a new head, the only trainable parts."""
+    model = with_weights(plan.model)
     for head in model.known_heads():
         model.delete_head(head)
     model.add_adapter(plan.name, config=plan.method)
@@ -165,17 +163,17 @@ def _prepared(plan: Plan, names: list[str]) -> Any:
         plan.name,
         num_labels=len(names),
         layers=plan.layers,
-        # one layer has nothing between
+        # a single layer has no activation
         activation_function="tanh" if plan.layers > 1 else None,
         pooling=plan.pooling,
         id2label=dict(enumerate(names)),
     )
     model.train_adapter(plan.name)
-    return model.to(device_named(plan.call, plan.device))
+    return model.to(device_named(plan.device))
 
 
 def _run(plan: Plan, model: Any, tokenizer: Any, data: list[dict[str, Any]]) -> tuple[float, int]:
-    """Train; the mean loss and the number of steps."""
+    """Train, and return the mean loss and the number of steps."""
     with tempfile.TemporaryDirectory() as scratch:
         trainer = AdapterTrainer(
             model=model,

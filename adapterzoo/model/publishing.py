@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from adapterzoo import hub
+from adapterzoo.errors import names_call
 from adapterzoo.hub.card import card_text, check_card
-from adapterzoo.hub.settings import refuse_if_offline
+from adapterzoo.hub.client import refuse_if_offline
 
 from . import sharding
 from .storing import StoringMixin
@@ -19,6 +20,7 @@ from .storing import StoringMixin
 class PublishingMixin(StoringMixin):
     """`push_adapter_to_hub`."""
 
+    @names_call
     def push_adapter_to_hub(
         self,
         repo_id: str,
@@ -70,7 +72,7 @@ class PublishingMixin(StoringMixin):
             HubError: the Hub may not be asked, or does not take it; without a commit nothing
                 has changed there.
         """
-        call = f"push_adapter_to_hub({repo_id!r}, {adapter_name!r})"
+        call = f"push_adapter_to_hub({repo_id!r})"
         self._find(adapter_name, call)
         sharding.refuse_if_sharded(
             self,
@@ -78,14 +80,13 @@ class PublishingMixin(StoringMixin):
             "Write save_adapter(folder, …) in all processes, then hub.push(folder, …) in one.",
         )
         text = card_text(
-            call,
             adapter_card_kwargs or {},
             base_model=base_model,
             datasets=() if datasets_tag is None else (datasets_tag,),
             results=dict(metrics or {}),
         )
-        check_card(call, text)
-        refuse_if_offline(call, f"nothing can be sent to {repo_id!r}")
+        check_card(text)
+        refuse_if_offline(f"nothing can be sent to {repo_id!r}")
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary if local_path is None else local_path)
             self.save_adapter(folder, adapter_name, **kwargs)
@@ -100,5 +101,4 @@ class PublishingMixin(StoringMixin):
                 commit_message=commit_message or f"Upload adapter {adapter_name!r}",
                 commit_description=commit_description,
                 overwrite_adapter_card=overwrite_adapter_card,
-                call=call,
             )

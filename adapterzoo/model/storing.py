@@ -15,7 +15,7 @@ from adapterzoo.checkpoint import folders, formats, native
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, listing
+from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, listing, naming
 from adapterzoo.methods import undrawn
 
 from . import sharding
@@ -137,9 +137,8 @@ class StoringMixin(StoringHeadsMixin):
                 f"differ. Write revision={revision!r} alone."
             )
         left_out = check_layers(leave_out, len(self.anatomy.blocks), "leave_out")
-        folder = hub.resolve(
-            adapter_name_or_path, revision or version, source, call=call, **hub_kwargs
-        )
+        with naming(lambda: call):
+            folder = hub.resolve(adapter_name_or_path, revision or version, source, **hub_kwargs)
         name = None if folder == Path(adapter_name_or_path) else str(adapter_name_or_path)
         loaded = self._fitting(
             folder, load_as, with_head, left_out, id2label, set_active, overwrite_ok, dtype, name,

@@ -154,7 +154,7 @@ from pathlib import Path
 from click.testing import CliRunner
 from adapterzoo.cli import early, main
 from adapterzoo.errors import CheckpointError
-from adapterzoo.hub.settings import settings
+from adapterzoo.hub.client import settings
 if os.geteuid() == 0:
     os.setuid(65534)
 said = [settings()]
