@@ -16,11 +16,11 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from .errors import ConfigError, StateError, listing
 from .model.heads import HeadsMixin
+from .model.hf.pipelines import enter_pipelines
+from .model.hf.static_checkpoints import keep_static_head
+from .model.hf.towers import feature_names, with_rows
 from .model.mixin import GeneratesRows
-from .model.pipelines import enter_pipelines
 from .model.rows import RowNames, batch_size, named_inputs, repeated
-from .model.static import keep_static_head
-from .model.towers import feature_names, with_rows
 
 # where a family has several language models, the one of its whole base model comes first
 _GENERATING = (

@@ -20,6 +20,7 @@ from .registry import Registry
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from .anatomy import Anatomy, Site
     from .averaging import Combination
@@ -94,6 +95,28 @@ class AdapterConfig(metaclass=ConfigType):
         Raises:
             ConfigError: a value does not fit the site's widths.
         """
+
+    @property
+    def members(self) -> tuple[AdapterConfig, ...]:
+        """The configs that make adapters: this one, or those of a union."""
+        return (self,)
+
+    def shared(
+        self, sites: Sequence[Site], device: torch.device, dtype: torch.dtype
+    ) -> nn.Module | None:
+        """A module that all layers of the adapter share, found by `base.shared`; None: none.
+
+        It is made, moved, copied, trained and saved once for each adapter.
+
+        Args:
+            sites: all that get an adapter of this config, in model order.
+            device: where its tensors are made.
+            dtype: of its parameters.
+
+        Raises:
+            ConfigError: a value does not fit the sites.
+        """
+        return None
 
     @classmethod
     def combined(
@@ -210,6 +233,11 @@ class ConfigUnion(AdapterConfig):
                 f"themselves. Write ConfigUnion(SeqBnConfig(), LoRAConfig())."
             )
         object.__setattr__(self, "configs", configs)
+
+    @property
+    def members(self) -> tuple[AdapterConfig, ...]:
+        """The configs that were joined."""
+        return self.configs
 
     @property
     def starts_as_identity(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .averaging import Combination, weighted_sum
+from .call import StackCall
 from .errors import StateError
 
 if TYPE_CHECKING:
@@ -61,6 +62,28 @@ class BaseLayer(ABC):
         """The factor of the layer's output, 1 except in embeddings of some families."""
 
     @property
+    def call(self) -> StackCall:
+        """The running call of the encoder or decoder that holds the layer.
+
+        Only adapters with `reads_call` may ask.
+
+        Raises:
+            StateError: the layer was called outside of its model.
+        """
+        raise StateError("this layer is in no model, so no call of a model is running.")
+
+    def shared(self, adapter: Adapter) -> nn.Module:
+        """Return what `AdapterConfig.shared` has made for all layers of the adapter.
+
+        Args:
+            adapter: the one that asks.
+
+        Raises:
+            StateError: the adapter shares nothing, or its layer is in no model.
+        """
+        raise StateError("this layer is in no model, so its adapter shares nothing with others.")
+
+    @property
     def padding_idx(self) -> int | None:
         """The token of an embedding whose row gets no gradient, None where each gets its own."""
         return None
@@ -89,12 +112,17 @@ class Adapter(nn.Module, ABC):
     Every tensor that it holds is a parameter or a buffer, so that moves, copies and files find it.
 
     Attributes:
+        reads_call: whether `forward` asks for `base.call`.
+        shared_key: name of the adapter, and in a union the number of its config, under which
+            `base.shared` finds what its layers share; None where they share nothing.
         acts_on: `"output"` for a function of the layer's output or a delta beside it,
             `"input"` for one that changes the layer's input. It says in which order a `Stack`
             nests: the first adapter of a stack is always the first to act.
     """
 
     acts_on: ClassVar[str] = "output"
+    reads_call: bool = False
+    shared_key: tuple[str, int | None] | None = None
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Take initial values from the layer: called once, before a fresh adapter is put there.

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
@@ -126,12 +127,12 @@ _calls = _Calls()
 
 @contextlib.contextmanager
 def naming(
-    call: Callable[[], str], spell: Callable[[str, object], str] | None = None
+    call: str | Callable[[], str], spell: Callable[[str, object], str] | None = None
 ) -> Iterator[None]:
     """Prefix errors with the call that the user wrote; only the outermost call is named.
 
     Args:
-        call: returns that call, e.g. `"add_adapter('a')"`.
+        call: that call, e.g. `"add_adapter('a')"`, or a function that returns it.
         spell: how the user writes an argument, from its name and value; None: as in Python.
     """
     if _calls.inside:
@@ -141,9 +142,10 @@ def naming(
     try:
         yield
     except AdapterZooError as error:
-        prefix = f"{call()}: "
-        if not str(error).startswith(prefix):
-            error.args = (f"{prefix}{error}", *error.args[1:])
+        text = call if isinstance(call, str) else call()
+        # some functions below still name their caller themselves
+        if not str(error).startswith((f"{text}: ", f"{text.partition('(')[0]}(")):
+            error.args = (f"{text}: {error}", *error.args[1:])
         raise
     finally:
         _calls.inside, _calls.spell = False, None
@@ -195,5 +197,5 @@ def in_python(text: str, otherwise: str = "") -> str:
 
 
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    text = repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"

@@ -14,17 +14,20 @@ raises otherwise.
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .call import Generation, StackCall
 from .composition import Composition, RowMap, Step
 from .contracts import Adapter, SharedInputAdapter
 from .errors import StateError
@@ -47,6 +50,7 @@ class Plan:
             each in the module, and its adapters that can share.
         skip_layers: numbers of the blocks that were left out.
         rows: which rows of a batch take which part of the composition; None where all take all.
+        stacks: paths of the encoders and decoders whose calls are recorded.
     """
 
     setup: Composition | None = None
@@ -58,6 +62,7 @@ class Plan:
     )
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
+    stacks: frozenset[str] = frozenset()
 
 
 class Default:
@@ -70,6 +75,8 @@ class Default:
             plan: None for that of the plain base model.
         """
         self.plan = Plan() if plan is None else plan
+        # what layers of one adapter share, by its name; the model has it among its modules
+        self.shared: nn.ModuleDict | None = None
         # the innermost block of the calling thread and task
         self.block: ContextVar[Block | None] = ContextVar("block", default=None)
         # every block that some context still holds, and whether there is one
@@ -78,9 +85,9 @@ class Default:
         # whether a task has entered one of them, so that contexts of one thread may differ
         self.by_tasks = False
 
-    def __reduce__(self) -> tuple[type[Default], tuple[Plan]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles keep the plan; blocks belong to their tasks."""
-        return Default, (self.plan,)
+        return Default, (self.plan,), {"shared": self.shared}
 
 
 @dataclass(slots=True)
@@ -191,13 +198,70 @@ class CallContext:
         shared_input: the adapters of the running module whose layers read one input.
         reads: running calls of modules that read changed parameters, innermost last, each with
             the parameters that it has built.
+        stacks: running calls of encoders and decoders, innermost last.
+        generation: of the running `generate`.
     """
 
-    def __init__(self) -> None:
-        """Start between two calls."""
+    def __init__(self, default: Default) -> None:
+        """Start between two calls.
+
+        Args:
+            default: of the model.
+        """
+        self._default = default
+        self.stacks: list[Frame] = []
+        self.generation: Generation | None = None
         self.captures: dict[str, Tensor] = {}
         self.shared_input: SharedInput | None = None
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
+
+    @property
+    def stack(self) -> StackCall:
+        """The innermost running call of an encoder or decoder.
+
+        Raises:
+            StateError: none is running.
+        """
+        if not self.stacks:
+            raise StateError(
+                "a layer was called outside of its encoder or decoder, and an active adapter "
+                "there reads the mask and the length of the prompt. Call the whole model."
+            )
+        return self.stacks[-1].call
+
+    def shared(self, key: tuple[str, int | None]) -> nn.Module:
+        """Return what the layers of an adapter share, on this replica.
+
+        Args:
+            key: name of the adapter, and in a union the number of its config.
+        """
+        name, member = key
+        # a replica has modules of its own, which only the modules around the layer know
+        found = next((f.shared for f in reversed(self.stacks) if f.shared is not None), None)
+        shared: Any = self._default.shared if found is None else found
+        own = shared._modules[name]
+        return cast("nn.Module", own if member is None else own._modules[str(member)])
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Remember the prompt of each stack until the context ends."""
+        outer, self.generation = self.generation, Generation()
+        try:
+            yield
+        finally:
+            self.generation = outer
+
+
+class Frame(NamedTuple):
+    """A running call of an encoder or decoder.
+
+    Attributes:
+        call: the facts about it.
+        shared: what layers share, where the module holds it.
+    """
+
+    call: StackCall
+    shared: nn.Module | None
 
 
 class ActiveState(threading.local):
@@ -219,7 +283,7 @@ class ActiveState(threading.local):
         self.noted_of_task: Held | None = None
         self.owner: Any = None
         # of the calls that run in this thread
-        self.call = CallContext()
+        self.call = CallContext(default)
         self._pinned: ActiveState | None = None
 
     @property
@@ -293,6 +357,28 @@ class ActiveState(threading.local):
             self.override = outer
             self.call.captures.clear()
 
+    def resumable(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return what makes a later call, perhaps in another thread, see what this one sees.
+
+        Gradient checkpointing computes a block again in the backward pass.
+
+        Returns:
+            Gives a context to run in; None where the default plan is all there is to see.
+        """
+        plan, stacks = self.held, list(self.call.stacks)
+        if plan is None and not stacks:
+            return None
+        return functools.partial(self._resumed, self.plan, stacks)
+
+    @contextmanager
+    def _resumed(self, plan: Plan, stacks: list[Frame]) -> Iterator[None]:
+        outer, self.call.stacks = self.call.stacks, stacks
+        try:
+            with self.overridden(plan):
+                yield
+        finally:
+            self.call.stacks = outer
+
     @contextmanager
     def entered(self, plan: Plan) -> Iterator[None]:
         """The plan holds for the calling thread and task until the context ends."""
@@ -355,6 +441,7 @@ class ActiveState(threading.local):
         plan = self.plan
         if self._pinned is None or self._pinned.default.plan is not plan:
             self._pinned = ActiveState(Default(plan))
+        self._pinned.default.shared = self.default.shared
         return self._pinned
 
     def __reduce__(self) -> tuple[type[ActiveState], tuple[Default]]:
@@ -365,6 +452,7 @@ class ActiveState(threading.local):
         """A selection that shares nothing with this one; plans are immutable and stay shared."""
         copied = ActiveState(Default(self.default.plan))
         memo[id(self)] = copied
+        copied.default.shared = copy.deepcopy(self.default.shared, memo)
         return copied
 
 

@@ -22,7 +22,7 @@ from .heads import PredictionHead
 from .model import snapshot
 from .model.counting import count, counted_labels
 from .model.heads import HeadsMixin
-from .model.inputs import shift_labels
+from .model.inputs import decoder_labels, shift_labels
 from .model.mixin import AdapterModelMixin
 from .model.quantised import trainable_when_quantised
 
@@ -266,8 +266,8 @@ class AdapterTrainer(Trainer):
         heads = self._heads()
         if heads and (self.label_smoother is not None or self.compute_loss_func is not None):
             # Trainer takes the labels away, from which the inputs of a decoder are made
-            if any(head.config.head_type == "seq2seq_lm" for head in heads.values()):
-                shift_labels(self._adapted, inputs, inputs.get("labels"))
+            if (labels := decoder_labels(heads.values(), inputs)) is not None:
+                shift_labels(self._adapted, inputs, labels)
             if self.compute_loss_func is None:
                 inputs["labels"] = self._smoothed_labels(inputs)
         loss, outputs = super().compute_loss(

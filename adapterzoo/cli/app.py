@@ -14,7 +14,7 @@ import click
 from adapterzoo import __version__
 from adapterzoo.errors import AdapterZooError, naming
 
-from .hints import spell, this_call
+from .hints import respelled, spell, this_call
 from .output import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,10 +96,10 @@ class ExampleCommand(click.Command):
             RefusedError: the library raised an error.
         """
         try:
-            with naming(this_call, spell):
+            with naming(this_call(), spell):
                 return super().invoke(ctx)
         except AdapterZooError as error:
-            raise RefusedError(str(error)) from error
+            raise RefusedError(respelled(str(error))) from error
 
 
 class App(click.Group):

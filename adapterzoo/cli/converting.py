@@ -21,9 +21,9 @@ from adapterzoo import hub
 from adapterzoo.checkpoint import files, folders, formats, native
 from adapterzoo.errors import CheckpointError
 from adapterzoo.heads import HeadConfig
-from adapterzoo.model.facts import facts_of
-from adapterzoo.model.static_table import is_task
-from adapterzoo.model.task_classes import class_for, task_class, with_labels
+from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.static_table import is_task
+from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 
 from .checkpoints import Checkpoint, open_checkpoint
 from .early import unwritable

@@ -18,13 +18,12 @@ from adapterzoo.checkpoint import formats
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.heads import head_types
-from adapterzoo.heads._lm import LMConfig
 from adapterzoo.hub.client import StrictDataclassError
 from adapterzoo.model import init
-from adapterzoo.model.facts import facts_of
-from adapterzoo.model.family import text_config
+from adapterzoo.model.hf.backbone import text_config
+from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.task_classes import task_class
 from adapterzoo.model.output_layers import FIELD
-from adapterzoo.model.task_classes import task_class
 
 from .checkpoints import Checkpoint
 from .early import no_base
@@ -251,7 +250,7 @@ def _class_of(checkpoint: Checkpoint) -> Any:
 def _is_onto_vocabulary(checkpoint: Checkpoint) -> bool:
     """Return whether the head ends in an embedding of the base model, which files copy."""
     head = head_types.get(checkpoint.head_type or "")
-    return head is not None and issubclass(head, LMConfig)
+    return head is not None and head.scores_vocabulary
 
 
 def _has_part_magnitudes(stored: Stored) -> bool:

@@ -133,7 +133,7 @@ class Tokens(Tree):
         start = 0
         for step, size in zip(self.steps, self.sizes, strict=True):
             take = functools.partial(_narrow, dim=1, start=start, size=size)
-            found.append(_on_part(step, adapters, whole, take(x), take))
+            found.append(_on_part(step, adapters, whole, take(x), take, start))
             start += size
         return torch.cat(found, 1)  # [batch, tokens, d_out]
 
@@ -280,7 +280,8 @@ class RowSteps(Tree):
         found: list[Tensor] = []
         for part, start, size in layout.runs:
             take = functools.partial(_share, start=start, size=size, of=len(layout.index))
-            found.append(_on_part(self.steps[part], adapters, whole, take(ordered), take))
+            step = self.steps[part]
+            found.append(_on_part(step, adapters, whole, take(ordered), take, part))
         return layout.restored(torch.cat(found))  # [rows, …]
 
 
@@ -290,8 +291,9 @@ def _on_part(
     whole: Whole,
     x: Tensor,
     take: Callable[[Tensor], Tensor],
+    key: int,
 ) -> Tensor:
-    view = PartOf(whole, x, take)
+    view = PartOf(whole, x, take, key)
     return view(x) if step is None else evaluate(step, adapters, x, view)
 
 

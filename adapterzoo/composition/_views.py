@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from adapterzoo.contracts import BaseLayer, SharedInputAdapter
+from adapterzoo.call import StackCall
+from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 
 
 class Around(BaseLayer):
@@ -52,6 +53,15 @@ class Around(BaseLayer):
         """The residual stream before the sub-layer."""
         return self._inner.residual
 
+    @property
+    def call(self) -> StackCall:
+        """The call of the encoder or decoder."""
+        return self._inner.call
+
+    def shared(self, adapter: Adapter) -> nn.Module:
+        """What the adapter's layers share."""
+        return self._inner.shared(adapter)
+
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """What the adapter needs of x."""
         return self._inner.from_input(adapter, x)
@@ -81,7 +91,7 @@ class Nested(Around):
 class Whole:
     """One input of a layer, and what the layer makes of it, computed once for all its parts."""
 
-    __slots__ = ("_order", "_output", "_plain", "_residual", "base", "x")
+    __slots__ = ("_output", "_plain", "_residual", "base", "order", "x")
 
     def __init__(self, base: BaseLayer, x: Tensor, order: Callable[[Tensor], Tensor]) -> None:
         """Look at a call.
@@ -93,7 +103,7 @@ class Whole:
         """
         self.base = base
         self.x = x
-        self._order = order
+        self.order = order
         self._output: Tensor | None = None
         self._plain: Tensor | None = None
         self._residual: Tensor | None = None
@@ -102,7 +112,7 @@ class Whole:
     def output(self) -> Tensor:
         """The layer's output, ordered."""
         if self._output is None:
-            self._output = self._order(self.base(self.x))
+            self._output = self.order(self.base(self.x))
         return self._output
 
     @property
@@ -111,34 +121,38 @@ class Whole:
         if self._plain is None:
             output, plain = self.base(self.x), self.base.original(self.x)
             if self._output is None:
-                self._output = self._order(output)
-            self._plain = self._output if plain is output else self._order(plain)
+                self._output = self.order(output)
+            self._plain = self._output if plain is output else self.order(plain)
         return self._plain
 
     @property
     def residual(self) -> Tensor:
         """The residual stream, ordered."""
         if self._residual is None:
-            self._residual = self._order(self.base.residual)
+            self._residual = self.order(self.base.residual)
         return self._residual
 
 
 class PartOf(Around):
     """Some rows of a batch, or some tokens of its sequences, as all that the layer is given."""
 
-    __slots__ = ("_output", "_plain", "_take", "_whole", "x")
+    __slots__ = ("_key", "_output", "_take", "_whole", "x")
 
-    def __init__(self, whole: Whole, x: Tensor, take: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, whole: Whole, x: Tensor, take: Callable[[Tensor], Tensor], key: object
+    ) -> None:
         """Take a part.
 
         Args:
             whole: the call of the layer.
             x: the part of its input.
             take: gives the part of what is ordered as `whole` is.
+            key: tells the part from the others of the call.
         """
         super().__init__(whole.base)
         self._whole = whole
         self._take = take
+        self._key = key
         self.x = x
         # taken once: what is the same object of the layer is so of its part
         self._output: Tensor | None = None
@@ -168,6 +182,12 @@ class PartOf(Around):
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer, of the part."""
         return self._take(self._whole.residual)
+
+    @property
+    def call(self) -> StackCall:
+        """The call of the encoder or decoder, as the part sees it."""
+        whole = self._whole
+        return whole.base.call.of_part(whole.x, lambda t: self._take(whole.order(t)), self._key)
 
 
 class Probe(Around):

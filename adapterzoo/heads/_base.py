@@ -22,7 +22,8 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import ConfigType, construct
 from adapterzoo.registry import Registry
 
-from ._labels import checked, labels_from, recounted
+from ._labels import checked, find_labels, labels_from, recounted
+from ._losses import IGNORED
 from ._pooling import Pooling
 
 # far above any published use; it stops a typo before it allocates
@@ -96,6 +97,11 @@ class HeadConfig(metaclass=ConfigType):
         inputs: further arguments of the model's `forward` that the head's own `forward` takes.
         logit_names: fields of the output class for what `forward` returns.
         token_labels: whether labels at tokens where the attention mask is 0 do not count.
+        decoder_inputs_from: the argument whose tokens, moved by one, are the inputs of a decoder
+            that was given none; None: the encoder's own tokens.
+        scores_vocabulary: whether its heads have `output_embeddings`.
+        pipeline_tag: the task's name on the Hub.
+        peft_task: the task's name in PEFT's files.
         count_field: the field that says how many labels there are, where there is one.
         label2id: names of the labels; None where they have none.
     """
@@ -106,6 +112,10 @@ class HeadConfig(metaclass=ConfigType):
     inputs: ClassVar[tuple[str, ...]] = ()
     logit_names: ClassVar[tuple[str, ...]] = ("logits",)
     token_labels: ClassVar[bool] = False
+    decoder_inputs_from: ClassVar[str | None] = None
+    scores_vocabulary: ClassVar[bool] = False
+    pipeline_tag: ClassVar[str | None] = None
+    peft_task: ClassVar[str | None] = None
     count_field: ClassVar[str] = "num_labels"
 
     label2id: Mapping[str, int] | None = None
@@ -129,6 +139,55 @@ class HeadConfig(metaclass=ConfigType):
     def problem_type(self) -> str | None:
         """What a transformers config calls the kind of labels; None where it has no word."""
         return None
+
+    @property
+    def loss_type(self) -> str | None:
+        """The name of the loss in transformers, by which `Trainer` knows that labels shift."""
+        return None
+
+    # --- what goes into the model and into the loss ---
+
+    def prepare_inputs(self, inputs: dict[str, Any]) -> None:
+        """Bring the arguments of the base model into the form that the head needs, in place.
+
+        Args:
+            inputs: arguments of the base model's `forward`.
+        """
+
+    def find_labels(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
+        """Return the labels for a head, several stacked along dimension 1; None without any.
+
+        Args:
+            name: of the head; an argument may be a dict from names of heads to labels.
+            given: arguments of the model's `forward`.
+
+        Raises:
+            ConfigError: some of the arguments are missing, or their shapes differ.
+        """
+        return find_labels(name, self.label_names, given)
+
+    def mask_labels(self, labels: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the labels, −100 at the tokens that do not count.
+
+        Args:
+            labels: as `find_labels` returns them.
+            mask: `[batch, tokens]`, 1 at the tokens that count; None when all do.
+        """
+        if not self.token_labels or mask is None or mask.shape != labels.shape:
+            return labels
+        return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
+
+    def shift(self, labels: Tensor) -> Tensor:
+        """Return the label that the logits at each place are compared with; same shape."""
+        return labels
+
+    def ties_output(self, model_ties: bool) -> bool:
+        """Return whether the last layer of the head is the input embedding.
+
+        Args:
+            model_ties: whether the model's config ties the two.
+        """
+        return False
 
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON types, with its `head_type`; `from_dict` reads it back."""
@@ -302,10 +361,50 @@ class PredictionHead(Head):
         self.config = config
         self.pooling = pooling
 
+    def tokens_to_score(self, hidden: Tensor, keep: int | Tensor) -> Tensor:
+        """Return the hidden states whose logits are wanted; all, unless the head scores tokens.
+
+        Args:
+            hidden: `[batch, tokens, d_model]`.
+            keep: `logits_to_keep` of transformers: how many last tokens, or which; 0 for all.
+        """
+        return hidden
+
     @property
     def output_embeddings(self) -> nn.Linear | None:
         """The layer that has a row for each token of the vocabulary, None without one."""
         return None
+
+    @property
+    def output_key(self) -> str | None:
+        """The key of that layer's weight in the head's `state_dict`, None without one."""
+        return None
+
+    # whether the output embeddings are known to be those of the base model's checkpoint, unchanged
+    of_checkpoint: bool = False
+
+    def tie(self, weight: nn.Parameter) -> bool:
+        """Share the weight of the input embedding; False, and nothing done, if it does not fit.
+
+        Args:
+            weight: `[vocab_size, embedding_size]`.
+        """
+        return False
+
+    def replace_output(self, layer: nn.Module) -> None:
+        """Put another layer in the place of the output embeddings; without any, do nothing.
+
+        Raises:
+            ConfigError: it is not a linear layer.
+        """
+
+    def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
+        """Give the output embeddings another number of rows; without any, do nothing.
+
+        Args:
+            weight: `[vocab_size, embedding_size]`.
+            bias: `[vocab_size]`, None without one.
+        """
 
     @abstractmethod
     def loss(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from adapterzoo.errors import ConfigError, listing
 
@@ -65,6 +69,46 @@ def recounted(
         f"classes. Write replace({field}={new}, label2id={{'a': 0, …}}) with the names of {new}, "
         f"or label2id=None to number them."
     )
+
+
+def find_labels(name: str, arguments: tuple[str, ...], given: Mapping[str, Any]) -> Tensor | None:
+    """Return the labels of a head out of the arguments of `forward`, None without any.
+
+    Args:
+        name: of the head; an argument may be a dict from names of heads to labels.
+        arguments: that hold the labels.
+        given: arguments of `forward`.
+
+    Raises:
+        ConfigError: some of the arguments are missing, or their shapes differ.
+    """
+    found: dict[str, Tensor] = {}
+    for argument in arguments:
+        value = given.get(argument)
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        if value is not None:
+            found[argument] = value
+    if not found:
+        return None
+    missing = [argument for argument in arguments if argument not in found]
+    if missing:
+        raise ConfigError(
+            f"forward({', '.join(f'{a}=…' for a in found)}): the head {name!r} needs also "
+            f"{listing(missing)}. Write all of them or none."
+        )
+    labels = list(found.values())
+    if len(labels) == 1:
+        return labels[0]
+    # positions of spans come as [batch] or [batch, 1]
+    flat = [x.squeeze(-1) if x.shape[1:] == (1,) else x for x in labels]  # [batch, …] each
+    if len({x.shape for x in flat}) > 1:
+        shapes = ", ".join(f"{a}: {list(x.shape)}" for a, x in zip(found, flat, strict=True))
+        raise ConfigError(
+            f"forward(): the labels of the head {name!r} have different shapes, {shapes}. Write "
+            f"all of them with one entry for each row."
+        )
+    return torch.stack(flat, dim=1)  # [batch, arguments, …]
 
 
 def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:

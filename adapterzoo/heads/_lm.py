@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,8 @@ class LMConfig(HeadConfig):
             of its own, also where the model ties the two; None: as the model's config says.
     """
 
+    scores_vocabulary: ClassVar[bool] = True
+
     vocab_size: int | None = None
     layers: int = 1
     activation_function: str | None = None
@@ -89,6 +91,19 @@ class LMConfig(HeadConfig):
                 f"tie_word_embeddings is True, False, or None for what the model's config says. "
                 f"Write tie_word_embeddings=None."
             )
+
+    @property
+    def loss_type(self) -> str | None:
+        """That of causal language models where the labels shift."""
+        return "ForCausalLM" if self.shift_labels else None
+
+    def shift(self, labels: Tensor) -> Tensor:
+        """Return the label of the next token at each token, where labels shift."""
+        return F.pad(labels[..., 1:], (0, 1), value=IGNORED) if self.shift_labels else labels
+
+    def ties_output(self, model_ties: bool) -> bool:
+        """What this config says goes before what the model's says."""
+        return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
 
     def _check_width(self) -> None:
         """Check the `embedding_size` of those that have one."""
@@ -148,10 +163,21 @@ class LMHead(PredictionHead):
             bias = torch.zeros(1, vocabulary, device=backbone.device, dtype=backbone.dtype)
             self.register_buffer("final_logits_bias", bias)
 
+    def tokens_to_score(self, hidden: Tensor, keep: int | Tensor) -> Tensor:
+        """Return the hidden states of the last `keep` tokens, of those it lists, or of all (0)."""
+        if isinstance(keep, Tensor):
+            return hidden[:, keep]
+        return hidden[:, -keep:] if keep else hidden
+
     @property
     def output_embeddings(self) -> nn.Linear:
         """The layer onto the vocabulary."""
         return cast("nn.Linear", next(reversed(self._modules.values())))
+
+    @property
+    def output_key(self) -> str:
+        """The key of the last layer's weight."""
+        return f"{next(reversed(self._modules))}.weight"
 
     # no setter: nn.Module takes what is assigned for one more child
     def replace_output(self, layer: nn.Module) -> None:
@@ -168,6 +194,19 @@ class LMHead(PredictionHead):
         self._modules[next(reversed(self._modules))] = layer
         self.of_checkpoint = False
 
+    def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
+        """Take another weight and bias onto the vocabulary."""
+        layer, rows = self.output_embeddings, weight.shape[0]
+        layer.weight, layer.out_features = weight, rows
+        if bias is not None and bias.shape == layer.bias.shape:
+            layer.bias.data = bias
+        elif bias is not None:
+            layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+        if self.config.added_bias:
+            old = self.final_logits_bias
+            self.final_logits_bias = F.pad(old, (0, rows - old.shape[-1]))  # [1, vocab_size]
+
+    # not a plain attribute: a change of the weight ends it
     @property
     def of_checkpoint(self) -> bool:
         """Whether the last layer is known to be that of the base model's checkpoint, unchanged."""
@@ -231,7 +270,5 @@ class LMHead(PredictionHead):
         """Cross entropy. `logits` `[batch, tokens, vocab_size]`, `labels` `[batch, tokens]`."""
         if isinstance(logits, tuple):
             (logits,) = logits
-        if self.config.shift_labels:
-            # the labels move, not the logits: those would be copied
-            labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
-        return cross_entropy(logits, labels, count)
+        # the labels move, not the logits: those would be copied
+        return cross_entropy(logits, self.config.shift(labels), count)

@@ -8,7 +8,7 @@ Differs from AdapterHub: `pooling` says which tokens answer; labels of −100 do
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from adapterzoo.errors import ConfigError, listing
 from ._base import OURS, Backbone, LayersConfig, LayersHead, head_types
 from ._losses import LOSSES
 from ._pooling import POOLINGS, Pooling, pool
+
+# arguments of the base model with one row for each sequence
+_PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,8 @@ class ClassificationConfig(PooledConfig):
 
     head_type: ClassVar[str] = "classification"
     output_class: ClassVar[str] = "SequenceClassifierOutput"
+    pipeline_tag: ClassVar[str | None] = "text-classification"
+    peft_task: ClassVar[str | None] = "SEQ_CLS"
 
     num_labels: int = 2
     bias: bool = True
@@ -92,6 +97,8 @@ class MultilabelClassificationConfig(PooledConfig):
 
     head_type: ClassVar[str] = "multilabel_classification"
     output_class: ClassVar[str] = "SequenceClassifierOutput"
+    pipeline_tag: ClassVar[str | None] = "text-classification"
+    peft_task: ClassVar[str | None] = "SEQ_CLS"
 
     num_labels: int = 2
     bias: bool = True
@@ -109,6 +116,7 @@ class ImageClassificationConfig(PooledConfig):
 
     head_type: ClassVar[str] = "image_classification"
     output_class: ClassVar[str] = "ImageClassifierOutput"
+    pipeline_tag: ClassVar[str | None] = "image-classification"
 
     num_labels: int = 2
     multilabel: bool = False
@@ -128,6 +136,7 @@ class MultipleChoiceConfig(PooledConfig):
 
     head_type: ClassVar[str] = "multiple_choice"
     output_class: ClassVar[str] = "MultipleChoiceModelOutput"
+    pipeline_tag: ClassVar[str | None] = "multiple-choice"
     count_field: ClassVar[str] = "num_choices"
 
     num_choices: int = 2
@@ -141,6 +150,13 @@ class MultipleChoiceConfig(PooledConfig):
     def problem_type(self) -> str:
         """The choices are classes."""
         return "single_label_classification"
+
+    def prepare_inputs(self, inputs: dict[str, Any]) -> None:
+        """Put the choices one after the other: `[batch, choices, …]` → `[batch · choices, …]`."""
+        for name in _PER_SEQUENCE:
+            value = inputs.get(name)
+            if isinstance(value, Tensor) and value.dim() == (4 if name == "inputs_embeds" else 3):
+                inputs[name] = value.flatten(0, 1)  # [batch · choices, tokens]
 
     def build(self, backbone: Backbone) -> MultipleChoiceHead:
         """A fresh head."""

@@ -31,6 +31,8 @@ class CausalLMConfig(LMConfig):
 
     head_type: ClassVar[str] = "causal_lm"
     output_class: ClassVar[str] = "CausalLMOutput"
+    pipeline_tag: ClassVar[str | None] = "text-generation"
+    peft_task: ClassVar[str | None] = "CAUSAL_LM"
 
     embedding_size: int | None = None
     shift_labels: bool = True
@@ -58,6 +60,7 @@ class MaskedLMConfig(LMConfig):
 
     head_type: ClassVar[str] = "masked_lm"
     output_class: ClassVar[str] = "MaskedLMOutput"
+    pipeline_tag: ClassVar[str | None] = "fill-mask"
 
     embedding_size: int | None = None
     layers: int = 2
@@ -82,6 +85,8 @@ class Seq2SeqLMConfig(LMConfig):
 
     head_type: ClassVar[str] = "seq2seq_lm"
     output_class: ClassVar[str] = "Seq2SeqLMOutput"
+    decoder_inputs_from: ClassVar[str | None] = "labels"
+    peft_task: ClassVar[str | None] = "SEQ_2_SEQ_LM"
 
     def build(self, backbone: Backbone) -> LMHead:
         """A fresh head, not yet tied.

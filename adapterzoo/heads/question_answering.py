@@ -33,6 +33,8 @@ class QuestionAnsweringConfig(LayersConfig):
 
     head_type: ClassVar[str] = "question_answering"
     output_class: ClassVar[str] = "QuestionAnsweringModelOutput"
+    pipeline_tag: ClassVar[str | None] = "question-answering"
+    peft_task: ClassVar[str | None] = "QUESTION_ANS"
     label_names: ClassVar[tuple[str, ...]] = ("start_positions", "end_positions")
     logit_names: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
 

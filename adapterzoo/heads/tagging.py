@@ -29,6 +29,8 @@ class TaggingConfig(LayersConfig):
     head_type: ClassVar[str] = "tagging"
     output_class: ClassVar[str] = "TokenClassifierOutput"
     token_labels: ClassVar[bool] = True
+    pipeline_tag: ClassVar[str | None] = "token-classification"
+    peft_task: ClassVar[str | None] = "TOKEN_CLS"
 
     num_labels: int = 2
     bias: bool = field(default=True, metadata=OURS)

@@ -26,6 +26,8 @@ from .adapted import (
     below_wrappers,
     discard,
     plain_class,
+    positions_of,
+    recorded,
     restore,
     set_class,
     swap,
@@ -50,12 +52,17 @@ __all__ = [
     "matrix",
     "mergeable",
     "plain_class",
+    "positions_of",
     "put",
+    "put_shared",
     "put_slice",
+    "record_calls",
+    "recorded",
     "release_input",
     "set_class",
     "stores_transposed",
     "take",
+    "take_shared",
     "take_slice",
 ]
 
@@ -154,6 +161,54 @@ def capture_input(
     """
     swap(module, selection, path, whole=whole)
     cast("Adapted", module)._link.helps.add((reader, name))
+
+
+def record_calls(module: nn.Module, name: str, active: ActiveState, path: str) -> None:
+    """Record the calls of an encoder or decoder, for the adapter `name`, in the way that plans say.
+
+    Args:
+        module: of the model.
+        name: of the adapter.
+        active: the model's.
+        path: of the module, as plans name it.
+    """
+    swap(module, active, path, is_stack=True)
+    cast("Adapted", module)._link.helps.add((path, name))
+
+
+def put_shared(model: nn.Module, name: str, shared: nn.Module, active: ActiveState) -> None:
+    """Hang what the layers of an adapter share below the base model.
+
+    Args:
+        model: the base model.
+        name: of the adapter.
+        shared: modules by number of the config in a union.
+        active: the model's.
+
+    Raises:
+        StateError: the base model has an attribute `adapters` of its own.
+    """
+    check_put(model, "")
+    new = AdapterDict().train(model.training)
+    adapters = cast("AdapterDict", model._modules.setdefault("adapters", new))
+    adapters[name] = shared.train(model.training)
+    active.default.shared = adapters
+
+
+def take_shared(model: nn.Module, name: str, active: ActiveState) -> None:
+    """Undo `put_shared`; nothing happens where the adapter shares nothing.
+
+    Args:
+        model: the base model.
+        name: of the adapter.
+        active: the model's.
+    """
+    adapters = model._modules.get("adapters")
+    if isinstance(adapters, AdapterDict) and name in adapters:
+        del adapters._modules[name]
+        if not adapters:
+            del model._modules["adapters"]
+            active.default.shared = None
 
 
 def release_input(module: nn.Module, reader: str, name: str) -> None:

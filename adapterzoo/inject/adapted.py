@@ -7,18 +7,21 @@ is found again by the layer's own class where a pickle is loaded.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.call import RecordedCall
 from adapterzoo.composition import Copies, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.errors import StateError
-from adapterzoo.runtime import ActiveState, SharedInput
+from adapterzoo.runtime import ActiveState, Frame, SharedInput
 
 from .parts import ExpertAdapters
 from .views import LayerCall, matrix, own, stores_transposed
@@ -36,7 +39,7 @@ class AdapterDict(nn.ModuleDict):
 class _Link:
     """What ties a layer to the model: kept in the layer, shared by shallow copies of it."""
 
-    selection: ActiveState
+    active: ActiveState
     path: str
     # sites and names of the adapters that need the module
     helps: set[tuple[str, str]] = field(default_factory=set)
@@ -55,12 +58,12 @@ class Adapted(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward with the active adapters; the plain one when none is active."""
         link = self._link
-        selection = link.selection
-        plan = selection.plan
+        active = link.active
+        plan = active.plan
         if plan.setup is None:
             return super().forward(*args, **kwargs)
         for reader in plan.captures.get(link.path, ()):
-            selection.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))
+            active.call.captures[reader] = args[0] if args else next(iter(kwargs.values()))
         forward = super().forward
         if link.path in plan.shared_inputs:
             forward = self._gathering
@@ -70,44 +73,96 @@ class Adapted(nn.Module):
         if isinstance(step, Copies):
             copies = cast("Any", self._modules["adapters"])._modules
             return step.call(copies, forward, args, kwargs, plan.rows)
-        residual = selection.call.captures.pop(link.path, None)
-        base = LayerCall(self, forward, args, kwargs, residual, selection.call.shared_input)
+        residual = active.call.captures.pop(link.path, None)
+        base = LayerCall(self, forward, args, kwargs, residual, active.call)
         x = args[0] if args else next(iter(kwargs.values()))
         adapters = cast("Any", self._modules["adapters"])._modules
         if not self._read:
             return base.pack(evaluate(step, adapters, x, base, plan.rows))
         # a module may read a parameter once for each expert: what it reads is built once
-        selection.call.reads.append((self, {}))
+        active.call.reads.append((self, {}))
         try:
             return base.pack(evaluate(step, adapters, x, base))
         finally:
-            selection.call.reads.pop()
+            active.call.reads.pop()
 
     def _gathering(self, *args: Any, **kwargs: Any) -> Any:
         """The plain forward of a module with layers that read one input."""
-        selection = self._link.selection
+        active = self._link.active
         members = []
         # found below the module and not kept: replicas and copies have their own
-        for layer, names in selection.plan.shared_inputs[self._link.path]:
+        for layer, names in active.plan.shared_inputs[self._link.path]:
             shelf = cast("Any", below_wrappers(self._modules[layer])._modules["adapters"])
             members += [shelf._modules[name] for name in names]
-        outer, selection.call.shared_input = selection.call.shared_input, SharedInput(members)
+        outer, active.call.shared_input = active.call.shared_input, SharedInput(members)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            selection.call.shared_input = outer
+            active.call.shared_input = outer
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
-        return _blank, (plain_class(self), self._read, self._whole), state
+        is_stack = isinstance(self, AdaptedStack)
+        return _blank, (plain_class(self), self._read, self._whole, is_stack), state
 
     def _replicate_for_data_parallel(self) -> Any:
         # worker threads run the replicas: they must see what the replicating thread sees
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         link = self._link
-        replica._link = _Link(link.selection.pinned(), link.path, link.helps)
+        replica._link = _Link(link.active.pinned(), link.path, link.helps)
         return replica
+
+
+class AdaptedStack(Adapted):
+    """Mixed into the class of an encoder or decoder where adapters read facts about its calls."""
+
+    # arguments of the forward that can be given by position
+    _positions: tuple[str, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; its arguments are recorded while it runs."""
+        link = self._link
+        if link.path not in link.active.plan.stacks:
+            return super().forward(*args, **kwargs)
+        with recorded(self, self._positions, link.active, link.path, args, kwargs):
+            return super().forward(*args, **kwargs)
+
+
+@contextmanager
+def recorded(
+    module: nn.Module,
+    positions: tuple[str, ...],
+    active: ActiveState,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Iterator[None]:
+    """Let the adapters inside an encoder or decoder see what it was given, while it runs.
+
+    Args:
+        module: that is called.
+        positions: names of the arguments of its forward that can be given by position.
+        active: of the model.
+        path: of the module below the base model.
+        args: of the call.
+        kwargs: of the call.
+    """
+    context = active.call
+    given = {**dict(zip(positions, args, strict=False)), **kwargs}
+    shared = module._modules.get("adapters") if not path else None
+    context.stacks.append(Frame(RecordedCall(path, given, context.generation), shared))
+    try:
+        yield
+    finally:
+        context.stacks.pop()
+
+
+def positions_of(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The arguments of a forward that can be given by position, without `self`."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(cls.forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in kinds)[1:]
 
 
 def below_wrappers(layer: Any) -> Adapted:
@@ -134,11 +189,14 @@ def belongs(layer: nn.Module, selection: ActiveState) -> bool:
         layer: any module.
         selection: the model's.
     """
-    return not isinstance(layer, Adapted) or layer._link.selection is selection
+    return not isinstance(layer, Adapted) or layer._link.active is selection
 
 
 def base_of(
-    layer: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None
+    layer: nn.Module,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    active: ActiveState | None = None,
 ) -> BaseLayer:
     """The layer as its adapters see it, outside of a forward.
 
@@ -146,8 +204,12 @@ def base_of(
         layer: the layer.
         weight: `[d_out, d_in]`, to be shown as the untouched weight; None: the layer's own.
         bias: `[d_out]`, to be shown as the untouched bias; None: the layer's own.
+        active: of the model; None: that of the layer's adapters, where it has some.
     """
-    base = LayerCall(layer, functools.partial(plain_class(layer).forward, layer))
+    if active is None and isinstance(layer, Adapted):
+        active = layer._link.active
+    plain = functools.partial(plain_class(layer).forward, layer)
+    base = LayerCall(layer, plain, context=None if active is None else active.call)
     base.shown = weight
     base.shown_bias = bias
     return base
@@ -159,6 +221,7 @@ def swap(
     path: str,
     parameters: tuple[str, ...] = (),
     whole: tuple[str, ...] = (),
+    is_stack: bool = False,
 ) -> None:
     """Give a layer the class of those with adapters; one that has it learns what else it needs.
 
@@ -168,15 +231,17 @@ def swap(
         path: of the layer, as plans name it.
         parameters: names of those that the layer shall read changed.
         whole: names of arguments that the layer shall refuse.
+        is_stack: whether the layer is an encoder or decoder whose calls are recorded.
     """
     if not isinstance(layer, Adapted):
-        set_class(layer, _adapted_class(type(layer), parameters, whole))
+        set_class(layer, _adapted_class(type(layer), parameters, whole, is_stack))
         cast("Adapted", layer)._link = _Link(selection, path)
         return
     read = (*layer._read, *(p for p in parameters if p not in layer._read))
     whole = whole or layer._whole
-    if (read, whole) != (layer._read, layer._whole):
-        set_class(layer, _adapted_class(plain_class(layer), read, whole))
+    is_stack = is_stack or isinstance(layer, AdaptedStack)
+    if (read, whole, is_stack) != (layer._read, layer._whole, isinstance(layer, AdaptedStack)):
+        set_class(layer, _adapted_class(plain_class(layer), read, whole, is_stack))
 
 
 def restore(layer: Adapted) -> None:
@@ -212,13 +277,16 @@ def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
 
 
 # one subclass for each class of layers, so that equal layers stay of one class
-_classes: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[Adapted]] = {}
+_classes: dict[tuple[Any, ...], type[Adapted]] = {}
 
 
 def _adapted_class(
-    cls: type[nn.Module], parameters: tuple[str, ...], whole: tuple[str, ...]
+    cls: type[nn.Module],
+    parameters: tuple[str, ...],
+    whole: tuple[str, ...],
+    is_stack: bool = False,
 ) -> type[Adapted]:
-    key = (cls, parameters, whole)
+    key = (cls, parameters, whole, is_stack)
     if key not in _classes:
         members: dict[str, Any] = {"_read": parameters, "_whole": whole}
         for parameter in parameters:
@@ -227,11 +295,15 @@ def _adapted_class(
                 functools.partial(_set, parameter=parameter),
             )
         name = f"Adapted{cls.__name__}"
-        if whole:
+        if whole or is_stack:
             # transformers writes the name of a model's class to config.json
             name, members["__module__"] = cls.__name__, cls.__module__
+        if whole:
             members["forward"] = _refusing(cls, whole)
-        _classes[key] = cast("type[Adapted]", type(name, (Adapted, cls), members))
+        if is_stack:
+            members["_positions"] = positions_of(cls)
+        bases = (AdaptedStack, Adapted, cls) if is_stack else (Adapted, cls)
+        _classes[key] = cast("type[Adapted]", type(name, bases, members))
     return _classes[key]
 
 
@@ -247,7 +319,8 @@ def _refusing(cls: type[nn.Module], whole: tuple[str, ...]) -> Callable[..., Any
                     f"and outputs of adapters are known to the whole model only. "
                     f"Write model(…, {name}=…)."
                 )
-        return Adapted.forward(self, *args, **kwargs)
+        mixin = AdaptedStack if isinstance(self, AdaptedStack) else Adapted
+        return mixin.forward(self, *args, **kwargs)
 
     return forward
 
@@ -256,11 +329,11 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
     """What a layer that computes with its parameters reads: the changed one when active."""
     plain = own(layer, parameter)
     link = layer._link
-    selection = link.selection
-    step = selection.plan.steps.get(link.path)
+    active = link.active
+    step = active.plan.steps.get(link.path)
     if step is None or plain is None:
         return plain
-    reads = selection.call.reads
+    reads = active.call.reads
     if not reads or reads[-1][0] is not layer:
         return _build(layer, parameter, plain, step)
     built = reads[-1][1]
@@ -292,6 +365,8 @@ def _set(layer: Adapted, value: object, parameter: str) -> None:
     vars(layer)[parameter] = value
 
 
-def _blank(cls: type[nn.Module], parameters: tuple[str, ...], whole: tuple[str, ...]) -> nn.Module:
-    adapted = _adapted_class(cls, parameters, whole)
+def _blank(
+    cls: type[nn.Module], parameters: tuple[str, ...], whole: tuple[str, ...], is_stack: bool
+) -> nn.Module:
+    adapted = _adapted_class(cls, parameters, whole, is_stack)
     return adapted.__new__(adapted)

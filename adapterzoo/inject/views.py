@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import OutputSlice
 from adapterzoo.anatomy.experts import stores_turned
 from adapterzoo.anatomy.patterns import EXPERTS
-from adapterzoo.contracts import BaseLayer, SharedInputAdapter
+from adapterzoo.call import StackCall
+from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 from adapterzoo.errors import StateError
-from adapterzoo.runtime import SharedInput
+from adapterzoo.runtime import CallContext, SharedInput
 
 from .quantised import packing_of
 
@@ -27,7 +28,7 @@ class LayerCall(BaseLayer):
 
     __slots__ = (
         "_args",
-        "_family",
+        "_context",
         "_forward",
         "_kwargs",
         "_last",
@@ -45,14 +46,14 @@ class LayerCall(BaseLayer):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         residual: Tensor | None = None,
-        family: SharedInput | None = None,
+        context: CallContext | None = None,
     ) -> None:
         self._module = module
         self._forward = forward
         self._args = args
         self._kwargs = kwargs or {}
         self._residual = residual
-        self._family = family
+        self._context = context
         self._rest: tuple[Any, ...] | None = None
         # the last input and its output: an adapter may ask for what one before it has asked for
         self._last: tuple[Tensor, Tensor] | None = None
@@ -121,9 +122,38 @@ class LayerCall(BaseLayer):
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """What the adapter needs of x, made with that of the layers that read the same input."""
-        if self._family is None:
-            return super().from_input(adapter, x)
-        return self._family.from_input(adapter, x)
+        family = None if self._context is None else self._context.shared_input
+        return super().from_input(adapter, x) if family is None else family.from_input(adapter, x)
+
+    @property
+    def call(self) -> StackCall:
+        """The call of the encoder or decoder.
+
+        Raises:
+            StateError: none is running.
+        """
+        return self._in_model().stack
+
+    def shared(self, adapter: Adapter) -> nn.Module:
+        """What the adapter's layers share.
+
+        Raises:
+            StateError: the adapter shares nothing, or belongs to no model.
+        """
+        if adapter.shared_key is None:
+            raise StateError(
+                f"{type(adapter).__name__}: its config shares no module between layers. "
+                f"Return one from shared(sites, device, dtype) of the config."
+            )
+        return self._in_model().shared(adapter.shared_key)
+
+    def _in_model(self) -> CallContext:
+        if self._context is None:
+            raise StateError(
+                f"{type(self._module).__name__}: the layer belongs to no model, so its adapter "
+                f"knows neither a call nor what is shared. Add the adapter to a model."
+            )
+        return self._context
 
 
 class SlicedLayer(BaseLayer):
@@ -185,6 +215,15 @@ class SlicedLayer(BaseLayer):
     def residual(self) -> Tensor:
         """The residual stream before the sub-layer."""
         return self._base.residual
+
+    @property
+    def call(self) -> StackCall:
+        """The call of the encoder or decoder."""
+        return self._base.call
+
+    def shared(self, adapter: Adapter) -> nn.Module:
+        """What the adapter's layers share."""
+        return self._base.shared(adapter)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """What the adapter needs of x, made with that of the other parts of the layer."""

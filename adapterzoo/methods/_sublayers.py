@@ -60,6 +60,43 @@ def sublayers(
     return found
 
 
+def block_sites(anatomy: Anatomy, layers: Collection[int] | None, call: str) -> list[Site]:
+    """The outputs of blocks.
+
+    Args:
+        anatomy: of the model.
+        layers: numbers of blocks; None for all.
+        call: the config, for messages.
+
+    Raises:
+        SiteError: the model has no blocks, or none of a number.
+    """
+    if not anatomy.blocks:
+        raise SiteError(
+            f"{call}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
+            f"target_modules, such as LoRAConfig(target_modules=[…])."
+        )
+    numbers = [block.layer for block in anatomy.blocks]
+    if unknown := sorted(set(layers or ()) - set(numbers)):
+        raise SiteError(
+            f"{call}: there are no blocks {listing(unknown)}; the model's are 0 to {numbers[-1]}. "
+            f"Write layers='all' or numbers of these."
+        )
+    return [
+        Site(
+            path=block.path,
+            role="other",
+            layer=block.layer,
+            stack=block.stack,
+            kind="block",
+            d_in=block.d_model,
+            d_out=block.d_model,
+        )
+        for block in anatomy.blocks
+        if layers is None or block.layer in layers
+    ]
+
+
 def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> Site:
     """The site of a sub-layer's adapter.
 

@@ -17,12 +17,20 @@ from adapterzoo.composition import Composition, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import AdapterZooError, StateError
+from adapterzoo.inject.building import (
+    at_hand,
+    build,
+    build_shared,
+    check_layers,
+    device_of,
+    inject_path,
+    layer_at,
+)
 from adapterzoo.names import check_name
 from adapterzoo.runtime import ActiveState, Default
 
 from . import static_heads
 from .batching import refuse_while_batching
-from .building import at_hand, build, check_layers, inject_path, layer_at
 from .installed import AdapterRecord, AdaptersConfig, AdapterState, families_of, is_whole
 from .planning import PlanningMixin
 from .setup import announce
@@ -136,7 +144,9 @@ class AdaptersMixin(PlanningMixin):
         loaded = AdapterConfig.load(config)
         self._refuse_taken(adapter_name, call, overwrite_ok)
         made = self._make(loaded)
-        for path, (adapter, _) in made.items():
+        for path, (adapter, placements) in made.items():
+            if not placements:
+                continue
             layer = self._backbone.get_submodule(path)
             with at_hand(layer), torch.no_grad():
                 # a model that is being loaded has no values yet, and the file has the adapter's
@@ -247,9 +257,17 @@ class AdaptersMixin(PlanningMixin):
         layers = {path: layer_at(backbone, path) for path in by_path}
         for path, layer in layers.items():
             inject.check_put(layer, path)
-        return {
-            path: (build(layers[path], path, ps, dtype, device), ps) for path, ps in by_path.items()
+        placements = [p for ps in by_path.values() for p in ps]
+        first = next(iter(layers.values()))
+        at = device or device_of(first)
+        shared, sharing = build_shared(config, placements, at, dtype)
+        made: dict[str, tuple[Any, list[Placement]]] = {
+            path: (build(layers[path], path, ps, dtype, device, sharing), ps)
+            for path, ps in by_path.items()
         }
+        if shared is not None:
+            made[""] = shared, []
+        return made
 
     def _install(
         self,
@@ -259,8 +277,18 @@ class AdaptersMixin(PlanningMixin):
         meta: Mapping[str, Any],
     ) -> None:
         places = {path: tuple(ps) for path, (_, ps) in made.items()}
-        installed = AdapterRecord(config, places, families_of(places), dict(meta))
+        reads_calls = False
+        for adapter, _ in made.values():
+            for module in adapter.modules():
+                if isinstance(module, Adapter):
+                    reads_calls |= module.reads_call or module.shared_key is not None
+                    if module.shared_key is not None:
+                        module.shared_key = name, module.shared_key[1]
+        installed = AdapterRecord(config, places, families_of(places), reads_calls, dict(meta))
         for path, (adapter, _) in made.items():
+            if not path:
+                inject.put_shared(self._backbone, name, adapter, self._active)
+                continue
             layer = layer_at(self._backbone, path)
             inject.put(layer, name, adapter, self._active, path)
         for source, reader in installed.sources():
@@ -272,6 +300,8 @@ class AdaptersMixin(PlanningMixin):
             )
         for path, part in self._models_inside():
             inject.capture_input(part, path, name, self._active, path, whole=_WHOLE)
+            if reads_calls:
+                inject.record_calls(part, name, self._active, path)
         self._adapter_state.records[name] = installed
         self._settle_ties(name)
 
@@ -306,7 +336,9 @@ class AdaptersMixin(PlanningMixin):
         for path, part in self._models_inside():
             inject.release_input(part, path, name)
         for path in installed.places:
-            inject.take(self._backbone.get_submodule(path), name)
+            if path:
+                inject.take(self._backbone.get_submodule(path), name)
+        inject.take_shared(self._backbone, name, self._active)
         self._settle_ties(name)
 
     # --- activate ---

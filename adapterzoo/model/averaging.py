@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from adapterzoo import inject
 from adapterzoo.averaging import Combination, combination, weighted
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CompositionError, listing
+from adapterzoo.inject.building import at_hand
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
 from . import static_heads
-from .building import at_hand
 from .sharding import refuse_if_sharded
 from .tables import TablesMixin
 
@@ -209,7 +210,10 @@ class AveragingMixin(TablesMixin):
         with undrawn(), torch.random.fork_rng(devices=()):
             made = self._make(config)
         sources: list[dict[str, Any]] = [dict(self.adapter_modules(each)) for each in names]
-        for path, (adapter, _) in made.items():
+        for path, (adapter, placements) in made.items():
+            if not placements:
+                _share(adapter, [modules[path] for modules in sources if path in modules], strategy)
+                continue
             there = [i for i, modules in enumerate(sources) if path in modules]
             layer = self._backbone.get_submodule(path)
             with at_hand(layer):
@@ -222,3 +226,17 @@ class AveragingMixin(TablesMixin):
                     self._adapter_state.originals.get(path, {}),
                 )
         return made
+
+
+def _share(made: nn.Module, others: Sequence[nn.Module], strategy: Combination) -> None:
+    """Give the average what the layers of each adapter share, which must be the same for all."""
+    first = others[0].state_dict()
+    for other in others[1:]:
+        state = other.state_dict()
+        if any(not torch.equal(first[key], state[key].to(first[key].device)) for key in first):
+            raise CompositionError(
+                f"{strategy.call}: the layers of each adapter share tensors, {listing(first)}, "
+                f"and these differ between the adapters. Train them from the same shared tensors, "
+                f"or write set_active_adapters(Average('a', 'b'))."
+            )
+    made.load_state_dict(first)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from adapterzoo.heads import LMHead, PredictionHead
+from adapterzoo.heads import PredictionHead
 
-from .inputs import labels_of
 from .sharding import class_name
 
 _IGNORED = -100
@@ -39,14 +38,10 @@ def counted_labels(
     mask = batch.get(f"{prefix}attention_mask")
     found = []
     for name, head in heads.items():
-        labels = labels_of(head, name, batch)
+        labels = head.config.find_labels(name, batch)
         if labels is None or len(head.config.label_names) > 1:
             return None
-        if head.config.token_labels and mask is not None and mask.shape == labels.shape:
-            labels = labels.masked_fill(mask == 0, _IGNORED)
-        if isinstance(head, LMHead) and head.config.shift_labels:
-            labels = _of_next_tokens(labels)
-        found.append(labels)
+        found.append(head.config.shift(head.config.mask_labels(labels, mask)))
     return found[0] if len({count(labels) for labels in found}) == 1 else None
 
 

@@ -30,8 +30,8 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
 from . import sharding, static_heads
-from .facts import facts_of
-from .family import text_config
+from .hf.backbone import text_config
+from .hf.info import facts_of
 from .installed import FusionRecord
 from .records import check_meta
 from .refusals import lasts_of

@@ -13,11 +13,12 @@ from transformers.utils.generic import ModelOutput
 from adapterzoo.checkpoint import native
 from adapterzoo.composition import Composition, RowMap
 from adapterzoo.errors import CheckpointError, StateError, listing
-from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types, labels_from
+from adapterzoo.heads import HeadConfig, PredictionHead, head_types, labels_from
 
 from .averaging_heads import AveragingHeadsMixin
-from .family import describe
-from .inputs import flatten_choices, head_input, labels_of, last_tokens, shift_labels
+from .hf.backbone import describe
+from .hf.towers import refuse_unreadable
+from .inputs import decoder_labels, head_input, shift_labels
 from .output_layers import FIELD, with_output, without_output
 from .outputs import MultiHeadOutput, answer
 from .records import HeadRecord
@@ -31,7 +32,6 @@ from .row_heads import (
     total,
     with_copies,
 )
-from .towers import refuse_unreadable
 from .unloading_heads import UnloadingHeadsMixin
 from .vocabulary import VocabularyMixin
 
@@ -90,15 +90,14 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
     ) -> None:
         """Bring the base model's arguments into the form that it and the heads need, in place."""
         used = self._used_heads(head)
-        types = {h.config.head_type for h in used.values()}
-        if "multiple_choice" in types:
-            flatten_choices(inputs)
+        for head_used in used.values():
+            head_used.config.prepare_inputs(inputs)
         ids = inputs.get("input_ids")
         if getattr(self.config, "is_encoder_decoder", False):
             given = inputs.get("decoder_input_ids")
             if given is not None and (ids is None or given.shape != ids.shape):
                 ids = given
-            shift_labels(self, inputs, labels.get("labels") if "seq2seq_lm" in types else None)
+            shift_labels(self, inputs, decoder_labels(used.values(), labels))
         if used:
             labels["input_ids"] = ids
 
@@ -174,15 +173,12 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         """Logits and loss of a head; `given` are labels, masks and what else there is."""
         head = self.get_head(name)
         hidden, mask = head_input(self, head, outputs, given["attention_mask"], given["input_ids"])
-        if isinstance(head, LMHead):
-            hidden = last_tokens(hidden, logits_to_keep)
+        hidden = head.tokens_to_score(hidden, logits_to_keep)
         logits = head(hidden, mask, **{n: given.get(n) for n in head.config.inputs})
-        labels = labels_of(head, name, given)
+        labels = head.config.find_labels(name, given)
         if labels is None:
             return logits, None
-        if head.config.token_labels and mask is not None and mask.shape == labels.shape:
-            labels = labels.masked_fill(mask.to(labels.device) == 0, -100)
-        return logits, head.loss(logits, labels, count)
+        return logits, head.loss(logits, head.config.mask_labels(labels, mask), count)
 
     def _answers_of_rows(
         self,
@@ -298,7 +294,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         return HeadRecord({"config": config.to_dict()}, own)
 
     def _in_file(self, name: str | None, record: HeadRecord) -> HeadRecord:
-        return record if name is None else without_output(self.heads[name], record)
+        return record if name is None else without_output(self.get_head(name), record)
 
     def _head_tensors(self, name: str) -> dict[str, Tensor]:
         return self._own_tensors(self.get_head(name))
@@ -334,7 +330,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
         empty = self._built(config, torch.device("meta"))
         fits = self._own_tensors(empty)
         tensors = with_output(
-            call, empty, self.heads.values(), record.document, record.tensors, dtype
+            call, empty, map(self.get_head, self.heads), record.document, record.tensors, dtype
         )
         native.check_fit(call, type(self).__name__, tensors, fits, dtype)
         head = self._built(config)
@@ -344,7 +340,7 @@ class HeadsMixin(AveragingHeadsMixin, UnloadingHeadsMixin, VocabularyMixin):
             for tensor in skeleton.values():
                 tensor.data = tensor.data.to(dtype)
         native.fill(head, tensors)
-        if isinstance(head, LMHead) and dtype is None:
+        if dtype is None:
             head.of_checkpoint = FIELD in record.document
         return lambda: self._shelve(checked, head, set_active)
 

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.heads import PredictionHead
 
-from .family import pad_and_eos, text_config
-
-# of the base model, one row for each sequence
-_PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+from .hf.backbone import pad_and_eos, text_config
 
 
-def flatten_choices(inputs: dict[str, Any]) -> None:
-    """Put the choices of all questions one after the other, in place.
-
-    `[batch, choices, …]` becomes `[batch · choices, …]`.
+def decoder_labels(heads: Iterable[PredictionHead], given: Mapping[str, Any]) -> Tensor | None:
+    """Return the labels of which a decoder's inputs are made, None where no head has such ones.
 
     Args:
-        inputs: of the base model.
+        heads: that answer.
+        given: arguments of `forward`.
     """
-    for name in _PER_SEQUENCE:
-        value = inputs.get(name)
-        if isinstance(value, Tensor) and value.dim() == (4 if name == "inputs_embeds" else 3):
-            inputs[name] = value.flatten(0, 1)  # [batch · choices, tokens]
+    names = (head.config.decoder_inputs_from for head in heads)
+    found = (given.get(name) for name in names if name is not None)
+    return next((labels for labels in found if labels is not None), None)
 
 
 def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> None:
@@ -67,13 +62,6 @@ def _shifted(config: Any, ids: Tensor) -> Tensor:
     shifted[:, 0] = start
     pad = getattr(text, "pad_token_id", None)
     return shifted.masked_fill(shifted == -100, start if pad is None else pad)
-
-
-def last_tokens(hidden: Tensor, keep: int | Tensor) -> Tensor:
-    """The hidden states of the last `keep` tokens, of those that `keep` lists, or of all (0)."""
-    if isinstance(keep, Tensor):
-        return hidden[:, keep]
-    return hidden[:, -keep:] if keep else hidden
 
 
 def head_input(
@@ -143,43 +131,3 @@ def _fitting(model: Any, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         # with a cache the mask has the past too
         return mask[:, -tokens:]
     return mask if mask.shape[1] == tokens else None
-
-
-def labels_of(head: PredictionHead, name: str, given: Mapping[str, Any]) -> Tensor | None:
-    """The labels for a head out of the arguments of `forward`, None when there are none.
-
-    Args:
-        head: says which arguments hold its labels.
-        name: of the head; an argument may be a dict from names of heads to labels.
-        given: arguments of `forward`.
-
-    Raises:
-        ConfigError: some of the arguments are there and others not, or their shapes differ.
-    """
-    found = {}
-    for argument in head.config.label_names:
-        value = given.get(argument)
-        if isinstance(value, Mapping):
-            value = value.get(name)
-        if value is not None:
-            found[argument] = value
-    if not found:
-        return None
-    missing = [a for a in head.config.label_names if a not in found]
-    if missing:
-        raise ConfigError(
-            f"forward({', '.join(f'{a}=…' for a in found)}): the head {name!r} needs also "
-            f"{listing(missing)}. Write all of them or none."
-        )
-    labels = list(found.values())
-    if len(labels) == 1:
-        return cast("Tensor", labels[0])
-    # positions of spans come as [batch] or [batch, 1]
-    flat = [x.squeeze(-1) if x.shape[1:] == (1,) else x for x in labels]  # [batch, …] each
-    if len({x.shape for x in flat}) > 1:
-        shapes = ", ".join(f"{a}: {list(x.shape)}" for a, x in zip(found, flat, strict=True))
-        raise ConfigError(
-            f"forward(): the labels of the head {name!r} have different shapes, {shapes}. Write "
-            f"all of them with one entry for each row."
-        )
-    return torch.stack(flat, dim=1)  # [batch, arguments, …]

@@ -23,12 +23,14 @@ class AdapterRecord:
         config: its config.
         places: of its modules, by path.
         families: path of a module to those of its adapted layers that read one input.
+        reads_calls: whether its layers read facts about calls, or what they share.
         meta: JSON values that came with it from a checkpoint, and go with it to the next.
     """
 
     config: AdapterConfig
     places: dict[str, tuple[Placement, ...]]
     families: dict[str, list[str]]
+    reads_calls: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, str]]:
@@ -47,7 +49,8 @@ def families_of(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list[s
     """
     found: dict[str, dict[str, list[str]]] = {}
     for path, placements in places.items():
-        if (shared := placements[0].site.shared_input) is not None:
+        # what all layers share has a path and no placement
+        if placements and (shared := placements[0].site.shared_input) is not None:
             found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
     # a block without modules of its own for its sub-layers has two families: the larger wins
     largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}

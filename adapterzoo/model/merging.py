@@ -66,7 +66,9 @@ class MergingMixin(AdaptersMixin):
         modules: dict[str, list[Adapter]] = {}
         for name in added:
             for path, module in self.adapter_modules(name):
-                modules.setdefault(path, []).append(module)
+                # what all layers share is no change of a weight itself
+                if path:
+                    modules.setdefault(path, []).append(module)
         self._refuse_lost(call, set(modules))
         # every check that can be made comes before the first write
         for path, beside in modules.items():
@@ -143,7 +145,7 @@ class MergingMixin(AdaptersMixin):
             )
 
     def _refuse_lost(self, call: str, at: set[str] | None = None) -> None:
-        merged = {p for n in self._adapter_state.merged for p, _ in self.adapter_modules(n)}
+        merged = {p for n in self._adapter_state.merged for p, _ in self.adapter_modules(n) if p}
         lost = merged - set(self._adapter_state.originals)
         if at is not None:
             lost &= at

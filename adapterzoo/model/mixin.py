@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 import os
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from adapterzoo import inject
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
@@ -23,13 +23,13 @@ from adapterzoo.runtime import ActiveState
 from . import static_heads
 from .averaging import AveragingMixin
 from .batching import BatchesContinuously
+from .hf.towers import feature_names, with_rows
 from .listening import OutputRecorder
 from .publishing import PublishingMixin
 from .quantised import QuantisedMixin
 from .replicas import ReplicasMixin
 from .rows import RowNames, RowsMixin, batch_size, named_inputs, repeated
 from .summary import SummaryMixin
-from .towers import feature_names, with_rows
 from .unloading import UnloadingMixin
 from .wrapped import peft_layer
 
@@ -204,7 +204,8 @@ class GeneratesRows(BatchesContinuously):
         model = cast("AdapterModelMixin", self)
         run = cast("Any", super()).generate
         if not model._rows_start(adapter_names):
-            return run(*args, **kwargs)
+            with model._active.call.generating():
+                return run(*args, **kwargs)
         prompt = args[0] if args else kwargs.get("inputs")
         given = kwargs if prompt is None else {cast("Any", self).main_input_name: prompt, **kwargs}
         copies = _sequences(kwargs, cast("Any", self).generation_config)
@@ -212,7 +213,7 @@ class GeneratesRows(BatchesContinuously):
         if times > 1:
             batch = batch_size(given)
             args, kwargs = repeated(args, times, batch), repeated(kwargs, times, batch)
-        with model._overridden(plan):
+        with model._overridden(plan), model._active.call.generating():
             return run(*args, **kwargs)
 
 
@@ -323,12 +324,12 @@ def _format_of(entry: object) -> str | None:
 def _pinned(selection: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
         args = _differentiable(args)
-    override = selection.held
-    if override is None:
+    resume = selection.resumable()
+    if resume is None:
         return checkpoint(run, *args, **kwargs)
 
     def run_again(*inputs: Any, **named: Any) -> Any:
-        with selection.overridden(override):
+        with resume():
             return run(*inputs, **named)
 
     return checkpoint(run_again, *args, **kwargs)
@@ -378,9 +379,7 @@ def _with_rows(cls: type[nn.Module]) -> Any:
     Rows are counted, and the inputs repeated for `Parallel`, before anything runs.
     """
     plain: Any = cls.forward
-    parameters = inspect.signature(plain).parameters.values()
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    positions = tuple(p.name for p in parameters if p.kind in kinds)[1:]
+    positions = inject.positions_of(cls)
 
     @functools.wraps(plain)
     def forward(
@@ -398,15 +397,30 @@ def _with_rows(cls: type[nn.Module]) -> Any:
         # the one look that a model pays for, whatever acts
         rows = self._active.plan.rows
         if adapter_names is None and (rows is None or rows.entered):
-            return plain(self, *args, **kwargs)
+            return _run(self, plain, positions, args, kwargs)
         given = named_inputs(positions, args, kwargs)
         plan, times = self._rows_plan(given, adapter_names, "forward")
         if times > 1:
             args, kwargs = (), repeated(given, times, batch_size(given))
         with self._overridden(plan):
-            return plain(self, *args, **kwargs)
+            return _run(self, plain, positions, args, kwargs)
 
     return forward
+
+
+def _run(
+    model: Any,
+    forward: Any,
+    positions: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The forward of a model's own class; where it is the base model, the call is recorded."""
+    active = model._active
+    if not active.plan.stacks or model._backbone is not model:
+        return forward(model, *args, **kwargs)
+    with inject.recorded(model, positions, active, "", args, kwargs):
+        return forward(model, *args, **kwargs)
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:

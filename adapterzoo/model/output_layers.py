@@ -6,7 +6,7 @@ all adapters of a model. A file names its digest, and loading takes it from the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,23 +14,24 @@ from torch import Tensor, nn
 
 from adapterzoo.checkpoint.digest import digest
 from adapterzoo.errors import CheckpointError
-from adapterzoo.heads import LMHead
+from adapterzoo.heads import PredictionHead
 
 from .records import HeadRecord
 
 FIELD = "output"
 
 
-def without_output(head: object, record: HeadRecord) -> HeadRecord:
+def without_output(head: PredictionHead, record: HeadRecord) -> HeadRecord:
     """The record of a head without its output layer, where that is the checkpoint's own.
 
     Args:
         head: of any type.
         record: with all its tensors.
     """
-    if not isinstance(head, LMHead) or not head.of_checkpoint:
+    key, layer = head.output_key, head.output_embeddings
+    if key is None or layer is None or not head.of_checkpoint:
         return record
-    key, weight = _key(head), head.output_embeddings.weight
+    weight = layer.weight
     plain = type(weight) is nn.Parameter and not weight.is_meta
     if weight.requires_grad or not plain or key not in record.tensors:
         return record
@@ -40,8 +41,8 @@ def without_output(head: object, record: HeadRecord) -> HeadRecord:
 
 def with_output(
     call: str,
-    head: object,
-    heads: Iterable[object],
+    head: PredictionHead,
+    heads: Iterable[PredictionHead],
     document: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
@@ -60,15 +61,13 @@ def with_output(
         CheckpointError: no head of the model has that layer.
     """
     named = document.get(FIELD)
-    if named is None or not isinstance(head, LMHead):
+    key = head.output_key
+    if named is None or key is None:
         return dict(tensors)
-    for other in heads:
-        if not isinstance(other, LMHead) or not other.of_checkpoint:
-            continue
-        weight = other.output_embeddings.weight
+    for weight in _of_checkpoint(heads):
         # rounded values have another digest, and the user asks for them
         if dtype is not None or digest(weight) == named:
-            return {**tensors, _key(head): weight.detach()}
+            return {**tensors, key: weight.detach()}
     raise CheckpointError(
         f"{call}: the file leaves out the head's output layer, which is that of the checkpoint "
         f"that its base model came from, and no head of this model has it. Load the checkpoint "
@@ -76,25 +75,27 @@ def with_output(
     )
 
 
-def start_with(head: object, heads: Iterable[object]) -> None:
+def start_with(head: PredictionHead, heads: Iterable[PredictionHead]) -> None:
     """Give a fresh head the output layer that the model's checkpoint brought, if there is one.
 
     Args:
         head: of any type, not tied.
         heads: of the model.
     """
-    if not isinstance(head, LMHead):
+    layer = head.output_embeddings
+    if layer is None:
         return
-    mine = head.output_embeddings.weight
-    for other in heads:
-        if isinstance(other, LMHead) and other.of_checkpoint and other is not head:
-            theirs = other.output_embeddings.weight
-            if theirs.shape == mine.shape and not mine.is_meta:
-                with torch.no_grad():
-                    mine.copy_(theirs)
-                head.of_checkpoint = theirs.dtype is mine.dtype
-                return
+    mine = layer.weight
+    for theirs in _of_checkpoint(heads):
+        if theirs is not mine and theirs.shape == mine.shape and not mine.is_meta:
+            with torch.no_grad():
+                mine.copy_(theirs)
+            head.of_checkpoint = theirs.dtype is mine.dtype
+            return
 
 
-def _key(head: LMHead) -> str:
-    return f"{next(reversed(head._modules))}.weight"
+def _of_checkpoint(heads: Iterable[PredictionHead]) -> Iterator[Tensor]:
+    """The weights of output layers that the base model's checkpoint brought."""
+    for head in heads:
+        if (layer := head.output_embeddings) is not None and head.of_checkpoint:
+            yield layer.weight

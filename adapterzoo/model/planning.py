@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from adapterzoo.composition import (
     Composition,
@@ -58,7 +58,8 @@ class PlanningMixin(RefusalsMixin):
         for name in acting:
             places = self._adapter_state.records[name].places
             for path, module in self.adapter_modules(name):
-                if places[path][0].site.layer not in skip_layers:
+                # what all layers share sits at none
+                if places[path] and places[path][0].site.layer not in skip_layers:
                     present.setdefault(path, {})[name] = module
         rows = None
         parts: tuple[Any, ...] = (setup,)
@@ -83,7 +84,14 @@ class PlanningMixin(RefusalsMixin):
                 if reader in steps and reader not in captures.get(source, ()):
                     captures[source] = (*captures.get(source, ()), reader)
         families = self._families(acting, steps, present)
-        return Plan(setup, heads, steps, captures, families, skip_layers, rows)
+        reads = any(self._adapter_state.records[name].reads_calls for name in acting)
+        stacks = frozenset(self._stacks()) if reads else frozenset()
+        return Plan(setup, heads, steps, captures, families, skip_layers, rows, stacks)
+
+    def _stacks(self) -> Iterator[str]:
+        """The paths of the base model and of the encoders and decoders in it."""
+        yield ""
+        yield from (path for path, _ in cast("Any", self)._models_inside())
 
     def _families(
         self,

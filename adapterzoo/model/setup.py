@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import ConfigError, StateError, UnknownNameError, unknown_name
+from adapterzoo.inject.building import check_layers
 from adapterzoo.runtime import current_task
-
-from .building import check_layers
 
 if TYPE_CHECKING:
     from .adapters import AdaptersMixin

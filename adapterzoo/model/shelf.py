@@ -10,19 +10,19 @@ from torch import nn
 
 from adapterzoo.composition import Composition, has_rows, last_adapter, numbered, rows_of
 from adapterzoo.errors import ConfigError, DuplicateNameError, StateError, listing, unknown_name
-from adapterzoo.heads import HeadConfig, LMHead, PredictionHead, head_types
+from adapterzoo.heads import HeadConfig, PredictionHead, head_types
 from adapterzoo.inject import AdapterDict
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
 from .add_heads import AddHeadsMixin
 from .batching import refuse_while_batching
-from .family import ties_output
+from .hf.backbone import ties_output
+from .hf.towers import fresh_head
 from .output_layers import start_with
 from .row_heads import refuse_composed
 from .sharding import refuse_if_sharded
 from .tied_heads import TiedHeadsMixin
-from .towers import fresh_head
 
 
 class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
@@ -314,8 +314,8 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
     ) -> None:
         checked = self._free_head_name(call, name, overwrite_ok)
         head = fresh_head(self, f"{call}({checked!r})", config)
-        if isinstance(head, LMHead) and not ties_output(self.config, head.config):
-            start_with(head, self.heads.values())
+        if not ties_output(self.config, head.config):
+            start_with(head, map(self.get_head, self.heads))
         self._shelve(checked, head, set_active)
 
     def _free_head_name(self, call: str, name: object, overwrite_ok: bool) -> str:
@@ -348,9 +348,8 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
 
         Trainer counts the labels of accumulated batches by it.
         """
-        heads = (self.get_head(name) for name in self._current_heads())
-        shifts = any(isinstance(h, LMHead) and h.config.shift_labels for h in heads)
-        return "ForCausalLM" if shifts else None
+        types = (self.get_head(name).config.loss_type for name in self._current_heads())
+        return next((name for name in types if name is not None), None)
 
     @loss_type.setter
     def loss_type(self, value: str | None) -> None:
@@ -370,7 +369,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
             ConfigError: it is no linear layer.
         """
         heads = map(self.get_head, self._current_heads())
-        head = next((head for head in heads if isinstance(head, LMHead)), None)
+        head = next((head for head in heads if head.output_embeddings is not None), None)
         if head is not None:
             head.replace_output(new_embeddings)
             self._list_tied()

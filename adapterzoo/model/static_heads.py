@@ -32,9 +32,9 @@ from adapterzoo.composition import (
     rows_of,
 )
 from adapterzoo.contracts import compute_dtype
+from adapterzoo.inject.building import at_hand, layer_at, own_parameters
 from adapterzoo.inject.quantised import packing_of
 
-from .building import at_hand, layer_at, own_parameters
 from .sharding import refuse_if_sharded
 
 # in plans: no path of the base model starts with it

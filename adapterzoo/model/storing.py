@@ -16,11 +16,18 @@ from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, ConfigError, DuplicateNameError, listing, naming
+from adapterzoo.inject.building import (
+    build,
+    check_layers,
+    device_of,
+    give_memory,
+    inject_path,
+    layer_at,
+)
 from adapterzoo.methods import undrawn
 
 from . import sharding
-from .building import build, check_layers, device_of, give_memory, inject_path, layer_at
-from .facts import facts_of
+from .hf.info import facts_of
 from .records import Loaded, check_meta, leaving_out, meta_of, name_in, record_of
 from .storing_heads import StoringHeadsMixin
 
@@ -298,6 +305,8 @@ class StoringMixin(StoringHeadsMixin):
     def _with_memory(self, adapter: Adapter, path: str, placements: list[Placement]) -> Adapter:
         """The adapter, which is on the meta device, as one on that of its layer."""
         layer = layer_at(self._backbone, path)
+        if not path:
+            return adapter.to_empty(device=device_of(layer))
         if give_memory(adapter, device_of(layer)):
             return adapter
         # a method that draws its values in a way of its own shall not disturb the caller's numbers

@@ -16,7 +16,7 @@ from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, unknown_name
 
 from . import sharding, static_heads
-from .facts import facts_of
+from .hf.info import facts_of
 from .records import HeadRecord, name_in, record_of
 from .tables import TablesMixin
 

@@ -20,10 +20,10 @@ from adapterzoo.checkpoint.digest import digest
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.inject.building import at_hand, device_of, layer_at
 from adapterzoo.methods._table import Table
 
 from .adapters import AdaptersMixin
-from .building import at_hand, device_of, layer_at
 
 Made = dict[str, tuple[Adapter, list[Placement]]]
 LOCATION = "embeddings"
@@ -38,7 +38,7 @@ class TablesMixin(AdaptersMixin):
         """Paths of the embeddings for which an adapter has a table; they share one."""
         installed = self._adapter_state.records.get(name)
         places = {} if installed is None else installed.places
-        return tuple(path for path, ps in places.items() if ps[0].location == LOCATION)
+        return tuple(path for path, ps in places.items() if ps and ps[0].location == LOCATION)
 
     def _table_of(self, name: str) -> nn.Parameter | None:
         """The table of an adapter, None where it has none or there is no adapter of the name."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from adapterzoo.heads import LMHead, PredictionHead
+from adapterzoo.heads import PredictionHead
 from adapterzoo.inject import AdapterDict
 
-from .family import ties_output
+from .hf.backbone import ties_output
 from .mixin import AdapterModelMixin
 
 
@@ -24,27 +24,27 @@ class TiedHeadsMixin(AdapterModelMixin):
             head: of any type.
             name: of the adapter whose table it is where that has one of its own.
         """
-        if isinstance(head, LMHead) and ties_output(self.config, head.config):
+        if ties_output(self.config, head.config):
             own = None if name is None else self._table_of(name)
             head.tie(cast("Any", self).get_input_embeddings().weight if own is None else own)
 
     def _settle_ties(self, name: str) -> None:
-        table, head = self._table_of(name), self.heads._modules.get(name)
+        table, head = self._table_of(name), cast("Any", self.heads._modules.get(name))
         # a head whose layer was replaced has one of its own
-        if table is not None and isinstance(head, LMHead) and self._shares(head):
+        if table is not None and head is not None and self._shares(head):
             self._tie(head, name)
         super()._settle_ties(name)
 
     def _untie(self, name: str) -> None:
-        table, head = self._table_of(name), self.heads._modules.get(name)
-        shares = isinstance(head, LMHead) and head.output_embeddings.weight is table
-        if isinstance(head, LMHead) and shares:
+        table, head = self._table_of(name), cast("Any", self.heads._modules.get(name))
+        layer = None if head is None else head.output_embeddings
+        if layer is not None and layer.weight is table:
             self._tie(head)
         super()._untie(name)
 
-    def _shares(self, head: LMHead) -> bool:
-        table = cast("Any", self).get_input_embeddings().weight
-        return head.output_embeddings.weight is table
+    def _shares(self, head: PredictionHead) -> bool:
+        table, layer = cast("Any", self).get_input_embeddings().weight, head.output_embeddings
+        return layer is not None and layer.weight is table
 
     def _ties(self) -> dict[str, str]:
         names = {

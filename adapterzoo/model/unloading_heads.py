@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import CheckpointError, StateError, listing
 
-from .facts import facts_of
+from .hf.info import facts_of
+from .hf.task_classes import class_for, task_class, with_labels
 from .shelf import ShelfMixin
-from .task_classes import class_for, task_class, with_labels
 
 
 class UnloadingHeadsMixin(ShelfMixin):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.contracts import compute_dtype
-from adapterzoo.heads import LMHead
+from adapterzoo.heads import PredictionHead
 
-from .family import describe
+from .hf.backbone import describe
 from .shelf import ShelfMixin
 
 
@@ -43,9 +43,9 @@ class VocabularyMixin(ShelfMixin):
         """
         model, plan = cast("Any", self), self._active.plan
         table = model.get_input_embeddings().weight
-        found = [head for head in self.heads.values() if isinstance(head, LMHead)]
+        heads = cast("list[PredictionHead]", list(self.heads.values()))
         # tying them anew changes heads that share the table
-        before = [_output(head) for head in found]
+        before = [(head, *_output(layer)) for head in heads if (layer := head.output_embeddings)]
         # transformers would resize the layer of one active head, whatever its config says
         with self._active.overridden(dataclasses.replace(plan, heads=())):
             resized = super().resize_token_embeddings(
@@ -55,24 +55,18 @@ class VocabularyMixin(ShelfMixin):
             return resized
         backbone = describe(self)
         std = None if mean_resizing else backbone.init_std
-        for head, (weight, bias) in zip(found, before, strict=True):
+        for head, weight, bias in before:
             shared = weight is table
             rows = resized.weight.shape[0] if shared else backbone.vocab_size
-            rows = head.config.vocab_size or rows or weight.shape[0]
-            layer = head.output_embeddings
+            rows = head.config.get("vocab_size") or rows or weight.shape[0]
             if shared and rows == resized.weight.shape[0]:
-                layer.weight = resized.weight
+                weight = resized.weight
             elif shared or rows != weight.shape[0]:
                 head.of_checkpoint = False
-                layer.weight = nn.Parameter(with_rows(weight, rows, std), weight.requires_grad)
+                weight = nn.Parameter(with_rows(weight, rows, std), weight.requires_grad)
             if bias is not None and bias.shape[0] != rows:
-                drawn = None if mean_resizing else 0.0
-                layer.bias = nn.Parameter(with_rows(bias, rows, drawn), layer.bias.requires_grad)
-            elif bias is not None:
-                layer.bias.data = bias
-            layer.out_features = rows
-            if head.config.added_bias:
-                head.final_logits_bias = with_rows(head.final_logits_bias[0], rows, 0.0)[None]
+                bias = with_rows(bias, rows, None if mean_resizing else 0.0)
+            head.resize_output(weight, bias)
         self._list_tied()
         return resized
 
@@ -94,8 +88,7 @@ def with_rows(old: Tensor, count: int, std: float | None) -> Tensor:
     return torch.cat([kept, added])
 
 
-def _output(head: LMHead) -> tuple[Tensor, Tensor | None]:
-    layer = head.output_embeddings
+def _output(layer: nn.Linear) -> tuple[Any, Tensor | None]:
     # types of torch say that there always is one
     bias = cast("Tensor | None", layer.bias)
     return layer.weight, None if bias is None else bias.detach()

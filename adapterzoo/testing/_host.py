@@ -6,6 +6,7 @@ that float16, bfloat16, float32 and float64 all hold exactly.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
+from adapterzoo.inject import recorded
 from adapterzoo.model import AdapterModelMixin
 
 WIDTH = 32
@@ -177,16 +179,27 @@ class Host(AdapterModelMixin, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Token numbers `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`."""
+        if not self._active.plan.stacks:
+            return self._run(x)
+        with recorded(self, ("x",), self._active, "", (x,), {}):
+            return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
             x = self.embed_tokens(x)
         for layer in self.layers:
-            out: Any = (
-                layer(x)
-                if self.reentrant is None
-                else checkpoint(layer, x, use_reentrant=self.reentrant)
-            )
+            out: Any = layer(x) if self.reentrant is None else self._checkpointed(layer, x)
             x = out[0] if isinstance(out, tuple) else out
         return cast("Tensor", x if self.norm is None else self.norm(x))
+
+    def _checkpointed(self, layer: nn.Module, x: Tensor) -> Any:
+        resume = self._active.resumable() or nullcontext
+
+        def run(x: Tensor) -> Any:
+            with resume():
+                return layer(x)
+
+        return checkpoint(run, x, use_reentrant=bool(self.reentrant))
 
 
 @torch.no_grad()

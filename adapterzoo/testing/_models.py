@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.inject.building import own_parameters
 from adapterzoo.model import init
-from adapterzoo.model.building import own_parameters
 
 from ._case import Case, like, run
 from ._host import Host

@@ -15,7 +15,7 @@ from adapterzoo.checkpoint.adapterhub_names import LAYOUTS, find_block, find_lay
 from adapterzoo.checkpoint.adapterhub_write import _name_of
 from adapterzoo.checkpoint.places import places_of
 from adapterzoo.errors import CheckpointError
-from adapterzoo.model.facts import facts_of
+from adapterzoo.model.hf.info import facts_of
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "adapterhub_names.json"
 FAMILIES = json.loads(FILE.read_text())["families"]

@@ -19,7 +19,7 @@ from adapterzoo.checkpoint.adapterhub_quirks import refuse_quirks
 from adapterzoo.checkpoint.places import places_of
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import AdapterZooError, CheckpointError
-from adapterzoo.model.facts import facts_of
+from adapterzoo.model.hf.info import facts_of
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "golden_adapterhub" / "bert"
 NAMES = json.loads((DATA.parents[1] / "adapterhub_names.json").read_text())["families"]

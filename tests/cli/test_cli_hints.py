@@ -22,7 +22,7 @@ from adapterzoo.heads import POOLINGS as OF_HEADS
 
 PACKAGE = Path(adapterzoo.__file__).parent
 # a command can show the errors of these folders
-REACHED = ("checkpoint", "hub")
+REACHED = ("cli", "hub")
 PYTHON = re.compile(
     r"with_head=|\bformat='|load_as=|\brevision='|token=|cache_dir=|save_adapter|save_head"
     r"|AutoAdapterModel|adapterzoo\.init|dtype="

@@ -11,7 +11,7 @@ from torch import nn
 
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.model.building import build
+from adapterzoo.inject.building import build
 
 
 class Plain(Adapter):

@@ -27,9 +27,9 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
+from adapterzoo.inject.building import give_memory
 from adapterzoo.methods._low_rank import LowRank
 from adapterzoo.model import static_heads
-from adapterzoo.model.building import give_memory
 
 FILE = "adapter.safetensors"
 # that contain each other, and words that stand in paths

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from adapterzoo import inject
 from adapterzoo.anatomy import Site, part_names
-from adapterzoo.configs import Placement
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject.quantised import is_quantised
+
+from .adapted import AdapterDict
+from .parts import ExpertAdapters, FusedAdapters, mergeable
+from .quantised import is_quantised
 
 
 def layer_at(model: nn.Module, path: str) -> nn.Module:
@@ -60,6 +63,7 @@ def build(
     placements: list[Placement],
     model_dtype: torch.dtype,
     at: torch.device | None = None,
+    sharing: Mapping[int, int | None] = MappingProxyType({}),
 ) -> Adapter:
     """All adapters of one name at one layer, as one module, on its device and of its dtype.
 
@@ -69,12 +73,16 @@ def build(
         placements: what shall sit there.
         model_dtype: of the parameters where the layer is quantised.
         at: another device.
+        sharing: id of a config whose adapters share a module to its number in a union.
 
     Raises:
         ConfigError: a config does not fit its site, or two cannot share the layer.
     """
     device, dtype = device_of(layer), _dtype(layer, model_dtype)
     built = [p.config.build(p.site, at or device, dtype) for p in placements]
+    for placement, adapter in zip(placements, built, strict=True):
+        if id(placement.config) in sharing:
+            adapter.shared_key = "", sharing[id(placement.config)]
     sites = [p.site for p in placements]
     if len(built) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
         return built[0]
@@ -91,12 +99,43 @@ def build(
         )
     parts = list(zip(part_names(sites), [s.output_slice for s in sites], built, strict=True))
     if sites[0].parameter is None:
-        return inject.FusedAdapters(parts)
+        return FusedAdapters(parts)
     grouped: dict[str, list[Any]] = {}
     for site, part in zip(sites, parts, strict=True):
-        inject.mergeable(part[2])
+        mergeable(part[2])
         grouped.setdefault(str(site.parameter).rpartition(".")[2], []).append(part)
-    return inject.ExpertAdapters({n: inject.FusedAdapters(ps) for n, ps in grouped.items()})
+    return ExpertAdapters({n: FusedAdapters(ps) for n, ps in grouped.items()})
+
+
+def build_shared(
+    config: AdapterConfig,
+    placements: Iterable[Placement],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[nn.Module | None, dict[int, int | None]]:
+    """What the layers of an adapter share, None for nothing; and which configs have a part of it.
+
+    Args:
+        config: of the adapter.
+        placements: all of them.
+        device: where tensors are made.
+        dtype: of parameters.
+
+    Returns:
+        The module, one for each number of a config in a union; id of a config to that number,
+        None outside of unions.
+
+    Raises:
+        ConfigError: a config does not fit its sites.
+    """
+    listed, found = list(placements), nn.ModuleDict()
+    for number, member in enumerate(config.members):
+        sites = [p.site for p in listed if p.config is member]
+        if (shared := member.shared(sites, device, dtype)) is not None:
+            if member is config:
+                return shared, {id(member): None}
+            found[str(number)] = shared
+    return found or None, {id(config.members[int(number)]): int(number) for number in found}
 
 
 @contextmanager
@@ -123,7 +162,7 @@ def own_parameters(layer: nn.Module, with_quantised: bool = True) -> Iterator[nn
     if with_quantised or not is_quantised(layer):
         yield from (p for p in layer._parameters.values() if p is not None)
     for child in layer.children():
-        if not isinstance(child, inject.AdapterDict):
+        if not isinstance(child, AdapterDict):
             yield from own_parameters(child, with_quantised)
 
 

@@ -21,14 +21,13 @@ from transformers.utils import (
 from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError
-from adapterzoo.heads import LMHead
 
-from .facts import facts_of
-from .family import describe, text_config
+from .backbone import describe, text_config
+from .info import facts_of
 from .static_table import from_static, is_task
 
 if TYPE_CHECKING:
-    from .heads import HeadsMixin
+    from adapterzoo.model.heads import HeadsMixin
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_HEAD = "default"
@@ -85,9 +84,9 @@ def keep_static_head(
     with torch.no_grad():
         for key, tensor in own.items():
             filled[key].copy_(tensor)
-    if isinstance(made, LMHead):
+    if (layer := made.output_embeddings) is not None:
         # where it is tied it is the embedding
-        made.of_checkpoint = any(filled[key] is made.output_embeddings.weight for key in own)
+        made.of_checkpoint = any(filled[key] is layer.weight for key in own)
     used = {*found.keys, *(f"{prefix}.{key}" for key in found.keys)}
     info["unexpected_keys"] = type(info["unexpected_keys"])(
         key for key in info["unexpected_keys"] if key not in used

@@ -14,11 +14,11 @@ from adapterzoo.checkpoint.formats import Facts
 from adapterzoo.checkpoint.tied import shared_or_own
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.heads import HeadConfig
+from adapterzoo.model import static_heads
+from adapterzoo.model.sharding import class_name
 
-from . import static_heads
-from .family import describe, text_config
+from .backbone import describe, text_config
 from .layout import renamer, task_modules, tensor_of
-from .sharding import class_name
 from .static_table import StaticHead, from_static, is_task, to_static
 
 

@@ -17,9 +17,9 @@ from transformers.utils.generic import ModelOutput
 
 from adapterzoo.errors import ConfigError, listing
 from adapterzoo.heads import HeadConfig, PredictionHead
+from adapterzoo.model.rows import RowNames, batch_size, named_inputs, repeated
 
-from .family import describe
-from .rows import RowNames, batch_size, named_inputs, repeated
+from .backbone import describe
 
 _FEATURES = re.compile(r"get_\w+_features")
 _READS = ("last_hidden_state", "pooler_output")

@@ -9,9 +9,8 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 
 from adapterzoo.errors import ConfigError
-from adapterzoo.heads import Backbone, Pooling
-
-from .building import own_parameters
+from adapterzoo.heads import Backbone, HeadConfig, Pooling
+from adapterzoo.inject.building import own_parameters
 
 # vision models that pool over patches and norm the result, with or without a class token
 _POOLING_VISION = frozenset({"beit", "data2vec-vision"})
@@ -69,16 +68,14 @@ def text_config(config: Any) -> Any:
     return config if type(text) is type(config) else text
 
 
-def ties_output(config: Any, head: Any) -> bool:
+def ties_output(config: Any, head: HeadConfig) -> bool:
     """Whether the last layer of a language modelling head is the input embedding.
 
     Args:
         config: of the model.
         head: config of the head; what it says goes before what the model's says.
     """
-    given: bool | None = head.tie_word_embeddings
-    says = getattr(text_config(config), "tie_word_embeddings", False)
-    return bool(says) if given is None else given
+    return head.ties_output(bool(getattr(text_config(config), "tie_word_embeddings", False)))
 
 
 def lm_scale(text: Any) -> float | None:

@@ -1,0 +1,332 @@
+"""How the peers' files spell a method or a head: declared in its own file, read by the formats.
+
+`checkpoint/adapterhub` and `checkpoint/peft` contain no method; they work from these tables. A
+method file registers one spelling per peer, so that deleting the file deletes its formats:
+
+```python
+adapterhub_spellings.register("ia3")(
+    AdapterHubSpelling(
+        config=IA3Config,
+        # (IA)³ is what adapters calls LoRA with this composition_mode
+        architecture=("lora",),
+        fixed={"composition_mode": "scale", "use_dora": False, "vera_b": None, "vera_d": None},
+        fields=same("selfattn_lora", "attn_matrices", "leave_out", "alpha"),
+        containers=(
+            # <layer>.loras.<name>.lora_B [d_out, 1] is our ia3_l [d_out]
+            Container(
+                "loras",
+                "layer",
+                read=lambda tensors, config: {"ia3_l": tensors["lora_B"].squeeze(1)},
+                write=lambda tensors, config: {"lora_B": tensors["ia3_l"].unsqueeze(1)},
+            ),
+        ),
+    )
+)
+peft_spellings.register("ia3")(
+    PeftSpelling(
+        config=IA3Config,
+        peft_type="IA3",
+        tensors={"ia3_l": ("ia3_l",)},
+        read_layer=lambda layer: {"scales_input": layer.tensors["ia3_l"].shape[0] == 1},
+        write_layers=lambda layers: [{} for _ in layers],
+    )
+)
+```
+
+Functions in a spelling raise `CheckpointError` without naming their caller.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from .anatomy import Anatomy, Site, SubLayerKind
+from .configs import AdapterConfig, Placement
+from .registry import Registry
+
+Fields = dict[str, Any]
+Tensors = dict[str, Tensor]
+"""Parameter name to tensor, at one place or adapter-wide."""
+
+SHARED = ""
+"""Where our checkpoints keep adapter-wide tensors: `/<parameter>`, at the path of the base model."""
+
+_RELEASE = re.compile(r"adapters\.(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)")
+
+
+def same(*names: str) -> dict[str, str]:
+    """A table for names that are the same there and here."""
+    return {name: name for name in names}
+
+
+def unchanged(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """The tensors as they are."""
+    return tensors
+
+
+# --- AdapterHub ---
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """Tensors that AdapterHub keeps under `<path>.<name>.<adapter>.<parameter>`.
+
+    Attributes:
+        name: "loras", "adapters", "refts", "prefix_tunings", "shared_parameters", …
+        at: what `<path>` leads to. "layer": a linear layer. "sublayer": the attention or
+            feed-forward part of a block. "block": a block. "attention": an attention module.
+            "model": the model; these are adapter-wide tensors, ours at the path `SHARED`.
+        below: the end of `<path>` beneath that, e.g. "reft_layer", "prefix_tuning".
+        locations: at "sublayer": the kind of the sub-layer to `Placement.location`.
+        duplicates: ends of paths under which the file repeats the tensors; ignored.
+        in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
+        read: AdapterHub's tensors of one place, and the config, to ours.
+        write: ours to AdapterHub's.
+    """
+
+    name: str
+    at: Literal["layer", "sublayer", "block", "attention", "model"]
+    below: str = ""
+    locations: Mapping[SubLayerKind, str] = field(default_factory=dict)
+    duplicates: tuple[str, ...] = ()
+    in_encoder: bool = False
+    read: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
+    write: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterHubFile:
+    """What the config fields of an AdapterHub file do not tell.
+
+    Attributes:
+        version: the release that wrote it, None in the oldest files.
+        words: every part of its tensors' keys.
+    """
+
+    version: object
+    words: frozenset[str] = frozenset()
+
+    def is_before(self, *release: int) -> bool:
+        """Whether a release of `adapters` before this one wrote it."""
+        match = _RELEASE.fullmatch(self.version) if isinstance(self.version, str) else None
+        if match is None:
+            return False
+        number = tuple(int(part or 0) for part in match.groups()[:3])
+        # 1.1.0.dev0 comes before 1.1.0
+        return number < release or (number == release and bool(match[4]))
+
+
+def _as_they_are(fields: Fields, _file: AdapterHubFile) -> Fields:
+    return fields
+
+
+def _as_asked(config: AdapterConfig, _sites: Sequence[Site], _anatomy: Anatomy) -> AdapterConfig:
+    return config
+
+
+def _by_flags(config: AdapterConfig, _anatomy: Anatomy) -> AdapterConfig | None:
+    return config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterHubSpelling:
+    """How AdapterHub's `adapters` spells a method.
+
+    A file is of the method whose `architecture` it has, whose `fixed` fields it has with these
+    values (or lacks), and whose `required` fields it has with a value other than None.
+
+    Attributes:
+        config: our config class.
+        architecture: AdapterHub's names of the method. The first is written; None: no name.
+        fields: AdapterHub's field names to ours. Other fields of ours must hold their defaults
+            to be written; other fields of a file are passed to the config, which refuses them.
+        fixed: fields whose values say which method it is; written as they stand.
+        required: fields that say which method it is by having a value.
+        implied: fields of ours that every such file means.
+        containers: where its tensors are.
+        fused: why a part of a fused layer cannot be written; None: it can, parts one under the
+            other.
+        feed_forward: the fields that ask for the first and the last feed-forward layer; some
+            families of AdapterHub swap the two.
+        read_fields: a file's fields, under our names, to those of our config; raises where they
+            mean what does not exist here.
+        place: the config with what only the keys tell, from the sites that the file has.
+        unsayable: why AdapterHub's format cannot express a config; None: it can.
+        as_flags: the config with its places in AdapterHub's fields; None: impossible.
+        quirk: model type and placement to what `adapters` computes instead there, None if the
+            same.
+        fusion_quirk: the same for a fusion of adapters with this config.
+    """
+
+    config: type[AdapterConfig]
+    architecture: tuple[str | None, ...]
+    fields: Mapping[str, str]
+    containers: tuple[Container, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    fused: str | None = None
+    feed_forward: tuple[str, str] | None = None
+    read_fields: Callable[[Fields, AdapterHubFile], Fields] = _as_they_are
+    place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = _as_asked
+    unsayable: Callable[[AdapterConfig], str | None] = lambda _config: None
+    as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
+    quirk: Callable[[str, Placement], str | None] = lambda _model_type, _placement: None
+    fusion_quirk: Callable[[AdapterConfig], str | None] = lambda _config: None
+
+
+# --- PEFT ---
+
+
+@dataclass(frozen=True, slots=True)
+class PeftField:
+    """A field of PEFT's config that is read: a flag, a whole number or a number, as its default.
+
+    Attributes:
+        default: what a file without it means.
+        low: the smallest legal number.
+        high: the largest.
+    """
+
+    default: bool | float
+    low: float = 0
+    high: float = 1e9
+
+
+@dataclass(slots=True)
+class PeftLayer:
+    """What a PEFT file has at one layer.
+
+    Attributes:
+        name: path of the layer in the file.
+        site: the layer in this model.
+        fields: of PEFT's config, those of patterns as they are for this layer.
+        tensors: by our parameter names.
+    """
+
+    name: str
+    site: Site
+    fields: Mapping[str, Any]
+    tensors: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PeftPart:
+    """One of our adapters at a layer, or at a part of a fused layer.
+
+    Attributes:
+        placement: its site and config.
+        tensors: by our parameter names.
+    """
+
+    placement: Placement
+    tensors: Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class PeftOutput:
+    """What is written for one layer.
+
+    Attributes:
+        parts: our adapters there.
+        tensors: of the one adapter that they become, by our parameter names.
+    """
+
+    parts: Sequence[PeftPart]
+    tensors: Tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeftSpelling:
+    """How PEFT spells a method.
+
+    A file is of the method that has its `peft_type`, and whose `fixed` fields it has with these
+    values (or lacks, where the value is False or None).
+
+    Attributes:
+        config: our config class.
+        peft_type: PEFT's name of the method.
+        tensors: our parameters to the ends of PEFT's keys, without the adapter's name. The first
+            end is written, all are read.
+        embedding_tensors: the same where the layer is an embedding and the ends differ.
+        shared: our adapter-wide parameters to PEFT's whole keys.
+        optional: our parameters that are there only with a field of PEFT's.
+        fixed: fields whose values say which method it is; written as they stand.
+        fields: the fields that are read.
+        patterns: fields that map layer names to numbers, under one name there and here, to the
+            field that holds the number for all other layers, there and here.
+        inert: further fields that do not change what an adapter computes.
+        refused: fields that cannot be reproduced, each with the reason, where they are not off.
+        wide: parameters that stay in float32 over half-precision layers.
+        refuse: the whole config to why it cannot be reproduced; None: it can.
+        read_layer: a layer of a file to the fields of our config there.
+        read_model: PEFT's fields and adapter-wide tensors, by our names, to the fields of our
+            config, and to our tensors.
+        unsayable: why PEFT's format cannot express an adapter; None: it can.
+        join: the adapters at one layer, and what gives the layer's weight `[d_out, d_in]`, to one
+            adapter that computes the same, or to the reason why there is none.
+        write_layers: the fields of PEFT's config for each of all layers; a value of None has no
+            say. Fields of `patterns` may differ between layers.
+        write_model: our adapter-wide tensors to PEFT's fields, and to its tensors by our names.
+    """
+
+    config: type[AdapterConfig]
+    peft_type: str
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    embedding_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, PeftField] = field(default_factory=dict)
+    patterns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    inert: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    wide: tuple[str, ...] = ()
+    refuse: Callable[[Mapping[str, Any]], str | None] = lambda _fields: None
+    read_layer: Callable[[PeftLayer], Fields] = lambda _layer: {}
+    read_model: Callable[[Mapping[str, Any], Tensors], tuple[Fields, Tensors]] = (
+        lambda _fields, tensors: ({}, tensors)
+    )
+    unsayable: Callable[[Placement], str | None] = lambda _placement: None
+    join: Callable[[Sequence[PeftPart], Callable[[], Tensor | None]], Tensors | str] | None = None
+    write_layers: Callable[[Sequence[PeftOutput]], Sequence[Fields]] = lambda layers: [
+        {} for _ in layers
+    ]
+    write_model: Callable[[AdapterConfig, Tensors], tuple[Fields, Tensors]] = (
+        lambda _config, tensors: ({}, tensors)
+    )
+
+
+# --- heads ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSpelling:
+    """How the peers spell a head type.
+
+    Attributes:
+        peft_task: PEFT's `task_type`; None: PEFT has none, and names the class instead.
+        task_classes: the mapping of `transformers.models.auto.modeling_auto` with the task
+            classes that have such a head, by model type; None: PEFT has no such head.
+        adapterhub_quirk: model type and model config to what `adapters` computes instead, None
+            if the same.
+    """
+
+    peft_task: str | None = None
+    task_classes: str | None = None
+    adapterhub_quirk: Callable[[str, Mapping[str, Any]], str | None] = lambda _type, _config: None
+
+
+adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelling")
+"""Our `architecture` to how AdapterHub spells it."""
+
+peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling")
+"""Our `architecture` to how PEFT spells it."""
+
+head_spellings: Registry[HeadSpelling] = Registry("head spelling")
+"""A `head_type` to how the peers spell it."""
