@@ -1,8 +1,8 @@
 """Activation functions by the names that configs use.
 
 The names and values are those of `transformers.activations.ACT2FN`, which the peers' configs refer
-to, and `leakyrelu`. Functions with parameters of their own (`prelu`, `xielu`) are none of them: a
-config has no place for such parameters.
+to, and `leakyrelu`. Functions with parameters (`prelu`, `xielu`) are left out: configs cannot hold
+the parameters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import ConfigError, unknown_name
+from .fields import Check
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -105,7 +106,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 def activation(name: str | None) -> Activation:
-    """The function of this name, elementwise on any shape; the identity for None.
+    """Return the function of this name, elementwise on any shape; the identity for None.
 
     Raises:
         ConfigError: there is no such function.
@@ -116,3 +117,14 @@ def activation(name: str | None) -> Activation:
         return found
     error = unknown_name(f"activation {name!r}", "activation", name, ACTIVATIONS)
     raise ConfigError(f"{error} Write 'relu', or None for no activation.")
+
+
+class ActivationName(Check):
+    """The name of an activation function, or None."""
+
+    legal = "the name of an activation function"
+
+    def fits(self, value: object) -> bool:
+        """Return True: `activation` raises for a name that it does not know."""
+        activation(value)  # type: ignore[arg-type]
+        return True

@@ -1,21 +1,25 @@
-"""What every adapter config shares: strings, dicts, checks, and the union of several.
+"""Configs: their dicts, files and strings; what an adapter config is; and the union of several.
 
-A config is a frozen, keyword-only dataclass in the file of its method. It says where its adapters
-sit (`placements`) and makes one (`build`); nothing else in the library knows what a method is.
+A config is a frozen, keyword-only dataclass in the file of its method or head. It declares what its
+fields may hold (`adapterzoo.fields`), says where its adapters sit (`placements`) and makes one
+(`build`).
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import json
+import os
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .errors import CompositionError, ConfigError, listing
-from .fields import ConfigType, construct
+from .errors import CompositionError, ConfigError, listing, unknown_name
+from .fields import ConfigType, check_fields, construct
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -26,15 +30,197 @@ if TYPE_CHECKING:
     from .averaging import Combination
     from .contracts import Adapter
 
-DEFAULT_CONFIG = "seq_bn"
-# far above any published use; it stops a typo before it allocates
-MAX_WIDTH = 65_536
-
 architectures: Registry[Any] = Registry("architecture", decorates="its config class")
-"""The `architecture` of a config on disk to its class; without one it is a bottleneck."""
+"""The `architecture` of a config on disk to its class."""
 
 config_strings: Registry[Any] = Registry("config string")
 """The short names, `"lora"`, `"seq_bn"`, …, to the function that makes the config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(metaclass=ConfigType):
+    """Base of all configs: of adapters, fusion layers and heads.
+
+    Two configs are equal if their dicts are. `config["r"]`, `config.get("r")` and `dict(config)`
+    read the fields, and the kind under its name in files.
+
+    Attributes:
+        kind_field: the key of `to_dict` that says which class a dict belongs to; empty where there
+            is one class.
+        kinds: the values of that key to the classes.
+        default_kind: the kind of a dict without that key; None if it must be there.
+        strings: the names that `load` takes, to functions that make the config.
+        default: what `load` makes of None.
+    """
+
+    kind_field: ClassVar[str] = ""
+    kinds: ClassVar[Registry[Any] | None] = None
+    default_kind: ClassVar[str | None] = None
+    strings: ClassVar[Registry[Any]] = Registry("config string")
+    default: ClassVar[object] = None
+
+    def __init_subclass__(cls) -> None:
+        """Keep `@dataclass` from replacing the comparison by one of its own."""
+        super().__init_subclass__()
+        for name in ("__eq__", "__hash__"):
+            if name not in vars(cls):
+                setattr(cls, name, getattr(cls, name))
+
+    def __post_init__(self) -> None:
+        """Check each field by its declaration; checks over several fields come after it.
+
+        Raises:
+            ConfigError: a value is not legal.
+        """
+        check_fields(self)
+
+    # --- dicts ---
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as JSON types, with its kind; `from_dict` reads it back."""
+        fields = {
+            f.name: _as_json(getattr(self, f.name))
+            for f in dataclasses.fields(self)
+            if not ("ours" in f.metadata and getattr(self, f.name) == f.default)
+        }
+        return {self.kind_field: self._kind(), **fields} if self.kind_field else fields
+
+    @classmethod
+    def from_dict(cls, values: object) -> Self:
+        """Return the config that `to_dict` wrote; a base class finds the class of the dict.
+
+        Raises:
+            ConfigError: a field is unknown, or a value is not legal.
+            UnknownNameError: nothing is registered for its kind.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"config={values!r}: a config in a file or a union is a dict of its fields, not a "
+                f"{type(values).__name__}. Write {_example(cls)}."
+            )
+        fields = dict(values)
+        given = fields.pop(cls.kind_field, None) if cls.kind_field else None
+        own = cls._kind()
+        if own is None and cls.kinds is not None:
+            found: Any = cls.kinds.find(given or cls.default_kind)
+            made: Self = found._from_fields(fields)
+            return made
+        if given is not None and given != own:
+            root = next(c for c in reversed(cls.__mro__) if vars(c).get("kind_field"))
+            raise ConfigError(
+                f"{cls.__name__}.from_dict: the dict has {cls.kind_field}={given!r}, not {own!r}. "
+                f"Write {root.__name__}.from_dict(…)."
+            )
+        return cls._from_fields(fields)
+
+    @classmethod
+    def _kind(cls) -> Any:
+        return getattr(cls, cls.kind_field, None) if cls.kind_field else None
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
+        return construct(cls, cls.__name__, {name: _as_field(v) for name, v in fields.items()})
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the same config with some fields changed.
+
+        Raises:
+            ConfigError: a field is unknown, or a value is not legal.
+        """
+        return construct(type(self), type(self).__name__, _fields_of(self) | changes)
+
+    # --- what users pass as config= ---
+
+    @classmethod
+    def load(cls, config: object = None, **changes: Any) -> Self:
+        """Return the config that a user means.
+
+        Args:
+            config: a config; a config string such as `"lora[r=8,alpha=16]"`; a dict as `to_dict`
+                writes it; the path of a JSON file with such a dict; None for the default.
+            **changes: fields that shall have other values.
+
+        Raises:
+            ConfigError: it is none of these, or a value in it is not legal.
+            UnknownNameError: the config string names nothing that is registered.
+        """
+        asked: Any = cls.default if config is None else config
+        if isinstance(asked, cls):
+            found = asked
+        elif isinstance(asked, Mapping):
+            found = cls.from_dict(asked)
+        elif isinstance(asked, os.PathLike) or (
+            isinstance(asked, str) and asked not in cls.strings and asked.endswith(".json")
+        ):
+            found = cls.from_dict(_read(asked))
+        elif isinstance(asked, str):
+            found = cls._parse(asked)
+        else:
+            raise ConfigError(
+                f"config={asked!r}: not an object of {cls.__name__}, a config string, a dict or "
+                f"the path of a JSON file, but a {type(asked).__name__}. Write "
+                f"config={cls.default!r}."
+            )
+        return found.replace(**changes) if changes else found
+
+    @classmethod
+    def _parse(cls, text: str) -> Any:
+        match = _CONFIG_STRING.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"config={text!r}: not a config string. Write a name, with fields in brackets if "
+                f"any: 'lora[r=8,alpha=16]'."
+            )
+        config: Config = cls.strings.find(match["name"])()
+        try:
+            call = ast.parse(f"f({match['fields'] or ''})", mode="eval").body
+            # literal_eval below takes nothing but constants, so no code of the string is run
+            keywords = call.keywords if isinstance(call, ast.Call) and not call.args else None
+            fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
+        except (SyntaxError, ValueError):
+            keywords, fields = None, {}
+        if keywords is None or len(fields) < len(keywords):
+            raise ConfigError(
+                f"config={text!r}: the brackets hold field=value pairs of plain values, each field "
+                f"once. Write 'lora[r=8,alpha=16]' or 'lora[attn_matrices=[\"q\",\"k\"]]'."
+            )
+        given = {name: _as_field(value) for name, value in fields.items()}
+        return construct(type(config), f"config={text!r}", _fields_of(config) | given)
+
+    # --- as the peers' configs, which are mappings ---
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the fields, the kind's first."""
+        kind = (self.kind_field,) if self.kind_field else ()
+        return (*kind, *(f.name for f in dataclasses.fields(self)))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a field, the default if there is no such field."""
+        return getattr(self, key) if key in self.keys() else default
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the value of a field.
+
+        Raises:
+            UnknownNameError: there is no such field.
+        """
+        if key not in self.keys():
+            raise unknown_name(f"{type(self).__name__}(…)[{key!r}]", "field", key, self.keys())
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the fields."""
+        return iter(self.keys())
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both have the same dict."""
+        if not isinstance(other, Config) or other.kind_field != self.kind_field:
+            return NotImplemented
+        return self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        """Return a hash that equal configs share."""
+        return hash(_hashable(self.to_dict()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +229,7 @@ class Placement:
 
     Attributes:
         site: where it sits.
-        config: what builds it.
+        config: makes it.
         location: under which `get_adapter` shows it, such as "output_adapter"; the site's role
             when empty.
     """
@@ -54,13 +240,19 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterConfig(metaclass=ConfigType):
+class AdapterConfig(Config):
     """Base of all adapter configs.
 
-    Subclasses are frozen keyword-only dataclasses that check their values in `__post_init__`.
-    `architecture` is the name of the method in files; two configs with equal fields are equal.
-    `training_fields` are those that say nothing of what a trained adapter computes.
+    `architecture` is the name of the method in files. `training_fields` are those that do not
+    change what a trained adapter computes.
     """
+
+    kind_field: ClassVar[str] = "architecture"
+    kinds: ClassVar[Registry[Any] | None] = architectures
+    # the peer's oldest files have none
+    default_kind: ClassVar[str | None] = "bottleneck"
+    strings: ClassVar[Registry[Any]] = config_strings
+    default: ClassVar[object] = "seq_bn"
 
     architecture: ClassVar[str]
     training_fields: ClassVar[frozenset[str]] = frozenset(
@@ -69,7 +261,7 @@ class AdapterConfig(metaclass=ConfigType):
 
     @property
     def starts_as_identity(self) -> bool:
-        """Whether a fresh adapter leaves the model's output as it was, bit for bit."""
+        """Whether a fresh adapter leaves the model's output unchanged, bit for bit."""
         return True
 
     @property
@@ -82,7 +274,7 @@ class AdapterConfig(metaclass=ConfigType):
 
     @abstractmethod
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Every site of the model that gets an adapter.
+        """Return every site of the model that gets an adapter.
 
         Raises:
             SiteError: nothing in the model fits the request, or some block cannot satisfy it.
@@ -90,7 +282,7 @@ class AdapterConfig(metaclass=ConfigType):
 
     @abstractmethod
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
-        """A fresh adapter for the site, its parameters on the device and of the dtype.
+        """Return a fresh adapter for the site, its parameters on the device and of the dtype.
 
         Raises:
             ConfigError: a value does not fit the site's widths.
@@ -102,19 +294,19 @@ class AdapterConfig(metaclass=ConfigType):
         return (self,)
 
     def shared(
-        self, sites: Sequence[Site], device: torch.device, dtype: torch.dtype
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
         """A module that all layers of the adapter share, found by `base.shared`; None: none.
 
         It is made, moved, copied, trained and saved once for each adapter.
 
         Args:
-            sites: all that get an adapter of this config, in model order.
+            placements: all adapters of this config, in model order.
             device: where its tensors are made.
             dtype: of its parameters.
 
         Raises:
-            ConfigError: a value does not fit the sites.
+            ConfigError: a value does not fit the placements.
         """
         return None
 
@@ -122,86 +314,28 @@ class AdapterConfig(metaclass=ConfigType):
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> AdapterConfig:
-        """The config of the adapter that several become, the first of them where all are alike.
+        """Return the config of the adapter that several are combined into.
 
         Args:
             configs: at least one, of this architecture.
-            strategy: what is made of the adapters.
+            strategy: how the adapters are combined.
             anatomy: of the model.
 
         Raises:
-            CompositionError: what differs between them cannot be combined so.
+            CompositionError: configs that differ in this way cannot be combined.
         """
         strategy.refuse_differing([config.to_dict() for config in configs], cls.training_fields)
         return configs[0]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The config as JSON types, with its `architecture`; `from_dict` reads it back."""
-        fields = {f.name: _as_json(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        return {"architecture": self.architecture, **fields}
-
     @classmethod
-    def from_dict(cls, values: object) -> AdapterConfig:
-        """The config that `to_dict` wrote; called on `AdapterConfig`, finds the class itself.
-
-        Raises:
-            ConfigError: a field is unknown, or a value is not legal.
-        """
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"config={values!r}: a config in a file or a union is an object with fields, not a "
-                f"{type(values).__name__}. Write {{'architecture': 'lora', 'r': 8}}."
-            )
-        fields = dict(values)
-        architecture = fields.pop("architecture", None) or "bottleneck"
-        if cls is AdapterConfig:
-            found: AdapterConfig = architectures.find(architecture, "config")._from_fields(fields)
-            return found
-        if values.get("architecture") not in (None, cls.architecture):
-            raise ConfigError(
-                f"{cls.__name__}.from_dict: the dict is a config of {architecture!r}, not of "
-                f"{cls.architecture!r}. Write AdapterConfig.from_dict(…)."
-            )
-        return cls._from_fields(fields)
-
-    @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> AdapterConfig:
-        values = {name: _as_field(value) for name, value in fields.items()}
-        return construct(cls, cls.__name__, values)
-
-    def replace(self, **changes: Any) -> Self:
-        """The same config with some fields changed.
-
-        Raises:
-            ConfigError: a field is unknown, or a value is not legal.
-        """
-        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return construct(type(self), type(self).__name__, kept | changes)
-
-    @classmethod
-    def load(cls, config: AdapterConfig | str | Mapping[str, Any] | None) -> AdapterConfig:
-        """Whatever a user may pass as `config=`, as a config.
-
-        Args:
-            config: a config; a config string such as `"lora[r=8,alpha=16]"`, several joined by
-                `|`; a dict as `to_dict` writes it; None for `"seq_bn"`.
-
-        Raises:
-            ConfigError: it is none of these, or a value in it is not legal.
-            UnknownNameError: the config string names nothing that is registered.
-        """
-        if config is None:
-            config = DEFAULT_CONFIG
-        if isinstance(config, AdapterConfig):
-            return config
-        if isinstance(config, str):
-            return _parse(config)
-        if isinstance(config, Mapping):
-            return AdapterConfig.from_dict(config)
-        raise ConfigError(
-            f"config={config!r}: a config is an AdapterConfig, a config string or a dict, not a "
-            f"{type(config).__name__}. Write config={DEFAULT_CONFIG!r}."
-        )
+    def _parse(cls, text: str) -> Any:
+        # quoted text may hold any characters, also the two that divide a union
+        blank = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
+        bars = [match.start() for match in re.finditer(r"\|(?![^\[]*\])", blank)]
+        ends = zip([-1, *bars], [*bars, len(text)], strict=True)
+        parse = super()._parse
+        parts = [parse(text[bar + 1 : end].strip()) for bar, end in ends]
+        return parts[0] if len(parts) == 1 else ConfigUnion(*parts)
 
 
 @architectures.register("union")
@@ -229,7 +363,7 @@ class ConfigUnion(AdapterConfig):
         ]
         if len(configs) < 2 or wrong:
             raise ConfigError(
-                f"ConfigUnion{configs!r}: a union joins two or more configs that are no unions "
+                f"ConfigUnion{configs!r}: a union joins two or more configs that are not unions "
                 f"themselves. Write ConfigUnion(SeqBnConfig(), LoRAConfig())."
             )
         object.__setattr__(self, "configs", configs)
@@ -250,21 +384,21 @@ class ConfigUnion(AdapterConfig):
         return all(config.gradients_are_exact for config in self.configs)
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """The placements of all members, in their order."""
+        """Return the placements of all members, in their order."""
         return [placement for config in self.configs for placement in config.placements(anatomy)]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
-        """Never used: each placement of a union names the member that builds it."""
+        """Raise: each placement of a union names the member that builds it."""
         raise ConfigError(
-            f"ConfigUnion.build({site.path!r}): a union builds nothing itself; "
-            f"write placement.config.build(…)."
+            f"ConfigUnion.build({site.path!r}): a union builds nothing itself. "
+            f"Write placement.config.build(…)."
         )
 
     @classmethod
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
     ) -> AdapterConfig:
-        """The union of what the members become, one by one."""
+        """Return the union of the members' combinations."""
         unions = [config.configs for config in configs if isinstance(config, ConfigUnion)]
         kinds = {tuple(member.architecture for member in members) for members in unions}
         if len(kinds) > 1:
@@ -277,19 +411,19 @@ class ConfigUnion(AdapterConfig):
         return cls(*(type(each[0]).combined(each, strategy, anatomy) for each in members))
 
     def to_dict(self) -> dict[str, Any]:
-        """The members' dicts under `configs`."""
+        """Return the members' dicts under `configs`."""
         return {"architecture": "union", "configs": [c.to_dict() for c in self.configs]}
 
-    def replace(self, **changes: Any) -> ConfigUnion:
-        """The union with the change made in each member."""
-        return ConfigUnion(*(c.replace(**changes) for c in self.configs))
+    def replace(self, **changes: Any) -> Self:
+        """Return the union with the change made in each member."""
+        return type(self)(*(c.replace(**changes) for c in self.configs))
 
     def __repr__(self) -> str:
-        """A constructor call."""
+        """Return a constructor call."""
         return f"ConfigUnion({', '.join(map(repr, self.configs))})"
 
     @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> ConfigUnion:
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
         members = fields.pop("configs", [])
         if fields or not isinstance(members, Sequence):
             raise ConfigError(
@@ -300,61 +434,30 @@ class ConfigUnion(AdapterConfig):
         return cls(*(AdapterConfig.from_dict(c) for c in members))
 
 
-def require_range(config: AdapterConfig, field: str, low: float, high: float) -> None:
-    """Check that a numeric field is a number within `low ≤ value ≤ high`; integers if both are.
+_CONFIG_STRING = re.compile(r"(?P<name>[^\[\]|]+)(?:\[(?P<fields>.*)\])?", re.DOTALL)
+_QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
 
-    Raises:
-        ConfigError: it is not.
-    """
-    value: Any = getattr(config, field)
-    whole = isinstance(low, int) and isinstance(high, int)
-    # not isinstance: True is an int
-    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:
-        what = "a whole number" if whole else "a number"
-        near = {f.name: f.default for f in dataclasses.fields(config)}[field]
-        if type(value) in (int, float):
-            near = low if value < low else high if value > high else near
+
+def _read(path: str | os.PathLike[str]) -> Any:
+    try:
+        document = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{type(config).__name__}({field}={value!r}): {field} is {what} from {low} to {high}. "
-            f"Write {field}={near}."
-        )
+            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of a file with "
+            f"a config's dict, as json.dumps(config.to_dict()) gives it."
+        ) from error
+    # as saved beside an adapter
+    inner = document.get("config") if isinstance(document, dict) else None
+    return inner if isinstance(inner, dict) else document
 
 
-def require_choice(config: AdapterConfig, field: str, legal: Sequence[object]) -> None:
-    """Check that a field holds one of the legal values.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    value = getattr(config, field)
-    # True == 1: compare types too
-    if not any(value == choice and type(value) is type(choice) for choice in legal):
-        raise ConfigError(
-            f"{type(config).__name__}({field}={value!r}): {field} is one of {listing(legal)}. "
-            f"Write {field}={legal[0]!r}."
-        )
+def _example(cls: type[Config]) -> str:
+    kind = cls._kind() or next(iter(cls.kinds or ()), None)
+    return f"{{{cls.kind_field!r}: {kind!r}, …}}" if kind else f"{cls.__name__}().to_dict()"
 
 
-def require_layers(config: AdapterConfig, field: str) -> None:
-    """Check that a field is a tuple of layer numbers; lists become tuples, None the default.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    value = getattr(config, field)
-    if value is None:
-        value = {f.name: f.default for f in dataclasses.fields(config)}[field]
-        object.__setattr__(config, field, value)
-        return
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        value = (value,) if isinstance(value, int) else None
-    numbers = tuple(value) if value is not None else ("?",)
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
-        raise ConfigError(
-            f"{type(config).__name__}({field}={getattr(config, field)!r}): {field} is a list of "
-            f"layer numbers from 0. Write {field}=[0, 1]."
-        )
-    object.__setattr__(config, field, numbers)
+def _fields_of(config: Config) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
 
 
 def _as_json(value: Any) -> Any:
@@ -369,40 +472,7 @@ def _as_field(value: Any) -> Any:
     return tuple(map(_as_field, value)) if isinstance(value, list) else value
 
 
-_CONFIG_STRING = re.compile(r"(?P<name>[^\[\]|]+)(?:\[(?P<fields>.*)\])?", re.DOTALL)
-_QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
-
-
-def _parse(text: str) -> AdapterConfig:
-    # what stands in quotes may have any signs, the two that divide a union among them
-    blank = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
-    bars = [match.start() for match in re.finditer(r"\|(?![^\[]*\])", blank)]
-    ends = zip([-1, *bars], [*bars, len(text)], strict=True)
-    parts = [_parse_one(text[bar + 1 : end].strip()) for bar, end in ends]
-    return parts[0] if len(parts) == 1 else ConfigUnion(*parts)
-
-
-def _parse_one(text: str) -> AdapterConfig:
-    match = _CONFIG_STRING.fullmatch(text)
-    if match is None:
-        raise ConfigError(
-            f"config={text!r}: not a config string. Write a name, with fields in brackets if any: "
-            f"'lora[r=8,alpha=16]'."
-        )
-    factory = config_strings.find(match["name"], f"config={text!r}")
-    try:
-        call = ast.parse(f"f({match['fields'] or ''})", mode="eval").body
-        # literal_eval below takes nothing but constants, so no code of the string is run
-        keywords = call.keywords if isinstance(call, ast.Call) and not call.args else None
-        fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
-    except (SyntaxError, ValueError):
-        keywords, fields = None, {}
-    if keywords is None or len(fields) < len(keywords):
-        raise ConfigError(
-            f"config={text!r}: the brackets hold field=value pairs of plain values, each field "
-            f"once. Write 'lora[r=8,alpha=16]' or 'lora[attn_matrices=[\"q\",\"k\"]]'."
-        )
-    config: AdapterConfig = factory()
-    kept = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    given = {name: _as_field(value) for name, value in fields.items()}
-    return construct(type(config), f"config={text!r}", kept | given)
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return frozenset((key, _hashable(v)) for key, v in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -251,6 +251,41 @@ class FusibleAdapter(Adapter):
 
         Returns:
             `[*batch, d_out]`, in the base's dtype.
+        """
+
+
+class Prefix(NamedTuple):
+    """Keys and values to stand before those that an attention has computed.
+
+    Attributes:
+        keys: `[rows or 1, kv_heads, length, key_width]`; they are not rotated.
+        values: `[rows or 1, kv_heads, length, value_width]`.
+        mask: `[rows, length]` bool, false for filler; None: all are seen by every query.
+        distances: what a relative position bias says of distances. "kept": those of tokens are
+            what they are without a prefix. "shifted": keys are counted from the first of the
+            prefix and queries from 0. None: the attention has no such bias, as in
+            cross-attention.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None = None
+    distances: Literal["kept", "shifted"] | None = "kept"
+
+
+class AttentionAdapter(Adapter):
+    """An adapter that prepends keys and values to those of an attention.
+
+    In a `Stack` the keys and values of the first adapter come first.
+    """
+
+    @abstractmethod
+    def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]
+        """The keys and values.
+
+        Args:
+            x: the input of the attention, on the side of its queries, `[rows, tokens, d_model]`.
+            base: the attention.
         """
 
 

@@ -1,63 +1,76 @@
-"""How long a regular expression may search: known before it runs.
+"""A bound for regular expressions from configs, which may come from strangers.
 
-Names of layers in configs may be regular expressions, and configs come from strangers. Python's
-`re` tries one way after the other and cannot be stopped: "(a+)+b" needs years for forty letters.
+Python's `re` tries one way after another and cannot be stopped: "(a+)+b" takes years on forty
+letters. An expression is refused before it runs if no bound is known for the number of ways, or if
+it is too high.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
-_TOKEN = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<repeat>[*+]|\{\d*,?\d*\})|(?P<maybe>\?)|(?P<sign>[()|])|.",
-    re.DOTALL,
-)
+# about a second for one layer, whose path has so many characters
+_MAX_WAYS = 2e8
+_PATH = 64
+
+# an escaped character, or one of a class, counts as a letter
+_LETTER = re.compile(r"\\[^1-9]|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+# repeated groups, references to groups, named groups and conditions; in verbose expressions
+# blanks may hide a repeat
+_UNBOUNDED = re.compile(r"\)[*+{]|\\|\(\?(?:[P(]|[a-zA-Z-]*x)")
 
 
-def steps(pattern: str, length: int) -> float:
-    """At most how many ways a regular expression can try on a text of this length.
+def fault(patterns: Iterable[str], length: int = _PATH, texts: int = 1) -> tuple[str, str] | None:
+    """Return the first expression that is not legal and the reason; None if all are legal.
+
+    Args:
+        patterns: that are tried one after another on each text.
+        length: of a text.
+        texts: how many there are.
+    """
+    total = 0.0
+    for pattern in patterns:
+        total += ways(pattern, length) * texts
+        if total > _MAX_WAYS:
+            return pattern, (
+                "the expression could search for hours: it repeats a group, refers to one, or has "
+                "too many of '*', '+' and '?'"
+            )
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            return pattern, f"not a regular expression ({error})"
+    return None
+
+
+def ways(pattern: str, length: int) -> float:
+    """Return at most how many ways a regular expression can try on a text of this length.
 
     Args:
         pattern: need not be legal.
         length: of the text.
 
     Returns:
-        Infinity where no bound is known: repeated groups, references to groups, and expressions
-        with the flag x, whose blanks say nothing.
+        Infinity where no bound is known.
     """
-    ways, repeats = 1.0, 0
-    bars, last = [0], ""
-    for token in _TOKEN.finditer(pattern):
-        text = token[0]
-        if token["repeat"]:
-            # a repeated group tries its ways again and again
-            if last == ")":
-                return math.inf
-            repeats += 1
-        elif token["maybe"] and last == "(":
-            text = "(?"
-        elif token["maybe"]:
-            # after a repeat it makes that one lazy, which changes the order of trying only
-            ways *= 1 if last == "repeat" else 2
-        elif text == "(":
+    plain = _LETTER.sub("a", pattern)
+    if _UNBOUNDED.search(plain):
+        return math.inf
+    repeats = len(re.findall(r"[*+{]", plain))
+    # a question mark after a bracket opens a kind of group, after a repeat it makes that one lazy
+    maybes = len(re.findall(r"(?<![(*+}])\?", plain))
+    found, bars = 2.0 ** min(maybes, 999), [0]
+    for sign in re.findall(r"[(|)]", plain):
+        if sign == "(":
             bars.append(0)
-        elif text == "|":
+        elif sign == "|":
             bars[-1] += 1
-        elif text == ")" and len(bars) > 1:
-            ways *= bars.pop() + 1
-        elif re.fullmatch(r"\\[1-9]", text) or (last == "(?" and text in "P("):
-            # what refers to a group, or names one: nobody needs it here
-            return math.inf
-        elif re.fullmatch(r"\(\?[a-zA-Z-]*", last) and re.fullmatch("[a-zA-Z-]", text):
-            # a group's flags; with x a blank may stand between a group and its repeat
-            if text == "x":
-                return math.inf
-            text = last + text
-        last = "repeat" if token["repeat"] else text
-    for count in bars:
-        ways *= count + 1
+        elif len(bars) > 1:
+            found *= bars.pop() + 1
+    found *= math.prod(count + 1.0 for count in bars)
+    # a binomial, too large for an integer that becomes a float: the shares of the text
     for i in range(repeats):
-        # how the text can be shared out among them, a binomial, which may be too large for a float
-        ways *= (length + 1 + i) / (i + 1)
-    return max(ways, float(len(pattern)))
+        found *= (length + 1 + i) / (i + 1)
+    return max(found, float(len(pattern)))

@@ -1,11 +1,25 @@
-"""The fields of a config: an unknown, missing or unnamed one is a `ConfigError` that names it."""
+"""The fields of a config: what each may hold, declared beside it, and errors that name it.
+
+```python
+@dataclass(frozen=True, kw_only=True)
+class MyConfig(AdapterConfig):
+    r: int = field(8, Range(1, MAX_WIDTH))
+    dropout: float = field(0.0, Share())
+```
+
+Fields annotated `bool` are checked without a declaration. A class that gives an inherited field
+another default keeps its check.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from abc import ABCMeta
-from collections.abc import Mapping
+import math
+from abc import ABCMeta, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,6 +27,234 @@ from .errors import ConfigError, listing
 
 _T = TypeVar("_T")
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+# far above any published use; it stops a typo before it allocates
+MAX_WIDTH = 65_536
+
+
+class Check(metaclass=ABCMeta):
+    """What a field may hold.
+
+    Attributes:
+        legal: the legal values in words, for "`field` is …".
+    """
+
+    legal: str
+
+    @abstractmethod
+    def fits(self, value: Any) -> bool:
+        """Return whether the value is legal."""
+
+    def convert(self, value: Any, default: Any) -> Any:
+        """Return the value in the form in which configs hold it."""
+        return value
+
+    def nearest(self, value: Any, default: Any) -> Any:
+        """Return a legal value to suggest instead."""
+        return default
+
+    def __call__(self, config: str, name: str, value: Any, default: Any = None) -> Any:
+        """Return the value to keep.
+
+        Args:
+            config: name of the config's class.
+            name: of the field.
+            value: as it was given.
+            default: of the field.
+
+        Raises:
+            ConfigError: the value is not legal.
+        """
+        kept = self.convert(value, default)
+        if self.fits(kept):
+            return kept
+        raise ConfigError(
+            f"{config}({name}={value!r}): {name} is {self.legal}. "
+            f"Write {name}={self.nearest(value, default)!r}."
+        )
+
+
+@dataclass(frozen=True)
+class Range(Check):
+    """A number within `low ≤ value ≤ high`; a whole one if both bounds are."""
+
+    low: float
+    high: float
+
+    @property
+    def legal(self) -> str:  # type: ignore[override]
+        """Both bounds."""
+        kind = "a whole number" if self._types == (int,) else "a number"
+        return f"{kind} from {self.low} to {self.high}"
+
+    def fits(self, value: Any) -> bool:
+        """Return whether it lies within the bounds; True is not a number here."""
+        return type(value) in self._types and self.low <= value <= self.high
+
+    def nearest(self, value: Any, default: Any) -> Any:
+        """Return the bound on the value's side."""
+        if type(value) in (int, float) and not math.isnan(value):
+            return self.low if value < self.low else self.high if value > self.high else default
+        return default
+
+    @property
+    def _types(self) -> tuple[type, ...]:
+        return (int,) if type(self.low) is type(self.high) is int else (int, float)
+
+
+class Share(Check):
+    """A number from 0 to below 1."""
+
+    legal = "a number from 0 to below 1"
+
+    def fits(self, value: Any) -> bool:
+        """Return whether it is."""
+        return type(value) in (int, float) and 0 <= value < 1
+
+
+class Positive(Check):
+    """A finite number above 0."""
+
+    legal = "a number above 0"
+
+    def fits(self, value: Any) -> bool:
+        """Return whether it is."""
+        return type(value) in (int, float) and 0 < value < math.inf
+
+
+class Choice(Check):
+    """One of a few values."""
+
+    def __init__(self, *values: object) -> None:
+        """Take the legal values; the first is suggested where there is no legal default."""
+        self.values, self.legal = values, f"one of {listing(values)}"
+
+    def fits(self, value: Any) -> bool:
+        """Return whether it equals one of them and has its type: True == 1."""
+        return any(value == choice and type(value) is type(choice) for choice in self.values)
+
+    def nearest(self, value: Any, default: Any) -> Any:
+        """Return the default, or the first."""
+        return default if self.fits(default) else self.values[0]
+
+
+@dataclass(frozen=True)
+class Maybe(Check):
+    """What another check accepts, or None.
+
+    Attributes:
+        check: of all other values.
+        meaning: of None, such as "that of the model".
+    """
+
+    check: Check
+    meaning: str = ""
+
+    @property
+    def legal(self) -> str:  # type: ignore[override]
+        """That of the other check, or None."""
+        return f"{self.check.legal}, or None{' for ' if self.meaning else ''}{self.meaning}"
+
+    def fits(self, value: Any) -> bool:
+        """Return whether it is None or the other check accepts it."""
+        return value is None or self.check.fits(value)
+
+    def nearest(self, value: Any, default: Any) -> Any:
+        """Return what the other check suggests."""
+        return self.check.nearest(value, default)
+
+
+@dataclass(frozen=True)
+class Either(Check):
+    """What one of two checks accepts; only the second may convert."""
+
+    first: Check
+    second: Check
+
+    @property
+    def legal(self) -> str:  # type: ignore[override]
+        """Those of both."""
+        return f"{self.first.legal}, or {self.second.legal}"
+
+    def convert(self, value: Any, default: Any) -> Any:
+        """Return what the first accepts as it is, all else as the second converts it."""
+        return value if self.first.fits(value) else self.second.convert(value, default)
+
+    def fits(self, value: Any) -> bool:
+        """Return whether one of them accepts it."""
+        return self.first.fits(value) or self.second.fits(value)
+
+
+class Layers(Check):
+    """Numbers of layers: a list becomes a tuple, a single number too, None the default."""
+
+    legal = "a list of layer numbers from 0"
+
+    def convert(self, value: Any, default: Any) -> Any:
+        """Return a tuple."""
+        if value is None:
+            return default
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return tuple(value)
+        return (value,)
+
+    def fits(self, value: Any) -> bool:
+        """Return whether each is a whole number from 0."""
+        return value is None or all(type(n) is int and n >= 0 for n in value)
+
+    def nearest(self, value: Any, default: Any) -> Any:
+        """Return the first two layers."""
+        return [0, 1]
+
+
+FLAG = Choice(False, True)
+FACTOR = Range(-1e9, 1e9)
+SEED = Maybe(Range(-(2**63), 2**63 - 1))
+
+
+def field(default: _T, check: Check | None = None, *, ours: bool = False) -> _T:
+    """Declare a field of a config with its default and its check.
+
+    Args:
+        default: a dict is copied for each config.
+        check: of its values; None for none beside that of the annotation.
+        ours: whether the peers' files lack the field: it is written only if it is not the default.
+    """
+    metadata = declared(check) | ({"ours": True} if ours else {})
+    if isinstance(default, dict):
+        return cast("_T", dataclasses.field(default_factory=default.copy, metadata=metadata))
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def declared(check: Check | None) -> dict[str, Any]:
+    """Return the metadata by which a field without a default declares its check."""
+    return {} if check is None else {"check": check}
+
+
+@functools.cache
+def checks(cls: Any) -> Mapping[str, tuple[Check, Any]]:
+    """Return the check and the default of each field of a config class that has a check."""
+    found: dict[str, tuple[Check, Any]] = {}
+    for own in dataclasses.fields(cls):
+        declared_in = [vars(c).get("__dataclass_fields__", {}).get(own.name) for c in cls.__mro__]
+        named = [f.metadata["check"] for f in declared_in if f and "check" in f.metadata]
+        if named:
+            found[own.name] = named[0], own.default
+        elif own.type in (bool, "bool"):
+            found[own.name] = FLAG, own.default
+    return found
+
+
+def check_fields(config: Any) -> None:
+    """Check each field of a config by its declaration, and keep what the check makes of it.
+
+    Raises:
+        ConfigError: a value is not legal.
+    """
+    cls: Any = type(config)
+    for name, (check, default) in checks(cls).items():
+        kept = check(cls.__name__, name, getattr(config, name), default)
+        object.__setattr__(config, name, kept)
 
 
 class ConfigType(ABCMeta):
@@ -42,7 +284,7 @@ class ConfigType(ABCMeta):
 
 
 def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:
-    """A config of the class with these fields; `shown` begins the message.
+    """Return a config of the class with these fields; `shown` begins the message.
 
     Raises:
         ConfigError: there is no such field, or a value is not legal.
@@ -74,7 +316,7 @@ def _refuse_wrong_fields(
         elif values:
             what = "each field is given by its name"
         else:
-            what = f"without {listing(missing)} it is not whole"
+            what = f"{listing(missing)} must be given"
         near = [n for name in unknown for n in get_close_matches(str(name), legal, n=1)]
         close = f" Did you mean {listing(dict.fromkeys(near))}?" if near else ""
         call = shown or f"{cls.__name__}({', '.join(given)})"

@@ -1,4 +1,4 @@
-"""A registry: names to the things that registered themselves under them."""
+"""A registry: names, and what is registered under them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Names to things; a thing enters by the decorator `@registry.register("name")`."""
+    """A mapping whose entries register themselves: `@registry.register("name")`."""
 
     def __init__(self, kind: str, decorates: str | None = None) -> None:
         """Start empty.
 
         Args:
-            kind: what the entries are, for messages: `"config string"`, `"head type"`; the name
-                of the registry is this in the plural.
-            decorates: above what those who add an entry of their own write `register`, where
-                messages shall say so.
+            kind: what the entries are, for messages: `"config string"`, `"head type"`; the
+                registry is named by its plural.
+            decorates: what users put the decorator above to add an entry of their own; None if
+                messages shall not suggest it.
         """
         self.kind = kind
         self._decorates = decorates
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
-        """A decorator that enters what it decorates under each of the names.
+        """Return a decorator that enters an object under each of the names.
 
         Raises:
-            DuplicateNameError: a name belongs to something else already.
+            DuplicateNameError: a name belongs to another object.
         """
 
         def enter(entry: T) -> T:
@@ -45,34 +45,30 @@ class Registry(Mapping[str, T], Generic[T]):
 
         return enter
 
-    def find(self, name: object, call: str) -> T:
-        """The entry of this name.
-
-        Args:
-            name: as the user wrote it.
-            call: what the user called, for the message.
+    def find(self, name: object) -> T:
+        """Return the entry of this name.
 
         Raises:
             UnknownNameError: nothing is registered under the name.
         """
-        if not isinstance(name, str) or name not in self._entries:
-            error = unknown_name(call, self.kind, name, self._entries)
-            if self._decorates is None:
-                raise error
-            raise UnknownNameError(
-                f"{error} For one of your own write @{self.kind}s.register({name!r}) above "
-                f"{self._decorates}, and import its file."
-            )
-        return self._entries[name]
+        if isinstance(name, str) and name in self._entries:
+            return self._entries[name]
+        error = unknown_name("", self.kind, name, self._entries)
+        if self._decorates is None:
+            raise error
+        raise UnknownNameError(
+            f"{error} For one of your own write @{self.kind.replace(' ', '_')}s.register({name!r}) "
+            f"above {self._decorates}, and import its file."
+        )
 
     def __getitem__(self, name: str) -> T:
-        """The entry of this name."""
-        return self.find(name, f"{self.kind} lookup")
+        """Return the entry of this name, as `find`."""
+        return self.find(name)
 
     def __iter__(self) -> Iterator[str]:
-        """The names, in the order of registration."""
+        """Iterate over the names, in the order of registration."""
         return iter(self._entries)
 
     def __len__(self) -> int:
-        """How many names there are."""
+        """Return the number of names."""
         return len(self._entries)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from .call import Generation, StackCall
 from .composition import Composition, RowMap, Step
-from .contracts import Adapter, SharedInputAdapter
+from .contracts import Adapter, Prefix, SharedInputAdapter
 from .errors import StateError
 from .kernels import mode
 
@@ -200,6 +200,7 @@ class CallContext:
             the parameters that it has built.
         stacks: running calls of encoders and decoders, innermost last.
         generation: of the running `generate`.
+        prefixes: of running attentions, innermost last.
     """
 
     def __init__(self, default: Default) -> None:
@@ -211,6 +212,7 @@ class CallContext:
         self._default = default
         self.stacks: list[Frame] = []
         self.generation: Generation | None = None
+        self.prefixes: list[tuple[nn.Module, Prefix]] = []
         self.captures: dict[str, Tensor] = {}
         self.shared_input: SharedInput | None = None
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
@@ -257,11 +259,13 @@ class Frame(NamedTuple):
 
     Attributes:
         call: the facts about it.
+        module: that runs.
         shared: what layers share, where the module holds it.
     """
 
     call: StackCall
     shared: nn.Module | None
+    module: nn.Module
 
 
 class ActiveState(threading.local):

@@ -54,7 +54,7 @@ Tensors = dict[str, Tensor]
 """Parameter name to tensor, at one place or adapter-wide."""
 
 SHARED = ""
-"""Where our checkpoints keep adapter-wide tensors: `/<parameter>`, at the path of the base model."""
+"""The path of adapter-wide tensors in our checkpoints: `/<parameter>`, that of the base model."""
 
 _RELEASE = re.compile(r"adapters\.(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)")
 

@@ -13,6 +13,7 @@ import pytest
 import adapterzoo
 from adapterzoo import (
     AdapterConfig,
+    AdapterFusionConfig,
     AdapterPlusConfig,
     BnConfig,
     ConfigUnion,
@@ -21,8 +22,10 @@ from adapterzoo import (
     ParBnConfig,
     SeqBnConfig,
 )
-from adapterzoo.configs import MAX_WIDTH, architectures
+from adapterzoo.configs import architectures
 from adapterzoo.errors import ConfigError, DuplicateNameError, UnknownNameError
+from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.heads import TaggingConfig
 from adapterzoo.registry import Registry
 
 SPECIAL = [
@@ -86,6 +89,88 @@ def test_strings_mean_what_the_classes_mean():
     )
     config = LoRAConfig(r=5)
     assert load(config) is config
+
+
+def test_a_config_is_read_like_a_mapping():
+    config = LoRAConfig(r=3, leave_out=[1])
+    assert config["r"] == config.get("r") == 3
+    assert config["architecture"] == config.get("architecture") == "lora"
+    assert config["leave_out"] == (1,)
+    assert config.get("rank") is None
+    assert config.get("rank", 8) == 8
+    assert "r" in config
+    assert "rank" not in config
+    assert dict(config) == dict(**config)
+    assert LoRAConfig(**{k: v for k, v in dict(config).items() if k != "architecture"}) == config
+    assert TaggingConfig(num_labels=3)["head_type"] == "tagging"
+    assert AdapterFusionConfig.load("static")["value"] is False
+    assert len(ConfigUnion(SeqBnConfig(), LoRAConfig())["configs"]) == 2
+
+
+def test_a_field_that_does_not_exist_cannot_be_read():
+    with pytest.raises(KeyError, match=r"there is no field 'rr'\. Did you mean 'r'") as caught:
+        LoRAConfig()["rr"]
+    assert isinstance(caught.value, UnknownNameError)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LoRAConfig(), SeqBnConfig(), ConfigUnion(SeqBnConfig(), LoRAConfig()), TaggingConfig(),
+     AdapterFusionConfig()],
+    ids=lambda config: type(config).__name__,
+)  # fmt: skip
+def test_a_config_cannot_be_changed(config):
+    name = dataclasses.fields(config)[0].name
+    before = config.to_dict()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, name, None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        delattr(config, name)
+    with pytest.raises(TypeError, match="item assignment"):
+        config[name] = None
+    assert config.to_dict() == before
+
+
+def test_loading_takes_changes_of_fields():
+    load = AdapterConfig.load
+    assert load("seq_bn", reduction_factor=2) == SeqBnConfig(reduction_factor=2)
+    assert load(None, reduction_factor=2) == SeqBnConfig(reduction_factor=2)
+    assert load("lora[r=4,alpha=2]", r=5) == LoRAConfig(r=5, alpha=2)
+    assert load(LoRAConfig(r=4).to_dict(), alpha=1) == LoRAConfig(r=4, alpha=1)
+    assert AdapterFusionConfig.load("static", key=False)["key"] is False
+    with pytest.raises(ConfigError, match="there is no field 'rank'"):
+        load("lora", rank=4)
+
+
+def test_a_config_is_loaded_from_a_json_file(tmp_path):
+    config = LoRAConfig(r=3, rank_pattern={"query": 2})
+    path = tmp_path / "my_config.json"
+    path.write_text(json.dumps(config.to_dict()))
+    assert AdapterConfig.load(path) == AdapterConfig.load(str(path)) == config
+    assert AdapterConfig.load(str(path), r=4).r == 4
+    # as it is saved beside an adapter
+    path.write_text(json.dumps({"config": config.to_dict(), "name": "a"}))
+    assert AdapterConfig.load(path) == config
+    for text in ("{", "[" * 10_000, "[1]", "5", '{"architecture": "lora", "rank": 2}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="Write "):
+            AdapterConfig.load(path)
+    for missing in (tmp_path / "none.json", tmp_path, "none.json"):
+        with pytest.raises(ConfigError, match="not a JSON file"):
+            AdapterConfig.load(missing)
+
+
+def test_every_class_is_checked_by_the_table_of_its_fields():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Small(LoRAConfig):
+        r: int = 2
+        switch: bool = False
+
+    assert Small() == Small(r=2)
+    assert hash(Small()) == hash(Small(r=2))
+    for wrong in ({"r": 0}, {"switch": 1}, {"use_gating": "yes"}):
+        with pytest.raises(ConfigError, match=rf"Small\({next(iter(wrong))}="):
+            Small(**wrong)
 
 
 @pytest.mark.parametrize(

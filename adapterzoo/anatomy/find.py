@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .attentions import attentions_of
 from .experts import stores_turned
 from .layouts import parts_of
 from .names import below, parent
@@ -66,7 +67,9 @@ def find(model: nn.Module) -> Anatomy:
             blocks.append(_planted(templates[key], branch.path, len(blocks)))
     inside = {layer for block in blocks for site in block.sites for layer in _layers(site)}
     outside = tuple(_outside(tree, inside))
-    return Anatomy(tuple(blocks), outside, "" if blocks else _why_none(tree))
+    attentions, unreachable = attentions_of(tree, blocks)
+    reason = "" if blocks else _why_none(tree)
+    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable)
 
 
 def _layers(site: Site) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ Role = Literal[
     "lm_head",
     "other",
 ]
-Kind = Literal["linear", "embedding", "experts", "output", "norm", "block"]
+Kind = Literal["linear", "embedding", "experts", "output", "norm", "block", "attention"]
 SubLayerKind = Literal["attention", "cross", "mlp"]
 
 ATTENTION_ROLES: tuple[Role, ...] = ("query", "key", "value", "qkv", "attention_out")
@@ -77,6 +77,8 @@ class Site:
         source: stream sites only: path of the module whose first input is the residual stream
             before the sub-layer.
         experts: how many weights the parameter holds, 0 for one without an experts dimension.
+        heads: attention sites only: number of heads of keys and values.
+        head_widths: attention sites only: features of a key and of a value in one head.
     """
 
     path: str
@@ -92,6 +94,8 @@ class Site:
     transposed: bool = False
     source: str | None = None
     experts: int = 0
+    heads: int = 0
+    head_widths: tuple[int, int] = (0, 0)
 
     @property
     def shared_input(self) -> str | None:
@@ -114,6 +118,46 @@ class Site:
         Its input is then no batch of rows.
         """
         return self.parameter is not None or "experts" in self.path.split(".")
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """An attention module that can take keys and values beside those that it computes.
+
+    Attributes:
+        path: of the module.
+        layer: number of its block.
+        stack: path of the container of blocks.
+        cross: whether it is cross-attention.
+        d_model: width of its input.
+        heads: number of heads of its keys and values.
+        key_width: features of a key in one head.
+        value_width: the same of a value.
+    """
+
+    path: str
+    layer: int
+    stack: str
+    cross: bool
+    d_model: int
+    heads: int
+    key_width: int
+    value_width: int
+
+    def site(self) -> Site:
+        """The site of an adapter there."""
+        return Site(
+            path=self.path,
+            role="other",
+            layer=self.layer,
+            stack=self.stack,
+            kind="attention",
+            d_in=self.d_model,
+            d_out=self.d_model,
+            cross=self.cross,
+            heads=self.heads,
+            head_widths=(self.key_width, self.value_width),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +247,15 @@ class Anatomy:
         blocks: the transformer blocks, stack after stack in model order.
         outside: embeddings and linear layers outside of blocks.
         reason: why there are no blocks; empty when there are.
+        attentions: the attention modules that take keys and values beside their own.
+        unreachable: why some attention of a block does not; empty when all do.
     """
 
     blocks: tuple[Block, ...]
     outside: tuple[Site, ...]
     reason: str = ""
+    attentions: tuple[Attention, ...] = ()
+    unreachable: str = ""
 
     def __iter__(self) -> Iterator[Site]:
         """Every whole site: those of the blocks, then those outside."""

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
-from adapterzoo.configs import MAX_WIDTH
 from adapterzoo.errors import CompositionError, ConfigError, listing, unknown_name
+from adapterzoo.fields import MAX_WIDTH
 
 from .joining import elected, weighted_sum
 from .pruning import largest, random

@@ -196,7 +196,7 @@ def write(folder: Path, stored: Stored, stem: Stem, name: str, facts: Facts) -> 
             format, or cannot be written; what was there is still whole.
         UnknownNameError: there is no such format.
     """
-    chosen = formats.find(name, facts.call)
+    chosen = formats.find(name)
     if name != "native" and stored.document.get("embeddings") is not None:
         raise CheckpointError(
             f"{facts.call}: the adapter has trained embeddings, and the format {name!r} has no "

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from adapterzoo.configs import MAX_WIDTH
 from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.fields import MAX_WIDTH
 
 CONFIG = "adapter_config.json"
 # what helps with every adapter that PEFT can merge

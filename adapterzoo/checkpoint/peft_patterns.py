@@ -12,13 +12,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from adapterzoo.errors import CheckpointError
-from adapterzoo.expressions import steps
+from adapterzoo.expressions import fault
 
 _T = TypeVar("_T")
 
-# about a second of searching
-_MAX_STEPS = 6e7
-_MAX_LENGTH = 10_000
 # no character of these: a text that matches itself, but that a dot is any character
 _PLAIN = re.compile(r"[\w.\-]*")
 
@@ -37,16 +34,14 @@ def values_at(
     Raises:
         CheckpointError: a key is no regular expression, or one that may search for hours.
     """
-    longest = max(map(len, paths), default=0)
-    total = sum(steps(_whole(pattern), longest) for pattern in patterns)
-    # a whole list of layers in one key is long, but not of that length
-    if total * len(paths) > _MAX_STEPS or max(map(len, patterns), default=0) > _MAX_LENGTH:
-        worst = max(patterns, key=lambda pattern: (steps(pattern, longest), len(pattern)))
+    whole = {rf"(.*\.)?({pattern})$": pattern for pattern in patterns}
+    if (found_fault := fault(whole, max(map(len, paths), default=0), len(paths))) is not None:
+        expression, reason = found_fault
         raise CheckpointError(
-            f"{call}: {field} has regular expressions that could search for hours, such as "
-            f"{worst[:80]!r}. Write names of layers as its keys: {{'q_proj': …}}."
+            f"{call}: {field} has the key {whole[expression][:80]!r}: {reason}. Write names of "
+            f"layers as its keys: {{'q_proj': …}}."
         )
-    compiled = {pattern: _compiled(call, field, pattern) for pattern in patterns}
+    compiled = {pattern: re.compile(expression) for expression, pattern in whole.items()}
     # most keys are names: their last part rules most paths out, and costs no search
     ends = {p: p.rpartition(".")[2] if _PLAIN.fullmatch(p) else "" for p in patterns}
     found: dict[str, _T] = {}
@@ -56,20 +51,6 @@ def values_at(
                 found[path] = value
                 break
     return found
-
-
-def _whole(pattern: str) -> str:
-    return rf"(.*\.)?({pattern})$"
-
-
-def _compiled(call: str, field: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(_whole(pattern))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"{call}: {field} has the key {pattern[:80]!r}, which is no regular expression "
-            f"({error}). Write the name of a layer: {{'q_proj': …}}."
-        ) from error
 
 
 def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str, ...] | None:

@@ -307,7 +307,7 @@ def _rotations(
 
 
 def _config_class(architecture: str) -> Any:
-    return architectures.find(architecture, "load_adapter")
+    return architectures.find(architecture)
 
 
 def _targets(paths: list[str], facts: Facts) -> str | tuple[str, ...]:

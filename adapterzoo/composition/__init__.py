@@ -15,6 +15,7 @@ from __future__ import annotations
 from ._compile import compile_rows, compile_site, fusion_key, join_rows
 from ._copies import Copies
 from ._node import Composition
+from ._prefixes import prefix_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, rows_of
 from ._steps import Step, evaluate, fold
 from ._views import Nested
@@ -46,6 +47,7 @@ __all__ = [
     "last_adapter",
     "numbered",
     "parse",
+    "prefix_of",
     "rows_of",
     "to_json",
     "without",

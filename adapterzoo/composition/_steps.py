@@ -279,7 +279,7 @@ class RowSteps(Tree):
         ordered = layout.arranged(x)
         found: list[Tensor] = []
         for part, start, size in layout.runs:
-            take = functools.partial(_share, start=start, size=size, of=len(layout.index))
+            take = functools.partial(share, start=start, size=size, of=len(layout.index))
             step = self.steps[part]
             found.append(_on_part(step, adapters, whole, take(ordered), take, part))
         return layout.restored(torch.cat(found))  # [rows, …]
@@ -301,7 +301,8 @@ def _as_it_is(t: Tensor) -> Tensor:
     return t
 
 
-def _share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
+def share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
+    """Return the rows of a part of the batch, of any tensor with equally many rows for each."""
     count = t.shape[0]
     return t.narrow(0, start * count // of, size * count // of)
 

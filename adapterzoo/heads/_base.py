@@ -7,28 +7,21 @@ when they differ from their default, so that files go both ways.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.activations import activation
+from adapterzoo.configs import Config
 from adapterzoo.contracts import Head
-from adapterzoo.errors import ConfigError
-from adapterzoo.fields import ConfigType, construct
 from adapterzoo.registry import Registry
 
 from ._labels import checked, find_labels, labels_from, recounted
 from ._losses import IGNORED
 from ._pooling import Pooling
-
-# far above any published use; it stops a typo before it allocates
-_MAX_LAYERS = 64
-_MAX_LABELS = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,15 +72,9 @@ head_types: Registry[type[HeadConfig]] = Registry("head type")
 """The `head_type` of a config to its class."""
 
 
-OURS = {"ours": True}
-"""Metadata of a field that AdapterHub's files do not have."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig(metaclass=ConfigType):
+class HeadConfig(Config):
     """Base of all head configs.
-
-    Subclasses are frozen keyword-only dataclasses that check their values in `__post_init__`.
 
     Attributes:
         head_type: name of the type in files.
@@ -105,6 +92,9 @@ class HeadConfig(metaclass=ConfigType):
         count_field: the field that says how many labels there are, where there is one.
         label2id: names of the labels; None where they have none.
     """
+
+    kind_field: ClassVar[str] = "head_type"
+    kinds: ClassVar[Registry[Any] | None] = head_types
 
     head_type: ClassVar[str]
     output_class: ClassVar[str]
@@ -189,46 +179,13 @@ class HeadConfig(metaclass=ConfigType):
         """
         return False
 
-    def to_dict(self) -> dict[str, Any]:
-        """The config as JSON types, with its `head_type`; `from_dict` reads it back."""
-        fields = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if not ("ours" in f.metadata and getattr(self, f.name) == f.default)
-        }
-        if self.label2id is not None:
-            fields["label2id"] = dict(self.label2id)
-        return {"head_type": self.head_type, **fields}
-
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> HeadConfig:
-        """The config that `to_dict` or AdapterHub wrote; called on `HeadConfig`, finds the class.
-
-        Args:
-            values: the fields; `id2label` may stand for `label2id`.
-
-        Raises:
-            ConfigError: a field is unknown, or a value is not legal.
-            UnknownNameError: there is no such head type.
-        """
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"{cls.__name__}.from_dict({values!r}): the config of a head is a dict. "
-                f"Write {{'head_type': 'classification', 'num_labels': 2}}."
-            )
-        fields = dict(values)
-        head_type = fields.pop("head_type", None)
-        if cls is HeadConfig:
-            return head_types.find(str(head_type), "head config").from_dict(values)
-        if head_type not in (None, cls.head_type):
-            raise ConfigError(
-                f"{cls.__name__}.from_dict: the dict is of head_type={head_type!r}, not "
-                f"{cls.head_type!r}. Write HeadConfig.from_dict(…)."
-            )
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
+        # AdapterHub's files have either
         id2label = fields.pop("id2label", None)
-        if id2label is not None:
-            fields["label2id"] = labels_from(id2label)
-        return construct(cls, f"head config of type {cls.head_type!r}", fields)
+        return super()._from_fields(
+            fields if id2label is None else {**fields, "label2id": labels_from(id2label)}
+        )
 
     def replace(self, **changes: Any) -> Self:
         """The same config with some fields changed.
@@ -239,106 +196,16 @@ class HeadConfig(metaclass=ConfigType):
             ConfigError: a field is unknown, a value is not legal, or the count of labels that
                 have names changes and the names do not.
         """
-        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         count = self.count_field
-        if count in kept and count in changes and "label2id" not in changes:
-            names = self.label2id, kept[count], changes[count]
-            kept["label2id"] = recounted(type(self).__name__, count, *names)
-        return construct(type(self), type(self).__name__, kept | changes)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of the config's dict, the default where the dict does not have it."""
-        return self.to_dict().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        """A value of the config's dict."""
-        return self.to_dict()[key]
-
-    def _check(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            near = high if isinstance(value, int) and value > high else low
-            raise ConfigError(
-                f"{type(self).__name__}({name}={value!r}): {name} is a whole number from {low} to "
-                f"{high}. Write {name}={near}."
-            )
+        if count in self.keys() and count in changes and "label2id" not in changes:
+            names = self.label2id, self[count], changes[count]
+            changes["label2id"] = recounted(type(self).__name__, count, *names)
+        return super().replace(**changes)
 
     def _check_labels(self, count: int) -> None:
         """Number the labels where they have no names; check the names where they have."""
         names = checked(type(self).__name__, self.label2id, count)
         object.__setattr__(self, "label2id", names)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayersConfig(HeadConfig):
-    """Configs of heads that are a stack of linear layers with dropout.
-
-    Attributes:
-        layers: number of linear layers.
-        activation_function: between them; None for none.
-        dropout_prob: before each; None for that of the model.
-    """
-
-    layers: int = 1
-    activation_function: str | None = "tanh"
-    dropout_prob: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        self._check(self.count_field, 1, _MAX_LABELS)
-        self._check("layers", 1, _MAX_LAYERS)
-        activation(self.activation_function)
-        check_probability(self, "dropout_prob")
-        self._check_labels(self.label_count)
-
-    @property
-    def label_count(self) -> int:
-        """How many labels there are."""
-        count: int = getattr(self, self.count_field)
-        return count
-
-    @property
-    def d_out(self) -> int:
-        """Features after the last layer."""
-        return self.label_count
-
-
-def check_probability(config: HeadConfig, name: str) -> None:
-    """Check that a field is None or a number from 0 to below 1.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    value = getattr(config, name)
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ConfigError(
-            f"{type(config).__name__}({name}={value!r}): {name} is a number from 0 to below 1, or "
-            f"None for that of the model. Write {name}=0.1."
-        )
-
-
-class Activation(nn.Module):
-    """An activation function of a head, by name."""
-
-    def __init__(self, name: str) -> None:
-        """Look the function up.
-
-        Raises:
-            ConfigError: there is no such function.
-        """
-        super().__init__()
-        self.name = name
-        self.function = activation(name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The function of each element; any shape."""
-        return self.function(x)
-
-    def extra_repr(self) -> str:
-        """The name."""
-        return self.name
 
 
 class PredictionHead(Head):
@@ -421,50 +288,3 @@ class PredictionHead(Head):
             count: by how many labels the sum is divided; those of this batch that count, when
                 None. With gradient accumulation it is the number over all the batches.
         """
-
-
-class LayersHead(PredictionHead):
-    """A stack of linear layers, each behind a dropout, with activations between them.
-
-    Children are numbered as in AdapterHub's `nn.Sequential`: dropout 0, linear 1, activation 2, ….
-    """
-
-    config: LayersConfig
-
-    def __init__(
-        self,
-        config: LayersConfig,
-        backbone: Backbone,
-        pooling: Pooling | None = None,
-        bias: bool = True,
-    ) -> None:
-        """Make the layers.
-
-        Args:
-            config: of the head.
-            backbone: the model below.
-            pooling: resolved; None for a head on tokens.
-            bias: whether the last layer has one.
-        """
-        super().__init__(config, pooling)
-        dropout = backbone.dropout if config.dropout_prob is None else config.dropout_prob
-        width = backbone.hidden_size
-        layers: list[nn.Module] = []
-        for _ in range(config.layers - 1):
-            layers += [nn.Dropout(dropout), backbone.linear(width, width)]
-            if config.activation_function:
-                layers.append(Activation(config.activation_function))
-        layers += [nn.Dropout(dropout), backbone.linear(width, config.d_out, bias)]
-        number(self, layers)
-
-    def score(self, x: Tensor) -> Tensor:
-        """All layers one after the other. `x` `[*batch, d_model]` → `[*batch, d_out]`."""
-        for layer in self._modules.values():
-            x = layer(x)  # type: ignore[misc]
-        return x
-
-
-def number(module: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Make the layers children of the module, named 0, 1, 2, …."""
-    for i, layer in enumerate(layers):
-        module.add_module(str(i), layer)

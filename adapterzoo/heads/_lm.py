@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adapterzoo.activations import activation
-from adapterzoo.configs import MAX_WIDTH
+from adapterzoo.activations import ActivationName
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import FLAG, Maybe, Positive, Range, field
 
-from ._base import (
-    OURS,
-    Activation,
-    Backbone,
-    HeadConfig,
-    PredictionHead,
-    number,
-)
+from ._base import Backbone, HeadConfig, PredictionHead
+from ._layers import LAYERS, Activation, number
 from ._losses import IGNORED, cross_entropy
 
-_MAX_VOCAB = 10_000_000
-_MAX_LAYERS = 64
-_POSITIVE = ("hidden_scale", "logit_scale", "logit_divisor", "logit_softcap", "layer_norm_eps")
+_FACTOR = Maybe(Positive())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,43 +45,23 @@ class LMConfig(HeadConfig):
 
     scores_vocabulary: ClassVar[bool] = True
 
-    vocab_size: int | None = None
-    layers: int = 1
-    activation_function: str | None = None
+    vocab_size: int | None = field(None, Maybe(Range(1, 10_000_000), "that of the model"))
+    layers: int = field(1, LAYERS)
+    activation_function: str | None = field(None, ActivationName())
     layer_norm: bool = False
     bias: bool = False
     shift_labels: bool = False
-    hidden_scale: float | None = field(default=None, metadata=OURS)
-    logit_scale: float | None = field(default=None, metadata=OURS)
-    logit_divisor: float | None = field(default=None, metadata=OURS)
-    logit_softcap: float | None = field(default=None, metadata=OURS)
-    added_bias: bool = field(default=False, metadata=OURS)
-    dense_bias: bool = field(default=True, metadata=OURS)
-    norm_bias: bool = field(default=True, metadata=OURS)
-    layer_norm_eps: float | None = field(default=None, metadata=OURS)
-    tie_word_embeddings: bool | None = field(default=None, metadata=OURS)
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.vocab_size is not None:
-            self._check("vocab_size", 1, _MAX_VOCAB)
-        self._check("layers", 1, _MAX_LAYERS)
-        activation(self.activation_function)
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            # not isinstance: True is an int
-            if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
-                raise ConfigError(
-                    f"{type(self).__name__}({name}={value!r}): {name} is a number above 0, or "
-                    f"None. Write {name}=None."
-                )
-
-        if self.tie_word_embeddings not in (None, True, False):
-            raise ConfigError(
-                f"{type(self).__name__}(tie_word_embeddings={self.tie_word_embeddings!r}): "
-                f"tie_word_embeddings is True, False, or None for what the model's config says. "
-                f"Write tie_word_embeddings=None."
-            )
+    hidden_scale: float | None = field(None, _FACTOR, ours=True)
+    logit_scale: float | None = field(None, _FACTOR, ours=True)
+    logit_divisor: float | None = field(None, _FACTOR, ours=True)
+    logit_softcap: float | None = field(None, _FACTOR, ours=True)
+    added_bias: bool = field(False, ours=True)
+    dense_bias: bool = field(True, ours=True)
+    norm_bias: bool = field(True, ours=True)
+    layer_norm_eps: float | None = field(None, _FACTOR, ours=True)
+    tie_word_embeddings: bool | None = field(
+        None, Maybe(FLAG, "what the model's config says"), ours=True
+    )
 
     @property
     def loss_type(self) -> str | None:
@@ -104,11 +75,6 @@ class LMConfig(HeadConfig):
     def ties_output(self, model_ties: bool) -> bool:
         """What this config says goes before what the model's says."""
         return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
-
-    def _check_width(self) -> None:
-        """Check the `embedding_size` of those that have one."""
-        if self.get("embedding_size") is not None:
-            self._check("embedding_size", 1, MAX_WIDTH)
 
     def build(self, backbone: Backbone) -> LMHead:
         """A fresh head, not yet tied."""

@@ -7,14 +7,16 @@ Differs from AdapterHub: `pooling` says which tokens answer; labels of −100 do
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import Choice, field
 
-from ._base import OURS, Backbone, LayersConfig, LayersHead, head_types
+from ._base import Backbone, head_types
+from ._layers import COUNT, LayersConfig, LayersHead
 from ._losses import LOSSES
 from ._pooling import POOLINGS, Pooling, pool
 
@@ -34,17 +36,12 @@ class PooledConfig(LayersConfig):
 
     layers: int = 2
     use_pooler: bool = False
-    bias: bool = field(default=True, metadata=OURS)
-    pooling: Pooling = field(default="auto", metadata=OURS)
+    bias: bool = field(True, ours=True)
+    pooling: Pooling = field("auto", Choice(*POOLINGS), ours=True)
 
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        if self.pooling not in POOLINGS:
-            raise ConfigError(
-                f"{type(self).__name__}(pooling={self.pooling!r}): pooling is one of "
-                f"{listing(POOLINGS)}. Write pooling='auto'."
-            )
         if self.use_pooler and self.pooling not in ("auto", "pooler"):
             raise ConfigError(
                 f"{type(self).__name__}(use_pooler=True, pooling={self.pooling!r}): the model's "
@@ -86,7 +83,7 @@ class ClassificationConfig(PooledConfig):
     pipeline_tag: ClassVar[str | None] = "text-classification"
     peft_task: ClassVar[str | None] = "SEQ_CLS"
 
-    num_labels: int = 2
+    num_labels: int = field(2, COUNT)
     bias: bool = True
 
 
@@ -100,7 +97,7 @@ class MultilabelClassificationConfig(PooledConfig):
     pipeline_tag: ClassVar[str | None] = "text-classification"
     peft_task: ClassVar[str | None] = "SEQ_CLS"
 
-    num_labels: int = 2
+    num_labels: int = field(2, COUNT)
     bias: bool = True
 
     @property
@@ -118,7 +115,7 @@ class ImageClassificationConfig(PooledConfig):
     output_class: ClassVar[str] = "ImageClassifierOutput"
     pipeline_tag: ClassVar[str | None] = "image-classification"
 
-    num_labels: int = 2
+    num_labels: int = field(2, COUNT)
     multilabel: bool = False
     bias: bool = True
 
@@ -139,7 +136,7 @@ class MultipleChoiceConfig(PooledConfig):
     pipeline_tag: ClassVar[str | None] = "multiple-choice"
     count_field: ClassVar[str] = "num_choices"
 
-    num_choices: int = 2
+    num_choices: int = field(2, COUNT)
 
     @property
     def d_out(self) -> int:

@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import Range, field
 
 from ._base import Backbone, HeadConfig, PredictionHead, head_types
 from ._losses import IGNORED, check_range, cross_entropy
-
-_MAX_LABELS = 100_000
 
 
 @head_types.register("dependency_parsing")
@@ -41,11 +40,11 @@ class DependencyParsingConfig(HeadConfig):
     logit_names: ClassVar[tuple[str, ...]] = ("rel_preds", "arc_preds")
     inputs: ClassVar[tuple[str, ...]] = ("word_starts",)
 
-    num_labels: int = 2
+    num_labels: int = field(2, Range(1, 100_000))
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        self._check("num_labels", 1, _MAX_LABELS)
+        """Check every field, and number the labels that have no names."""
+        super().__post_init__()
         self._check_labels(self.num_labels)
 
     def build(self, backbone: Backbone) -> DependencyParsingHead:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import MAX_WIDTH, Maybe, Range, Share, field
 
-from ._base import Backbone, check_probability, head_types
+from ._base import Backbone, head_types
 from ._lm import LMConfig, LMHead
 
 
@@ -34,15 +35,9 @@ class CausalLMConfig(LMConfig):
     pipeline_tag: ClassVar[str | None] = "text-generation"
     peft_task: ClassVar[str | None] = "CAUSAL_LM"
 
-    embedding_size: int | None = None
+    embedding_size: int | None = field(None, Maybe(Range(1, MAX_WIDTH), "that of the model"))
     shift_labels: bool = True
-    dropout_prob: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        self._check_width()
-        check_probability(self, "dropout_prob")
+    dropout_prob: float | None = field(None, Maybe(Share(), "none"))
 
     def build(self, backbone: Backbone) -> LMHead:
         """A fresh head, not yet tied."""
@@ -62,16 +57,11 @@ class MaskedLMConfig(LMConfig):
     output_class: ClassVar[str] = "MaskedLMOutput"
     pipeline_tag: ClassVar[str | None] = "fill-mask"
 
-    embedding_size: int | None = None
+    embedding_size: int | None = field(None, Maybe(Range(1, MAX_WIDTH), "that of the model"))
     layers: int = 2
     activation_function: str | None = "gelu"
     layer_norm: bool = True
     bias: bool = True
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        self._check_width()
 
     def build(self, backbone: Backbone) -> LMHead:
         """A fresh head, not yet tied."""

@@ -9,15 +9,17 @@ Differs from AdapterHub: a position outside of the text does not count on either
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import Choice, field
 
-from ._base import OURS, Backbone, LayersConfig, LayersHead, head_types
+from ._base import Backbone, head_types
+from ._layers import LayersConfig, LayersHead
 from ._losses import IGNORED, cross_entropy
 
 
@@ -38,13 +40,8 @@ class QuestionAnsweringConfig(LayersConfig):
     label_names: ClassVar[tuple[str, ...]] = ("start_positions", "end_positions")
     logit_names: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
 
-    num_labels: int = 2
-    bias: bool = field(default=True, metadata=OURS)
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        self._check("num_labels", 2, 2)
-        super().__post_init__()
+    num_labels: int = field(2, Choice(2))
+    bias: bool = field(True, ours=True)
 
     def build(self, backbone: Backbone) -> QuestionAnsweringHead:
         """A fresh head."""

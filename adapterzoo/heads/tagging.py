@@ -7,12 +7,15 @@ Differs from AdapterHub: nothing; `bias` can leave out that of the last layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from ._base import OURS, Backbone, LayersConfig, LayersHead, head_types
+from adapterzoo.fields import field
+
+from ._base import Backbone, head_types
+from ._layers import COUNT, LayersConfig, LayersHead
 from ._losses import cross_entropy
 
 
@@ -32,8 +35,8 @@ class TaggingConfig(LayersConfig):
     pipeline_tag: ClassVar[str | None] = "token-classification"
     peft_task: ClassVar[str | None] = "TOKEN_CLS"
 
-    num_labels: int = 2
-    bias: bool = field(default=True, metadata=OURS)
+    num_labels: int = field(2, COUNT)
+    bias: bool = field(True, ours=True)
 
     def build(self, backbone: Backbone) -> TaggingHead:
         """A fresh head."""

@@ -14,12 +14,13 @@ from typing import cast
 from torch import Tensor, nn
 
 from adapterzoo.averaging import Combination
-from adapterzoo.contracts import Adapter, BaseLayer
+from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer
 from adapterzoo.errors import CompositionError, DuplicateNameError, StateError, listing
 from adapterzoo.runtime import ActiveState
 
 from .adapted import (
     Adapted,
+    AdaptedStack,
     AdapterDict,
     base_of,
     belongs,
@@ -32,6 +33,7 @@ from .adapted import (
     set_class,
     swap,
 )
+from .attention import AdaptedAttention
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .views import matrix, put_slice, stores_transposed, take_slice
 
@@ -89,7 +91,8 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState,
             f"first, or another name."
         )
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
-    swap(layer, selection, path, parameters)
+    kind = AdaptedAttention if isinstance(adapter, AttentionAdapter) else None
+    swap(layer, selection, path, parameters, kind=kind)
     shelf = cast(
         "AdapterDict", layer._modules.setdefault("adapters", AdapterDict().train(layer.training))
     )
@@ -172,7 +175,7 @@ def record_calls(module: nn.Module, name: str, active: ActiveState, path: str) -
         active: the model's.
         path: of the module, as plans name it.
     """
-    swap(module, active, path, is_stack=True)
+    swap(module, active, path, kind=AdaptedStack)
     cast("Adapted", module)._link.helps.add((path, name))
 
 

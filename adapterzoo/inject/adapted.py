@@ -86,6 +86,15 @@ class Adapted(nn.Module):
         finally:
             active.call.reads.pop()
 
+    @classmethod
+    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
+        """What the class of a layer gets beside the mixins.
+
+        Args:
+            plain: the layer's own class.
+        """
+        return {}
+
     def _gathering(self, *args: Any, **kwargs: Any) -> Any:
         """The plain forward of a module with layers that read one input."""
         active = self._link.active
@@ -103,8 +112,8 @@ class Adapted(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
-        is_stack = isinstance(self, AdaptedStack)
-        return _blank, (plain_class(self), self._read, self._whole, is_stack), state
+        kind = _kind_of(self)
+        return _blank, (plain_class(self), self._read, self._whole, kind), state
 
     def _replicate_for_data_parallel(self) -> Any:
         # worker threads run the replicas: they must see what the replicating thread sees
@@ -114,11 +123,21 @@ class Adapted(nn.Module):
         return replica
 
 
+def _kind_of(layer: Adapted) -> type[Adapted] | None:
+    first = type(layer).__mro__[1]
+    return None if first is Adapted else cast("type[Adapted]", first)
+
+
 class AdaptedStack(Adapted):
     """Mixed into the class of an encoder or decoder where adapters read facts about its calls."""
 
     # arguments of the forward that can be given by position
     _positions: tuple[str, ...] = ()
+
+    @classmethod
+    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
+        """The arguments of the forward of a class."""
+        return {"_positions": positions_of(plain)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; its arguments are recorded while it runs."""
@@ -151,7 +170,7 @@ def recorded(
     context = active.call
     given = {**dict(zip(positions, args, strict=False)), **kwargs}
     shared = module._modules.get("adapters") if not path else None
-    context.stacks.append(Frame(RecordedCall(path, given, context.generation), shared))
+    context.stacks.append(Frame(RecordedCall(path, given, context.generation), shared, module))
     try:
         yield
     finally:
@@ -221,7 +240,7 @@ def swap(
     path: str,
     parameters: tuple[str, ...] = (),
     whole: tuple[str, ...] = (),
-    is_stack: bool = False,
+    kind: type[Adapted] | None = None,
 ) -> None:
     """Give a layer the class of those with adapters; one that has it learns what else it needs.
 
@@ -231,17 +250,17 @@ def swap(
         path: of the layer, as plans name it.
         parameters: names of those that the layer shall read changed.
         whole: names of arguments that the layer shall refuse.
-        is_stack: whether the layer is an encoder or decoder whose calls are recorded.
+        kind: what is mixed into its class, where that is more than `Adapted`.
     """
     if not isinstance(layer, Adapted):
-        set_class(layer, _adapted_class(type(layer), parameters, whole, is_stack))
+        set_class(layer, _adapted_class(type(layer), parameters, whole, kind))
         cast("Adapted", layer)._link = _Link(selection, path)
         return
     read = (*layer._read, *(p for p in parameters if p not in layer._read))
     whole = whole or layer._whole
-    is_stack = is_stack or isinstance(layer, AdaptedStack)
-    if (read, whole, is_stack) != (layer._read, layer._whole, isinstance(layer, AdaptedStack)):
-        set_class(layer, _adapted_class(plain_class(layer), read, whole, is_stack))
+    kind = kind or _kind_of(layer)
+    if (read, whole, kind) != (layer._read, layer._whole, _kind_of(layer)):
+        set_class(layer, _adapted_class(plain_class(layer), read, whole, kind))
 
 
 def restore(layer: Adapted) -> None:
@@ -284,9 +303,9 @@ def _adapted_class(
     cls: type[nn.Module],
     parameters: tuple[str, ...],
     whole: tuple[str, ...],
-    is_stack: bool = False,
+    kind: type[Adapted] | None = None,
 ) -> type[Adapted]:
-    key = (cls, parameters, whole, is_stack)
+    key = (cls, parameters, whole, kind)
     if key not in _classes:
         members: dict[str, Any] = {"_read": parameters, "_whole": whole}
         for parameter in parameters:
@@ -295,14 +314,14 @@ def _adapted_class(
                 functools.partial(_set, parameter=parameter),
             )
         name = f"Adapted{cls.__name__}"
-        if whole or is_stack:
+        if whole or kind is AdaptedStack:
             # transformers writes the name of a model's class to config.json
             name, members["__module__"] = cls.__name__, cls.__module__
         if whole:
             members["forward"] = _refusing(cls, whole)
-        if is_stack:
-            members["_positions"] = positions_of(cls)
-        bases = (AdaptedStack, Adapted, cls) if is_stack else (Adapted, cls)
+        if kind is not None:
+            members |= kind.members(cls)
+        bases = (Adapted, cls) if kind is None else (kind, Adapted, cls)
         _classes[key] = cast("type[Adapted]", type(name, bases, members))
     return _classes[key]
 
@@ -319,7 +338,7 @@ def _refusing(cls: type[nn.Module], whole: tuple[str, ...]) -> Callable[..., Any
                     f"and outputs of adapters are known to the whole model only. "
                     f"Write model(…, {name}=…)."
                 )
-        mixin = AdaptedStack if isinstance(self, AdaptedStack) else Adapted
+        mixin = _kind_of(self) or Adapted
         return mixin.forward(self, *args, **kwargs)
 
     return forward
@@ -366,7 +385,10 @@ def _set(layer: Adapted, value: object, parameter: str) -> None:
 
 
 def _blank(
-    cls: type[nn.Module], parameters: tuple[str, ...], whole: tuple[str, ...], is_stack: bool
+    cls: type[nn.Module],
+    parameters: tuple[str, ...],
+    whole: tuple[str, ...],
+    kind: type[Adapted] | None,
 ) -> nn.Module:
-    adapted = _adapted_class(cls, parameters, whole, is_stack)
+    adapted = _adapted_class(cls, parameters, whole, kind)
     return adapted.__new__(adapted)

@@ -130,8 +130,8 @@ def build_shared(
     """
     listed, found = list(placements), nn.ModuleDict()
     for number, member in enumerate(config.members):
-        sites = [p.site for p in listed if p.config is member]
-        if (shared := member.shared(sites, device, dtype)) is not None:
+        own = [p for p in listed if p.config is member]
+        if (shared := member.shared(own, device, dtype)) is not None:
             if member is config:
                 return shared, {id(member): None}
             found[str(number)] = shared

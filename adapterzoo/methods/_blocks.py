@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import MAX_WIDTH, require_range
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import MAX_WIDTH, Range, field
 from adapterzoo.kernels.butterfly import folded
 from adapterzoo.kernels.cayley import cayley
 
@@ -29,9 +29,9 @@ class BlockConfig(TargetedConfig):
         boft_n_butterfly_factor: factors m; above 1, b is even and b · 2^(m−1) divides d_in.
     """
 
-    boft_block_size: int = 0
-    boft_block_num: int = 0
-    boft_n_butterfly_factor: int = 1
+    boft_block_size: int = field(0, Range(0, MAX_WIDTH))
+    boft_block_num: int = field(0, Range(0, MAX_WIDTH))
+    boft_n_butterfly_factor: int = field(1, Range(1, 16))
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -40,9 +40,6 @@ class BlockConfig(TargetedConfig):
             ConfigError: a value is not legal.
         """
         super().__post_init__()
-        require_range(self, "boft_block_size", 0, MAX_WIDTH)
-        require_range(self, "boft_block_num", 0, MAX_WIDTH)
-        require_range(self, "boft_n_butterfly_factor", 1, 16)
         if (b := self.boft_block_size) and (n := self.boft_block_num):
             kind = type(self).__name__
             raise ConfigError(

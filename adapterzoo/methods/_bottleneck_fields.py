@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from adapterzoo.activations import activation
-from adapterzoo.configs import (
-    MAX_WIDTH,
-    AdapterConfig,
-    require_choice,
-    require_layers,
-    require_range,
-)
+from adapterzoo.activations import ActivationName
+from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import (
+    FACTOR,
+    MAX_WIDTH,
+    SEED,
+    Check,
+    Choice,
+    Either,
+    Layers,
+    Positive,
+    Share,
+    declared,
+    field,
+)
 
-from ._init import DTYPES, require_seed
-
-_SWITCHES = (
-    "mh_adapter", "output_adapter", "cross_adapter", "original_ln_before", "original_ln_after",
-    "ln_before", "ln_after", "is_parallel", "use_gating", "adapter_residual_before_ln", "phm_layer",
-)  # fmt: skip
+from ._init import DTYPE
 
 # fields that mean something only when another one is set
 _NEEDS = {
@@ -43,7 +45,28 @@ _NEEDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Reduction(Check):
+    """A number above 0, or such numbers by layer number, as strings, and "default"."""
+
+    legal = "a number above 0, or a mapping from layer numbers or 'default' to such numbers"
+
+    def convert(self, value: Any, default: Any) -> Any:
+        """Return a mapping with strings as keys, as JSON has them."""
+        mapping = isinstance(value, Mapping)
+        return {str(key): factor for key, factor in value.items()} if mapping else value
+
+    def fits(self, value: Any) -> bool:
+        """Return whether all numbers are above 0 and all keys mean layers."""
+        given = value if isinstance(value, dict) else {"default": value}
+        numbers = all(map(Positive().fits, given.values()))
+        return numbers and bool(given) and all(k == "default" or k.isdecimal() for k in given)
+
+    def nearest(self, value: Any, default: Any) -> Any:
+        """Return an example of the same kind."""
+        return {"0": 8, "default": 16} if isinstance(value, Mapping) and value else 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class BottleneckFields(AdapterConfig):
     """Every field of a bottleneck; two configs with equal fields are equal.
 
@@ -97,24 +120,26 @@ class BottleneckFields(AdapterConfig):
 
     mh_adapter: bool
     output_adapter: bool
-    reduction_factor: float | Mapping[str, float]
-    non_linearity: str
+    reduction_factor: float | Mapping[str, float] = dataclasses.field(
+        metadata=declared(Reduction())
+    )
+    non_linearity: str = dataclasses.field(metadata=declared(ActivationName()))
     original_ln_before: bool = False
     original_ln_after: bool = True
     ln_before: bool = False
     ln_after: bool = False
-    init_weights: str = "bert"
-    init_weights_seed: int | None = None
+    init_weights: str = field("bert", Choice("bert", "mam_adapter", "houlsby"))
+    init_weights_seed: int | None = field(None, SEED)
     is_parallel: bool = False
-    scaling: float | str = 1.0
+    scaling: float | str = field(1.0, Either(FACTOR, Choice("learned", "channel")))
     use_gating: bool = False
-    residual_before_ln: bool | str = True
+    residual_before_ln: bool | str = field(True, Choice(True, False, "post_add"))
     adapter_residual_before_ln: bool = False
     inv_adapter: str | None = None
     inv_adapter_reduction_factor: float | None = None
     cross_adapter: bool = False
-    leave_out: tuple[int, ...] = ()
-    dropout: float = 0.0
+    leave_out: tuple[int, ...] = field((), Layers())
+    dropout: float = field(0.0, Share())
     phm_layer: bool = False
     phm_dim: int = 4
     factorized_phm_W: bool = True  # noqa: N815
@@ -127,8 +152,8 @@ class BottleneckFields(AdapterConfig):
     hypercomplex_nonlinearity: str = "glorot-uniform"
     phm_rank: int = 1
     phm_bias: bool = True
-    stochastic_depth: float = 0.0
-    dtype: str | None = None
+    stochastic_depth: float = field(0.0, Share())
+    dtype: str | None = field(None, DTYPE)
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -136,30 +161,8 @@ class BottleneckFields(AdapterConfig):
         Raises:
             ConfigError: a value is not legal, or has no effect together with the others.
         """
-        for field in _SWITCHES:
-            require_choice(self, field, (False, True))
-        require_choice(self, "residual_before_ln", (True, False, "post_add"))
-        require_choice(self, "init_weights", ("bert", "mam_adapter", "houlsby"))
-        require_choice(self, "dtype", (None, *DTYPES))
-        require_range(self, "dropout", 0.0, 1.0 - 1e-9)
-        require_range(self, "stochastic_depth", 0.0, 1.0 - 1e-9)
-        require_seed(self)
-        if isinstance(self.scaling, str):
-            require_choice(self, "scaling", (1.0, "learned", "channel"))
-        else:
-            require_range(self, "scaling", -1e9, 1e9)
-        require_layers(self, "leave_out")
-        activation(self.non_linearity)
-        self._check_reduction()
+        super().__post_init__()
         self._check_together()
-
-    def __eq__(self, other: object) -> bool:
-        """Whether all fields are equal; `SeqBnConfig()` equals the `BnConfig` that spells it."""
-        return isinstance(other, BottleneckFields) and self.to_dict() == other.to_dict()
-
-    def __hash__(self) -> int:
-        """A hash that equal configs share."""
-        return hash((self.non_linearity, self.init_weights, self.scaling, self.leave_out))
 
     @property
     def starts_as_identity(self) -> bool:
@@ -218,28 +221,6 @@ class BottleneckFields(AdapterConfig):
                 stacklevel=2,
             )
 
-    def _check_reduction(self) -> None:
-        value = self.reduction_factor
-        if isinstance(value, Mapping):
-            value = {str(layer): factor for layer, factor in value.items()}
-            object.__setattr__(self, "reduction_factor", value)
-        given = value if isinstance(value, Mapping) else {"default": value}
-        for layer, factor in given.items():
-            if type(factor) not in (int, float) or not 0 < factor < math.inf:
-                raise self._error(
-                    f"reduction_factor={value!r}",
-                    f"{factor!r} is no number above 0",
-                    "reduction_factor=16 or {'0': 8, 'default': 16}",
-                )
-            if layer != "default" and not layer.isdecimal():
-                raise self._error(
-                    f"reduction_factor={value!r}",
-                    f"{layer!r} is no layer number",
-                    "reduction_factor={'0': 8, 'default': 16}",
-                )
-        if not given:
-            raise self._error("reduction_factor={}", "the mapping is empty", "reduction_factor=16")
-
     def _check_together(self) -> None:
         if self.inv_adapter is not None:
             raise self._error(
@@ -257,13 +238,13 @@ class BottleneckFields(AdapterConfig):
             )
         defaults = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
         without = {"ln_after=True": not self.ln_after}
-        for field, need in _NEEDS.items():
-            value = getattr(self, field)
-            if value != defaults[field] and without.get(need, True):
+        for name, need in _NEEDS.items():
+            value = getattr(self, name)
+            if value != defaults[name] and without.get(need, True):
                 raise self._error(
-                    f"{field}={value!r}",
+                    f"{name}={value!r}",
                     f"has an effect only with {need}",
-                    f"{field}={defaults[field]!r}",
+                    f"{name}={defaults[name]!r}",
                 )
         if not (self.mh_adapter or self.output_adapter or self.cross_adapter):
             raise self._error(

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from adapterzoo.configs import AdapterConfig, require_range
+from adapterzoo.fields import Choice
 
 # what a config may name as the dtype of parameters
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32)}
+DTYPE = Choice(None, *DTYPES)
 
 
 class _Drawing(threading.local):
@@ -32,16 +33,6 @@ def undrawn() -> Iterator[None]:
         yield
     finally:
         _drawing.skipped = before
-
-
-def require_seed(config: AdapterConfig) -> None:
-    """Check that the field `init_weights_seed` is a whole number of 64 bits, or None.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if vars(config)["init_weights_seed"] is not None:
-        require_range(config, "init_weights_seed", -(2**63), 2**63 - 1)
 
 
 def generator(seed: int | None, path: str) -> torch.Generator | None:
@@ -86,6 +77,11 @@ def kaiming(source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
         return t.uniform_(-bound, bound, generator=source)
 
     return fill
+
+
+def uniform(bound: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
+    """Uniform in ±bound."""
+    return lambda t: t.uniform_(-bound, bound, generator=source)
 
 
 def normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,26 +18,56 @@ from torch.nn.functional import embedding
 
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.averaging import Combination
-from adapterzoo.configs import (
-    MAX_WIDTH,
-    AdapterConfig,
-    Placement,
-    require_choice,
-    require_range,
-)
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, upcast
 from adapterzoo.errors import ConfigError, SiteError, listing
+from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Check, Choice, Range, Share, field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.low_rank import shrink
 
-from ._init import DTYPES, constant, drawn, generator, kaiming, normal, require_seed
+from ._init import DTYPE, DTYPES, constant, drawn, generator, kaiming, normal
 from ._low_rank_combining import combined_config, combined_factors
-from ._targets import TargetedConfig, check_pattern
+from ._targets import TargetedConfig, check_patterns
 
 _T = TypeVar("_T")
+_RANK = Range(1, MAX_WIDTH)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Patterns(Check):
+    """Layer names or regular expressions to values that another field takes too."""
+
+    legal = "a mapping from layer names or regular expressions to numbers"
+
+    def __init__(self, name: str, check: Check, default: object) -> None:
+        """Take the other field's name, check and default."""
+        self.name, self.check, self.default = name, check, default
+
+    def convert(self, value: Any, default: Any) -> Any:
+        """Return a copy: the caller's dict may change later."""
+        return dict(value) if isinstance(value, Mapping) else value
+
+    def fits(self, value: Any) -> bool:
+        """Return whether it is a mapping with strings as keys."""
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+    def nearest(self, value: Any, default: Any) -> Any:
+        """Return an example."""
+        return {"query": 4}
+
+    def __call__(self, config: str, name: str, value: Any, default: Any = None) -> Any:
+        """Return the value to keep.
+
+        Raises:
+            ConfigError: it is not legal, or the expressions could search for hours.
+        """
+        kept = super().__call__(config, name, value, default)
+        check_patterns(config, name, kept, self.nearest(value, default))
+        for number in kept.values():
+            self.check(config, self.name, number, self.default)
+        return kept
+
+
+@dataclass(frozen=True, kw_only=True)
 class LowRankConfig(TargetedConfig):
     """Base of the configs with low-rank factors.
 
@@ -54,35 +84,15 @@ class LowRankConfig(TargetedConfig):
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
-    r: int = 8
-    alpha: float = 8
-    dropout: float = 0.0
-    init_weights: str = "lora"
-    init_weights_seed: int | None = None
+    r: int = field(8, _RANK)
+    alpha: float = field(8, FACTOR)
+    dropout: float = field(0.0, Share())
+    init_weights: str = field("lora", Choice("lora", "bert"))
+    init_weights_seed: int | None = field(None, SEED)
     use_rslora: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ConfigError: a value is not legal.
-        """
-        super().__post_init__()
-        require_range(self, "r", 1, MAX_WIDTH)
-        require_range(self, "alpha", -1e9, 1e9)
-        require_range(self, "dropout", 0.0, 1.0 - 1e-9)
-        require_choice(self, "init_weights", ("lora", "bert"))
-        require_choice(self, "dtype", (None, *DTYPES))
-        require_seed(self)
-        for name in ("rank_pattern", "alpha_pattern"):
-            self._check_patterns(name)
-        for rank in self.rank_pattern.values():
-            self.replace(r=rank, rank_pattern={}, alpha_pattern={})
-        for alpha in self.alpha_pattern.values():
-            self.replace(alpha=alpha, rank_pattern={}, alpha_pattern={})
+    rank_pattern: Mapping[str, int] = field({}, Patterns("r", _RANK, 8))
+    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
+    dtype: str | None = field(None, DTYPE)
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """One placement for each layer that the config names.
@@ -104,25 +114,6 @@ class LowRankConfig(TargetedConfig):
                         f"these names, or leave the key out."
                     )
         return placements
-
-    def _check_patterns(self, name: str) -> None:
-        patterns = getattr(self, name)
-        if not isinstance(patterns, Mapping) or not all(isinstance(p, str) for p in patterns):
-            raise ConfigError(
-                f"{type(self).__name__}({name}={patterns!r}): {name} maps layer names or regular "
-                f"expressions to numbers. Write {name}={{'query': 4}}."
-            )
-        # the caller's dict may change later
-        object.__setattr__(self, name, dict(patterns))
-        check_pattern(self, name, *patterns, names="{'query': 4}")
-
-    def __eq__(self, other: object) -> bool:
-        """Whether class and all fields are equal."""
-        return type(other) is type(self) and self.to_dict() == other.to_dict()
-
-    def __hash__(self) -> int:
-        """A hash that equal configs share; the patterns, which are dicts, are left to `==`."""
-        return hash((self.r, self.alpha, self.target_modules, self.attn_matrices, self.leave_out))
 
     @property
     def starts_as_identity(self) -> bool:

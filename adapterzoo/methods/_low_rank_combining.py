@@ -26,8 +26,8 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import Combination, signed_roots, split, weighted_sum
-from adapterzoo.configs import MAX_WIDTH
 from adapterzoo.errors import CompositionError
+from adapterzoo.fields import MAX_WIDTH
 from adapterzoo.kernels.exact import exactly
 
 from ._targets import TARGETS

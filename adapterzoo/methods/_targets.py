@@ -10,11 +10,13 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from adapterzoo.anatomy import Anatomy, Role, Site
-from adapterzoo.configs import AdapterConfig, Placement, require_layers
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.expressions import steps
+from adapterzoo.expressions import fault
+from adapterzoo.fields import Check, Layers, field
 
 ALL_LINEAR = "all-linear"
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
@@ -25,9 +27,52 @@ TARGETS = frozenset(
 """The fields of a config that say where."""
 
 
-# about a second for a layer, whose path has so many characters
-_MAX_STEPS = 2e8
-_PATH = 64
+class Matrices(Check):
+    """Names of attention matrices."""
+
+    legal = f"a list of any of {listing(MATRICES)}"
+
+    def convert(self, value: Any, default: Any) -> Any:
+        """Return a tuple."""
+        return tuple(value) if isinstance(value, Iterable) else (value,)
+
+    def fits(self, value: Any) -> bool:
+        """Return whether each is one of them."""
+        return all(isinstance(name, str) and name in MATRICES for name in value)
+
+    def nearest(self, value: Any, default: Any) -> Any:
+        """Return the usual two."""
+        return ["q", "v"]
+
+
+class Modules(Check):
+    """Names of layers, one regular expression, or None."""
+
+    legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
+
+    def convert(self, value: Any, default: Any) -> Any:
+        """Return a tuple of names, a string or None."""
+        listed = isinstance(value, Iterable) and not isinstance(value, str)
+        return tuple(value) if listed else value
+
+    def fits(self, value: Any) -> bool:
+        """Return whether none is empty."""
+        names = value if isinstance(value, tuple) else (value,)
+        return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
+
+    def nearest(self, value: Any, default: Any) -> Any:
+        """Return two names."""
+        return ["query", "value"]
+
+    def __call__(self, config: str, name: str, value: Any, default: Any = None) -> Any:
+        """Return the value to keep.
+
+        Raises:
+            ConfigError: it is not legal, or the expression could search for hours.
+        """
+        kept = super().__call__(config, name, value, default)
+        check_patterns(config, name, [kept] if isinstance(kept, str) else (), self.nearest("", ""))
+        return kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,31 +96,19 @@ class TargetedConfig(AdapterConfig):
     selfattn_lora: bool = True
     intermediate_lora: bool = False
     output_lora: bool = False
-    attn_matrices: tuple[str, ...] = ("q", "v")
-    leave_out: tuple[int, ...] = ()
-    target_modules: str | tuple[str, ...] | None = None
-    exclude_modules: str | tuple[str, ...] | None = None
-    layers_to_transform: tuple[int, ...] | None = None
+    attn_matrices: tuple[str, ...] = field(("q", "v"), Matrices())
+    leave_out: tuple[int, ...] = field((), Layers())
+    target_modules: str | tuple[str, ...] | None = field(None, Modules())
+    exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
+    layers_to_transform: tuple[int, ...] | None = field(None, Layers())
 
     def __post_init__(self) -> None:
-        """Check the fields that say where.
+        """Check every field.
 
         Raises:
             ConfigError: a value is not legal.
         """
-        require_layers(self, "leave_out")
-        require_layers(self, "layers_to_transform")
-        asked = self.attn_matrices
-        matrices = tuple(asked) if isinstance(asked, Iterable) else (asked,)
-        object.__setattr__(self, "attn_matrices", matrices)
-        if unknown := [m for m in matrices if not (isinstance(m, str) and m in MATRICES)]:
-            raise ConfigError(
-                f"{self._name}(attn_matrices={asked!r}): there is no attention "
-                f"matrix {listing(unknown)}; legal are {listing(MATRICES)}. "
-                f"Write attn_matrices=['q', 'v']."
-            )
-        for field in ("target_modules", "exclude_modules"):
-            self._check_modules(field)
+        super().__post_init__()
         if self.target_modules is None and not self._roles():
             raise ConfigError(
                 f"{self._name}: nothing is left to adapt: selfattn_lora, intermediate_lora and "
@@ -168,57 +201,29 @@ class TargetedConfig(AdapterConfig):
         only = self.layers_to_transform
         return layer not in self.leave_out and (only is None or layer in only)
 
-    def _check_modules(self, field: str) -> None:
-        value = given = getattr(self, field)
-        if value is None:
-            return
-        if not isinstance(value, str):
-            value = tuple(value) if isinstance(value, Iterable) else (None,)
-            object.__setattr__(self, field, value)
-        names = _names(value)
-        if not names or not all(isinstance(n, str) and n for n in names):
-            raise ConfigError(
-                f"{self._name}({field}={given!r}): {field} is a list of layer names, a regular "
-                f"expression or 'all-linear'. Write {field}=['query', 'value']."
-            )
-        if isinstance(value, str):
-            check_pattern(self, field, value)
-
     @property
     def _name(self) -> str:
         return type(self).__name__
 
 
-def check_pattern(
-    config: AdapterConfig, field: str, *patterns: str, names: str = "['query', 'value']"
-) -> None:
-    """Check that a field holds regular expressions, which come to an end soon.
+def check_patterns(config: str, name: str, patterns: Iterable[str], names: object) -> None:
+    """Check that a field holds regular expressions that come to an end soon.
 
     Args:
-        config: that has the field.
-        field: its name.
+        config: name of the config's class.
+        name: of the field.
         patterns: the expressions.
         names: what to write without them.
 
     Raises:
         ConfigError: one does not compile, or they could search for hours.
     """
-    total = 0.0
-    for pattern in patterns:
-        total += steps(pattern, _PATH)
-        if total > _MAX_STEPS:
-            raise ConfigError(
-                f"{type(config).__name__}({field}={pattern[:80]!r}): the expression could search "
-                f"for hours: it repeats a group, refers to one, or repeats too often. Write names "
-                f"of layers instead: {field}={names}, or fewer of '*' and '+'."
-            )
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ConfigError(
-                f"{type(config).__name__}({field}={pattern[:80]!r}): not a regular expression "
-                f"({error}). Write names of layers instead: {field}={names}."
-            ) from error
+    if (found := fault(patterns)) is not None:
+        pattern, reason = found
+        raise ConfigError(
+            f"{config}({name}={pattern[:80]!r}): {reason}. Write names of layers instead: "
+            f"{name}={names!r}."
+        )
 
 
 def matches(path: str, wanted: str | Iterable[str]) -> bool:
@@ -229,7 +234,3 @@ def matches(path: str, wanted: str | Iterable[str]) -> bool:
     if isinstance(wanted, str):
         return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
     return any(path == name or path.endswith(f".{name}") for name in wanted)
-
-
-def _names(wanted: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (wanted,) if isinstance(wanted, str) else wanted

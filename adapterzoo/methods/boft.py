@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import architectures, config_strings, require_choice, require_range
+from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import SEED, Share, field
 from adapterzoo.kernels.butterfly import butterfly, in_layout_of, turned
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
@@ -32,7 +33,7 @@ from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
 
 from ._blocks import BlockConfig, rotation
-from ._init import DTYPES, constant, drawn, generator, normal, require_seed
+from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._rows import features, restored, taken
 from ._weight_cache import WeightCache
 
@@ -54,22 +55,10 @@ class BOFTConfig(BlockConfig):
     architecture: ClassVar[str] = "boft"
     training_fields = BlockConfig.training_fields | {"boft_dropout"}
 
-    boft_dropout: float = 0.0
+    boft_dropout: float = field(0.0, Share())
     init_weights: bool = True
-    init_weights_seed: int | None = None
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ConfigError: a value is not legal.
-        """
-        super().__post_init__()
-        require_range(self, "boft_dropout", 0.0, 1.0 - 1e-9)
-        require_choice(self, "init_weights", (True, False))
-        require_choice(self, "dtype", (None, *DTYPES))
-        require_seed(self)
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
 
     @property
     def starts_as_identity(self) -> bool:

@@ -45,7 +45,7 @@ _FIELDS: dict[SubLayerKind, str] = {
 
 
 @architectures.register("bottleneck")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class BnConfig(BottleneckFields):
     """Config of a bottleneck; see `BottleneckFields` for its fields."""
 
@@ -83,7 +83,7 @@ class BnConfig(BottleneckFields):
 
 
 @config_strings.register("seq_bn", "pfeiffer")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class SeqBnConfig(BnConfig):
     """Pfeiffer et al. 2020: one bottleneck per block, behind the feed-forward part."""
 
@@ -95,7 +95,7 @@ class SeqBnConfig(BnConfig):
 
 
 @config_strings.register("double_seq_bn", "houlsby")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class DoubleSeqBnConfig(BnConfig):
     """Houlsby et al. 2019: one bottleneck behind attention and one behind the feed-forward part."""
 
@@ -106,7 +106,7 @@ class DoubleSeqBnConfig(BnConfig):
 
 
 @config_strings.register("par_bn", "parallel")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class ParBnConfig(BnConfig):
     """He et al. 2021: a wide bottleneck beside the feed-forward part, the identity at birth."""
 
@@ -126,7 +126,7 @@ def scaled_par_bn() -> ParBnConfig:
 
 
 @config_strings.register("adapter_plus")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class AdapterPlusConfig(BnConfig):
     """Steitz & Roth 2024: behind the block, a learned scaling per feature, stochastic depth."""
 

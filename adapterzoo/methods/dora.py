@@ -25,8 +25,9 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
-from adapterzoo.configs import architectures, config_strings, require_choice
+from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, row_norm
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
@@ -40,7 +41,7 @@ from ._weight_cache import WeightCache
 
 @architectures.register("dora")
 @config_strings.register("dora")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class DoRAConfig(LowRankConfig):
     """Config of DoRA; `TargetedConfig` says where the adapters sit, `LowRankConfig` how big.
 
@@ -51,16 +52,7 @@ class DoRAConfig(LowRankConfig):
 
     architecture: ClassVar[str] = "dora"
 
-    convention: str = "paper"
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ConfigError: a value is not legal.
-        """
-        super().__post_init__()
-        require_choice(self, "convention", ("paper", "adapterhub"))
+    convention: str = field("paper", Choice("paper", "adapterhub"))
 
     @property
     def gradients_are_exact(self) -> bool:

@@ -12,16 +12,16 @@ Cost per site: 3 · d_model² + 2 · d_model parameters. Cannot do: `query_befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from adapterzoo.errors import ConfigError
-from adapterzoo.fields import ConfigType, construct
+from adapterzoo.configs import Config
+from adapterzoo.fields import Choice, Maybe, Share, field
 from adapterzoo.kernels.exact import is_autocast
 from adapterzoo.registry import Registry
 
@@ -35,7 +35,7 @@ fusion_configs: Registry[Callable[[], AdapterFusionConfig]] = Registry("fusion c
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterFusionConfig(metaclass=ConfigType):
+class AdapterFusionConfig(Config):
     """Config of a fusion layer; the fields are those of adapters.
 
     Attributes:
@@ -51,54 +51,19 @@ class AdapterFusionConfig(metaclass=ConfigType):
         dropout_prob: of the scores; None for that of the model's attention.
     """
 
+    strings: ClassVar[Registry[Any]] = fusion_configs
+    default: ClassVar[object] = "dynamic"
+
     key: bool = True
     query: bool = True
     value: bool = True
-    query_before_ln: bool = False
+    query_before_ln: bool = field(False, Choice(False))
     regularization: bool = True
-    residual_before: bool = False
+    residual_before: bool = field(False, Choice(False))
     temperature: bool = False
     value_before_softmax: bool = True
     value_initialized: bool = True
-    dropout_prob: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: one is not legal.
-        """
-        kind = type(self).__name__
-        for name, value in vars(self).items():
-            if name != "dropout_prob" and not isinstance(value, bool):
-                raise ConfigError(f"{kind}({name}={value!r}): True or False. Write {name}=False.")
-            if value and name in ("query_before_ln", "residual_before"):
-                raise ConfigError(f"{kind}({name}=True): only False exists. Write {name}=False.")
-        if (p := self.dropout_prob) is not None and not (isinstance(p, int | float) and 0 <= p < 1):
-            raise ConfigError(
-                f"{kind}(dropout_prob={p!r}): it is a number from 0 to below 1, or None for that "
-                f"of the model's attention. Write dropout_prob=0.1."
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, as adapters writes them."""
-        return asdict(self)
-
-    @classmethod
-    def load(cls, config: AdapterFusionConfig | str | Mapping[str, Any]) -> AdapterFusionConfig:
-        """A config from one, from its config string ("static", "dynamic"), or from a dict.
-
-        Raises:
-            ConfigError: a field is unknown or a value not legal.
-            UnknownNameError: there is no such config string.
-        """
-        if isinstance(config, str):
-            return fusion_configs.find(config, f"fusion config {config!r}")()
-        if not isinstance(config, AdapterFusionConfig | Mapping):
-            raise ConfigError(
-                f"fusion config={config!r}: a config, its string or a dict. Write 'dynamic'."
-            )
-        return construct(cls, "fusion config", config) if isinstance(config, Mapping) else config
+    dropout_prob: float | None = field(None, Maybe(Share(), "that of the model's attention"))
 
 
 @fusion_configs.register("static")

@@ -44,7 +44,7 @@ from ._rows import features, openness, restored
 
 @architectures.register("lora")
 @config_strings.register("lora")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class LoRAConfig(LowRankConfig):
     """Config of LoRA; `TargetedConfig` says where the adapters sit, `LowRankConfig` how big.
 

@@ -29,29 +29,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from adapterzoo.activations import activation
+from adapterzoo.activations import ActivationName, activation
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import (
-    MAX_WIDTH,
     AdapterConfig,
     Placement,
     architectures,
     config_strings,
-    require_choice,
-    require_range,
 )
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
 from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.fields import (
+    MAX_WIDTH,
+    SEED,
+    Choice,
+    Either,
+    Layers,
+    Range,
+    Share,
+    field,
+)
 
 from ._bottleneck_layer import Affine
-from ._init import DTYPES, drawn, generator, kaiming, require_seed
+from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
 from ._sublayers import block_sites
 
 _MAX_POSITIONS = 65_536
 
 
 @architectures.register("reft")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class ReftConfig(AdapterConfig):
     """Config of ReFT; the fields are those of adapters.
 
@@ -72,18 +79,18 @@ class ReftConfig(AdapterConfig):
 
     architecture: ClassVar[str] = "reft"
 
-    layers: str | tuple[int, ...] = "all"
-    prefix_positions: int = 3
-    suffix_positions: int = 0
-    r: int = 1
+    layers: str | tuple[int, ...] = field("all", Either(Choice("all"), Layers()))
+    prefix_positions: int = field(3, Range(0, _MAX_POSITIONS))
+    suffix_positions: int = field(0, Range(0, _MAX_POSITIONS))
+    r: int = field(1, Range(1, MAX_WIDTH))
     orthogonality: bool = True
     tied_weights: bool = False
     subtract_projection: bool = True
-    dropout: float = 0.05
-    non_linearity: str | None = None
-    output_reft: bool = True
-    init_weights_seed: int | None = None
-    dtype: str | None = None
+    dropout: float = field(0.05, Share())
+    non_linearity: str | None = field(None, ActivationName())
+    output_reft: bool = field(True, Choice(True))
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -91,33 +98,12 @@ class ReftConfig(AdapterConfig):
         Raises:
             ConfigError: a value is not legal.
         """
-        require_range(self, "prefix_positions", 0, _MAX_POSITIONS)
-        require_range(self, "suffix_positions", 0, _MAX_POSITIONS)
-        require_range(self, "r", 1, MAX_WIDTH)
-        require_range(self, "dropout", 0.0, 1.0 - 1e-9)
-        for field in ("orthogonality", "tied_weights", "subtract_projection"):
-            require_choice(self, field, (True, False))
-        require_choice(self, "output_reft", (True,))
-        require_choice(self, "dtype", (None, *DTYPES))
-        require_seed(self)
-        activation(self.non_linearity)
+        super().__post_init__()
         if not self.prefix_positions + self.suffix_positions:
             raise ConfigError(
                 f"{type(self).__name__}(prefix_positions=0, suffix_positions=0): no position is "
                 f"left to edit. Write prefix_positions=3."
             )
-        if isinstance(self.layers, str):
-            require_choice(self, "layers", ("all",))
-        else:
-            object.__setattr__(self, "layers", tuple(self.layers))
-
-    def __eq__(self, other: object) -> bool:
-        """Whether all fields are equal; `LoReftConfig()` equals the `ReftConfig` that spells it."""
-        return isinstance(other, ReftConfig) and self.to_dict() == other.to_dict()
-
-    def __hash__(self) -> int:
-        """A hash that equal configs share."""
-        return hash((self.r, self.layers, self.prefix_positions, self.suffix_positions))
 
     @property
     def starts_as_identity(self) -> bool:
@@ -140,7 +126,7 @@ class ReftConfig(AdapterConfig):
 
 
 @config_strings.register("loreft")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class LoReftConfig(ReftConfig):
     """Wu et al. 2024, eq. 2: an edit inside of an orthonormal subspace."""
 
@@ -148,7 +134,7 @@ class LoReftConfig(ReftConfig):
 
 
 @config_strings.register("noreft")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class NoReftConfig(ReftConfig):
     """LoReFT without the orthonormal rows."""
 
@@ -156,7 +142,7 @@ class NoReftConfig(ReftConfig):
 
 
 @config_strings.register("direft")
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class DiReftConfig(ReftConfig):
     """Wu et al. 2024, eq. 3: an edit without the difference of projections."""
 
@@ -188,10 +174,9 @@ class ReftUnit(nn.Module):
         super().__init__()
         d, draw = site.d_out, generator(config.init_weights_seed, f"{site.path}/{number}")
         fresh = kaiming(draw)
-        bound = d**-0.5
         self.source = Affine(
             drawn((config.r, d), fresh, device, dtype),
-            drawn((config.r,), lambda t: t.uniform_(-bound, bound, generator=draw), device, dtype),
+            drawn((config.r,), uniform(d**-0.5, draw), device, dtype),
         )
         rows = partial(nn.init.orthogonal_, generator=draw) if config.orthogonality else fresh
         self.projection = drawn((config.r, d), rows, device, dtype)

@@ -24,19 +24,14 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from adapterzoo.anatomy import Site
-from adapterzoo.configs import (
-    MAX_WIDTH,
-    architectures,
-    config_strings,
-    require_choice,
-    require_range,
-)
+from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
+from adapterzoo.fields import FACTOR, MAX_WIDTH, Choice, Range, Share, field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
 
-from ._init import DTYPES, constant, drawn
+from ._init import DTYPE, DTYPES, constant, drawn
 from ._targets import TargetedConfig
 
 
@@ -59,30 +54,14 @@ class VeraConfig(TargetedConfig):
 
     architecture: ClassVar[str] = "vera"
 
-    r: int = 256
-    vera_d: float = 0.1
-    vera_b: float = 0.0
-    dropout: float = 0.0
-    projection_prng_key: int = 0
-    convention: str = "paper"
-    alpha: float = 8
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ConfigError: a value is not legal.
-        """
-        super().__post_init__()
-        require_range(self, "r", 1, MAX_WIDTH)
-        require_range(self, "vera_d", -1e9, 1e9)
-        require_range(self, "vera_b", -1e9, 1e9)
-        require_range(self, "dropout", 0.0, 1.0 - 1e-9)
-        require_range(self, "projection_prng_key", 0, 2**63 - 1)
-        require_choice(self, "convention", ("paper", "adapterhub"))
-        require_range(self, "alpha", -1e9, 1e9)
-        require_choice(self, "dtype", (None, *DTYPES))
+    r: int = field(256, Range(1, MAX_WIDTH))
+    vera_d: float = field(0.1, FACTOR)
+    vera_b: float = field(0.0, FACTOR)
+    dropout: float = field(0.0, Share())
+    projection_prng_key: int = field(0, Range(0, 2**63 - 1))
+    convention: str = field("paper", Choice("paper", "adapterhub"))
+    alpha: float = field(8, FACTOR)
+    dtype: str | None = field(None, DTYPE)
 
     @property
     def starts_as_identity(self) -> bool:
@@ -90,9 +69,10 @@ class VeraConfig(TargetedConfig):
         return self.vera_b == 0.0
 
     def shared(
-        self, sites: Sequence[Site], device: torch.device, dtype: torch.dtype
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> Projections:
         """A and B of all layers, as wide as the widest."""
+        sites = [placement.site for placement in placements]
         return Projections(self, sites, device, DTYPES[self.dtype] if self.dtype else dtype)
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Vera:

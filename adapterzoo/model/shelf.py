@@ -302,7 +302,7 @@ class ShelfMixin(AddHeadsMixin, TiedHeadsMixin):
             )
         head_type = str(values.get("head_type"))
         cls = self.custom_heads.get(head_type)
-        return (cls or head_types.find(head_type, call)).from_dict(values)
+        return (cls or head_types.find(head_type)).from_dict(values)
 
     def _add_head(
         self,

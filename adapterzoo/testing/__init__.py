@@ -88,7 +88,7 @@ def report(
         ConformanceError: the config fits none of the suite's models.
     """
     loaded = AdapterConfig.load(config)
-    chosen = [checks.find(n, "report(only=…)") for n in (checks if only is None else only)]
+    chosen = [checks.find(n) for n in (checks if only is None else only)]
     found = list(cases(loaded, kinds))
     if not found:
         raise ConformanceError(
@@ -123,7 +123,7 @@ def report_on(
         SiteError: the model has no site of the kind that the config needs.
     """
     case = ModelCase(AdapterConfig.load(config), tiny=tiny)
-    chosen = [checks.find(n, "report_on(only=…)") for n in only]
+    chosen = [checks.find(n) for n in only]
     case.host("a")
     return list(_failures(chosen, [case]))
 

@@ -16,7 +16,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.registry import Registry
 
-from ._host import KINDS, VOCABULARY, WIDTH, Host
+from ._host import ATTENTION, KINDS, VOCABULARY, WIDTH, Host
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -113,9 +113,12 @@ def cases(config: AdapterConfig, kinds: Iterable[str] = KINDS) -> Iterator[Case]
         kinds: which of `KINDS` to look at.
     """
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    for kind in kinds:
-        if _fits(Case(config, kind, device="meta")):
-            yield from (Case(config, kind, dtype, d) for d in devices for dtype in DTYPES)
+    fitting = [kind for kind in kinds if _fits(Case(config, kind, device="meta"))]
+    # a method of attention alone
+    if not fitting and _fits(Case(config, ATTENTION, device="meta")):
+        fitting = [ATTENTION]
+    for kind in fitting:
+        yield from (Case(config, kind, dtype, d) for d in devices for dtype in DTYPES)
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ class Check:
 
     def wants(self, case: Case) -> bool:
         """Whether the check says something about the case."""
-        return case.dtype in self.dtypes and case.kind in self.kinds
+        kinds = (*self.kinds, ATTENTION) if self.kinds == KINDS else self.kinds
+        return case.dtype in self.dtypes and case.kind in kinds
 
 
 checks: Registry[Check] = Registry("check")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapterzoo.inject import recorded
 from adapterzoo.model import AdapterModelMixin
@@ -22,6 +23,8 @@ WIDTH = 32
 INNER = 48
 VOCABULARY = 11
 KINDS = ("linear", "linear without bias", "conv1d", "embedding")
+# tokens see one another there: for methods that sit at attention and nowhere else
+ATTENTION = "attention"
 
 
 class Conv1D(nn.Module):
@@ -49,6 +52,51 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = torch.sigmoid(self.q_proj(x)) * torch.tanh(self.k_proj(x))
         return cast("Tensor", self.out_proj(gate * self.v_proj(x)))
+
+
+class _InterfaceAttention(nn.Module):
+    """Attention that transformers' functions compute, as in LLaMA; two heads."""
+
+    head_dim = WIDTH // 2
+    num_key_value_groups = 1
+    is_causal = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="sdpa")
+        self.q_proj = nn.Linear(WIDTH, WIDTH, False)
+        self.k_proj = nn.Linear(WIDTH, WIDTH, False)
+        self.v_proj = nn.Linear(WIDTH, WIDTH, False)
+        self.o_proj = nn.Linear(WIDTH, WIDTH, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = self.q_proj, self.k_proj, self.v_proj
+        # [rows, heads, tokens, head_dim] each
+        heads = [f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in layers]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _attend)
+        out, _ = attend(self, *heads, None, scaling=self.head_dim**-0.5)
+        return cast("Tensor", self.o_proj(out.flatten(2)))
+
+
+def _attend(*args: Any, **kwargs: Any) -> Any:
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+
+
+class _AttentionBlock(nn.Module):
+    """As in LLaMA: norms in front, attention between tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(WIDTH, bias=False)
+        self.self_attn = _InterfaceAttention()
+        self.pre_feedforward_layernorm = nn.LayerNorm(WIDTH, bias=False)
+        self.up_proj = nn.Linear(WIDTH, INNER, False)
+        self.down_proj = nn.Linear(INNER, WIDTH, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        inner = gelu(self.up_proj(self.pre_feedforward_layernorm(x)))
+        return cast("Tensor", x + self.down_proj(inner))
 
 
 class _FusedAttention(nn.Module):
@@ -126,6 +174,7 @@ _BLOCKS: dict[str, type[nn.Module]] = {
     "linear without bias": _PreNormBlock,
     "conv1d": _FusedBlock,
     "embedding": _PreNormBlock,
+    ATTENTION: _AttentionBlock,
 }
 
 

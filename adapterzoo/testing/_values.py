@@ -27,7 +27,7 @@ from ._case import (
     run,
     same_bits,
 )
-from ._host import Host
+from ._host import ATTENTION, Host
 
 
 @check(*DTYPES)
@@ -276,7 +276,11 @@ def stacks(case: Case) -> None:
 
 @check()
 def mixed_rows(case: Case) -> None:
-    """Rows of a batch with different adapters are those rows alone, rows without have base bits."""
+    """Rows of a batch with different adapters are those rows alone, rows without have base bits.
+
+    Where adapters act on attention, rows without one have filler beside their keys, so that their
+    sums are rounded in another order.
+    """
     model, x = case.trained("a", "b"), case.input(5, 6)
     names = ("b", None, "a", "b", None)
     try:
@@ -286,7 +290,7 @@ def mixed_rows(case: Case) -> None:
         return
     for row, name in enumerate(names):
         alone = _active(model, name, x)[row]
-        if name is None:
+        if name is None and case.kind != ATTENTION:
             require(same_bits(mixed[row], alone), f"row {row} without adapter is not the base's")
             continue
         error, allowed = distance(mixed[row], alone), 1e-5 * max(1.0, alone.abs().max().item())

@@ -14,7 +14,7 @@ from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError
 
 from ._case import DTYPES, Case, check, distance, fields_of, require, run, same_bits
-from ._host import Host
+from ._host import ATTENTION, Host
 
 _SHAPES = ((), (1,), (3,), (0,), (2, 0), (2, 3), (1, 1), (2, 2, 3), (2, 1, 2, 3))
 
@@ -26,7 +26,7 @@ def any_leading_shape(case: Case) -> None:
     An adapter that reads the call of its model counts tokens, and is given rows of tokens only.
     """
     model = case.trained("a")
-    counts_tokens = any(
+    counts_tokens = case.kind == ATTENTION or any(
         part.reads_call
         for _, module in model.adapter_modules("a")
         for part in module.modules()

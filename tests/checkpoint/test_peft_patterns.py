@@ -81,7 +81,7 @@ def test_patterns_are_read_as_peft_reads_them(patterns):
      "(a|a)(a|a)" * 12, "((ab)*c)*", "[a-z]*" * 9, r"\w+" * 9, ".{0,99}" * 9, "(a|b|ab)*c"],
 )  # fmt: skip
 def test_expressions_that_could_search_for_hours_do_not_run(pattern):
-    with pytest.raises(CheckpointError, match=r"alpha_pattern has regular expressions") as raised:
+    with pytest.raises(CheckpointError, match=r"alpha_pattern has .*search for hours") as raised:
         values_at("load_adapter('x')", "alpha_pattern", {"q_proj": 1, pattern: 2}, ["a" * 40] * 9)
     assert "load_adapter('x')" in str(raised.value)
     assert pattern[:80] in str(raised.value).replace("\\\\", "\\")

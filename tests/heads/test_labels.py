@@ -47,4 +47,4 @@ def test_a_config_is_made_of_a_dict(values):
         with pytest.raises(ConfigError) as caught:
             kind.from_dict(values)
         assert repr(values) in str(caught.value)
-        assert "Write {'head_type': 'classification', 'num_labels': 2}." in str(caught.value)
+        assert "Write {'head_type': '" in str(caught.value)

@@ -198,7 +198,10 @@ def test_a_word_without_tokens_is_zero_and_missing_starts_are_named():
         (lambda: CausalLMConfig(logit_softcap=0.0), "logit_softcap=0.0.*Write logit_softcap=None"),
         (lambda: CausalLMConfig(logit_scale="2"), "logit_scale='2'.*Write logit_scale=None"),
         (lambda: CausalLMConfig(logit_divisor=math.inf), "logit_divisor=inf.*a number above 0"),
-        (lambda: CausalLMConfig(embedding_size="8"), "embedding_size='8'.*Write embedding_size=1"),
+        (
+            lambda: CausalLMConfig(embedding_size="8"),
+            "embedding_size='8'.*Write embedding_size=None",
+        ),
         (lambda: MaskedLMConfig(embedding_size=10**9), "Write embedding_size=65536"),
         (lambda: MaskedLMConfig(vocab_size=-1), "Write vocab_size=1"),
         (lambda: TaggingConfig().replace(lables=2), "'lables'.*'num_labels'.*Write one of these"),

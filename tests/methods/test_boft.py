@@ -386,7 +386,7 @@ def test_a_block_size_of_four_when_none_is_given():
         ({"boft_n_butterfly_factor": 0}, ["boft_n_butterfly_factor=0", "factor=1."]),
         ({"boft_n_butterfly_factor": 99}, ["boft_n_butterfly_factor=99", "factor=16."]),
         ({"init_weights_seed": 1.5}, ["init_weights_seed=1.5", "a whole number", "=None."]),
-        ({"boft_dropout": 1.0}, ["boft_dropout=1.0", "from 0.0"]),
+        ({"boft_dropout": 1.0}, ["boft_dropout=1.0", "from 0 to below 1"]),
         ({"init_weights": "gaussian"}, ["init_weights='gaussian'", "Write init_weights=True."]),
         ({"dtype": "int8"}, ["dtype='int8'", "'float32'", "Write dtype=None."]),
     ],

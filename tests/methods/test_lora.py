@@ -371,7 +371,7 @@ def test_parameters_are_of_their_layers_dtype_or_as_said(dtype):
         ({"init_weights": "pissa"}, ["init_weights='pissa'", "'lora', 'bert'"]),
         ({"dtype": "int8"}, ["dtype='int8'", "float32"]),
         ({"attn_matrices": ["q", "x"]}, ["'x'", "'q', 'k', 'v', 'o'", "Write attn_matrices"]),
-        ({"attn_matrices": [["q"]]}, ["no attention matrix ['q']", "Write attn_matrices"]),
+        ({"attn_matrices": [["q"]]}, ["attn_matrices=[['q']]", "Write attn_matrices"]),
         ({"selfattn_lora": False}, ["nothing is left to adapt", "target_modules='all-linear'"]),
         ({"attn_matrices": []}, ["nothing is left to adapt", "target_modules='all-linear'"]),
         ({"attn_matrices": None}, ["Write attn_matrices=['q', 'v']"]),

@@ -1,0 +1,118 @@
+"""A stack of linear layers with dropout, of which most heads consist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from adapterzoo.activations import ActivationName, activation
+from adapterzoo.fields import Maybe, Range, Share, field
+
+from ._base import Backbone, HeadConfig, PredictionHead
+from ._pooling import Pooling
+
+# far above any published use; they stop a typo before it allocates
+COUNT = Range(1, 10_000_000)
+LAYERS = Range(1, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersConfig(HeadConfig):
+    """Configs of heads that are a stack of linear layers with dropout.
+
+    Attributes:
+        layers: number of linear layers.
+        activation_function: between them; None for none.
+        dropout_prob: before each; None for that of the model.
+    """
+
+    layers: int = field(1, LAYERS)
+    activation_function: str | None = field("tanh", ActivationName())
+    dropout_prob: float | None = field(None, Maybe(Share(), "that of the model"))
+
+    def __post_init__(self) -> None:
+        """Check every field, and number the labels that have no names."""
+        super().__post_init__()
+        self._check_labels(self.label_count)
+
+    @property
+    def label_count(self) -> int:
+        """How many labels there are."""
+        count: int = getattr(self, self.count_field)
+        return count
+
+    @property
+    def d_out(self) -> int:
+        """Features after the last layer."""
+        return self.label_count
+
+
+class Activation(nn.Module):
+    """An activation function of a head, by name."""
+
+    def __init__(self, name: str) -> None:
+        """Look the function up.
+
+        Raises:
+            ConfigError: there is no such function.
+        """
+        super().__init__()
+        self.name = name
+        self.function = activation(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The function of each element; any shape."""
+        return self.function(x)
+
+    def extra_repr(self) -> str:
+        """The name."""
+        return self.name
+
+
+class LayersHead(PredictionHead):
+    """A stack of linear layers, each behind a dropout, with activations between them.
+
+    Children are numbered as in AdapterHub's `nn.Sequential`: dropout 0, linear 1, activation 2, ….
+    """
+
+    config: LayersConfig
+
+    def __init__(
+        self,
+        config: LayersConfig,
+        backbone: Backbone,
+        pooling: Pooling | None = None,
+        bias: bool = True,
+    ) -> None:
+        """Make the layers.
+
+        Args:
+            config: of the head.
+            backbone: the model below.
+            pooling: resolved; None for a head on tokens.
+            bias: whether the last layer has one.
+        """
+        super().__init__(config, pooling)
+        dropout = backbone.dropout if config.dropout_prob is None else config.dropout_prob
+        width = backbone.hidden_size
+        layers: list[nn.Module] = []
+        for _ in range(config.layers - 1):
+            layers += [nn.Dropout(dropout), backbone.linear(width, width)]
+            if config.activation_function:
+                layers.append(Activation(config.activation_function))
+        layers += [nn.Dropout(dropout), backbone.linear(width, config.d_out, bias)]
+        number(self, layers)
+
+    def score(self, x: Tensor) -> Tensor:
+        """All layers one after the other. `x` `[*batch, d_model]` → `[*batch, d_out]`."""
+        for layer in self._modules.values():
+            x = layer(x)  # type: ignore[misc]
+        return x
+
+
+def number(module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Make the layers children of the module, named 0, 1, 2, …."""
+    for i, layer in enumerate(layers):
+        module.add_module(str(i), layer)

@@ -1,0 +1,196 @@
+"""Prefixes in any attention that goes through transformers' attention interface.
+
+An attention module looks its function up by the name in its config and passes itself along. While
+a prefix is active, the module reads a view of its config that names ours, which puts the prefix
+before the keys and values and calls the function that the config itself names. Neither the config
+nor the masks of the model change.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from adapterzoo.composition import prefix_of
+from adapterzoo.contracts import Prefix
+from adapterzoo.errors import StateError
+
+from .adapted import Adapted
+from .views import LayerCall
+
+# of the function below, in transformers' table
+_NAME = "adapterzoo_prefix"
+_SUPPORTED = ("eager", "sdpa")
+
+
+class _Config:
+    """A config as an attention with a prefix reads it."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    @property
+    def _attn_implementation(self) -> str:
+        return _NAME
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class AdaptedAttention(Adapted):
+    """Mixed into the class of an attention module that has prefixes."""
+
+    @classmethod
+    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
+        """The config that the module reads."""
+        return {"config": property(_read_config, _write_config)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, its keys and values behind those of the prefix."""
+        link = self._link
+        active = link.active
+        plan = active.plan
+        step = plan.steps.get(link.path)
+        if step is None:
+            return super().forward(*args, **kwargs)
+        implementation = vars(self)["config"]._attn_implementation
+        if implementation not in _SUPPORTED:
+            raise StateError(
+                f"attn_implementation={implementation!r}: its function cannot be given a mask that "
+                f"shows a prefix. Load the model with attn_implementation='sdpa' or 'eager', or "
+                f"write model.set_attn_implementation('sdpa')."
+            )
+        x = args[0] if args else next(iter(kwargs.values()))
+        adapters = cast("Any", self._modules["adapters"])._modules
+        base = LayerCall(self, super(Adapted, self).forward, context=active.call)
+        active.call.prefixes.append((self, prefix_of(step, adapters, x, base, plan.rows)))
+        forward = super(Adapted, self).forward
+        if link.path in plan.shared_inputs:
+            forward = self._gathering
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            active.call.prefixes.pop()
+
+
+def _read_config(self: AdaptedAttention) -> Any:
+    config, running = vars(self)["config"], self._link.active.call.prefixes
+    return _Config(config) if running and running[-1][0] is self else config
+
+
+def _write_config(self: AdaptedAttention, value: Any) -> None:
+    vars(self)["config"] = value
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Any:
+    """Attention with the prefix of the module that calls it.
+
+    Args:
+        module: the attention.
+        query: `[rows, heads, queries, width]`.
+        key: `[rows, kv_heads, keys, width]`, those in the cache with it.
+        value: `[rows, kv_heads, keys, value_width]`.
+        attention_mask: `[rows or 1, heads or 1, queries, keys]`, bool or added to the scores.
+        **kwargs: as transformers passes them.
+    """
+    prefix = module._link.active.call.prefixes[-1][1]
+    name = vars(module)["config"]._attn_implementation
+    own: Any = getattr(sys.modules[_plain(module).__module__], "eager_attention_forward", None)
+    run = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
+    rows, queries, keys = key.shape[0], query.shape[2], key.shape[2]
+    if prefix.keys.shape[1] != key.shape[1] or prefix.keys.shape[3] != key.shape[3]:
+        raise StateError(
+            f"{_plain(module).__name__}: its keys are {list(key.shape)}, and the prefix was made "
+            f"for {prefix.keys.shape[1]} heads of {prefix.keys.shape[3]} features."
+        )
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", name == "sdpa") if causal is None else causal
+    if attention_mask is None and causal and queries > 1 and name == "sdpa":
+        # sdpa would have made it, with the diagonal at the first key
+        ones = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+        attention_mask = ones.tril(keys - queries)[None, None]
+    mask = _with_prefix(attention_mask, prefix, rows, queries, keys, query.dtype)
+    bias = kwargs.get("position_bias")
+    if bias is not None:
+        kwargs["position_bias"] = _bias(module, bias, prefix, queries, keys)
+    key = torch.cat([_fit(prefix.keys, key), key], 2)  # [rows, kv_heads, length + keys, width]
+    value = torch.cat([_fit(prefix.values, value), value], 2)
+    return run(module, query, key, value, mask, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
+
+
+def _plain(module: nn.Module) -> type:
+    mro = type(module).__mro__
+    return mro[mro.index(Adapted) + 1]
+
+
+def _fit(t: Tensor, like: Tensor) -> Tensor:
+    """A prefix `[rows or 1, …]` for the rows, and of the dtype, of keys or values."""
+    count = t.shape[0]
+    # windows of an image come as several rows of a batch each
+    t = t.repeat_interleave(like.shape[0] // count, 0) if count > 1 else t
+    return t.to(like).expand(like.shape[0], -1, -1, -1)
+
+
+def _with_prefix(
+    mask: Tensor | None, prefix: Prefix, rows: int, queries: int, keys: int, dtype: torch.dtype
+) -> Tensor | None:
+    """The mask with columns for the prefix; None where everything is seen."""
+    length = prefix.keys.shape[2]
+    if mask is None:
+        if prefix.mask is None:
+            return None
+        # eager attention adds what it is given
+        mask = torch.zeros(rows, 1, queries, keys, dtype=dtype, device=prefix.mask.device)
+    shape = (*mask.shape[:-1], length)
+    if prefix.mask is None:
+        seen = mask.new_ones(shape) if mask.dtype is torch.bool else mask.new_zeros(shape)
+        return torch.cat([seen, mask], -1)
+    own = prefix.mask.repeat_interleave(rows // prefix.mask.shape[0], 0)[:, None, None]
+    own = own.expand(rows, mask.shape[1], queries, length).to(mask.device)
+    mask = mask.expand(rows, -1, -1, -1)
+    if mask.dtype is not torch.bool:
+        lowest = torch.finfo(mask.dtype).min
+        own = torch.zeros(own.shape, dtype=mask.dtype, device=mask.device).masked_fill(~own, lowest)
+    return torch.cat([own, mask], -1)
+
+
+def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) -> Tensor:
+    """A relative position bias `[1, heads, queries, keys]` with columns for the prefix."""
+    length = prefix.keys.shape[2]
+    owner = None if prefix.distances is None else _bias_owner(module)
+    if owner is None:
+        return pad(bias, (length, 0))
+    past = keys - queries
+    if prefix.distances == "shifted":
+        return cast("Tensor", owner.compute_bias(queries, length + keys, bias.device, past)).to(
+            bias
+        )
+    # key p of the prefix stands at p − length
+    own = owner.compute_bias(queries, length, bias.device, past + length)
+    return torch.cat([own.to(bias), bias], -1)
+
+
+def _bias_owner(module: Any) -> Any:
+    """The attention of the stack that computes its relative position bias, None without one."""
+    if not hasattr(module, "has_relative_attention_bias"):
+        return None
+    if module.has_relative_attention_bias:
+        return module
+    stacks = module._link.active.call.stacks
+    inside = stacks[-1].module.modules()
+    return next((m for m in inside if getattr(m, "has_relative_attention_bias", False)), None)

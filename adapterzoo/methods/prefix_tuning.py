@@ -1,0 +1,249 @@
+"""Prefix tuning.
+
+Paper: Li & Liang 2021, arXiv:2101.00190, eq. 3 and §4.3; gates as in UniPELT, Mao et al. 2022,
+arXiv:2110.07577, §3.2.
+A table T = W₂ φ(W₁ E + b₁) + b₂, or T itself where `flat`, holds P keys and values for each
+attention: K' = [Tₖ; K], V' = [Tᵥ; V], after projection and rotation, seen by every query. With a
+gate g = mean over the prompt of σ(W x + b) they are g Tₖ and g Tᵥ, x being the attention's input.
+
+Differs from the paper: nothing. Tokens keep their positions. Differs from adapters: a gate reads
+the real tokens of the prompt, so that padding and a cache change nothing, and a relative position
+bias keeps the distances of tokens; `convention="adapterhub"` is what adapters computes. Differs
+from PEFT: tokens keep their positions, which PEFT shifts by P, and all attentions of an
+encoder-decoder have a prefix.
+Cost: P · 2 · N · H · e numbers for N attentions of H heads of width e; while it is trained, an MLP.
+Cannot do: merging; models whose attention computes scores by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+
+from adapterzoo.activations import ActivationName, activation
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
+from adapterzoo.contracts import AttentionAdapter, BaseLayer, Prefix
+from adapterzoo.errors import SiteError
+from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
+
+from ._bottleneck_layer import Affine
+from ._init import constant, drawn, generator, kaiming, normal, uniform
+
+
+@architectures.register("prefix_tuning")
+@config_strings.register("prefix_tuning")
+@dataclass(frozen=True, kw_only=True)
+class PrefixTuningConfig(AdapterConfig):
+    """Config of prefix tuning; the fields are those of adapters, and `convention`.
+
+    Attributes:
+        encoder_prefix: prefixes in the encoder of an encoder-decoder.
+        cross_prefix: prefixes in its cross-attention.
+        leave_out: numbers of blocks without a prefix; encoder blocks first, then decoder.
+        flat: whether T itself is trained, without an MLP.
+        prefix_length: P, 1 to 65,536.
+        bottleneck_size: width inside of the MLP.
+        non_linearity: φ.
+        dropout: probability, 0 to below 1, of dropping a number of T.
+        use_gating: a gate for the keys and values of each attention.
+        shared_gating: whether keys and values have one gate.
+        init_weights_seed: makes the initial values reproducible.
+        convention: "paper"; or "adapterhub": a gate reads padding, and the tokens of one call
+            only; a relative position bias counts keys from the first of the prefix.
+    """
+
+    architecture: ClassVar[str] = "prefix_tuning"
+
+    encoder_prefix: bool = True
+    cross_prefix: bool = True
+    leave_out: tuple[int, ...] = field((), Layers())
+    flat: bool = False
+    prefix_length: int = field(30, Range(1, MAX_WIDTH))
+    bottleneck_size: int = field(512, Range(1, MAX_WIDTH))
+    non_linearity: str = field("tanh", ActivationName())
+    dropout: float = field(0.0, Share())
+    use_gating: bool = False
+    shared_gating: bool = True
+    init_weights_seed: int | None = field(None, SEED)
+    convention: str = field("paper", Choice("paper", "adapterhub"))
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """False: every query sees the keys."""
+        return False
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """One placement for each attention.
+
+        Raises:
+            SiteError: an attention of the model does not take keys, or none is left.
+        """
+        if anatomy.unreachable or not anatomy.attentions:
+            why = anatomy.unreachable or anatomy.reason or "it has no attention"
+            raise SiteError(
+                f"{type(self).__name__}: this model's attention cannot be given keys and values "
+                f"({why}). Use a method at layers, such as LoRAConfig()."
+            )
+        decoders = {a.stack for a in anatomy.attentions if a.cross}
+        found = []
+        for attention in anatomy.attentions:
+            in_encoder = bool(decoders) and attention.stack not in decoders
+            wanted = self.cross_prefix if attention.cross else self.encoder_prefix or not in_encoder
+            if wanted and attention.layer not in self.leave_out:
+                at = "cross" if attention.cross else "encoder" if in_encoder else "self"
+                found.append(Placement(attention.site(), self, f"{at}_prefix"))
+        if not found:
+            raise SiteError(
+                f"{type(self).__name__}(leave_out={list(self.leave_out)!r}): no attention is left. "
+                f"The model has blocks 0 to {len(anatomy.blocks) - 1}. Write a shorter leave_out."
+            )
+        return found
+
+    def shared(
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
+    ) -> nn.ModuleDict:
+        """The table of each location."""
+        locations = dict.fromkeys(p.location for p in placements)
+        sites = {at: [p.site for p in placements if p.location == at] for at in locations}
+        return nn.ModuleDict(
+            {at: PrefixTable(self, own, at, device, dtype) for at, own in sites.items()}
+        )
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PrefixTuning:
+        """What takes the site's keys and values out of the table."""
+        return PrefixTuning(self, site, device, dtype)
+
+
+class PrefixTable(nn.Module):
+    """T `[P, Σ H (key width + value width)]` of the attentions of one location, in model order.
+
+    Attributes:
+        wte: E `[P, d_model]`, None where T is flat.
+        control_trans: W₁, b₁ and W₂, b₂; T itself where it is flat.
+        places: path of an attention to the first column of its keys.
+    """
+
+    def __init__(
+        self,
+        config: PrefixTuningConfig,
+        sites: Sequence[Site],
+        location: str,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            config: of the adapter.
+            sites: the attentions.
+            location: of them, such as "self_prefix".
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        source = generator(config.init_weights_seed, location)
+        P, m, d = config.prefix_length, config.bottleneck_size, sites[0].d_in
+        self.places: dict[str, int] = {}
+        width = 0
+        for site in sites:
+            self.places[site.path] = width
+            width += sum(site.head_widths) * site.heads
+        self.dropout = config.dropout
+        self.activation = activation(config.non_linearity)
+        if config.flat:
+            self.table = drawn((P, width), normal(1.0, source), device, dtype)
+            return
+        self.register_parameter("table", None)
+        self.wte = drawn((P, d), normal(1.0, source), device, dtype)
+        fresh = kaiming(source)
+
+        def layer(d_out: int, d_in: int) -> Affine:
+            near = uniform(d_in**-0.5, source)
+            bias = drawn((d_out,), near, device, dtype)
+            return Affine(drawn((d_out, d_in), fresh, device, dtype), bias)
+
+        self.down, self.up = layer(m, d), layer(width, m)
+
+    def forward(self, path: str, size: int) -> Tensor:
+        """The columns `[P, size]` of an attention's keys and values."""
+        start = self.places[path]
+        if self.table is not None:
+            columns = self.table[:, start : start + size]
+        else:
+            inner = self.activation(self.down(self.wte))  # [P, m]
+            weight, bias = self.up.weight, cast("Tensor", self.up.bias)
+            columns = linear(inner, weight[start : start + size], bias[start : start + size])
+        return dropout(columns, self.dropout, self.training)  # [P, size]
+
+
+class PrefixTuning(AttentionAdapter):
+    """The keys and values of one attention, taken out of the adapter's table.
+
+    Attributes:
+        gate: of `use_gating`: weight `[1 or 2, d_model]` and bias, or None.
+    """
+
+    def __init__(
+        self, config: PrefixTuningConfig, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the gate, if any.
+
+        Args:
+            config: of the adapter.
+            site: the attention.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.path, self.heads, self.widths = site.path, site.heads, site.head_widths
+        self.adapterhub = config.convention == "adapterhub"
+        self.cross = site.cross
+        self.gate: Affine | None = None
+        if config.use_gating:
+            source = generator(config.init_weights_seed, f"{site.path}/gate")
+            count = 1 if config.shared_gating else 2
+            self.gate = Affine(
+                drawn((count, site.d_in), normal(0.02, source), device, dtype),
+                drawn((count,), constant(0.0), device, dtype),
+            )
+
+        self.reads_call = config.use_gating and not self.adapterhub
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]
+        """The keys `[rows or 1, heads, P, key width]` and values; `x` `[rows, tokens, d_model]`."""
+        tables = cast("nn.ModuleDict", base.shared(self)).values()
+        table = next(t for t in tables if self.path in cast("PrefixTable", t).places)
+        sizes = [self.heads * width for width in self.widths]
+        keys, values = table(self.path, sum(sizes)).split(sizes, 1)  # [P, heads · width] each
+        keys, values = self._by_head(keys, 0), self._by_head(values, 1)
+        if self.gate is not None:
+            g = self._openness(x, base).to(keys.dtype)  # [rows, 1 or 2]
+            keys = g[:, :1, None, None] * keys  # [rows, heads, P, key width]
+            values = g[:, -1:, None, None] * values
+        distances: Literal["kept", "shifted"] = "shifted" if self.adapterhub else "kept"
+        return Prefix(keys, values, None, None if self.cross else distances)
+
+    def _by_head(self, columns: Tensor, which: int) -> Tensor:
+        """`[P, heads · width]` → `[1, heads, P, width]`."""
+        heads: Tensor = columns.unflatten(1, (self.heads, self.widths[which]))
+        return heads.transpose(0, 1).unsqueeze(0)
+
+    def _openness(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """G `[rows, 1 or 2]`, the mean over tokens."""
+        gate = cast("Affine", self.gate)
+        if self.adapterhub:
+            return torch.sigmoid(gate(x.to(gate.weight.dtype))).mean(1)
+        call = base.call
+
+        def mean() -> Tensor:
+            real = call.prompt(x).unsqueeze(-1)  # [rows, tokens, 1]
+            score = torch.sigmoid(gate(x.to(gate.weight.dtype)))  # [rows, tokens, 1 or 2]
+            return (score * real).sum(1) / real.sum(1).clamp(min=1)
+
+        return call.remembered(self, mean)
