@@ -86,7 +86,7 @@ def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
     if strategy.target == "ranks":
         if sum(ranks) > MAX_WIDTH:
             raise CompositionError(
-                f"{strategy.call}: {strategy.name!r} puts the ranks side by side, {sum(ranks)} of "
+                f"{strategy.name!r} puts the ranks side by side, {sum(ranks)} of "
                 f"them at {path!r}, and {MAX_WIDTH} are legal. Write combine_strategy='svd', "
                 f"svd_rank={max(ranks)}."
             )
@@ -95,7 +95,7 @@ def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
         return strategy.rank or max(ranks)
     if len(set(ranks)) > 1:
         raise CompositionError(
-            f"{strategy.call}: {strategy.name!r} takes adapters of one rank, and at {path!r} these "
+            f"{strategy.name!r} takes adapters of one rank, and at {path!r} these "
             f"have {', '.join(map(str, ranks))}. Write {_ANY_RANK}."
         )
     return ranks[0]
@@ -116,7 +116,7 @@ def _at_all(
     if sorted(found) != sorted(paths):
         why = f"parts of {parts[0].path!r}" if parts else "layers that no list of names tells apart"
         raise CompositionError(
-            f"{strategy.call}: the adapters sit at different places, among them {why}, so that no "
+            f"the adapters sit at different places, among them {why}, so that no "
             f"config has all of them. Add them with the same targets, or write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
@@ -167,13 +167,13 @@ def products(factors: Sequence[_Factors]) -> list[Tensor]:
 def _split(change: Tensor, strategy: Combination, rank: int) -> _Factors:
     if strategy.driver is not None and not change.is_cuda:
         raise CompositionError(
-            f"{strategy.call}: svd_driver={strategy.driver!r} is one of cuSOLVER, and the adapters "
+            f"svd_driver={strategy.driver!r} is one of cuSOLVER, and the adapters "
             f"are on {change.device}. Write svd_driver=None."
         )
     if not bool(change.isfinite().all()):
         raise CompositionError(
-            f"{strategy.call}: the combined change of a weight is not finite; nothing has changed. "
-            f"Look for NaN in their lora_A and lora_B, and load another checkpoint."
+            "the combined change of a weight is not finite; nothing has changed. "
+            "Look for NaN in their lora_A and lora_B, and load another checkpoint."
         )
     return split(change, rank, strategy.clamp, strategy.full_matrices, strategy.driver)
 

@@ -12,7 +12,7 @@ from adapterzoo import inject
 from adapterzoo.averaging import Combination, combination, weighted
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import CompositionError, listing
+from adapterzoo.errors import CompositionError, listing, names_call
 from adapterzoo.inject.building import at_hand
 from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
@@ -25,6 +25,7 @@ from .tables import TablesMixin
 class AveragingMixin(TablesMixin):
     """`average_adapter` and PEFT's `add_weighted_adapter`, once for all methods."""
 
+    @names_call
     @torch.no_grad()
     def average_adapter(
         self,
@@ -100,15 +101,16 @@ class AveragingMixin(TablesMixin):
             UnknownNameError: there is no adapter or strategy of a name.
         """
         call = f"average_adapter({adapter_name!r})"
-        check_name("average_adapter", adapter_name)
-        names, own = weighted(call, adapter_list, weights, normalize_weights)
+        check_name(call, adapter_name)
+        names, own = weighted(adapter_list, weights, normalize_weights)
         strategy = combination(
-            call, combine_strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
+            combine_strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
             svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
             majority_sign_method=majority_sign_method, seed=seed,
         )  # fmt: skip
         self._combine(adapter_name, names, own, strategy, seed, overwrite_ok, set_active)
 
+    @names_call
     @torch.no_grad()
     def add_weighted_adapter(
         self,
@@ -153,12 +155,12 @@ class AveragingMixin(TablesMixin):
             UnknownNameError: the same.
         """
         call = f"add_weighted_adapter({adapter_name!r})"
-        check_name("add_weighted_adapter", adapter_name)
-        names, own = weighted(call, adapters, weights, normalize=False)
+        check_name(call, adapter_name)
+        names, own = weighted(adapters, weights, normalize=False)
         # what the word means to PEFT has another name here
         name = "lora_linear_sqrt" if combination_type == "linear" else combination_type
         strategy = combination(
-            call, name, svd_rank=svd_rank, svd_clamp=svd_clamp,
+            name, svd_rank=svd_rank, svd_clamp=svd_clamp,
             svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
             majority_sign_method=majority_sign_method, seed=seed,
         )  # fmt: skip
@@ -174,7 +176,7 @@ class AveragingMixin(TablesMixin):
         overwrite_ok: bool = False,
         set_active: bool = False,
     ) -> None:
-        call = strategy.call
+        call = f"average_adapter({name!r})"
         refuse_if_sharded(self, call, "Write it before fully_shard(model).")
         configs = [self._find(each, call).config for each in names]
         self._refuse_taken(name, call, overwrite_ok)
@@ -235,7 +237,7 @@ def _share(made: nn.Module, others: Sequence[nn.Module], strategy: Combination) 
         state = other.state_dict()
         if any(not torch.equal(first[key], state[key].to(first[key].device)) for key in first):
             raise CompositionError(
-                f"{strategy.call}: the layers of each adapter share tensors, {listing(first)}, "
+                f"the layers of each adapter share tensors, {listing(first)}, "
                 f"and these differ between the adapters. Train them from the same shared tensors, "
                 f"or write set_active_adapters(Average('a', 'b'))."
             )

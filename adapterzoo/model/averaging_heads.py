@@ -9,7 +9,7 @@ import torch
 
 from adapterzoo.averaging import combination, weighted, weighted_sum
 from adapterzoo.contracts import upcast
-from adapterzoo.errors import CompositionError, listing
+from adapterzoo.errors import CompositionError, listing, names_call
 
 from .shelf import ShelfMixin
 
@@ -17,6 +17,7 @@ from .shelf import ShelfMixin
 class AveragingHeadsMixin(ShelfMixin):
     """`average_head`."""
 
+    @names_call
     @torch.no_grad()
     def average_head(
         self,
@@ -46,8 +47,8 @@ class AveragingHeadsMixin(ShelfMixin):
             UnknownNameError: there is no head of a name.
         """
         call = f"average_head({head_name!r})"
-        names, own = weighted(call, head_list, weights, normalize_weights)
-        strategy = combination(call, "linear")
+        names, own = weighted(head_list, weights, normalize_weights)
+        strategy = combination("linear")
         heads = [self._find_head(name, call) for name in names]
         checked = self._free_head_name("average_head", head_name, overwrite_ok)
         kinds = dict.fromkeys(str(head.config.head_type) for head in heads)

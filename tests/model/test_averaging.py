@@ -571,7 +571,7 @@ def test_names_are_checked(tiny):
         model.average_adapter("a", ["a", "b"])
     with refused(model, ConfigError, "average_adapter", "'../c'"):
         model.average_adapter("../c", ["a", "b"])
-    with refused(model, ConfigError, "1 weights stand for 2 names", "weights=[1.0, 1.0]"):
+    with refused(model, ConfigError, "weights=[1.0] is not a list of 2", "weights=[1.0, 1.0]"):
         model.add_weighted_adapter(["a", "b"], [1.0], "c", "linear")
     model.merge_adapter("a")
     with refused(model, StateError, "'a' is merged", "reset_adapter()"):
@@ -650,7 +650,7 @@ def test_heads_that_do_not_fit_are_refused(tiny):
 def test_the_way_of_combining_is_a_name(tiny, kind):
     model = tiny()
     model.add_adapter("a", "lora")
-    with refused(model, UnknownNameError, "add_weighted_adapter('c')", repr(kind), "'cat'"):
+    with refused(model, UnknownNameError, "add_weighted_adapter(['a'])", repr(kind), "'cat'"):
         model.add_weighted_adapter(["a"], [1.0], "c", combination_type=kind)
     with refused(model, UnknownNameError, "average_adapter('c')", repr(kind), "'cat'"):
         model.average_adapter("c", ["a"], combine_strategy=kind)
