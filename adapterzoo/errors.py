@@ -97,7 +97,8 @@ def unknown_name(call: str, kind: str, name: object, known: Iterable[str]) -> Un
     """The error for a name that is not there: says the known names, the nearest first.
 
     Args:
-        call: what the user wrote, e.g. `"set_active_adapters('sst2')"`; empty below `names_call`.
+        call: what the user wrote, e.g. `"set_active_adapters('sst2')"`; empty where a public
+            function says it.
         kind: what the name should have been, e.g. `"adapter"`.
         name: the name that was not found.
         known: all the names that exist.
@@ -107,8 +108,8 @@ def unknown_name(call: str, kind: str, name: object, known: Iterable[str]) -> Un
     kinds = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
     hint = f"Did you mean {near[0]!r}?" if near else f"Known {kinds}: {listing(names)}."
     also = f" Known {kinds}: {listing(names)}." if near and len(names) > 1 else ""
-    asked = f"{call}: " if call else ""
-    return UnknownNameError(f"{asked}there is no {kind} {name!r}. {hint}{also}")
+    start = f"{call}: " if call else ""
+    return UnknownNameError(f"{start}there is no {kind} {name!r}. {hint}{also}")
 
 
 class _Calls(threading.local):

@@ -21,7 +21,7 @@ from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 from .errors import ConfigError, listing
 
@@ -30,6 +30,11 @@ _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWOR
 
 # far above any published use; it stops a typo before it allocates
 MAX_WIDTH = 65_536
+
+
+def is_number(value: object, *types: type) -> TypeGuard[float]:
+    """Return whether a value is an int or a float, or of the types; True is neither."""
+    return type(value) in (types or (int, float))
 
 
 class Check(metaclass=ABCMeta):
@@ -42,18 +47,18 @@ class Check(metaclass=ABCMeta):
     legal: str
 
     @abstractmethod
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether the value is legal."""
 
-    def convert(self, value: Any, default: Any) -> Any:
+    def convert(self, value: object) -> object:
         """Return the value in the form in which configs hold it."""
         return value
 
-    def nearest(self, value: Any, default: Any) -> Any:
+    def nearest(self, value: object, default: object) -> object:
         """Return a legal value to suggest instead."""
         return default
 
-    def __call__(self, config: str, name: str, value: Any, default: Any = None) -> Any:
+    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
         """Return the value to keep.
 
         Args:
@@ -65,7 +70,7 @@ class Check(metaclass=ABCMeta):
         Raises:
             ConfigError: the value is not legal.
         """
-        kept = self.convert(value, default)
+        kept = self.convert(value)
         if self.fits(kept):
             return kept
         raise ConfigError(
@@ -87,13 +92,13 @@ class Range(Check):
         kind = "a whole number" if self._types == (int,) else "a number"
         return f"{kind} from {self.low} to {self.high}"
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether it lies within the bounds; True is not a number here."""
-        return type(value) in self._types and self.low <= value <= self.high
+        return is_number(value, *self._types) and self.low <= value <= self.high
 
-    def nearest(self, value: Any, default: Any) -> Any:
+    def nearest(self, value: object, default: object) -> object:
         """Return the bound on the value's side."""
-        if type(value) in (int, float) and not math.isnan(value):
+        if is_number(value) and not math.isnan(value):
             return self.low if value < self.low else self.high if value > self.high else default
         return default
 
@@ -107,9 +112,9 @@ class Share(Check):
 
     legal = "a number from 0 to below 1"
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether it is."""
-        return type(value) in (int, float) and 0 <= value < 1
+        return is_number(value) and 0 <= value < 1
 
 
 class Positive(Check):
@@ -117,9 +122,9 @@ class Positive(Check):
 
     legal = "a number above 0"
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether it is."""
-        return type(value) in (int, float) and 0 < value < math.inf
+        return is_number(value) and 0 < value < math.inf
 
 
 class Choice(Check):
@@ -129,11 +134,11 @@ class Choice(Check):
         """Take the legal values; the first is suggested where there is no legal default."""
         self.values, self.legal = values, f"one of {listing(values)}"
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether it equals one of them and has its type: True == 1."""
         return any(value == choice and type(value) is type(choice) for choice in self.values)
 
-    def nearest(self, value: Any, default: Any) -> Any:
+    def nearest(self, value: object, default: object) -> object:
         """Return the default, or the first."""
         return default if self.fits(default) else self.values[0]
 
@@ -155,11 +160,15 @@ class Maybe(Check):
         """That of the other check, or None."""
         return f"{self.check.legal}, or None{' for ' if self.meaning else ''}{self.meaning}"
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether it is None or the other check accepts it."""
         return value is None or self.check.fits(value)
 
-    def nearest(self, value: Any, default: Any) -> Any:
+    def convert(self, value: object) -> object:
+        """Return None, or what the other check makes of the value."""
+        return None if value is None else self.check.convert(value)
+
+    def nearest(self, value: object, default: object) -> object:
         """Return what the other check suggests."""
         return self.check.nearest(value, default)
 
@@ -176,33 +185,33 @@ class Either(Check):
         """Those of both."""
         return f"{self.first.legal}, or {self.second.legal}"
 
-    def convert(self, value: Any, default: Any) -> Any:
+    def convert(self, value: object) -> object:
         """Return what the first accepts as it is, all else as the second converts it."""
-        return value if self.first.fits(value) else self.second.convert(value, default)
+        return value if self.first.fits(value) else self.second.convert(value)
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether one of them accepts it."""
         return self.first.fits(value) or self.second.fits(value)
 
 
 class Layers(Check):
-    """Numbers of layers: a list becomes a tuple, a single number too, None the default."""
+    """Numbers of layers: a list becomes a tuple, so do a single number and None."""
 
     legal = "a list of layer numbers from 0"
 
-    def convert(self, value: Any, default: Any) -> Any:
+    def convert(self, value: object) -> object:
         """Return a tuple."""
         if value is None:
-            return default
+            return ()
         if isinstance(value, Sequence) and not isinstance(value, str):
             return tuple(value)
         return (value,)
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether each is a whole number from 0."""
-        return value is None or all(type(n) is int and n >= 0 for n in value)
+        return isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
 
-    def nearest(self, value: Any, default: Any) -> Any:
+    def nearest(self, value: object, default: object) -> object:
         """Return the first two layers."""
         return [0, 1]
 
@@ -226,15 +235,15 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False) -> _T:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def declared(check: Check | None) -> dict[str, Any]:
+def declared(check: Check | None) -> dict[str, object]:
     """Return the metadata by which a field without a default declares its check."""
     return {} if check is None else {"check": check}
 
 
 @functools.cache
-def checks(cls: Any) -> Mapping[str, tuple[Check, Any]]:
+def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
     """Return the check and the default of each field of a config class that has a check."""
-    found: dict[str, tuple[Check, Any]] = {}
+    found: dict[str, tuple[Check, object]] = {}
     for own in dataclasses.fields(cls):
         declared_in = [vars(c).get("__dataclass_fields__", {}).get(own.name) for c in cls.__mro__]
         named = [f.metadata["check"] for f in declared_in if f and "check" in f.metadata]

@@ -4,7 +4,14 @@ import pytest
 
 from adapterzoo.configs import AdapterConfig, config_strings
 from adapterzoo.errors import UnknownNameError
-from adapterzoo.testing import KINDS, ConformanceError, cases, check_method, checks, report
+from adapterzoo.testing import (
+    KINDS,
+    ConformanceError,
+    cases,
+    check_method,
+    checks,
+    report,
+)
 
 # a union is made of others: this one meets itself at no layer and at one layer
 UNIONS = ("seq_bn|lora", "lora[attn_matrices=['q'],dropout=0.1]|lora[output_lora=True]")
@@ -33,6 +40,7 @@ def test_method(text, check):
 def test_every_kind_of_layer_is_tried():
     # a method that refuses a kind of layer would be left out without a word
     kinds = {text: {case.kind for case in cases(config)} for text, config in CONFIGS.items()}
+    assert kinds.pop("prefix_tuning") == {"attention"}
     assert all(found >= set(KINDS) - {"embedding"} for found in kinds.values()), kinds
     # where layers can be named
     named = {text for text, config in CONFIGS.items() if "target_modules" in dir(config)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from adapterzoo.contracts import Adapter, can_batch
+from adapterzoo.contracts import Adapter, AttentionAdapter, can_batch
 from adapterzoo.errors import CompositionError
 
 from ._node import Child, Node
@@ -28,6 +28,8 @@ def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) 
     steps = [compile_site(child, present, adapter_of) for child in setup.children]
     if all(step is None for step in steps):
         return None
+    if isinstance(setup, (Average, Fuse, Split)):
+        _refuse_prefixes(setup, present, adapter_of)
     if isinstance(setup, Fuse):
         return _fused(setup, steps, adapter_of)
     if isinstance(setup, Split):
@@ -43,6 +45,16 @@ def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) 
     nested = (*inner, *reversed(outer))
     names = tuple(part for part in nested if isinstance(part, str))
     return names if len(names) == len(nested) else Nest(nested, "output" if inner else "input")
+
+
+def _refuse_prefixes(setup: Node, present: Collection[str], adapter_of: AdapterOf) -> None:
+    for name in setup.flatten():
+        if name in present and isinstance(adapter_of(name), AttentionAdapter):
+            raise CompositionError(
+                f"{setup!r}: {name!r} has keys and values of a prefix, which cannot be averaged, "
+                f"fused or given to a part of the sequence. Write Stack({name!r}, …), or "
+                f"BatchSplit({name!r}, …) for different rows of a batch."
+            )
 
 
 def _fused(setup: Fuse, steps: Sequence[Step | None], adapter_of: AdapterOf) -> Fused:

@@ -42,8 +42,7 @@ def prefix_of(
         return _chained([_own(adapters[name])(x, base) for name in step])
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
-            f"keys and values of a prefix cannot be averaged, fused or given to a part of the "
-            f"sequence. {_ALONE}"
+            f"{step!r}: keys and values of prefixes cannot be joined so. {_ALONE}"
         )
     layout = rows.layout_of(x)
     whole = Whole(base, x, lambda t: rows.layout(t.shape[0]).arranged(t))
@@ -108,7 +107,8 @@ def _side_by_side(
         ):
             empty = like.new_zeros(1, like.shape[1], 0, like.shape[3])
             t = (empty if own is None else own).expand(size, -1, -1, -1)
-            found.append(pad(t, (0, 0, 0, missing)))  # [size, heads, longest, width]
+            # in front: where a relative bias counts positions, those behind it stay
+            found.append(pad(t, (0, 0, missing, 0)))  # [size, heads, longest, width]
         mask = one.keys.new_ones(size, length, dtype=torch.bool)
-        masks.append(pad(mask, (0, missing)))  # [size, longest]
+        masks.append(pad(mask, (missing, 0)))  # [size, longest]
     return torch.cat(keys), torch.cat(values), torch.cat(masks)

@@ -8,17 +8,14 @@ from __future__ import annotations
 from ._base import Backbone, HeadConfig, PredictionHead, head_types
 from ._labels import labels_from
 from ._lm import LMHead
+from ._pooled import PooledHead
 from ._pooling import POOLINGS, Pooling, pool
-from .classification import (
-    ClassificationConfig,
-    ImageClassificationConfig,
-    MultilabelClassificationConfig,
-    MultipleChoiceConfig,
-    MultipleChoiceHead,
-    PooledHead,
-)
+from ._static import InexpressibleError, Shapes, Static, StaticHead
+from .classification import ClassificationConfig, MultilabelClassificationConfig
 from .dependency_parsing import DependencyParsingConfig, DependencyParsingHead
+from .image_classification import ImageClassificationConfig
 from .language_modeling import CausalLMConfig, MaskedLMConfig, Seq2SeqLMConfig
+from .multiple_choice import MultipleChoiceConfig, MultipleChoiceHead
 from .question_answering import QuestionAnsweringConfig, QuestionAnsweringHead
 from .tagging import TaggingConfig, TaggingHead
 
@@ -31,6 +28,7 @@ __all__ = [
     "DependencyParsingHead",
     "HeadConfig",
     "ImageClassificationConfig",
+    "InexpressibleError",
     "LMHead",
     "MaskedLMConfig",
     "MultilabelClassificationConfig",
@@ -42,6 +40,9 @@ __all__ = [
     "QuestionAnsweringConfig",
     "QuestionAnsweringHead",
     "Seq2SeqLMConfig",
+    "Shapes",
+    "Static",
+    "StaticHead",
     "TaggingConfig",
     "TaggingHead",
     "head_types",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from adapterzoo.registry import Registry
 from ._labels import checked, find_labels, labels_from, recounted
 from ._losses import IGNORED
 from ._pooling import Pooling
+
+if TYPE_CHECKING:
+    from ._static import Static, StaticHead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +92,7 @@ class HeadConfig(Config):
         scores_vocabulary: whether its heads have `output_embeddings`.
         pipeline_tag: the task's name on the Hub.
         peft_task: the task's name in PEFT's files.
+        task_classes: how the names of transformers' classes end whose heads `from_static` reads.
         count_field: the field that says how many labels there are, where there is one.
         label2id: names of the labels; None where they have none.
     """
@@ -106,6 +110,7 @@ class HeadConfig(Config):
     scores_vocabulary: ClassVar[bool] = False
     pipeline_tag: ClassVar[str | None] = None
     peft_task: ClassVar[str | None] = None
+    task_classes: ClassVar[tuple[str, ...]] = ()
     count_field: ClassVar[str] = "num_labels"
 
     label2id: Mapping[str, int] | None = None
@@ -117,6 +122,18 @@ class HeadConfig(Config):
         Raises:
             ConfigError: a value does not fit the backbone.
         """
+
+    @classmethod
+    def from_static(cls, static: Static) -> StaticHead | None:
+        """Return the head of a task class as a head of this type; None if another type has it.
+
+        Args:
+            static: the tensors' names and shapes, and the config, of a class in `task_classes`.
+
+        Raises:
+            InexpressibleError: no head of this type computes the same.
+        """
+        return None
 
     @property
     def id2label(self) -> dict[int, str] | None:

@@ -18,6 +18,10 @@ from adapterzoo.fields import MAX_WIDTH, Maybe, Range, Share, field
 
 from ._base import Backbone, head_types
 from ._lm import LMConfig, LMHead
+from ._static import Static, StaticHead
+
+# classes that generate, with an encoder or without one
+_CONDITIONAL = ("ForConditionalGeneration", "MTModel")
 
 
 @head_types.register("causal_lm")
@@ -33,11 +37,23 @@ class CausalLMConfig(LMConfig):
     head_type: ClassVar[str] = "causal_lm"
     output_class: ClassVar[str] = "CausalLMOutput"
     pipeline_tag: ClassVar[str | None] = "text-generation"
+    task_classes: ClassVar[tuple[str, ...]] = (
+        "ForCausalLM",
+        "LMHeadModel",
+        "GenerationDecoder",
+        *_CONDITIONAL,
+    )
     peft_task: ClassVar[str | None] = "CAUSAL_LM"
 
     embedding_size: int | None = field(None, Maybe(Range(1, MAX_WIDTH), "that of the model"))
     shift_labels: bool = True
     dropout_prob: float | None = field(None, Maybe(Share(), "none"))
+
+    @classmethod
+    def from_static(cls, static: Static) -> StaticHead | None:
+        """Return the head of a language model, unless it reads an encoder's output."""
+        seq2seq = static.task in _CONDITIONAL and static.backbone.encoder_decoder
+        return None if seq2seq else super().from_static(static)
 
     def build(self, backbone: Backbone) -> LMHead:
         """A fresh head, not yet tied."""
@@ -56,6 +72,7 @@ class MaskedLMConfig(LMConfig):
     head_type: ClassVar[str] = "masked_lm"
     output_class: ClassVar[str] = "MaskedLMOutput"
     pipeline_tag: ClassVar[str | None] = "fill-mask"
+    task_classes: ClassVar[tuple[str, ...]] = ("ForMaskedLM",)
 
     embedding_size: int | None = field(None, Maybe(Range(1, MAX_WIDTH), "that of the model"))
     layers: int = 2
@@ -77,6 +94,12 @@ class Seq2SeqLMConfig(LMConfig):
     output_class: ClassVar[str] = "Seq2SeqLMOutput"
     decoder_inputs_from: ClassVar[str | None] = "labels"
     peft_task: ClassVar[str | None] = "SEQ_2_SEQ_LM"
+    task_classes: ClassVar[tuple[str, ...]] = _CONDITIONAL
+
+    @classmethod
+    def from_static(cls, static: Static) -> StaticHead | None:
+        """Return the head of an encoder–decoder; what generates without an encoder is causal."""
+        return super().from_static(static) if static.backbone.encoder_decoder else None
 
     def build(self, backbone: Backbone) -> LMHead:
         """A fresh head, not yet tied.

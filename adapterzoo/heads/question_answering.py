@@ -21,6 +21,7 @@ from adapterzoo.fields import Choice, field
 from ._base import Backbone, head_types
 from ._layers import LayersConfig, LayersHead
 from ._losses import IGNORED, cross_entropy
+from ._static import Static, StaticHead
 
 
 @head_types.register("question_answering")
@@ -37,11 +38,24 @@ class QuestionAnsweringConfig(LayersConfig):
     output_class: ClassVar[str] = "QuestionAnsweringModelOutput"
     pipeline_tag: ClassVar[str | None] = "question-answering"
     peft_task: ClassVar[str | None] = "QUESTION_ANS"
+    task_classes: ClassVar[tuple[str, ...]] = ("ForQuestionAnswering",)
     label_names: ClassVar[tuple[str, ...]] = ("start_positions", "end_positions")
     logit_names: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
 
     num_labels: int = field(2, Choice(2))
     bias: bool = field(True, ours=True)
+
+    @classmethod
+    def from_static(cls, static: Static) -> StaticHead:
+        """Return the one layer of a class that finds spans."""
+        out, keys = static.one_linear()
+        config = cls(
+            num_labels=static.shape(out)[0],
+            activation_function=None,
+            bias=static.has_bias(out),
+            dropout_prob=static.config.get("qa_dropout", 0.0),
+        )
+        return StaticHead(config, keys)
 
     def build(self, backbone: Backbone) -> QuestionAnsweringHead:
         """A fresh head."""

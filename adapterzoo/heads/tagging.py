@@ -17,6 +17,10 @@ from adapterzoo.fields import field
 from ._base import Backbone, head_types
 from ._layers import COUNT, LayersConfig, LayersHead
 from ._losses import cross_entropy
+from ._static import InexpressibleError, Static, StaticHead
+
+# encoder–decoders whose token classifiers have the encoder only
+_OF_ENCODER = frozenset({"mt5", "t5", "umt5"})
 
 
 @head_types.register("tagging")
@@ -34,9 +38,30 @@ class TaggingConfig(LayersConfig):
     token_labels: ClassVar[bool] = True
     pipeline_tag: ClassVar[str | None] = "token-classification"
     peft_task: ClassVar[str | None] = "TOKEN_CLS"
+    task_classes: ClassVar[tuple[str, ...]] = ("ForTokenClassification",)
 
     num_labels: int = field(2, COUNT)
     bias: bool = field(True, ours=True)
+
+    @classmethod
+    def from_static(cls, static: Static) -> StaticHead:
+        """Return the one layer of a token classifier.
+
+        Raises:
+            InexpressibleError: it has more, or reads an encoder below a decoder.
+        """
+        if static.config.get("model_type") in _OF_ENCODER:
+            raise InexpressibleError("it labels the encoder's tokens, named heads the decoder's")
+        out, keys = static.one_linear()
+        count = static.shape(out)[0]
+        config = cls(
+            num_labels=count,
+            activation_function=None,
+            label2id=static.label_names(count),
+            bias=static.has_bias(out),
+            dropout_prob=static.dropout(),
+        )
+        return StaticHead(config, keys)
 
     def build(self, backbone: Backbone) -> TaggingHead:
         """A fresh head."""

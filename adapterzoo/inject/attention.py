@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapterzoo.composition import prefix_of
 from adapterzoo.contracts import Prefix
-from adapterzoo.errors import StateError
+from adapterzoo.errors import CompositionError, StateError
 
 from .adapted import Adapted
 from .views import LayerCall
@@ -177,6 +177,11 @@ def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) ->
         return pad(bias, (length, 0))
     past = keys - queries
     if prefix.distances == "shifted":
+        if prefix.mask is not None and not bool(prefix.mask.all()):
+            raise CompositionError(
+                "rows of a batch: their prefixes have different lengths, and shift the distances "
+                "of tokens by them. Call the model with the rows of one prefix at a time."
+            )
         return cast("Tensor", owner.compute_bias(queries, length + keys, bias.device, past)).to(
             bias
         )

@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from adapterzoo.activations import ActivationName
 from adapterzoo.configs import AdapterConfig
@@ -50,18 +49,19 @@ class Reduction(Check):
 
     legal = "a number above 0, or a mapping from layer numbers or 'default' to such numbers"
 
-    def convert(self, value: Any, default: Any) -> Any:
+    def convert(self, value: object) -> object:
         """Return a mapping with strings as keys, as JSON has them."""
-        mapping = isinstance(value, Mapping)
-        return {str(key): factor for key, factor in value.items()} if mapping else value
+        if not isinstance(value, Mapping):
+            return value
+        return {str(key): factor for key, factor in value.items()}
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether all numbers are above 0 and all keys mean layers."""
         given = value if isinstance(value, dict) else {"default": value}
         numbers = all(map(Positive().fits, given.values()))
         return numbers and bool(given) and all(k == "default" or k.isdecimal() for k in given)
 
-    def nearest(self, value: Any, default: Any) -> Any:
+    def nearest(self, value: object, default: object) -> object:
         """Return an example of the same kind."""
         return {"0": 8, "default": 16} if isinstance(value, Mapping) and value else 16
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,25 +42,25 @@ class Patterns(Check):
         """Take the other field's name, check and default."""
         self.name, self.check, self.default = name, check, default
 
-    def convert(self, value: Any, default: Any) -> Any:
+    def convert(self, value: object) -> object:
         """Return a copy: the caller's dict may change later."""
         return dict(value) if isinstance(value, Mapping) else value
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether it is a mapping with strings as keys."""
         return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
-    def nearest(self, value: Any, default: Any) -> Any:
+    def nearest(self, value: object, default: object) -> object:
         """Return an example."""
         return {"query": 4}
 
-    def __call__(self, config: str, name: str, value: Any, default: Any = None) -> Any:
+    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
         """Return the value to keep.
 
         Raises:
             ConfigError: it is not legal, or the expressions could search for hours.
         """
-        kept = super().__call__(config, name, value, default)
+        kept = cast("dict[str, object]", super().__call__(config, name, value, default))
         check_patterns(config, name, kept, self.nearest(value, default))
         for number in kept.values():
             self.check(config, self.name, number, self.default)

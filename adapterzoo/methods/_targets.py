@@ -10,13 +10,12 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
 from adapterzoo.expressions import fault
-from adapterzoo.fields import Check, Layers, field
+from adapterzoo.fields import Check, Layers, Maybe, field
 
 ALL_LINEAR = "all-linear"
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
@@ -32,15 +31,16 @@ class Matrices(Check):
 
     legal = f"a list of any of {listing(MATRICES)}"
 
-    def convert(self, value: Any, default: Any) -> Any:
+    def convert(self, value: object) -> object:
         """Return a tuple."""
         return tuple(value) if isinstance(value, Iterable) else (value,)
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether each is one of them."""
-        return all(isinstance(name, str) and name in MATRICES for name in value)
+        names = value if isinstance(value, tuple) else (value,)
+        return all(isinstance(name, str) and name in MATRICES for name in names)
 
-    def nearest(self, value: Any, default: Any) -> Any:
+    def nearest(self, value: object, default: object) -> object:
         """Return the usual two."""
         return ["q", "v"]
 
@@ -50,21 +50,22 @@ class Modules(Check):
 
     legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
 
-    def convert(self, value: Any, default: Any) -> Any:
+    def convert(self, value: object) -> object:
         """Return a tuple of names, a string or None."""
-        listed = isinstance(value, Iterable) and not isinstance(value, str)
-        return tuple(value) if listed else value
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            return value
+        return tuple(value)
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Return whether none is empty."""
         names = value if isinstance(value, tuple) else (value,)
         return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
 
-    def nearest(self, value: Any, default: Any) -> Any:
+    def nearest(self, value: object, default: object) -> object:
         """Return two names."""
         return ["query", "value"]
 
-    def __call__(self, config: str, name: str, value: Any, default: Any = None) -> Any:
+    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
         """Return the value to keep.
 
         Raises:
@@ -100,7 +101,7 @@ class TargetedConfig(AdapterConfig):
     leave_out: tuple[int, ...] = field((), Layers())
     target_modules: str | tuple[str, ...] | None = field(None, Modules())
     exclude_modules: str | tuple[str, ...] | None = field(None, Modules())
-    layers_to_transform: tuple[int, ...] | None = field(None, Layers())
+    layers_to_transform: tuple[int, ...] | None = field(None, Maybe(Layers()))
 
     def __post_init__(self) -> None:
         """Check every field.

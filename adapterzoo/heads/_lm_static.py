@@ -1,0 +1,72 @@
+"""The layers onto the vocabulary of transformers' language models, as fields of a head config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ._static import InexpressibleError, Static, activation_after
+
+# fields of a config that change logits in ways that no head here has
+_STRANGE = ("dim_model_base", "output_multiplier", "unpadded_vocab_size", "use_predict_layer")
+
+
+def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of the head's config, and the names of its tensors in a named head.
+
+    Raises:
+        InexpressibleError: it has layers or factors that no head here has.
+    """
+    config = static.config
+    if strange := [name for name in _STRANGE if config.get(name) not in (None, False, 1)]:
+        raise InexpressibleError(f"its config says {strange[0]}={config[strange[0]]!r}")
+    out, dense, norm = (static.module(role) for role in ("output", "dense", "norm"))
+    modules = [path for path in (dense, norm, out) if path is not None]
+    if norm is not None and dense is None:
+        raise InexpressibleError(f"it has the norm {norm} without a layer in front of it")
+    keys = {}
+    # dense 0, activation 1, norm 2, output behind them
+    places = {dense: 0, norm: 2, out: 0 if dense is None else 2 if norm is None else 3}
+    for path in modules:
+        for end in ("weight", "bias"):
+            if f"{path}.{end}" in static.tensors:
+                keys[f"{path}.{end}"] = f"{places[path]}.{end}"
+    # BERT and RoBERTa keep the bias of the output beside it
+    lone = [k for k in static.tensors if k not in keys and re.search(r"(^|\.)bias$", k)]
+    keys.update(dict.fromkeys(lone, f"{places[out]}.bias"))
+    added = "final_logits_bias" in static.tensors
+    if added:
+        keys["final_logits_bias"] = "final_logits_bias"
+    static.refuse_unused(keys)
+    rows = static.backbone.vocab_size if out is None else static.shape(out)[0]
+    width = static.backbone.embedding_size or static.backbone.hidden_size
+    if out is not None and static.shape(out)[1] != width:
+        raise InexpressibleError(f"{out} takes {static.shape(out)[1]} features, not {width}")
+    fields: dict[str, Any] = {
+        "vocab_size": None if rows == static.backbone.vocab_size else rows,
+        "layers": 1 if dense is None else 2,
+        "activation_function": None,
+        "layer_norm": norm is not None,
+        "bias": f"{places[out]}.bias" in keys.values(),
+        "added_bias": added,
+        **_logit_fields(config),
+    }
+    if dense is not None:
+        fields["activation_function"] = activation_after(dense, config)
+        fields["dense_bias"] = static.has_bias(dense)
+    if norm is not None:
+        fields["norm_bias"] = static.has_bias(norm)
+        if "layer_norm_eps" not in config:
+            fields["layer_norm_eps"] = config.get("norm_eps")
+    return fields, keys
+
+
+def _logit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a head config for what a transformers config does to the logits."""
+    cohere = str(config.get("model_type")).startswith("cohere")
+    return {
+        "logit_scale": config.get("logit_scale" if cohere else "lm_head_multiplier"),
+        "logit_divisor": config.get("logits_scaling"),
+        "logit_softcap": config.get("final_logit_softcapping") or config.get("logits_soft_cap"),
+    }

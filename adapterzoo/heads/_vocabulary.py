@@ -1,0 +1,90 @@
+"""Heads whose last layer has a row for each token: tie, replace and resize it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adapterzoo.errors import ConfigError
+
+from ._base import PredictionHead
+
+
+class VocabularyHead(PredictionHead):
+    """Base of the heads whose last child is a linear layer onto the vocabulary."""
+
+    # torch's count of changes of the last weight when it was taken from the base's checkpoint
+    _taken: int | None = None
+    final_logits_bias: Tensor
+
+    def tokens_to_score(self, hidden: Tensor, keep: int | Tensor) -> Tensor:
+        """Return the hidden states of the last `keep` tokens, of those it lists, or of all (0)."""
+        if isinstance(keep, Tensor):
+            return hidden[:, keep]
+        return hidden[:, -keep:] if keep else hidden
+
+    @property
+    def output_embeddings(self) -> nn.Linear:
+        """The layer onto the vocabulary."""
+        return cast("nn.Linear", next(reversed(self._modules.values())))
+
+    @property
+    def output_key(self) -> str:
+        """The key of the last layer's weight."""
+        return f"{next(reversed(self._modules))}.weight"
+
+    # no setter: nn.Module takes what is assigned for one more child
+    def replace_output(self, layer: nn.Module) -> None:
+        """Put another layer onto the vocabulary in the place of the last one.
+
+        Raises:
+            ConfigError: it is no linear layer.
+        """
+        if not isinstance(layer, nn.Linear):
+            raise ConfigError(
+                f"set_output_embeddings({layer!r}): the scores of tokens are those of a linear "
+                f"layer. Write set_output_embeddings(nn.Linear(d_model, vocab_size))."
+            )
+        self._modules[next(reversed(self._modules))] = layer
+        self.of_checkpoint = False
+
+    def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
+        """Take another weight and bias onto the vocabulary."""
+        layer, rows = self.output_embeddings, weight.shape[0]
+        layer.weight, layer.out_features = weight, rows
+        if bias is not None and bias.shape == layer.bias.shape:
+            layer.bias.data = bias
+        elif bias is not None:
+            layer.bias = nn.Parameter(bias, layer.bias.requires_grad)
+        if (old := getattr(self, "final_logits_bias", None)) is not None:
+            self.final_logits_bias = F.pad(old, (0, rows - old.shape[-1]))  # [1, vocab_size]
+
+    # not a plain attribute: a change of the weight ends it
+    @property
+    def of_checkpoint(self) -> bool:
+        """Whether the last layer is known to be that of the base model's checkpoint, unchanged."""
+        weight = self.output_embeddings.weight
+        return self._taken is not None and self._taken == weight._version
+
+    @of_checkpoint.setter
+    def of_checkpoint(self, value: bool) -> None:
+        weight = self.output_embeddings.weight
+        self._taken = weight._version if value and not weight.is_inference() else None
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Copies count the changes anew, and do not know."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._taken = None
+
+    def tie(self, weight: nn.Parameter) -> bool:
+        """Share the weight of the input embedding; False, and nothing done, if it does not fit.
+
+        Args:
+            weight: `[vocab_size, embedding_size]`.
+        """
+        fits = self.output_embeddings.weight.shape == weight.shape
+        if fits:
+            self.output_embeddings.weight = weight
+        return fits

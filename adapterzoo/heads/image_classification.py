@@ -1,0 +1,72 @@
+"""A head that judges whole images.
+
+Differs from AdapterHub: `pooling` says which tokens answer; labels of −100 do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from adapterzoo.fields import field
+
+from ._base import head_types
+from ._layers import COUNT
+from ._pooled import PooledConfig, is_multilabel
+from ._static import InexpressibleError, Static
+
+# image models by what their one layer looks at
+_POOLING: Mapping[str, str] = {
+    model_type: pooling
+    for pooling, model_types in (
+        ("cls", "deit vit vit_msn pvt"),
+        ("mean", "ijepa levit"),
+        (
+            "pooler",
+            (
+                "beit convnext convnextv2 data2vec-vision focalnet mobilevit mobilevitv2 regnet "
+                "resnet swin swinv2"
+            ),
+        ),
+    )
+    for model_type in model_types.split()
+}
+
+
+@head_types.register("image_classification")
+@dataclass(frozen=True, kw_only=True)
+class ImageClassificationConfig(PooledConfig):
+    """One of `num_labels` classes for each image, or with `multilabel` a yes or no for each."""
+
+    head_type: ClassVar[str] = "image_classification"
+    output_class: ClassVar[str] = "ImageClassifierOutput"
+    pipeline_tag: ClassVar[str | None] = "image-classification"
+    task_classes: ClassVar[tuple[str, ...]] = ("ForImageClassification",)
+
+    num_labels: int = field(2, COUNT)
+    multilabel: bool = False
+    bias: bool = True
+
+    @property
+    def problem_type(self) -> str:
+        """As of the heads on text; a single label is a number."""
+        several = self.multilabel and self.num_labels > 1
+        return "multi_label_classification" if several else super().problem_type
+
+    @classmethod
+    def pooling_of(cls, static: Static) -> str:
+        """Return what the one layer of an image classifier looks at, by the type of model.
+
+        Raises:
+            InexpressibleError: it is not known.
+        """
+        model_type = str(static.config.get("model_type"))
+        if model_type not in _POOLING:
+            raise InexpressibleError(f"it is not known what the head of a {model_type} looks at")
+        return _POOLING[model_type]
+
+    @classmethod
+    def labels_of(cls, static: Static, outputs: int) -> dict[str, Any]:
+        """Return the fields for the labels, and whether each is a yes or no."""
+        return {**super().labels_of(static, outputs), "multilabel": is_multilabel(static)}

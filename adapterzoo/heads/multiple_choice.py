@@ -1,0 +1,86 @@
+"""A head that chooses one of several sequences.
+
+Differs from AdapterHub: `pooling` says which tokens answer; labels of −100 do not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import field
+
+from ._base import Backbone, head_types
+from ._layers import COUNT
+from ._pooled import PooledConfig, PooledHead
+from ._static import Static
+
+# arguments of the base model with one row for each sequence
+_PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+
+
+@head_types.register("multiple_choice")
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoiceConfig(PooledConfig):
+    """The best of `num_choices` sequences, each scored by itself."""
+
+    head_type: ClassVar[str] = "multiple_choice"
+    output_class: ClassVar[str] = "MultipleChoiceModelOutput"
+    pipeline_tag: ClassVar[str | None] = "multiple-choice"
+    count_field: ClassVar[str] = "num_choices"
+    task_classes: ClassVar[tuple[str, ...]] = ("ForMultipleChoice",)
+
+    num_choices: int = field(2, COUNT)
+
+    @property
+    def d_out(self) -> int:
+        """One score for each sequence."""
+        return 1
+
+    @property
+    def problem_type(self) -> str:
+        """The choices are classes."""
+        return "single_label_classification"
+
+    def prepare_inputs(self, inputs: dict[str, Any]) -> None:
+        """Put the choices one after the other: `[batch, choices, …]` → `[batch · choices, …]`."""
+        for name in _PER_SEQUENCE:
+            value = inputs.get(name)
+            if isinstance(value, Tensor) and value.dim() == (4 if name == "inputs_embeds" else 3):
+                inputs[name] = value.flatten(0, 1)  # [batch · choices, tokens]
+
+    def build(self, backbone: Backbone) -> MultipleChoiceHead:
+        """A fresh head."""
+        return MultipleChoiceHead(self, backbone)
+
+    @classmethod
+    def labels_of(cls, static: Static, outputs: int) -> dict[str, Any]:
+        """Return as many choices as the config has labels, 2 where it has none."""
+        return {"num_choices": len(static.config.get("id2label") or (0, 1))}
+
+
+class MultipleChoiceHead(PooledHead):
+    """A score for each sequence, compared within each group of choices."""
+
+    config: MultipleChoiceConfig
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits `[batch, num_choices]`.
+
+        Args:
+            hidden: `[batch · num_choices, tokens, d_model]`, the choices of one question together.
+            mask: `[batch · num_choices, tokens]`.
+
+        Raises:
+            ConfigError: the sequences do not divide into groups of choices.
+        """
+        choices = self.config.num_choices
+        if hidden.shape[0] % choices:
+            raise ConfigError(
+                f"multiple choice: {hidden.shape[0]} sequences do not divide into groups of "
+                f"num_choices={choices}. Write input_ids of shape [batch, {choices}, tokens]."
+            )
+        return super().forward(hidden, mask).view(-1, choices)  # [batch, num_choices]
