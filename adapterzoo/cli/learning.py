@@ -26,13 +26,13 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if availab
 @command(
     "train",
     example="adapterzoo train --model bert-base-uncased --train train.csv --eval test.csv "
-    '--method "lora[r=8,alpha=16]" --output runs/reviews',
+    "--output runs/reviews",
 )
 @click.option("--model", required=True, help="Folder or Hub name of the base model.")
 @click.option("--train", "train_file", required=True, metavar="FILE", help="Training data.")
 @click.option("--eval", "eval_file", metavar="FILE", help="Test data.")
 @click.option("--output", required=True, metavar="FOLDER", help="Folder for the adapter.")
-@click.option("--method", default="seq_bn", help="Config string of the adapter.")
+@click.option("--method", help="Config string of the adapter.  [default: that of add_adapter]")
 @click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
 @click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
 @click.option("--lr", default=1e-3, type=click.FloatRange(min=0, min_open=True),
@@ -55,7 +55,7 @@ def train_command(
     train_file: str,
     eval_file: str | None,
     output: str,
-    method: str,
+    method: str | None,
     name: str | None,
     epochs: float,
     lr: float,
@@ -86,6 +86,7 @@ def train_command(
     from adapterzoo.names import check_name
 
     check_name(this_call(), name)
+    method = method or str(AdapterConfig.default)
     AdapterConfig.load(method)
 
     from .training import Plan, train

@@ -13,12 +13,9 @@ import pytest
 
 import adapterzoo
 from adapterzoo import AutoAdapterModel
-from adapterzoo.checkpoint.formats import formats
 from adapterzoo.cli import main
-from adapterzoo.cli.early import FORMATS, POOLINGS
 from adapterzoo.cli.hints import spell, this_call
 from adapterzoo.errors import argument, in_python
-from adapterzoo.heads import POOLINGS as OF_HEADS
 
 PACKAGE = Path(adapterzoo.__file__).parent
 # a command can show the errors of these folders
@@ -126,8 +123,3 @@ def test_convert_names_its_own_option_for_a_head_that_the_format_lacks(
     assert "with_head" not in refused
     # and the hint helps
     run("convert", tmp_path / "a", tmp_path / "b", "--to", "peft", "--no-head")
-
-
-def test_the_names_that_need_no_torch_are_those_of_the_library() -> None:
-    assert set(FORMATS) == set(formats)
-    assert set(POOLINGS) == set(OF_HEADS)
