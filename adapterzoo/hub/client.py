@@ -62,101 +62,48 @@ _PATIENCE = 20.0
 _SECRET = re.compile(r"hf_\w{6,}|(?<=Bearer )\S+")
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """What is wrong and what to do, as templates for `str.format`.
-
-    Attributes:
-        text: what is wrong.
-        hint: what to do.
-        hidden: whether the repository may not exist.
-    """
-
-    text: str
-    hint: str
-    hidden: bool = False
-
-
-# what follows "the Hub answers 401 for 'user/repository'"; 500 stands for all above it too
-_STATUSES = {
-    401: _Problem(
-        "the token is missing or invalid, or the name is wrong: private repositories are hidden",
-        "Check the name; write {token} or run 'hf auth login'; for a public repository write "
-        "{no_token}",
-        hidden=True,
-    ),
-    403: _Problem(
-        "the token may not {do} it",
-        "Write {token} with a token that may {do} it, from {hub}/settings/tokens",
-    ),
-    404: _Problem("it has no such file", "Check name, subfolder and revision"),
-    429: _Problem(
-        "too many requests came from here",
-        "Try again {when}, or run 'hf auth login': users with a token may send more",
-    ),
-    500: _Problem("it has a problem", "Try again later{or_cache}"),
+_UNUSABLE = (
+    "the answer of {hub} for {repo} cannot be used ({kind}: {reason}). Check HF_ENDPOINT, or "
+    "update with pip install -U huggingface_hub."
+)
+# what is wrong and what to do: by the status of an answer (500 stands for all above), by the class
+# of an error, and by name
+_MESSAGES: dict[object, str] = {
+    401: "the token is missing or invalid, or the name is wrong: private repositories are hidden. "
+    "Check the name; write {token} or run 'hf auth login'; for a public repository write "
+    "{no_token}.",
+    403: "the token may not {do} it. Write {token} with a token that may {do} it, from "
+    "{hub}/settings/tokens.",
+    404: "it has no such file. Check name, subfolder and revision.",
+    429: "too many requests came from here. Try again {when}, or run 'hf auth login': users with a "
+    "token may send more.",
+    500: "it has a problem. Try again later{or_cache}.",
+    HfHubHTTPError: "the request was refused. Check the arguments.",
+    RepositoryNotFoundError: "there is no such repository, or it is private and the token may not "
+    "read it. Check the name; write {token} or run 'hf auth login'.",
+    RevisionNotFoundError: "{repo} has no revision {revision!r}. Write {main} or another branch, "
+    "tag or commit of it.",
+    GatedRepoError: "{repo} is gated, and you have no access yet. Ask for it at {hub}/{repo_id}, "
+    "then write {token} or run 'hf auth login'.",
+    LocalTokenNotFoundError: "no token is stored. Run 'hf auth login' or write {token}.",
+    _http.TimeoutException: "{hub} did not answer in time for {repo}. Try again, or set "
+    "HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT to more seconds.",
+    _http.HTTPError: "the connection to {hub} failed for {repo} ({reason}). Check the network, "
+    "HF_ENDPOINT and proxies{or_cache}.",
+    FileMetadataError: _UNUSABLE,
+    OSError: "a file of {repo} arrived incomplete ({reason}). Try again.",
+    Exception: _UNUSABLE,
+    "disk": "a file of {repo} cannot be stored: {strerror} ({filename!r}). Make room, write "
+    "{cache} or set HF_HOME to a folder that can be written.",
+    "offline": "the Hub may not be asked (HF_HUB_OFFLINE=1 or TRANSFORMERS_OFFLINE=1), so {lost}. "
+    "Unset that variable and start again with a network.",
+    "not cached": "{repo}{at} is not, or not completely, in the cache {cached!r}, and the Hub may "
+    "not be asked (HF_HUB_OFFLINE=1 or local_files_only=True). Load it once without that.",
 }
-_NO_REPOSITORY = _Problem(
-    "there is no such repository, or it is private and the token may not read it",
-    "Check the name; write {token} or run 'hf auth login'",
-    hidden=True,
-)
-_OTHER_STATUS = _Problem("the request was refused", "Check the arguments")
-
-# the first class that fits decides
-_ERRORS: tuple[tuple[type[Exception], _Problem], ...] = (
-    (
-        RevisionNotFoundError,
-        _Problem(
-            "{repo} has no revision {revision!r}",
-            "Write {main} or another branch, tag or commit of it",
-        ),
-    ),
-    (
-        GatedRepoError,
-        _Problem(
-            "{repo} is gated, and you have no access yet",
-            "Ask for it at {hub}/{repo_id}, then write {token} or run 'hf auth login'",
-        ),
-    ),
-    (
-        LocalTokenNotFoundError,
-        _Problem("no token is stored", "Run 'hf auth login' or write {token}"),
-    ),
-    (
-        _http.TimeoutException,
-        _Problem(
-            "{hub} did not answer in time for {repo}",
-            "Try again, or set HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT to more seconds",
-        ),
-    ),
-    (
-        _http.HTTPError,
-        _Problem(
-            "the connection to {hub} failed for {repo} ({reason})",
-            "Check the network, HF_ENDPOINT and proxies{or_cache}",
-        ),
-    ),
-)
-_NO_SPACE = _Problem(
-    "a file of {repo} cannot be stored: {strerror} ({filename!r})",
-    "Make room, write {cache} or set HF_HOME to a folder that can be written",
-)
-_INCOMPLETE = _Problem("a file of {repo} arrived incomplete ({reason})", "Try again")
-_UNUSABLE = _Problem(
-    "the answer of {hub} for {repo} cannot be used ({kind}: {reason})",
-    "Check HF_ENDPOINT, or update with pip install -U huggingface_hub",
-)
-_OFFLINE = _Problem(
-    "the Hub may not be asked (HF_HUB_OFFLINE=1 or TRANSFORMERS_OFFLINE=1), so {lost}",
-    "Unset that variable and start again with a network",
-)
-_NOT_CACHED = _Problem(
-    "{repo}{at} is not, or not completely, in the cache {cached!r}, and the Hub may not be asked "
-    "(HF_HUB_OFFLINE=1 or local_files_only=True)",
-    "Load it once without that",
-    hidden=True,
-)
+# with these there may be no such repository, and a folder may have been meant
+_HIDDEN = (401, RepositoryNotFoundError, "not cached")
+# these follow "the Hub answers 401 for 'user/repository'"
+_ANSWERS = (401, 403, 404, 429, 500, HfHubHTTPError, RepositoryNotFoundError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,48 +152,40 @@ class Client:
 
     def not_cached(self, cache: str) -> HubError:
         """Make the error for a missing file in a cache where the Hub may not be asked."""
-        return self._told(_NOT_CACHED, cached=cache)
+        return self._told("not cached", cached=cache)
 
     def _error(self, error: Exception) -> HubError:
-        if isinstance(error, HfHubHTTPError) and not isinstance(
-            error, (RevisionNotFoundError, GatedRepoError)
-        ):
-            return self._status(error)
         if isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError)):
             if self.cached:
                 return self.not_cached(constants.HF_HUB_CACHE)
             target = "the Hub" if self.repo_id is None else repr(self.repo_id)
-            return _offline(f"nothing can be {'sent to' if self.writes else 'asked of'} {target}")
-        problem = next((told for kind, told in _ERRORS if isinstance(error, kind)), _UNUSABLE)
-        if isinstance(error, OSError) and problem is _UNUSABLE:
-            if error.errno is not None:
-                problem = _NO_SPACE
-            elif not isinstance(error, FileMetadataError):
-                problem = _INCOMPLETE
-        return self._told(
-            problem,
-            kind=type(error).__name__,
-            reason=_first_line(error),
-            strerror=getattr(error, "strerror", None),
-            filename=getattr(error, "filename", None),
-        )
+            return self._told(
+                "offline",
+                lost=f"nothing can be {'sent to' if self.writes else 'asked of'} {target}",
+            )
+        key: object = next(cls for cls in type(error).__mro__ if cls in _MESSAGES)
+        values: dict[str, object] = {"kind": type(error).__name__, "reason": _first_line(error)}
+        if isinstance(error, HfHubHTTPError):
+            status = int(error.response.status_code)
+            if key is HfHubHTTPError or (key is RepositoryNotFoundError and status == 401):
+                key = min(status, 500) if min(status, 500) in _MESSAGES else key
+            seconds = _retry_after(error)
+            values["when"] = "later" if seconds is None else f"in {seconds:g} seconds"
+            values["status"] = status
+            told = error.server_message
+            values["said"] = f" ({_first_line(told)!r})" if told else ""
+        elif key is OSError and isinstance(error, OSError) and error.errno is not None:
+            key = "disk"
+            values |= {"strerror": error.strerror, "filename": error.filename}
+        return self._told(key, **values)
 
-    def _status(self, error: HfHubHTTPError) -> HubError:
-        status = int(error.response.status_code)
-        problem = _STATUSES.get(500 if status >= 500 else status, _OTHER_STATUS)
-        if status != 401 and isinstance(error, RepositoryNotFoundError):
-            problem = _NO_REPOSITORY
-        seconds = _retry_after(error)
-        told = error.server_message
-        answer = f"the Hub answers {status} for {{repo}}" + (" ({told!r}): " if told else ": ")
-        return self._told(
-            _Problem(answer + problem.text, problem.hint, problem.hidden),
-            told=_first_line(told),
-            when="later" if seconds is None else f"in {seconds:g} seconds",
-        )
-
-    def _told(self, problem: _Problem, **values: object) -> HubError:
-        """Fill in the templates, and take out every token."""
+    def _told(self, key: object, **values: object) -> HubError:
+        """Fill in a message, and take out every token."""
+        text = _MESSAGES[key]
+        if key in _ANSWERS:
+            text = f"the Hub answers {{status}} for {{repo}}{{said}}: {text}"
+        if key in _HIDDEN and self.no_folder:
+            text = f"there is no such folder here, and {text}"
         revision = self.revision or constants.DEFAULT_REVISION
         known = {
             "repo": "the Hub" if self.repo_id is None else repr(self.repo_id),
@@ -261,9 +200,7 @@ class Client:
             "no_token": argument("token", False),
             "cache": argument("cache_dir", "…"),
         }
-        text = f"{problem.text}. {problem.hint}.".format(**{**known, **values})
-        folder = "there is no such folder here, and " if self.no_folder and problem.hidden else ""
-        return HubError(self._clean(folder + text))
+        return HubError(self._clean(text.format(**{**known, **values})))
 
     def _clean(self, text: str) -> str:
         tokens = [self.token if isinstance(self.token, str) else None, get_token()]
@@ -327,11 +264,7 @@ def refuse_if_offline(lost: str) -> None:
         HubError: `HF_HUB_OFFLINE=1`.
     """
     if constants.HF_HUB_OFFLINE:
-        raise _offline(lost)
-
-
-def _offline(lost: str) -> HubError:
-    return HubError(f"{_OFFLINE.text}. {_OFFLINE.hint}.".format(lost=lost))
+        raise HubError(_MESSAGES["offline"].format(lost=lost))
 
 
 def settings() -> dict[str, Any]:
