@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import os
-import types
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import transformers
-from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _get_model_class
+from transformers.utils.generic import ModelOutput
 
-from .errors import ConfigError, StateError, listing
-from .model.heads import HeadsMixin
-from .model.hf.pipelines import enter_pipelines
-from .model.hf.static_checkpoints import keep_static_head
-from .model.hf.towers import feature_names, with_rows
-from .model.mixin import GeneratesRows
-from .model.rows import RowNames, batch_size, named_inputs, repeated
-
-# where a family has several language models, the one of its whole base model comes first
-_GENERATING = (
-    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+from .errors import ConfigError, StateError, names_call
+from .heads import (
+    CausalLMConfig,
+    ClassificationConfig,
+    DependencyParsingConfig,
+    HeadConfig,
+    ImageClassificationConfig,
+    MaskedLMConfig,
+    MultilabelClassificationConfig,
+    MultipleChoiceConfig,
+    Pooling,
+    PredictionHead,
+    QuestionAnsweringConfig,
+    Seq2SeqLMConfig,
+    TaggingConfig,
+    labels_from,
 )
+from .inject import AdapterDict
+from .model import batches
+from .model.averaging import average_head
+from .model.batches import RowNames
+from .model.checkpointing import restore
+from .model.fusion import recorded
+from .model.heads import forward, store
+from .model.heads.interface import HeadStrategy
+from .model.heads.named import NamedHeads
+from .model.heads.tables import list_ties
+from .model.hf.factory import named_class
+from .model.hf.static_checkpoints import keep_static_head
+from .model.mixin import AdapterModelMixin
+
+Labels = Mapping[int, str] | None
 
 
 class AutoAdapterModel:
@@ -106,16 +125,24 @@ _HUB_ARGUMENTS = (
 )  # fmt: skip
 
 
-class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
+class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
     """What all classes that `AutoAdapterModel` makes have in common.
+
+    All methods that add a head raise `ConfigError` for a value or a name that is not legal and
+    `DuplicateNameError` for a name that is taken; then nothing has changed.
 
     Attributes:
         backbone_class: the transformers class of the base model.
         input_names: arguments of the base model's forward, in order.
+        heads: the heads by name.
+        custom_heads: head types that were registered for this model alone.
     """
 
+    _head_strategy: HeadStrategy = NamedHeads()
     backbone_class: ClassVar[type[PreTrainedModel]]
     input_names: ClassVar[tuple[str, ...]]
+    heads: AdapterDict
+    custom_heads: dict[str, type[HeadConfig]]
 
     def __init__(self, config: PreTrainedConfig) -> None:
         """Make the base model, and the adapters and heads that the config lists.
@@ -128,9 +155,9 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         self._start_adapters()
-        self._start_heads()
+        store.start(self)
         self.post_init()  # type: ignore[no-untyped-call]
-        self._restore_adapters()
+        restore(self)
 
     @classmethod
     def from_pretrained(
@@ -154,10 +181,349 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
             keep_static_head(model, pretrained_model_name_or_path, info, hub)
         return (model, info) if wants_info else model
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by the base model's class: this class is made anew where it is loaded."""
-        state = cast("Any", self).__getstate__()
-        return _blank, (self.backbone_class, type(self.config)), state
+    # --- which heads there are, and which answer ---
+
+    @names_call
+    def get_head(self, head_name: str) -> PredictionHead:
+        """The head of this name.
+
+        Raises:
+            UnknownNameError: there is none.
+        """
+        return store.find(self, head_name)
+
+    def get_prediction_heads_config(self) -> dict[str, dict[str, Any]]:
+        """Names of the heads to the dicts of their configs."""
+        return {name: head.config.to_dict() for name, head in store.all_heads(self).items()}
+
+    @names_call
+    def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:
+        """Class numbers to their names; None where a head has no classes.
+
+        Args:
+            head_name: which head; None for the active one.
+
+        Raises:
+            UnknownNameError: there is no head of this name.
+            StateError: it cannot be told which head is meant.
+        """
+        return store.find(self, head_name or store.active_name(self)).config.id2label
+
+    @names_call
+    def get_labels(self, head_name: str | None = None) -> list[str] | None:
+        """The names of the classes; arguments and errors as of `get_labels_dict`."""
+        labels = self.get_labels_dict(head_name)
+        return None if labels is None else list(labels.values())
+
+    @property
+    def active_head(self) -> str | list[str] | None:
+        """The head that answers, a list when several do, None when none does.
+
+        As many heads as an active `BatchSplit` or `Parallel` has parts answer one part each.
+
+        Raises:
+            CompositionError: on setting, it is a composition, which only adapters have.
+            UnknownNameError: on setting, there is no head of this name.
+        """
+        names = self._active.heads
+        if len(names) < 2:
+            return names[0] if names else None
+        return list(names)
+
+    @active_head.setter
+    def active_head(self, head_name_or_list: str | list[str] | None) -> None:
+        store.activate(self, head_name_or_list)
+
+    # --- add and delete ---
+
+    @names_call
+    def add_classification_head(
+        self,
+        head_name: str,
+        num_labels: int = 2,
+        layers: int = 2,
+        activation_function: str | None = "tanh",
+        overwrite_ok: bool = False,
+        multilabel: bool = False,
+        id2label: Labels = None,
+        use_pooler: bool = False,
+        pooling: Pooling = "auto",
+    ) -> None:
+        """Add a head that judges whole sequences.
+
+        Args:
+            head_name: how it is called.
+            num_labels: number of classes; 1 for a number instead (regression).
+            layers: number of linear layers.
+            activation_function: between them; None for none.
+            overwrite_ok: whether a head of that name may be replaced.
+            multilabel: whether each class is a yes or no of its own.
+            id2label: names of the classes.
+            use_pooler: whether to take the model's own pooled output.
+            pooling: which tokens answer for the sequence; "auto" does what the family does.
+        """
+        config = MultilabelClassificationConfig if multilabel else ClassificationConfig
+        made = config(
+            num_labels=num_labels,
+            layers=layers,
+            activation_function=activation_function,
+            label2id=labels_from(id2label),
+            use_pooler=use_pooler,
+            pooling=pooling,
+        )
+        store.add(self, head_name, made, overwrite_ok)
+
+    @names_call
+    def add_image_classification_head(
+        self,
+        head_name: str,
+        num_labels: int = 2,
+        layers: int = 1,
+        activation_function: str | None = "tanh",
+        overwrite_ok: bool = False,
+        multilabel: bool = False,
+        id2label: Labels = None,
+        use_pooler: bool = False,
+        pooling: Pooling = "auto",
+    ) -> None:
+        """Add a head that judges images; arguments as of `add_classification_head`."""
+        made = ImageClassificationConfig(
+            num_labels=num_labels,
+            layers=layers,
+            activation_function=activation_function,
+            multilabel=multilabel,
+            label2id=labels_from(id2label),
+            use_pooler=use_pooler,
+            pooling=pooling,
+        )
+        store.add(self, head_name, made, overwrite_ok)
+
+    @names_call
+    def add_multiple_choice_head(
+        self,
+        head_name: str,
+        num_choices: int = 2,
+        layers: int = 2,
+        activation_function: str | None = "tanh",
+        overwrite_ok: bool = False,
+        id2label: Labels = None,
+        use_pooler: bool = False,
+        pooling: Pooling = "auto",
+    ) -> None:
+        """Add a head that chooses among sequences; inputs are `[batch, num_choices, tokens]`.
+
+        Args:
+            head_name: how it is called.
+            num_choices: number of sequences to choose from.
+            layers: as of `add_classification_head`, like the rest.
+            activation_function: between the layers.
+            overwrite_ok: whether a head of that name may be replaced.
+            id2label: names of the choices.
+            use_pooler: whether to take the model's own pooled output.
+            pooling: which tokens answer for a sequence.
+        """
+        made = MultipleChoiceConfig(
+            num_choices=num_choices,
+            layers=layers,
+            activation_function=activation_function,
+            label2id=labels_from(id2label),
+            use_pooler=use_pooler,
+            pooling=pooling,
+        )
+        store.add(self, head_name, made, overwrite_ok)
+
+    @names_call
+    def add_tagging_head(
+        self,
+        head_name: str,
+        num_labels: int = 2,
+        layers: int = 1,
+        activation_function: str | None = "tanh",
+        overwrite_ok: bool = False,
+        id2label: Labels = None,
+    ) -> None:
+        """Add a head that gives each token a class; arguments as of `add_classification_head`."""
+        made = TaggingConfig(
+            num_labels=num_labels,
+            layers=layers,
+            activation_function=activation_function,
+            label2id=labels_from(id2label),
+        )
+        store.add(self, head_name, made, overwrite_ok)
+
+    @names_call
+    def add_qa_head(
+        self,
+        head_name: str,
+        num_labels: int = 2,
+        layers: int = 1,
+        activation_function: str | None = "tanh",
+        overwrite_ok: bool = False,
+        id2label: Labels = None,
+    ) -> None:
+        """Add a head that finds the span of an answer; `num_labels` is 2, its start and end."""
+        made = QuestionAnsweringConfig(
+            num_labels=num_labels,
+            layers=layers,
+            activation_function=activation_function,
+            label2id=labels_from(id2label),
+        )
+        store.add(self, head_name, made, overwrite_ok)
+
+    @names_call
+    def add_dependency_parsing_head(
+        self,
+        head_name: str,
+        num_labels: int = 2,
+        overwrite_ok: bool = False,
+        id2label: Labels = None,
+    ) -> None:
+        """Add a head that finds each word's head and relation; `forward` takes `word_starts`."""
+        made = DependencyParsingConfig(num_labels=num_labels, label2id=labels_from(id2label))
+        store.add(self, head_name, made, overwrite_ok)
+
+    @names_call
+    def add_masked_lm_head(
+        self,
+        head_name: str,
+        activation_function: str | None = "gelu",
+        layers: int = 2,
+        overwrite_ok: bool = False,
+    ) -> None:
+        """Add a head that scores masked tokens; it shares the embedding where the model ties."""
+        made = MaskedLMConfig(layers=layers, activation_function=activation_function)
+        store.add(self, head_name, made, overwrite_ok)
+
+    @names_call
+    def add_causal_lm_head(
+        self,
+        head_name: str,
+        activation_function: str | None = "gelu",
+        layers: int = 2,
+        overwrite_ok: bool = False,
+    ) -> None:
+        """Add a head that scores the next token; it shares the embedding where the model ties."""
+        made = CausalLMConfig(
+            layers=layers, activation_function=activation_function, layer_norm=True, bias=True
+        )
+        store.add(self, head_name, made, overwrite_ok)
+
+    @names_call
+    def add_seq2seq_lm_head(
+        self, head_name: str, layers: int = 1, overwrite_ok: bool = False
+    ) -> None:
+        """Add a head that scores a decoder's next token, on encoder–decoder models."""
+        made = Seq2SeqLMConfig(layers=layers)
+        store.add(self, head_name, made, overwrite_ok)
+
+    @names_call
+    def add_prediction_head_from_config(
+        self,
+        head_name: str,
+        config: Mapping[str, Any] | HeadConfig,
+        overwrite_ok: bool = False,
+        set_active: bool = True,
+    ) -> None:
+        """Add a head by the dict of its config, as `head_config.json` of AdapterHub holds it.
+
+        Args:
+            head_name: how it is called.
+            config: the dict, with its `head_type`; or a config.
+            overwrite_ok: whether a head of that name may be replaced.
+            set_active: whether it becomes the active head.
+
+        Raises:
+            ConfigError: a value, a field or the name is not legal.
+            DuplicateNameError: the name is taken.
+            UnknownNameError: there is no such head type.
+        """
+        if not isinstance(config, HeadConfig):
+            config = store.config_from(self, config)
+        store.add(self, head_name, config, overwrite_ok, set_active)
+
+    @names_call
+    def register_custom_head(self, head_type: str, cls: Any) -> None:
+        """Let this model have heads of a type of your own.
+
+        Args:
+            head_type: name of the type in configs, `cls.head_type`.
+            cls: a frozen keyword-only dataclass whose `build` makes the head. Enter it in
+                `adapterzoo.heads.head_types` instead to have it on all models.
+
+        Raises:
+            ConfigError: it is no config class, or has another `head_type`.
+        """
+        store.add_type(self, head_type, cls)
+
+    @names_call
+    def add_custom_head(
+        self,
+        head_type: str,
+        head_name: str,
+        overwrite_ok: bool = False,
+        set_active: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Add a head of a registered type.
+
+        Args:
+            head_type: as it was registered.
+            head_name: how it is called.
+            overwrite_ok: whether a head of that name may be replaced.
+            set_active: whether it becomes the active head.
+            **kwargs: fields of its config.
+
+        Raises:
+            ConfigError: a value, a field or the name is not legal.
+            DuplicateNameError: the name is taken.
+            UnknownNameError: there is no such head type.
+        """
+        config = store.config_from(self, {"head_type": head_type, **kwargs})
+        store.add(self, head_name, config, overwrite_ok, set_active)
+
+    @names_call
+    def average_head(
+        self,
+        head_name: str,
+        head_list: Sequence[str] | Mapping[str, float],
+        weights: Sequence[float] | None = None,
+        normalize_weights: bool = True,
+        overwrite_ok: bool = False,
+        set_active: bool = False,
+    ) -> None:
+        """Add a head whose parameters are Σ wᵢ θᵢ of several others; they stay as they are.
+
+        Args:
+            head_name: of the result.
+            head_list: the heads, or a dict from heads to weights.
+            weights: one for each, of any sign; None: equal ones of sum 1.
+            normalize_weights: whether weights are divided by their sum.
+            overwrite_ok: whether a head of the name may be replaced, also one of the list.
+            set_active: whether the result becomes the active head.
+
+        Raises:
+            CompositionError: the heads differ in more than dropout, or the result is not finite;
+                nothing has changed, as with every error.
+            ConfigError: a value is not legal.
+            DuplicateNameError: the name is taken.
+            StateError: the model is sharded.
+            UnknownNameError: there is no head of a name.
+        """
+        average_head(
+            self, head_name, head_list, weights, normalize_weights, overwrite_ok, set_active
+        )
+
+    @names_call
+    def delete_head(self, head_name: str) -> None:
+        """Delete a head; if it was active it is so no more.
+
+        Raises:
+            UnknownNameError: there is no head of this name.
+            StateError: the model is sharded.
+        """
+        store.delete(self, head_name)
+
+    # --- run ---
 
     def forward(
         self,
@@ -195,62 +561,123 @@ class AdapterModel(HeadsMixin, PreTrainedModel):  # type: ignore[misc]  # same n
             StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
             UnknownNameError: there is no adapter of a name.
         """
-        gates, fused = output_adapter_gating_scores, output_adapter_fusion_attentions
-        if gates or fused:
+        gates, fusions = output_adapter_gating_scores, output_adapter_fusion_attentions
+        if gates or fusions:
             run = functools.partial(
                 AdapterModel.forward, self, *args, head=head, adapter_names=adapter_names,
                 return_dict=return_dict, **kwargs,
             )  # fmt: skip
-            return self._listening(run, adapter_names, bool(gates), bool(fused))
-        inputs = named_inputs(self.input_names, args, kwargs)
-        if not self._rows_start(adapter_names):
-            return self._answer(inputs, head, return_dict)
-        plan, times = self._rows_plan(inputs, adapter_names, "forward", head is not None)
-        with self._overridden(plan):
-            return self._answer(inputs, head, return_dict, times)
+            return recorded(self, run, adapter_names, bool(gates), bool(fusions))
+        inputs = batches.named_inputs(self.input_names, args, kwargs)
+        if not batches.starts(self, adapter_names):
+            return forward.forward(self, inputs, head, return_dict, 1)
+        plan, times = batches.plan_of_call(self, inputs, adapter_names, head is not None)
+        with self._active.overridden(plan):
+            return forward.forward(self, inputs, head, return_dict, times)
 
-    def _answer(
+    def forward_head(
         self,
-        inputs: dict[str, Any],
-        head: str | list[str] | None,
-        return_dict: bool | None,
-        times: int = 1,
+        all_outputs: ModelOutput,
+        head_name: str | list[str] | None = None,
+        attention_mask: Tensor | None = None,
+        return_dict: bool | None = True,
+        input_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """`forward` when the plan of the call holds; the batch is repeated `times` times."""
-        labels = self._take_labels(inputs, head)
-        if times > 1:
-            inputs = repeated(inputs, times, batch_size(inputs))
-        self._prepare_inputs(inputs, labels, head)
-        outputs = self.base_model(**inputs, return_dict=True)
-        mask = inputs.get(
-            "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
-        )
-        return self.forward_head(
-            outputs, head_name=head, attention_mask=mask, return_dict=return_dict, **labels
-        )
+        """Run heads on what the base model computed.
 
+        Args:
+            all_outputs: of the base model.
+            head_name: which head or heads; None for the active ones.
+            attention_mask: of the tokens with hidden states.
+            return_dict: False for a tuple of loss, if any, logits, and the rest.
+            input_ids: tokens in whose number the hidden states come; where padding and ends of
+                sequences are looked for.
+            logits_to_keep: of how many last tokens, or which, language models need logits; 0: all.
+            num_items_in_batch: by what the sum of the losses is divided, instead of the number
+                of labels in this batch.
+            **kwargs: labels, and what else heads take. Instead of a tensor a dict from names of
+                heads to tensors.
 
-class _GeneratesByHead:
-    """`generate` of models with named heads; stands after `GeneratesRows`, whose rows choose."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As `GenerationMixin.generate`.
+        Returns:
+            The output class of the task; a `MultiHeadOutput` for several heads; `all_outputs`
+            when no head is active.
 
         Raises:
-            StateError: no head is active.
+            ConfigError: labels that do not fit.
+            StateError: the base model did not compute what a head needs.
+            UnknownNameError: there is no head of this name.
         """
-        model = cast("AdapterModel", self)
-        if not (kwargs.get("head") or model._current_heads()):
-            raise StateError(
-                f"generate(): no head is active, so nothing scores the next token. Heads: "
-                f"{listing(model.heads)}. Write add_causal_lm_head('my_task'), on an "
-                f"encoder–decoder add_seq2seq_lm_head('my_task'), or model.active_head = 'my_task'."
-            )
-        return cast("Any", super()).generate(*args, **kwargs)
+        given = {**kwargs, "attention_mask": attention_mask, "input_ids": input_ids}
+        return forward.forward_head(
+            self, all_outputs, head_name, return_dict, given, logits_to_keep, num_items_in_batch
+        )
+
+    # --- language models ---
+
+    @property  # type: ignore[override]
+    def loss_type(self) -> str | None:
+        """Name of the loss in transformers where the labels move by one token, else None.
+
+        Trainer counts the labels of accumulated batches by it.
+        """
+        types = (head.config.loss_type for head in self._head_strategy.answering(self).values())
+        return next((name for name in types if name is not None), None)
+
+    @loss_type.setter
+    def loss_type(self, value: str | None) -> None:
+        """Ignore the one that transformers sets by the class's name; the heads say better."""
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The last layer of the first active language modelling head, None without one."""
+        heads = self._head_strategy.answering(self).values()
+        return next((layer for head in heads if (layer := head.output_embeddings)), None)
+
+    @names_call
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the last layer of the first active language modelling head.
+
+        Raises:
+            ConfigError: it is no linear layer.
+        """
+        heads = self._head_strategy.answering(self).values()
+        head = next((head for head in heads if head.output_embeddings is not None), None)
+        if head is not None:
+            head.replace_output(new_embeddings)
+            list_ties(self)
+
+    @names_call
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> Any:
+        """Give the table of tokens another size, and with it all language modelling heads.
+
+        A head whose config says a `vocab_size` keeps it, and shares the table no more.
+
+        Differs from transformers: heads that are not active are resized as well; new rows of a
+        head are the mean of the old ones, without noise of a variance 10⁻⁹ times theirs.
+
+        Args:
+            new_num_tokens: rows of the table; None for as many as there are.
+            pad_to_multiple_of: rounds the number up.
+            mean_resizing: whether new rows are the mean of the old ones; else they are drawn, as
+                those of a fresh head.
+
+        Raises:
+            StateError: an adapter sits at the embedding.
+        """
+        sizes = new_num_tokens, pad_to_multiple_of
+        resize = functools.partial(super().resize_token_embeddings, *sizes, mean_resizing)
+        return store.resize(self, resize, sizes == (None, None), mean_resizing)
 
 
 def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
-    """The class for a config, `BertAdapterModel` for a `BertConfig`; the same one every time.
+    """Return the class for a config, `BertAdapterModel` for a `BertConfig`; the same every time.
 
     Raises:
         ConfigError: transformers has no base model for this type.
@@ -260,11 +687,12 @@ def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
             f"AutoAdapterModel: transformers has no base model for {type(config).__name__} "
             f"(model_type {config.model_type!r}). Write the config of a type that AutoModel knows."
         )
-    return _class_for(_get_model_class(config, modeling_auto.MODEL_MAPPING), type(config))
+    backbone = _get_model_class(config, modeling_auto.MODEL_MAPPING)
+    return named_class(AdapterModel, backbone, type(config))
 
 
 def class_named(name: str) -> type[AdapterModel]:
-    """The class of a name such as `BertAdapterModel`.
+    """Return the class of a name such as `BertAdapterModel`.
 
     Raises:
         AttributeError: transformers has no such base model.
@@ -273,121 +701,4 @@ def class_named(name: str) -> type[AdapterModel]:
     config_class: Any = getattr(backbone, "config_class", None)
     if backbone is None or config_class not in modeling_auto.MODEL_MAPPING:
         raise AttributeError(f"transformers has no base model for {name!r}")
-    return _class_for(backbone, config_class)
-
-
-def _blank(backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> AdapterModel:
-    made = _class_for(backbone, config_class)
-    return made.__new__(made)
-
-
-_classes: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], type[AdapterModel]] = {}
-
-
-def _class_for(
-    backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
-) -> type[AdapterModel]:
-    # several types of configs may have one base model
-    key = backbone, config_class
-    if key not in _classes:
-        _classes[key] = _make_class(backbone, config_class)
-    return _classes[key]
-
-
-def _make_class(
-    backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
-) -> type[AdapterModel]:
-    family: Any = next(
-        (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel
-    )
-    _, *parameters = inspect.signature(backbone.forward).parameters.values()
-    generating = _language_model(config_class)
-    bases: list[type] = [AdapterModel]
-    members: dict[str, Any] = {
-        "__module__": __name__,
-        "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
-        "backbone_class": backbone,
-        "input_names": tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
-        "config_class": config_class,
-        "base_model_prefix": family.base_model_prefix or "model",
-        "_tied_weights_keys": None,
-    }
-    if generating is not None:
-        mixins = [
-            b
-            for b in generating.__bases__
-            if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
-        ]
-        bases = [GeneratesRows, _GeneratesByHead, *bases, *(mixins or [GenerationMixin])]
-    members |= {name: with_rows(backbone, name, True) for name in feature_names(backbone)}
-    name = f"{backbone.__name__.removesuffix('Model')}AdapterModel"
-    made = cast("type[AdapterModel]", type(name, (*bases, family), members))
-    if generating is not None:
-        _borrow_generation(made, generating)
-    _show_signature(made, generating)
-    enter_pipelines(name, generating is not None)
-    return made
-
-
-def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
-    for mapping in _GENERATING:
-        if config_class in mapping:
-            found = mapping[config_class]
-            return found[0] if isinstance(found, tuple) else found
-    return None
-
-
-def _borrow_generation(made: type, generating: type) -> None:
-    """Give the class what its family's language model changes in `generate`.
-
-    The functions are bound anew: `super()` in them must start from the class that has them now.
-    """
-    for name, member in vars(generating).items():
-        if not isinstance(member, types.FunctionType):
-            continue
-        if name in dir(GenerationMixin) or name == "prepare_decoder_input_ids_from_labels":
-            if name.startswith("__"):
-                continue
-            cells = [
-                types.CellType(made) if free == "__class__" else cell
-                for free, cell in zip(
-                    member.__code__.co_freevars, member.__closure__ or (), strict=True
-                )
-            ]
-            bound = types.FunctionType(
-                member.__code__, member.__globals__, name, member.__defaults__, tuple(cells)
-            )
-            bound.__kwdefaults__ = member.__kwdefaults__
-            setattr(made, name, bound)
-
-
-def _show_signature(made: type[AdapterModel], generating: type | None) -> None:
-    """Let `forward` show the base model's arguments: Trainer and `generate` look at them.
-
-    `logits_to_keep` is shown where the family's language model has it, so that `generate` asks
-    for the same logits of both.
-    """
-    own = inspect.signature(AdapterModel.forward).parameters
-    theirs = inspect.signature(made.backbone_class.forward).parameters
-    shown = [p for p in theirs.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    shown = [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in shown]
-    # Trainer takes every argument with "label" in its name for one that must be there: the rarer
-    # ones go through kwargs
-    labels = [
-        own["head"].replace(name=name)
-        for name in HeadsMixin.label_arguments()
-        if name == "labels" or "label" not in name
-    ]
-    extra = [own["head"], own["adapter_names"], *labels]
-    if "logits_to_keep" in inspect.signature(getattr(generating, "forward", _blank)).parameters:
-        extra.append(own["head"].replace(name="logits_to_keep"))
-    extra += [own["return_dict"]] if "return_dict" not in theirs else []
-    taken = {p.name for p in shown}
-    parameters = [*shown, *(p for p in extra if p.name not in taken), own["kwargs"]]
-
-    @functools.wraps(AdapterModel.forward)
-    def forward(self: AdapterModel, *args: Any, **kwargs: Any) -> Any:
-        return AdapterModel.forward(self, *args, **kwargs)
-
-    cast("Any", forward).__signature__ = inspect.Signature(parameters)
-    cast("Any", made).forward = forward
+    return named_class(AdapterModel, backbone, config_class)

@@ -20,11 +20,10 @@ _LEGAL = re.compile(rf"[^\s{_FORBIDDEN}](?:[^{_FORBIDDEN}]*[^\s{_FORBIDDEN}])?")
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 
 
-def check_name(call: str, name: object) -> str:
-    """The name itself, when it may be used for an adapter or a head.
+def check_name(name: object) -> str:
+    """Return the name, when it may be used for an adapter or a head.
 
     Args:
-        call: the public function that was called, for the message.
         name: 1 to 128 characters, at most 200 bytes in UTF-8; no dot, slash, comma or other
             character that has a meaning in paths, keys or lists; no blank at either end.
 
@@ -33,12 +32,11 @@ def check_name(call: str, name: object) -> str:
     """
     if not isinstance(name, str):
         raise ConfigError(
-            f"{call}: a name is a string, got {name!r} of type {type(name).__name__}. "
-            f"Write {call}('my_task', …)."
+            f"a name is a string, got {name!r} of type {type(name).__name__}. Write 'my_task'."
         )
     if name in _TAKEN:
         raise ConfigError(
-            f"{call}: the name {name!r} cannot be used: the container of adapters and heads has "
+            f"the name {name!r} cannot be used: the container of adapters and heads has "
             f"an attribute of this name. Write {name + '_task'!r}."
         )
     if len(name) <= _LENGTH and _LEGAL.fullmatch(name) and len(name.encode()) <= _BYTES:
@@ -47,7 +45,7 @@ def check_name(call: str, name: object) -> str:
     legal = legal.encode()[:_BYTES].decode(errors="ignore")
     legal = f"{legal}_task" if legal in _TAKEN else legal
     raise ConfigError(
-        f"{call}: the name {name!r} cannot be used: it becomes a folder and a part of parameter "
+        f"the name {name!r} cannot be used: it becomes a folder and a part of parameter "
         f"names. Legal are 1 to {_LENGTH} characters, at most {_BYTES} bytes in UTF-8, without "
         f"blanks at the ends and without . / \\ , : ; | ( ) [ ] * ? quotes < >. Write {legal!r}."
     )

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.utils.generic import find_labels
 
 from .composition import fusions_of
-from .errors import CheckpointError, ConfigError, StateError, listing
+from .errors import AdapterZooError, CheckpointError, ConfigError, StateError, listing
 from .heads import PredictionHead
 from .model import snapshot
-from .model.counting import count, counted_labels
-from .model.heads import HeadsMixin
-from .model.inputs import decoder_labels, shift_labels
+from .model.heads.inputs import decoder_labels, shift_labels
 from .model.mixin import AdapterModelMixin
-from .model.quantised import trainable_when_quantised
+from .model.state import fusion_modules, parameters_of
+from .model.training import trainable_when_quantised
 
 # whatever a base model can answer besides the scores of a head
 _OUTPUTS = frozenset(
@@ -131,9 +129,10 @@ class AdapterTrainer(Trainer):
         return _unwrapped(self.model)
 
     def _heads(self) -> dict[str, PredictionHead]:
-        """The named heads that answer; none for a model with a static head."""
+        """Return the named heads that answer; none for a model with a static head."""
         model = self._adapted
-        return model._used_heads(None) if isinstance(model, HeadsMixin) else {}
+        heads: dict[str, PredictionHead] = model._head_strategy.answering(model)
+        return heads
 
     def _take(self, model: nn.Module) -> None:
         adapted = _unwrapped(model)
@@ -149,7 +148,7 @@ class AdapterTrainer(Trainer):
         if adapted.active_adapters is None:
             raise StateError(
                 f"{name}({type(adapted).__name__}): no adapter is active; there are "
-                f"{listing(adapted.adapters_config)}. {_cure(adapted)}"
+                f"{listing(adapted.adapters_config)}. {_hint(adapted)}"
             )
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -183,31 +182,25 @@ class AdapterTrainer(Trainer):
         call = f"{type(self).__name__}.train()"
         active = model.active_adapters.flatten()
         fusions = [fuse.name for fuse in fusions_of(model.active_adapters)]
-        trained = [*map(model._parameters_of, active), *map(model._fusion_parameters, fusions)]
-        if not any(p.requires_grad for parameters in trained for p in parameters):
+        own = [p for name in active for p in parameters_of(model, name)]
+        for name in fusions:
+            own += [p for _, layer in fusion_modules(model, name) for p in layer.parameters()]
+        if not any(p.requires_grad for p in own):
             raise StateError(
                 f"{call}: no parameter of the active adapters {listing(active)} is trained. "
-                f"{_cure(model)}"
+                f"{_hint(model)}"
             )
         if not snapshot.has_frozen_matrix(model):
             raise StateError(
                 f"{call}: the base model is not frozen, so all of it would be trained. "
-                f"{_cure(model)} To train all of it write Trainer(…)."
+                f"{_hint(model)} To train all of it write Trainer(…)."
             )
         own_loss = self.compute_loss_func is not None
         own_loss |= type(self).compute_loss is not AdapterTrainer.compute_loss
-        named = isinstance(model, HeadsMixin)
-        if not own_loss and not (self._heads() if named else find_labels(type(model))):
-            heads = f"; there are {listing(model.heads)}" if named else ""
-            hint = (
-                "add_classification_head('my_task') and train_adapter(…) after it, or "
-                "model.active_head = 'my_task'"
-                if named
-                else "AutoAdapterModel.from_pretrained(…), which has named heads"
-            )
+        missing = None if own_loss else model._head_strategy.missing_loss(model)
+        if missing is not None:
             raise StateError(
-                f"{call}: {type(model).__name__} has no active head, so there is no loss{heads}. "
-                f"Write {hint}."
+                f"{call}: {type(model).__name__} has no active head, so there is no loss{missing}"
             )
 
     # --- losses ---
@@ -217,7 +210,7 @@ class AdapterTrainer(Trainer):
         known = [labels for labels in counted if labels is not None]
         self._usual_count = None
         number, batches, unknown = self._over_processes(
-            [sum(map(count, known)), len(known), len(counted) - len(known)], device
+            [sum(map(_count, known)), len(known), len(counted) - len(known)], device
         )
         if unknown or not batches:
             return None
@@ -241,7 +234,9 @@ class AdapterTrainer(Trainer):
         return cast("list[int]", everyone.sum(0).tolist())
 
     def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
-        return counted_labels(self._adapted, self._heads(), batch)
+        model = self._adapted
+        labels: Tensor | None = model._head_strategy.counted_labels(model, batch)
+        return labels
 
     def compute_loss(
         self,
@@ -297,7 +292,7 @@ class AdapterTrainer(Trainer):
         labels = None if usual is None else self._counted(inputs)
         if usual is None or labels is None:
             return 1.0
-        return count(labels) / usual if usual else 0.0
+        return _count(labels) / usual if usual else 0.0
 
     def _smoothed_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         labels = self._counted(inputs) if len(self._heads()) == 1 else None
@@ -370,7 +365,11 @@ class AdapterTrainer(Trainer):
         self._restore(cast("str", self.state.best_model_checkpoint))
 
     def _restore(self, folder: str) -> None:
-        snapshot.restore(self._adapted, Path(folder), f"checkpoint {folder!r}")
+        try:
+            snapshot.restore(self._adapted, Path(folder))
+        except AdapterZooError as error:
+            error.args = (f"checkpoint {folder!r}: {error}",)
+            raise
 
 
 class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
@@ -382,7 +381,12 @@ def _unwrapped(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def _cure(model: Any) -> str:
+def _count(labels: Tensor) -> int:
+    """Return how many of the labels count."""
+    return int((labels != -100).sum())
+
+
+def _hint(model: Any) -> str:
     setup = model.active_adapters
     names = list(model.adapters_config if setup is None else setup.flatten())
     if names:

@@ -16,8 +16,8 @@ from architectures.tiny_models import NoTinyModelError, tiny_model
 from adapterzoo import ConfigUnion
 from adapterzoo.configs import architectures as registered
 from adapterzoo.errors import SiteError
-from adapterzoo.model import installed
-from adapterzoo.model.training import TrainingMixin
+from adapterzoo.model import training
+from adapterzoo.model.state import is_base
 from adapterzoo.testing import TinyModel, report_on
 
 PAGE = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text(encoding="utf-8")
@@ -107,15 +107,15 @@ def failed(tiny: TinyModel, config: str) -> set[str]:
 def test_norms_that_are_changed_by_training_are_seen(monkeypatch):
     tiny = tiny_model("wav2vec2-conformer")
     assert failed(tiny, "lora") == set()
-    monkeypatch.setattr(TrainingMixin, "_hold_statistics", lambda self: None)
+    monkeypatch.setattr(training, "hold_statistics", lambda model: None)
     assert failed(tiny, "lora") == {"inactive_is_base"}
 
 
 def test_base_weights_that_are_taken_for_a_head_are_seen(monkeypatch):
     tiny = tiny_model("dinov3_vit")
     assert failed(tiny, "lora") == set()
-    monkeypatch.setattr("adapterzoo.model.adapters.is_whole", lambda model: False)
-    assert installed.is_whole(tiny.model) is True
+    monkeypatch.setattr("adapterzoo.model.state.is_base", lambda model: False)
+    assert is_base(tiny.model) is True
     assert "gradients" in failed(tiny, "lora")
 
 

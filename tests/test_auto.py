@@ -167,7 +167,7 @@ def test_dtype_is_that_which_was_asked_for(tmp_path):
 
 @pytest.mark.parametrize("wrong", [AutoModelForSequenceClassification, "BertModel"])
 def test_load_model_takes_a_class_of_models(wrong, tmp_path):
-    with pytest.raises(ConfigError, match=r"no class of models\. Write the one"):
+    with pytest.raises(ConfigError, match=r"not a class of models\. Write the one"):
         adapterzoo.load_model(tmp_path, wrong)
 
 

@@ -16,7 +16,7 @@ import adapterzoo
 from adapterzoo import LoRAConfig, composition, configs, contracts, heads, model, trainer
 from adapterzoo.auto import AdapterModel
 from adapterzoo.configs import config_strings
-from adapterzoo.model import outputs
+from adapterzoo.model.heads import outputs
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -27,6 +27,7 @@ from adapterzoo import BnConfig, BOFTConfig, ConfigUnion
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo.model.state import parameters_of, tensors_of
 from adapterzoo.testing import cases
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -112,7 +113,7 @@ def default_dtype():
 @torch.no_grad()
 def moved(model, name="a"):
     source = torch.Generator().manual_seed(1)
-    for parameter in model._parameters_of(name):
+    for parameter in parameters_of(model, name):
         noise = torch.randn(parameter.shape, generator=source, dtype=torch.float32)
         parameter.add_(0.1 * noise.to(parameter.dtype))
 
@@ -131,7 +132,7 @@ def upcast(model):
 
 
 def magnitudes(model):
-    tensors = model._tensors_of("a")
+    tensors = tensors_of(model, "a")
     return {k: t for k, t in tensors.items() if k.endswith(("/m", ".m"))}
 
 
@@ -293,12 +294,12 @@ def test_a_file_goes_to_a_model_of_another_dtype_and_back(made, base, tmp_path, 
     other.load_adapter(tmp_path / "one", dtype=there, set_active=True)
     check_dtypes(other, there, there)
     check_near(other, there)
-    own = model._tensors_of("a")
-    for key, tensor in other._tensors_of("a").items():
+    own = tensors_of(model, "a")
+    for key, tensor in tensors_of(other, "a").items():
         assert same_bits(tensor, own[key].to(tensor.dtype)), key
     other.save_adapter(tmp_path / "two", "a")
     model.load_adapter(tmp_path / "two", load_as="b", dtype=here)
-    for key, tensor in model._tensors_of("b").items():
+    for key, tensor in tensors_of(model, "b").items():
         assert same_bits(tensor, own[key].to(there).to(here)) or key.endswith("/m"), key
     # a wider dtype has kept every bit
     if torch.finfo(there).eps < torch.finfo(here).eps:
@@ -613,7 +614,7 @@ def test_a_merge_in_float16_of_a_large_weight_does_not_overflow(base, text, fami
     model.reset_adapter()
     moved(model)
     with torch.no_grad():
-        for parameter in model._parameters_of("a"):
+        for parameter in parameters_of(model, "a"):
             # half a step of float16 at 60000 is 16, that of LoRA's change shall be larger
             parameter.mul_(20)
         for part in layer.adapters["a"].modules():

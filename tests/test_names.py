@@ -29,25 +29,25 @@ ILLEGAL = [
 
 @pytest.mark.parametrize("name", LEGAL)
 def test_legal(name):
-    assert check_name("add_adapter", name) is name
+    assert check_name(name) is name
 
 
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_illegal_with_value_and_cure(name):
     with pytest.raises(ConfigError) as caught:
-        check_name("add_adapter", name)
+        check_name(name)
     text = str(caught.value)
     assert text.startswith("add_adapter:")
     assert repr(name) in text
     hint = re.search(r"Write '([^']*)'\.$", text)
     assert hint is not None, text
-    assert check_name("add_adapter", hint[1]) == hint[1]
+    assert check_name(hint[1]) == hint[1]
 
 
 @pytest.mark.parametrize("name", [None, 5, b"a", ["a"], True])
 def test_names_are_strings(name):
     with pytest.raises(ConfigError) as caught:
-        check_name("add_adapter", name)
+        check_name(name)
     assert repr(name) in str(caught.value)
     assert "Write add_adapter('my_task'" in str(caught.value)
 
@@ -62,11 +62,11 @@ def test_names_are_strings(name):
 @example("values")
 def test_what_is_legal_stays_one_folder_and_one_key(name):
     try:
-        check_name("f", name)
+        check_name(name)
     except ConfigError as error:
         hint = re.search(r"Write '([^']*)'\.$", str(error))
         assert hint is not None
-        check_name("f", hint[1])
+        check_name(hint[1])
         return
     assert len(Path(name).parts) == 1
     assert name not in {"", ".", ".."}

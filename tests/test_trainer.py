@@ -31,6 +31,7 @@ from transformers import (
 import adapterzoo
 from adapterzoo import AdapterTrainer, AutoAdapterModel, Seq2SeqAdapterTrainer
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
+from adapterzoo.model.heads.tables import table_of
 
 TOKENS = 6
 QUIET: dict[str, Any] = {
@@ -609,7 +610,7 @@ def test_trained_embeddings_come_back_too(tmp_path):
     assert not (tmp_path / "checkpoint-4" / "unfrozen.safetensors").exists()
     fresh = named("gpt2", "causal", dropout=0.1)
     fresh.load_adapter(tmp_path / "checkpoint-4" / "task", overwrite_ok=True)
-    assert torch.equal(fresh._table_of("task"), again._table_of("task"))
+    assert torch.equal(table_of(fresh, "task"), table_of(again, "task"))
     assert torch.equal(fresh.get_input_embeddings().weight, start().get_input_embeddings().weight)
     frozen = named("gpt2", "causal")
     start_bits = bits(frozen)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from .joining import elected, weighted_sum
 from .pruning import largest, random
 from .splitting import signed_roots, split
-from .strategies import STRATEGIES, Combination, Strategy, combination
+from .strategies import LINEAR_OF_PEFT, STRATEGIES, Combination, Strategy, combination
 from .weights import weighted
 
 __all__ = [
+    "LINEAR_OF_PEFT",
     "STRATEGIES",
     "Combination",
     "Strategy",

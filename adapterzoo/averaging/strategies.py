@@ -39,13 +39,16 @@ class Strategy:
     needs_rank: bool = False
 
 
+LINEAR_OF_PEFT = "lora_linear_sqrt"
+"""The strategy that PEFT calls "linear"."""
+
 STRATEGIES: Mapping[str, Strategy] = {
     # as adapters defines them
     "linear": Strategy("parameters"),
     "lora_linear_only_negate_b": Strategy("only_b"),
     "lora_delta_w_svd": Strategy("change", needs_rank=True),
-    # as PEFT defines them; the first is its "linear"
-    "lora_linear_sqrt": Strategy("factors"),
+    # as PEFT defines them
+    LINEAR_OF_PEFT: Strategy("factors"),
     "cat": Strategy("ranks"),
     "svd": Strategy("change"),
     "magnitude_prune": Strategy("factors", "magnitude"),

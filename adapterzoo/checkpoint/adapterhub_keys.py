@@ -16,7 +16,7 @@ from torch import Tensor
 from adapterzoo.anatomy import Role, Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import CheckpointError
-from adapterzoo.methods._low_rank import LowRankConfig
+from adapterzoo.methods._low_rank_config import LowRankConfig
 
 from .adapterhub_names import find_block, find_layer, find_sublayer
 from .adapterhub_quirks import refuse_quirks

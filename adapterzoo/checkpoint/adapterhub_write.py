@@ -11,7 +11,7 @@ from torch import Tensor
 from adapterzoo.anatomy import Block, Site
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import CheckpointError
-from adapterzoo.methods._low_rank import LowRankConfig
+from adapterzoo.methods._low_rank_config import LowRankConfig
 
 from .adapterhub_config import write_config
 from .adapterhub_keys import BOTTLENECK, LOCATIONS, LORA, PART_ORDER, check_fused

@@ -169,11 +169,12 @@ def check_fit(
         CheckpointError: there is any.
     """
     lines = differences(file, skeleton, dtype)
+    start = f"{call}: " if call else ""
     if lines:
         rest = len(lines) - _SHOWN
         shown = lines[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
         raise CheckpointError(
-            f"{call}: {len(lines)} difference{'s' * (len(lines) > 1)} from this {model}; nothing "
+            f"{start}{len(lines)} difference{'s' * (len(lines) > 1)} from this {model}; nothing "
             f"has been loaded:\n  " + "\n  ".join(shown)
         )
 

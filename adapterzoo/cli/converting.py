@@ -155,7 +155,7 @@ def merge(
             f"an adapter."
         )
     if architecture is not None:
-        task_class(this_call(), architecture)
+        task_class(architecture)
     config = config_of(base)
     tokenizer, lost_tokenizer = _tokenizer(base)
     own = next(iter(config.architectures or ()), None)
@@ -166,7 +166,7 @@ def merge(
     own_head = target.head is not None and "static" in target.head
     if target.head is not None and not own_head:
         config = with_labels(config, HeadConfig.from_dict(target.head["config"]))
-    cls: Any = AutoModel if target.name is None else task_class(this_call(), target.name)
+    cls: Any = AutoModel if target.name is None else task_class(target.name)
     replaced = target.head is not None
     model = with_weights(base, cls, config=config, dtype="auto", ignore_mismatched_sizes=replaced)
     keys = set(model.state_dict())

@@ -12,7 +12,6 @@ from adapterzoo.errors import ConfigError
 
 from .app import command, json_option, model_option
 from .early import POOLINGS, check_adapter, check_base, check_can_write
-from .hints import this_call
 from .output import be_quiet, note, print_facts, print_json, wants_progress
 from .rows import read_classes, read_rows
 
@@ -85,7 +84,7 @@ def train_command(
     from adapterzoo.configs import AdapterConfig
     from adapterzoo.names import check_name
 
-    check_name(this_call(), name)
+    check_name(name)
     method = method or str(AdapterConfig.default)
     AdapterConfig.load(method)
 

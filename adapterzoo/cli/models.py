@@ -20,10 +20,10 @@ from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.heads import head_types
 from adapterzoo.hub.client import StrictDataclassError
 from adapterzoo.model import init
+from adapterzoo.model.heads.output_layers import FIELD
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.hf.info import facts_of
 from adapterzoo.model.hf.task_classes import task_class
-from adapterzoo.model.output_layers import FIELD
 
 from .checkpoints import Checkpoint
 from .early import no_base
@@ -244,7 +244,7 @@ def _class_of(checkpoint: Checkpoint) -> Any:
     static = None
     if checkpoint.format == "native" and checkpoint.head is not None:
         static = checkpoint.head.get("static")
-    return AutoAdapterModel if static is None else task_class(this_call(), str(static))
+    return AutoAdapterModel if static is None else task_class(str(static))
 
 
 def _is_onto_vocabulary(checkpoint: Checkpoint) -> bool:

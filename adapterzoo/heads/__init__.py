@@ -5,7 +5,9 @@ One file for each kind of task. A head sees tensors, never a transformers model 
 
 from __future__ import annotations
 
-from ._base import Backbone, HeadConfig, PredictionHead, head_types
+from ._adding import add_methods, adds_head
+from ._backbone import Backbone
+from ._base import HeadConfig, PredictionHead, head_types
 from ._labels import labels_from
 from ._lm import LMHead
 from ._pooled import PooledHead
@@ -45,6 +47,8 @@ __all__ = [
     "StaticHead",
     "TaggingConfig",
     "TaggingHead",
+    "add_methods",
+    "adds_head",
     "head_types",
     "labels_from",
     "pool",

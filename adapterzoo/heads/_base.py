@@ -1,8 +1,8 @@
-"""What every head shares: its config, the registry of head types, its layers and its labels.
+"""The base of all heads and head configs, and the registry of head types.
 
 A head config is a frozen, keyword-only dataclass in the file of its task. Its fields and its dict
-are those of AdapterHub's `head_config.json`; fields that AdapterHub does not have are written only
-when they differ from their default, so that files go both ways.
+are those of AdapterHub's `head_config.json`. Fields that AdapterHub lacks are written only if they
+differ from their default, so that both libraries read the files.
 """
 
 from __future__ import annotations
@@ -10,66 +10,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 
 from adapterzoo.configs import Config
 from adapterzoo.contracts import Head
 from adapterzoo.registry import Registry
 
+from ._backbone import Backbone
 from ._labels import checked, find_labels, labels_from, recounted
 from ._losses import IGNORED
 from ._pooling import Pooling
-
-if TYPE_CHECKING:
-    from ._static import Static, StaticHead
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Backbone:
-    """What a head must know of the model below it.
-
-    Attributes:
-        hidden_size: width of the hidden states.
-        device: where the head's parameters shall be.
-        dtype: of the head's parameters.
-        vocab_size: rows of the input embedding, None without one.
-        embedding_size: width of the input embedding, where it is not `hidden_size`.
-        dropout: of heads that do not say their own.
-        layer_norm_eps: of the norms in heads.
-        init_std: standard deviation of fresh weights.
-        pooling: what `pooling="auto"` means for this model.
-        encoder_decoder: whether the hidden states are a decoder's, over those of an encoder.
-        lm_scale: factor of the hidden states below a language modelling head that says none.
-    """
-
-    hidden_size: int
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    vocab_size: int | None = None
-    embedding_size: int | None = None
-    dropout: float = 0.0
-    layer_norm_eps: float = 1e-12
-    init_std: float = 0.02
-    pooling: Pooling = "cls"
-    encoder_decoder: bool = False
-    lm_scale: float | None = None
-
-    def linear(self, d_in: int, d_out: int, bias: bool = True) -> nn.Linear:
-        """A fresh linear layer, normal weights and zero bias."""
-        layer = nn.Linear(d_in, d_out, bias=bias, device=self.device, dtype=self.dtype)
-        nn.init.normal_(layer.weight, std=self.init_std)
-        if bias:
-            nn.init.zeros_(layer.bias)
-        return layer
-
-    def layer_norm(self, width: int, bias: bool = True, eps: float | None = None) -> nn.LayerNorm:
-        """A fresh norm; `eps` None for that of the model."""
-        eps = self.layer_norm_eps if eps is None else eps
-        return nn.LayerNorm(width, eps, bias=bias, device=self.device, dtype=self.dtype)
-
+from ._static import Static, StaticHead
 
 head_types: Registry[type[HeadConfig]] = Registry("head type")
 """The `head_type` of a config to its class."""
@@ -79,22 +32,25 @@ head_types: Registry[type[HeadConfig]] = Registry("head type")
 class HeadConfig(Config):
     """Base of all head configs.
 
+    The class attributes tell the model how to run the heads. A type that differs in them from
+    config to config sets them on the config, in `__post_init__`.
+
     Attributes:
         head_type: name of the type in files.
-        output_class: which class of `transformers.modeling_outputs` the task answers with.
-        label_names: arguments of the model's `forward` that hold the labels; the head's `loss`
-            gets them stacked along dimension 1 when they are several.
+        output_class: name of the task's class in `transformers.modeling_outputs`.
+        label_names: arguments of the model's `forward` that hold the labels; several are stacked
+            along dimension 1 for the head's `loss`.
         inputs: further arguments of the model's `forward` that the head's own `forward` takes.
-        logit_names: fields of the output class for what `forward` returns.
-        token_labels: whether labels at tokens where the attention mask is 0 do not count.
-        decoder_inputs_from: the argument whose tokens, moved by one, are the inputs of a decoder
-            that was given none; None: the encoder's own tokens.
+        logit_names: fields of the output class for the results of the head's `forward`.
+        token_labels: whether labels are ignored at tokens where the attention mask is 0.
+        decoder_inputs_from: the argument whose tokens, shifted by one, become the decoder's inputs
+            if none are given; None: the encoder's tokens.
         scores_vocabulary: whether its heads have `output_embeddings`.
         pipeline_tag: the task's name on the Hub.
         peft_task: the task's name in PEFT's files.
-        task_classes: how the names of transformers' classes end whose heads `from_static` reads.
-        count_field: the field that says how many labels there are, where there is one.
-        label2id: names of the labels; None where they have none.
+        task_classes: ends of the names of transformers' classes whose heads `from_static` reads.
+        count_field: the field with the number of labels, if there is one.
+        label2id: names of the labels to their numbers; None without labels.
     """
 
     kind_field: ClassVar[str] = "head_type"
@@ -117,7 +73,7 @@ class HeadConfig(Config):
 
     @abstractmethod
     def build(self, backbone: Backbone) -> PredictionHead:
-        """A fresh head on the backbone's device and of its dtype.
+        """Return a fresh head on the backbone's device and of its dtype.
 
         Raises:
             ConfigError: a value does not fit the backbone.
@@ -137,22 +93,22 @@ class HeadConfig(Config):
 
     @property
     def id2label(self) -> dict[int, str] | None:
-        """The label of each class number."""
+        """The class numbers to their labels."""
         # files may list the labels by name
         named = self.label2id
         return None if named is None else dict(sorted((i, label) for label, i in named.items()))
 
     @property
     def problem_type(self) -> str | None:
-        """What a transformers config calls the kind of labels; None where it has no word."""
+        """The kind of labels, as in a transformers config; None where that has no word."""
         return None
 
     @property
     def loss_type(self) -> str | None:
-        """The name of the loss in transformers, by which `Trainer` knows that labels shift."""
+        """The name of the loss in transformers; `Trainer` derives from it that labels shift."""
         return None
 
-    # --- what goes into the model and into the loss ---
+    # --- inputs and labels ---
 
     def prepare_inputs(self, inputs: dict[str, Any]) -> None:
         """Bring the arguments of the base model into the form that the head needs, in place.
@@ -185,7 +141,7 @@ class HeadConfig(Config):
         return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
 
     def shift(self, labels: Tensor) -> Tensor:
-        """Return the label that the logits at each place are compared with; same shape."""
+        """Return the labels that the logits are compared with, place by place; same shape."""
         return labels
 
     def ties_output(self, model_ties: bool) -> bool:
@@ -205,9 +161,9 @@ class HeadConfig(Config):
         )
 
     def replace(self, **changes: Any) -> Self:
-        """The same config with some fields changed.
+        """Return the same config with some fields changed.
 
-        Labels without names of their own are numbered anew where their count changes.
+        Labels without names are numbered again if their count changes.
 
         Raises:
             ConfigError: a field is unknown, a value is not legal, or the count of labels that
@@ -230,8 +186,8 @@ class PredictionHead(Head):
 
     Attributes:
         config: from which it was built; saved with it.
-        pooling: how the model's answer for each sequence is taken from its tokens: it decides
-            which hidden states and which mask the model hands over. None for heads on tokens.
+        pooling: how one vector is taken from the tokens of a sequence; it decides which hidden
+            states and which mask `forward` gets. None for heads on tokens.
     """
 
     def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
@@ -256,7 +212,7 @@ class PredictionHead(Head):
 
     @property
     def output_embeddings(self) -> nn.Linear | None:
-        """The layer that has a row for each token of the vocabulary, None without one."""
+        """The layer with a row for each token of the vocabulary; None without one."""
         return None
 
     @property
@@ -297,11 +253,11 @@ class PredictionHead(Head):
         labels: Tensor,
         count: Tensor | int | None = None,
     ) -> Tensor:
-        """The training loss, a scalar.
+        """Return the training loss, a scalar.
 
         Args:
-            logits: as `forward` gave them.
+            logits: the result of `forward`.
             labels: −100 where a label does not count.
-            count: by how many labels the sum is divided; those of this batch that count, when
-                None. With gradient accumulation it is the number over all the batches.
+            count: divides the sum; None: the number of labels of this batch that count. With
+                gradient accumulation it is the number over all batches.
         """

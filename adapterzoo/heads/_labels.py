@@ -12,20 +12,20 @@ from adapterzoo.errors import ConfigError, listing
 
 
 def numbered(count: int) -> dict[str, int]:
-    """The names of labels that nobody has named."""
+    """Return generated names for labels without names."""
     return {f"LABEL_{i}": i for i in range(count)}
 
 
 def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[str, int]:
-    """The names of the labels, numbered ones for None.
+    """Return the checked names of the labels; generated ones for None.
 
     Args:
         kind: of the config, for the message.
-        label2id: names to class numbers; a class may be without a name.
-        count: how many classes there are.
+        label2id: names to class numbers; a class may lack a name.
+        count: number of classes.
 
     Raises:
-        ConfigError: a number is none of a class, or stands twice.
+        ConfigError: a number is not a class, or occurs twice.
     """
     if label2id is None:
         return numbered(count)
@@ -36,10 +36,10 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
         if type(number) is not int or not 0 <= number < count
     ]
     if wrong or len(set(label2id.values())) != len(label2id):
-        what = wrong[0] if wrong else "one number stands twice"
+        what = wrong[0] if wrong else "a number occurs twice"
         raise ConfigError(
             f"{kind}(label2id=…): {what}; with {count} labels each number from "
-            f"0 to {count - 1} stands once at most. "
+            f"0 to {count - 1} occurs at most once. "
             f"Write id2label={{0: 'a', …, {count - 1}: 'z'}}."
         )
     return dict(label2id)
@@ -48,17 +48,17 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
 def recounted(
     kind: str, field: str, label2id: Mapping[str, int] | None, old: int, new: object
 ) -> Mapping[str, int] | None:
-    """The names of the labels when there are more or fewer of them; None for numbered ones.
+    """Return the names of the labels for another number of labels; None for generated names.
 
     Args:
         kind: of the config, for the message.
-        field: that says how many labels there are.
+        field: with the number of labels.
         label2id: the names before.
-        old: how many labels there were.
-        new: how many there shall be; what is no number of labels is left to the config's check.
+        old: number of labels before.
+        new: number of labels after; the config checks whether it is one.
 
     Raises:
-        ConfigError: the labels have names, which say nothing of another number of them.
+        ConfigError: the labels have names, which cannot be extended.
     """
     if new == old:
         return label2id
@@ -112,10 +112,10 @@ def find_labels(name: str, arguments: tuple[str, ...], given: Mapping[str, Any])
 
 
 def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
-    """Names to class numbers, out of class numbers to names; None for None.
+    """Return names to class numbers for class numbers to names; None for None.
 
     Raises:
-        ConfigError: it is no such map, or a name stands twice.
+        ConfigError: it is not such a mapping, or a name occurs twice.
     """
     if id2label is None:
         return None
@@ -130,6 +130,6 @@ def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
     if len(label2id) != len(id2label):
         raise ConfigError(
             f"id2label={id2label!r}: two classes have the same name. "
-            f"Write a name of its own for each."
+            f"Write a different name for each."
         )
     return label2id

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from adapterzoo.activations import ActivationName, activation
 from adapterzoo.fields import Maybe, Range, Share, field
 
-from ._base import Backbone, HeadConfig, PredictionHead
+from ._backbone import Backbone
+from ._base import HeadConfig, PredictionHead
 from ._pooling import Pooling
 
 # far above any published use; they stop a typo before it allocates
@@ -53,7 +54,7 @@ class Activation(nn.Module):
     """An activation function of a head, by name."""
 
     def __init__(self, name: str) -> None:
-        """Look the function up.
+        """Look up the function.
 
         Raises:
             ConfigError: there is no such function.
@@ -63,11 +64,11 @@ class Activation(nn.Module):
         self.function = activation(name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The function of each element; any shape."""
+        """Apply the function to each element; any shape."""
         return self.function(x)
 
     def extra_repr(self) -> str:
-        """The name."""
+        """Return the name."""
         return self.name
 
 
@@ -106,13 +107,13 @@ class LayersHead(PredictionHead):
         number(self, layers)
 
     def score(self, x: Tensor) -> Tensor:
-        """All layers one after the other. `x` `[*batch, d_model]` → `[*batch, d_out]`."""
+        """Apply all layers in turn. `x` `[*batch, d_model]` → `[*batch, d_out]`."""
         for layer in self._modules.values():
             x = layer(x)  # type: ignore[misc]
         return x
 
 
 def number(module: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Make the layers children of the module, named 0, 1, 2, …."""
+    """Add the layers to the module as children named 0, 1, 2, …."""
     for i, layer in enumerate(layers):
         module.add_module(str(i), layer)

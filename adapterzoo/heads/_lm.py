@@ -13,7 +13,8 @@ from adapterzoo.activations import ActivationName
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FLAG, Maybe, Positive, Range, field
 
-from ._base import Backbone, HeadConfig
+from ._backbone import Backbone
+from ._base import HeadConfig
 from ._layers import LAYERS, Activation, number
 from ._lm_static import lm_fields
 from ._losses import IGNORED, cross_entropy
@@ -29,21 +30,21 @@ class LMConfig(HeadConfig):
 
     Attributes:
         vocab_size: number of tokens; None for that of the model.
-        layers: number of linear layers, that onto the vocabulary included.
+        layers: number of linear layers, including the one onto the vocabulary.
         activation_function: after each layer but the last; None for none.
         layer_norm: whether a norm follows each layer but the last.
         bias: whether the last layer has one.
-        shift_labels: whether the token at position t is judged by the logits at t − 1.
+        shift_labels: whether the logits at t − 1 predict the token at t.
         hidden_scale: factor of the hidden states; None for that of the model.
         logit_scale: factor of the logits.
         logit_divisor: divides the logits.
-        logit_softcap: caps the logits to this size.
+        logit_softcap: bound of the logits' size.
         added_bias: whether a constant `final_logits_bias`, not trained, is added to the logits.
         dense_bias: whether the layers but the last have one.
         norm_bias: whether the norms have one.
         layer_norm_eps: of the norms; None for that of the model.
-        tie_word_embeddings: whether the last layer is the input embedding; False: it has a weight
-            of its own, also where the model ties the two; None: as the model's config says.
+        tie_word_embeddings: whether the last layer is the input embedding; False: it has its own
+            weight even if the model ties the two; None: as in the model's config.
     """
 
     scores_vocabulary: ClassVar[bool] = True
@@ -63,12 +64,12 @@ class LMConfig(HeadConfig):
     norm_bias: bool = field(True, ours=True)
     layer_norm_eps: float | None = field(None, _FACTOR, ours=True)
     tie_word_embeddings: bool | None = field(
-        None, Maybe(FLAG, "what the model's config says"), ours=True
+        None, Maybe(FLAG, "that of the model's config"), ours=True
     )
 
     @property
     def loss_type(self) -> str | None:
-        """That of causal language models where the labels shift."""
+        """That of causal language models if the labels shift."""
         return "ForCausalLM" if self.shift_labels else None
 
     def shift(self, labels: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class LMConfig(HeadConfig):
         return F.pad(labels[..., 1:], (0, 1), value=IGNORED) if self.shift_labels else labels
 
     def ties_output(self, model_ties: bool) -> bool:
-        """What this config says goes before what the model's says."""
+        """Return this config's choice, or else the model's."""
         return model_ties if self.tie_word_embeddings is None else self.tie_word_embeddings
 
     @classmethod
@@ -86,7 +87,7 @@ class LMConfig(HeadConfig):
         return StaticHead(cls(**fields), keys)
 
     def build(self, backbone: Backbone) -> LMHead:
-        """A fresh head, not yet tied."""
+        """Return a fresh head, not yet tied."""
         return LMHead(self, backbone, None, 0.0)
 
 
@@ -107,14 +108,14 @@ class LMHead(VocabularyHead):
             dropout: before the last layer.
 
         Raises:
-            ConfigError: the model has no vocabulary and the config says none.
+            ConfigError: neither the model nor the config has a vocabulary size.
         """
         super().__init__(config)
         vocabulary = config.vocab_size or backbone.vocab_size
         if vocabulary is None:
             raise ConfigError(
-                f"{type(config).__name__}(vocab_size=None): the model has no vocabulary of its "
-                f"own. Write vocab_size=…."
+                f"{type(config).__name__}(vocab_size=None): the model has no vocabulary. Write "
+                f"vocab_size=…."
             )
         self.dropout = dropout
         given = config.hidden_scale
@@ -136,7 +137,7 @@ class LMHead(VocabularyHead):
             self.register_buffer("final_logits_bias", bias)
 
     def features(self, hidden: Tensor) -> Tensor:
-        """All layers but the last. `hidden` `[*batch, d_model]` → `[*batch, embedding_size]`."""
+        """Apply all layers but the last, `[*batch, d_model]` → `[*batch, embedding_size]`."""
         if self.hidden_scale is not None:
             hidden = hidden * self.hidden_scale
         *inner, _ = self._modules.values()
@@ -145,7 +146,7 @@ class LMHead(VocabularyHead):
         return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
 
     def decode(self, features: Tensor) -> Tensor:
-        """The last layer. `[*batch, embedding_size]` → `[*batch, vocab_size]`."""
+        """Apply the last layer. `[*batch, embedding_size]` → `[*batch, vocab_size]`."""
         config = self.config
         logits: Tensor = self.output_embeddings(features)
         if config.added_bias:
@@ -159,7 +160,7 @@ class LMHead(VocabularyHead):
         return logits
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits `[batch, tokens, vocab_size]`. `hidden` `[batch, tokens, d_model]`."""
+        """Return logits `[batch, tokens, vocab_size]`. `hidden` `[batch, tokens, d_model]`."""
         return self.decode(self.features(hidden))
 
     def loss(
@@ -168,7 +169,7 @@ class LMHead(VocabularyHead):
         labels: Tensor,
         count: Tensor | int | None = None,
     ) -> Tensor:
-        """Cross entropy. `logits` `[batch, tokens, vocab_size]`, `labels` `[batch, tokens]`."""
+        """Return the cross entropy of `labels` `[batch, tokens]`."""
         if isinstance(logits, tuple):
             (logits,) = logits
         # the labels move, not the logits: those would be copied

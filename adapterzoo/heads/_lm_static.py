@@ -20,7 +20,7 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
     """
     config = static.config
     if strange := [name for name in _STRANGE if config.get(name) not in (None, False, 1)]:
-        raise InexpressibleError(f"its config says {strange[0]}={config[strange[0]]!r}")
+        raise InexpressibleError(f"its config has {strange[0]}={config[strange[0]]!r}")
     out, dense, norm = (static.module(role) for role in ("output", "dense", "norm"))
     modules = [path for path in (dense, norm, out) if path is not None]
     if norm is not None and dense is None:
@@ -63,7 +63,7 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _logit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a head config for what a transformers config does to the logits."""
+    """Return the fields of a head config for the factors of the logits."""
     cohere = str(config.get("model_type")).startswith("cohere")
     return {
         "logit_scale": config.get("logit_scale" if cohere else "lm_head_multiplier"),

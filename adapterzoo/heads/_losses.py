@@ -18,12 +18,12 @@ IGNORED = -100
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor | int | None = None) -> Tensor:
-    """The mean of −log softmax(logits)[label] over the labels that count.
+    """Return the mean of −log softmax(logits)[label] over the labels that count.
 
     Args:
         logits: `[*batch, classes]`.
         labels: `[*batch]` integers, with any further dimensions of size 1; −100 does not count.
-        count: what the sum is divided by, instead of the number of labels that count.
+        count: divides the sum, instead of the number of labels that count.
 
     Raises:
         ConfigError: wrong dtype, shape or value of the labels.
@@ -49,12 +49,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor | int | None = N
 def binary_cross_entropy(
     logits: Tensor, labels: Tensor, count: Tensor | int | None = None
 ) -> Tensor:
-    """The mean binary cross entropy of σ(logits) over the labels that count.
+    """Return the mean binary cross entropy of σ(logits) over the labels that count.
 
     Args:
         logits: `[batch, classes]`.
         labels: the same shape, from 0 to 1; −100 does not count.
-        count: what the sum is divided by, instead of the number of labels that count.
+        count: divides the sum, instead of the number of labels that count.
 
     Raises:
         ConfigError: wrong shape or value of the labels.
@@ -68,12 +68,12 @@ def binary_cross_entropy(
 
 
 def squared_error(logits: Tensor, labels: Tensor, count: Tensor | int | None = None) -> Tensor:
-    """The mean of (logits − labels)²; every value is a target, −100 too.
+    """Return the mean of (logits − labels)²; every value is a target, −100 too.
 
     Args:
         logits: `[batch, 1]`.
         labels: `[batch]` or `[batch, 1]`.
-        count: what the sum is divided by, instead of the number of labels.
+        count: divides the sum, instead of the number of labels.
 
     Raises:
         ConfigError: wrong shape of the labels.
@@ -97,9 +97,9 @@ def check_range(labels: Tensor, low: int, high: int) -> None:
     wrong = ~((labels >= low) & (labels <= high)) & (labels != IGNORED)
     if bool(wrong.any()):
         raise ConfigError(
-            f"labels: {labels[wrong][0].item()} is no label of this head; legal are {low} to "
-            f"{high}, and {IGNORED} for what does not count. Correct the labels, or add the head "
-            f"with as many labels as the data has."
+            f"labels: {labels[wrong][0].item()} is not a label of this head; legal are {low} to "
+            f"{high}, and {IGNORED} to ignore a place. Correct the labels, or add the head with as "
+            f"many labels as the data has."
         )
 
 
@@ -131,4 +131,4 @@ LOSSES = {
     "regression": squared_error,
     "single_label_classification": cross_entropy,
 }
-"""The losses by what a transformers config calls the kind of labels."""
+"""The losses by the `problem_type` of transformers' configs."""

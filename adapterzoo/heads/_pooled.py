@@ -14,7 +14,7 @@ from torch import Tensor
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
-from ._base import Backbone
+from ._backbone import Backbone
 from ._layers import LayersConfig, LayersHead
 from ._losses import LOSSES
 from ._pooling import POOLINGS, Pooling, pool
@@ -30,7 +30,7 @@ class PooledConfig(LayersConfig):
     Attributes:
         use_pooler: whether the model pools; the same as `pooling="pooler"`.
         bias: whether the last layer has one.
-        pooling: which tokens answer for the sequence.
+        pooling: which tokens stand for the sequence.
     """
 
     layers: int = 2
@@ -53,22 +53,22 @@ class PooledConfig(LayersConfig):
             object.__setattr__(self, "pooling", "auto")
 
     def resolved(self, backbone: Backbone) -> Pooling:
-        """The pooling that holds on this backbone, never "auto"."""
+        """Return the pooling on this backbone, never "auto"."""
         if self.use_pooler:
             return "pooler"
         return backbone.pooling if self.pooling == "auto" else self.pooling
 
     def build(self, backbone: Backbone) -> PooledHead:
-        """A fresh head."""
+        """Return a fresh head."""
         return PooledHead(self, backbone)
 
     @property
     def problem_type(self) -> str:
-        """Decides the loss, and what pipelines do with the logits."""
+        """The kind of labels; it decides the loss, and how pipelines read the logits."""
         return "regression" if self.label_count == 1 else "single_label_classification"
 
     def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-        """Binary cross entropy of labels, cross entropy of classes, squared error of a number."""
+        """Return the loss for the kind of labels."""
         return LOSSES[self.problem_type](logits, labels, count)
 
     @classmethod
@@ -104,7 +104,7 @@ class PooledConfig(LayersConfig):
 
     @classmethod
     def pooling_of(cls, static: Static) -> str | None:
-        """Return what a static head without inner layers pools by; None where its layers tell.
+        """Return the pooling of a static head without inner layers; None if its layers imply it.
 
         Raises:
             InexpressibleError: it is not known.
@@ -137,7 +137,7 @@ class PooledHead(LayersHead):
         super().__init__(config, backbone, config.resolved(backbone), config.bias)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits `[batch, num_labels]`.
+        """Return logits `[batch, num_labels]`.
 
         Args:
             hidden: `[batch, tokens, d_model]`, or `[batch, d_model]` where the model has pooled.
@@ -151,7 +151,7 @@ class PooledHead(LayersHead):
         labels: Tensor,
         count: Tensor | int | None = None,
     ) -> Tensor:
-        """The loss of the task. `logits` `[batch, num_labels]`, `labels` `[batch]`."""
+        """Return the loss of the task. `logits` `[batch, num_labels]`, `labels` `[batch]`."""
         scores = logits[0] if isinstance(logits, tuple) else logits
         return self.config.loss(scores, labels, count)
 
@@ -162,12 +162,12 @@ def is_multilabel(static: Static) -> bool:
 
 
 def _summary_pooling(config: Mapping[str, Any]) -> str:
-    """Which token answers in heads that transformers makes of a `summary_type`.
+    """Return the pooling for the `summary_type` of a transformers config.
 
     Raises:
-        InexpressibleError: no head here answers by this one.
+        InexpressibleError: no head here has it.
     """
     kind = str(config.get("summary_type"))
     if kind not in _SUMMARIES:
-        raise InexpressibleError(f"its config says summary_type={kind!r}")
+        raise InexpressibleError(f"its config has summary_type={kind!r}")
     return _SUMMARIES[kind]

@@ -10,18 +10,18 @@ from torch import Tensor
 from adapterzoo.contracts import compute_dtype
 
 Pooling = Literal["auto", "cls", "mean", "last", "eos", "pooler"]
-"""Which tokens answer for the sequence.
+"""The tokens that stand for a sequence.
 
 `cls` the first; `mean` the average of the real ones; `last` the last real one, whichever side the
 padding is on; `eos` the last end-of-sequence token; `pooler` the model's own pooled output;
-`auto` what the model's family does.
+`auto` as in the model's family.
 """
 
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 def pool(hidden: Tensor, mask: Tensor | None, pooling: Pooling) -> Tensor:
-    """One vector for each sequence.
+    """Return one vector for each sequence.
 
     Args:
         hidden: `[batch, tokens, d_model]`; `[batch, d_model]` is returned as it is.

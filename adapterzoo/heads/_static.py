@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ._base import Backbone, HeadConfig
+from adapterzoo.configs import Config
+
+from ._backbone import Backbone
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -37,13 +39,13 @@ class StaticHead:
             the static head shares them.
     """
 
-    config: HeadConfig
+    config: Config
     keys: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """What is known of a static head.
+    """The facts about a static head.
 
     Attributes:
         task: the end of its class's name.
@@ -60,10 +62,10 @@ class Static:
     pooler: bool
 
     def module(self, role: str) -> str | None:
-        """The path of the "dense" layer, of the "norm", or of the layer that gives the "output".
+        """Return the path of the "dense" layer, the "norm", or the "output" layer.
 
         Raises:
-            InexpressibleError: several layers can be meant.
+            InexpressibleError: there are several such layers.
         """
         paths = [k.removesuffix(".weight") for k in self.tensors if k.endswith(".weight")]
         found = [path for path in paths if _role(path) == role]
@@ -72,7 +74,7 @@ class Static:
         return found[0] if found else None
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """Of the weight of a module."""
+        """Return the shape of a module's weight."""
         return self.tensors[f"{path}.weight"]
 
     def has_bias(self, path: str) -> bool:
@@ -119,7 +121,7 @@ class Static:
         """Raise where a tensor is not among the keys.
 
         Raises:
-            InexpressibleError: it is not known what the tensor does.
+            InexpressibleError: the use of a tensor is unknown.
         """
         if rest := sorted(set(self.tensors) - set(keys)):
             raise InexpressibleError(f"it has tensors of unknown use: {', '.join(rest[:5])}")
@@ -133,7 +135,7 @@ class Static:
         config = self.config
         for name in (*names, "classifier_dropout", "hidden_dropout_prob"):
             if config.get(name) is not None:
-                # None: what heads of this model do by themselves
+                # None: the default of heads on this model
                 return None if config[name] == self.backbone.dropout else float(config[name])
         return 0.0
 
@@ -149,12 +151,8 @@ class Static:
         try:
             return {str(label): int(number) for label, number in names.items()}
         except (TypeError, ValueError) as error:
-            shown = ", ".join(
-                f"{label!r}: {number!r}" for label, number in list(names.items())[:10]
-            )
-            raise InexpressibleError(
-                f"its config has label2id={{{shown}}}, not all numbers"
-            ) from error
+            shown = ", ".join(f"{label!r}: {n!r}" for label, n in [*names.items()][:10])
+            raise InexpressibleError(f"its config has label2id={{{shown}}}") from error
 
 
 def _role(path: str) -> str:
@@ -164,15 +162,15 @@ def _role(path: str) -> str:
 
 
 def activation_after(dense: str, config: Mapping[str, Any]) -> str:
-    """The activation behind a head's layer, by the layer's path and the transformers config.
+    """Return the activation behind a head's layer, by its path and the transformers config.
 
     Raises:
-        InexpressibleError: nobody has written down what follows this layer.
+        InexpressibleError: it is not known.
     """
     named = _ACTIVATIONS.get(dense)
     found = named(config) if named is not None else None
     if not isinstance(found, str):
-        raise InexpressibleError(f"it is not known what follows {dense}")
+        raise InexpressibleError(f"the activation behind {dense} is unknown")
     return found
 
 

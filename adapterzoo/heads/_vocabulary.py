@@ -35,17 +35,17 @@ class VocabularyHead(PredictionHead):
         """The key of the last layer's weight."""
         return f"{next(reversed(self._modules))}.weight"
 
-    # no setter: nn.Module takes what is assigned for one more child
+    # not a setter: nn.Module would add the assigned layer as one more child
     def replace_output(self, layer: nn.Module) -> None:
         """Put another layer onto the vocabulary in the place of the last one.
 
         Raises:
-            ConfigError: it is no linear layer.
+            ConfigError: it is not a linear layer.
         """
         if not isinstance(layer, nn.Linear):
             raise ConfigError(
-                f"set_output_embeddings({layer!r}): the scores of tokens are those of a linear "
-                f"layer. Write set_output_embeddings(nn.Linear(d_model, vocab_size))."
+                f"set_output_embeddings({layer!r}): the output embeddings are a linear layer. "
+                f"Write set_output_embeddings(nn.Linear(d_model, vocab_size))."
             )
         self._modules[next(reversed(self._modules))] = layer
         self.of_checkpoint = False
@@ -74,7 +74,7 @@ class VocabularyHead(PredictionHead):
         self._taken = weight._version if value and not weight.is_inference() else None
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Copies count the changes anew, and do not know."""
+        """Forget the origin: a copy counts its changes from zero."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._taken = None
 

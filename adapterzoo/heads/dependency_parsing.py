@@ -21,14 +21,17 @@ from torch import Tensor, nn
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Range, field
 
-from ._base import Backbone, HeadConfig, PredictionHead, head_types
+from ._adding import Labels, Model, adds_head
+from ._backbone import Backbone
+from ._base import HeadConfig, PredictionHead, head_types
+from ._labels import labels_from
 from ._losses import IGNORED, check_range, cross_entropy
 
 
 @head_types.register("dependency_parsing")
 @dataclass(frozen=True, kw_only=True)
 class DependencyParsingConfig(HeadConfig):
-    """A head and one of `num_labels` relations for each word.
+    """A head that gives each word its head and one of `num_labels` relations.
 
     Attributes:
         num_labels: number of relations.
@@ -48,7 +51,7 @@ class DependencyParsingConfig(HeadConfig):
         self._check_labels(self.num_labels)
 
     def build(self, backbone: Backbone) -> DependencyParsingHead:
-        """A fresh head; its scores are 0 until it is trained."""
+        """Return a fresh head; its scores are 0 until it is trained."""
         return DependencyParsingHead(self, backbone)
 
 
@@ -70,7 +73,7 @@ class Biaffine(nn.Module):
         self.weight = nn.Parameter(torch.zeros(shape, device=backbone.device, dtype=backbone.dtype))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Scores `[batch, outputs, n, m]`. `x` `[batch, n, d]`, `y` `[batch, m, d]`."""
+        """Return scores `[batch, outputs, n, m]`. `x` `[batch, n, d]`, `y` `[batch, m, d]`."""
         x = F.pad(x, (0, 1), value=1.0)
         if self.bias_y:
             y = F.pad(y, (0, 1), value=1.0)
@@ -92,14 +95,16 @@ class DependencyParsingHead(PredictionHead):
     def forward(
         self, hidden: Tensor, mask: Tensor | None = None, word_starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scores of relations `[batch, tokens, tokens + 1, num_labels]` and arcs, without the last.
+        """Return the scores of relations `[batch, tokens, tokens + 1, num_labels]` and of arcs.
+
+        Those of arcs lack the last dimension.
 
         Word i is row i; column 0 is the root, column j + 1 word j. Rows behind the last word are
         padding.
 
         Args:
             hidden: `[batch, tokens, d_model]`.
-            mask: not used; `word_starts` says what the words are.
+            mask: not used; `word_starts` tells the words.
             word_starts: `[batch, words + 1 or more]`, ascending: the first token of each word,
                 then the token behind the last word; 0 or less is padding.
 
@@ -124,13 +129,13 @@ class DependencyParsingHead(PredictionHead):
         labels: Tensor,
         count: Tensor | int | None = None,
     ) -> Tensor:
-        """Cross entropy of the arcs, plus that of the relations at the right arcs.
+        """Return the cross entropy of the arcs plus that of the relations at the right arcs.
 
         Args:
             logits: of relations and arcs, as `forward` gives them.
             labels: `[batch, 2, tokens]`: for each word the column of its head, and its relation;
                 less than 0 does not count.
-            count: what each sum is divided by, instead of the number of words that count.
+            count: divides each sum, instead of the number of words that count.
 
         Raises:
             ConfigError: wrong dtype, shape or value of the labels.
@@ -149,7 +154,7 @@ class DependencyParsingHead(PredictionHead):
 
 
 def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
-    """The mean of each word's tokens, `[batch, tokens, d_model]`, zero behind the last word.
+    """Return the mean of each word's tokens, `[batch, tokens, d_model]`, zero behind the last word.
 
     Args:
         hidden: `[batch, tokens, d_model]`.
@@ -168,3 +173,16 @@ def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
     member = word.unsqueeze(1) == position.unsqueeze(-1)  # [batch, words, tokens]
     share = member.sum(dim=-1, keepdim=True).clamp(min=1)
     return (member.to(hidden.dtype) @ hidden) / share
+
+
+@adds_head
+def add_dependency_parsing_head(
+    self: Model,
+    head_name: str,
+    num_labels: int = 2,
+    overwrite_ok: bool = False,
+    id2label: Labels = None,
+) -> None:
+    """Add a head that finds each word's head and relation; `forward` takes `word_starts`."""
+    config = DependencyParsingConfig(num_labels=num_labels, label2id=labels_from(id2label))
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

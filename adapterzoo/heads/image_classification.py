@@ -1,6 +1,6 @@
-"""A head that judges whole images.
+"""A head that classifies whole images.
 
-Differs from AdapterHub: `pooling` says which tokens answer; labels of −100 do not count.
+Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not count.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from typing import Any, ClassVar
 
 from adapterzoo.fields import field
 
+from ._adding import Labels, Model, adds_head
 from ._base import head_types
+from ._labels import labels_from
 from ._layers import COUNT
 from ._pooled import PooledConfig, is_multilabel
+from ._pooling import Pooling
 from ._static import InexpressibleError, Static
 
-# image models by what their one layer looks at
+# image models by the pooling below their one layer
 _POOLING: Mapping[str, str] = {
     model_type: pooling
     for pooling, model_types in (
@@ -37,7 +40,7 @@ _POOLING: Mapping[str, str] = {
 @head_types.register("image_classification")
 @dataclass(frozen=True, kw_only=True)
 class ImageClassificationConfig(PooledConfig):
-    """One of `num_labels` classes for each image, or with `multilabel` a yes or no for each."""
+    """A head that gives images a class; with `multilabel`, a yes or no for each class."""
 
     head_type: ClassVar[str] = "image_classification"
     output_class: ClassVar[str] = "ImageClassifierOutput"
@@ -50,23 +53,49 @@ class ImageClassificationConfig(PooledConfig):
 
     @property
     def problem_type(self) -> str:
-        """As of the heads on text; a single label is a number."""
+        """As for text; a single label is a number."""
         several = self.multilabel and self.num_labels > 1
         return "multi_label_classification" if several else super().problem_type
 
     @classmethod
     def pooling_of(cls, static: Static) -> str:
-        """Return what the one layer of an image classifier looks at, by the type of model.
+        """Return the pooling below the one layer of an image classifier, by the type of model.
 
         Raises:
             InexpressibleError: it is not known.
         """
         model_type = str(static.config.get("model_type"))
         if model_type not in _POOLING:
-            raise InexpressibleError(f"it is not known what the head of a {model_type} looks at")
+            raise InexpressibleError(f"the pooling of a {model_type} is unknown")
         return _POOLING[model_type]
 
     @classmethod
     def labels_of(cls, static: Static, outputs: int) -> dict[str, Any]:
         """Return the fields for the labels, and whether each is a yes or no."""
         return {**super().labels_of(static, outputs), "multilabel": is_multilabel(static)}
+
+
+@adds_head
+def add_image_classification_head(
+    self: Model,
+    head_name: str,
+    num_labels: int = 2,
+    layers: int = 1,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    multilabel: bool = False,
+    id2label: Labels = None,
+    use_pooler: bool = False,
+    pooling: Pooling = "auto",
+) -> None:
+    """Add a head that classifies images; arguments as of `add_classification_head`."""
+    config = ImageClassificationConfig(
+        num_labels=num_labels,
+        layers=layers,
+        activation_function=activation_function,
+        multilabel=multilabel,
+        label2id=labels_from(id2label),
+        use_pooler=use_pooler,
+        pooling=pooling,
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -1,4 +1,4 @@
-"""Heads that score the next or a masked token: causal, masked and sequence-to-sequence LMs.
+"""Heads that predict the next or a masked token: causal, masked and sequence-to-sequence LMs.
 
 features = norm(act(W · hidden + b)), once for each layer but the last, hidden · hidden_scale below;
 logits = (E · features + b) · logit_scale / logit_divisor, capped by c·tanh(·/c).
@@ -16,7 +16,9 @@ from typing import ClassVar
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Maybe, Range, Share, field
 
-from ._base import Backbone, head_types
+from ._adding import Model, adds_head
+from ._backbone import Backbone
+from ._base import head_types
 from ._lm import LMConfig, LMHead
 from ._static import Static, StaticHead
 
@@ -27,7 +29,7 @@ _CONDITIONAL = ("ForConditionalGeneration", "MTModel")
 @head_types.register("causal_lm")
 @dataclass(frozen=True, kw_only=True)
 class CausalLMConfig(LMConfig):
-    """The next token.
+    """A head that predicts the next token.
 
     Attributes:
         embedding_size: features before the last layer; None for those of the model.
@@ -56,14 +58,14 @@ class CausalLMConfig(LMConfig):
         return None if seq2seq else super().from_static(static)
 
     def build(self, backbone: Backbone) -> LMHead:
-        """A fresh head, not yet tied."""
+        """Return a fresh head, not yet tied."""
         return LMHead(self, backbone, self.embedding_size, self.dropout_prob or 0.0)
 
 
 @head_types.register("masked_lm")
 @dataclass(frozen=True, kw_only=True)
 class MaskedLMConfig(LMConfig):
-    """The token that was masked.
+    """A head that predicts masked tokens.
 
     Attributes:
         embedding_size: features before the last layer; None for those of the model.
@@ -81,14 +83,14 @@ class MaskedLMConfig(LMConfig):
     bias: bool = True
 
     def build(self, backbone: Backbone) -> LMHead:
-        """A fresh head, not yet tied."""
+        """Return a fresh head, not yet tied."""
         return LMHead(self, backbone, self.embedding_size, 0.0)
 
 
 @head_types.register("seq2seq_lm")
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqLMConfig(LMConfig):
-    """The next token of a decoder; its inputs are the labels, shifted, so these are not."""
+    """A head that predicts a decoder's next token; the decoder's inputs shift, not the labels."""
 
     head_type: ClassVar[str] = "seq2seq_lm"
     output_class: ClassVar[str] = "Seq2SeqLMOutput"
@@ -98,17 +100,53 @@ class Seq2SeqLMConfig(LMConfig):
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
-        """Return the head of an encoder–decoder; what generates without an encoder is causal."""
+        """Return the head of an encoder–decoder; without an encoder it is causal."""
         return super().from_static(static) if static.backbone.encoder_decoder else None
 
     def build(self, backbone: Backbone) -> LMHead:
-        """A fresh head, not yet tied.
+        """Return a fresh head, not yet tied.
 
         Raises:
             ConfigError: the model has no decoder above an encoder.
         """
         if not backbone.encoder_decoder:
             raise ConfigError(
-                "add_seq2seq_lm_head: the model is no encoder–decoder. Write add_causal_lm_head."
+                "add_seq2seq_lm_head needs an encoder–decoder. Write add_causal_lm_head."
             )
         return LMHead(self, backbone, None, 0.0)
+
+
+@adds_head
+def add_masked_lm_head(
+    self: Model,
+    head_name: str,
+    activation_function: str | None = "gelu",
+    layers: int = 2,
+    overwrite_ok: bool = False,
+) -> None:
+    """Add a head that predicts masked tokens; it shares the embedding if the model ties it."""
+    config = MaskedLMConfig(layers=layers, activation_function=activation_function)
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)
+
+
+@adds_head
+def add_causal_lm_head(
+    self: Model,
+    head_name: str,
+    activation_function: str | None = "gelu",
+    layers: int = 2,
+    overwrite_ok: bool = False,
+) -> None:
+    """Add a head that predicts the next token; it shares the embedding if the model ties it."""
+    config = CausalLMConfig(
+        layers=layers, activation_function=activation_function, layer_norm=True, bias=True
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)
+
+
+@adds_head
+def add_seq2seq_lm_head(
+    self: Model, head_name: str, layers: int = 1, overwrite_ok: bool = False
+) -> None:
+    """Add a head that predicts a decoder's next token, on encoder–decoder models."""
+    self.add_prediction_head_from_config(head_name, Seq2SeqLMConfig(layers=layers), overwrite_ok)

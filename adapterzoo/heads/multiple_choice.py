@@ -1,6 +1,6 @@
 """A head that chooses one of several sequences.
 
-Differs from AdapterHub: `pooling` says which tokens answer; labels of −100 do not count.
+Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not count.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from torch import Tensor
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import field
 
-from ._base import Backbone, head_types
+from ._adding import Labels, Model, adds_head
+from ._backbone import Backbone
+from ._base import head_types
+from ._labels import labels_from
 from ._layers import COUNT
 from ._pooled import PooledConfig, PooledHead
+from ._pooling import Pooling
 from ._static import Static
 
 # arguments of the base model with one row for each sequence
@@ -25,7 +29,7 @@ _PER_SEQUENCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids"
 @head_types.register("multiple_choice")
 @dataclass(frozen=True, kw_only=True)
 class MultipleChoiceConfig(PooledConfig):
-    """The best of `num_choices` sequences, each scored by itself."""
+    """A head that chooses the best of `num_choices` sequences, each scored by itself."""
 
     head_type: ClassVar[str] = "multiple_choice"
     output_class: ClassVar[str] = "MultipleChoiceModelOutput"
@@ -53,7 +57,7 @@ class MultipleChoiceConfig(PooledConfig):
                 inputs[name] = value.flatten(0, 1)  # [batch · choices, tokens]
 
     def build(self, backbone: Backbone) -> MultipleChoiceHead:
-        """A fresh head."""
+        """Return a fresh head."""
         return MultipleChoiceHead(self, backbone)
 
     @classmethod
@@ -68,7 +72,7 @@ class MultipleChoiceHead(PooledHead):
     config: MultipleChoiceConfig
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits `[batch, num_choices]`.
+        """Return logits `[batch, num_choices]`.
 
         Args:
             hidden: `[batch · num_choices, tokens, d_model]`, the choices of one question together.
@@ -84,3 +88,39 @@ class MultipleChoiceHead(PooledHead):
                 f"num_choices={choices}. Write input_ids of shape [batch, {choices}, tokens]."
             )
         return super().forward(hidden, mask).view(-1, choices)  # [batch, num_choices]
+
+
+@adds_head
+def add_multiple_choice_head(
+    self: Model,
+    head_name: str,
+    num_choices: int = 2,
+    layers: int = 2,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    id2label: Labels = None,
+    use_pooler: bool = False,
+    pooling: Pooling = "auto",
+) -> None:
+    """Add a head that chooses among sequences; inputs are `[batch, num_choices, tokens]`.
+
+    Args:
+        self: the model.
+        head_name: of the new head.
+        num_choices: number of sequences to choose from.
+        layers: as of `add_classification_head`, like the rest.
+        activation_function: between the layers.
+        overwrite_ok: whether a head of that name may be replaced.
+        id2label: names of the choices.
+        use_pooler: whether to take the model's own pooled output.
+        pooling: which tokens stand for a sequence.
+    """
+    config = MultipleChoiceConfig(
+        num_choices=num_choices,
+        layers=layers,
+        activation_function=activation_function,
+        label2id=labels_from(id2label),
+        use_pooler=use_pooler,
+        pooling=pooling,
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -1,10 +1,10 @@
-"""The span of the text that answers a question: its first and its last token.
+"""A head that finds the answer to a question in a text: its first and its last token.
 
 Devlin et al. 2019, arXiv:1810.04805, §4.2: two scores for each token, the cross entropies of the
 first and of the last token averaged.
 
-Differs from AdapterHub: a position outside of the text does not count on either side of it
-(AdapterHub takes negative ones as 0).
+Differs from AdapterHub: positions outside of the text do not count, on either side
+(AdapterHub reads negative ones as 0).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch import Tensor
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import Choice, field
 
-from ._base import Backbone, head_types
+from ._adding import Labels, Model, adds_head
+from ._backbone import Backbone
+from ._base import head_types
+from ._labels import labels_from
 from ._layers import LayersConfig, LayersHead
 from ._losses import IGNORED, cross_entropy
 from ._static import Static, StaticHead
@@ -27,7 +30,7 @@ from ._static import Static, StaticHead
 @head_types.register("question_answering")
 @dataclass(frozen=True, kw_only=True)
 class QuestionAnsweringConfig(LayersConfig):
-    """A score as first and one as last token of the answer, for each token.
+    """A head that gives each token a score as the first and one as the last of the answer.
 
     Attributes:
         num_labels: 2, the two scores.
@@ -58,7 +61,7 @@ class QuestionAnsweringConfig(LayersConfig):
         return StaticHead(config, keys)
 
     def build(self, backbone: Backbone) -> QuestionAnsweringHead:
-        """A fresh head."""
+        """Return a fresh head."""
         return QuestionAnsweringHead(self, backbone, bias=self.bias)
 
 
@@ -66,7 +69,7 @@ class QuestionAnsweringHead(LayersHead):
     """Layers on each token, two features after the last."""
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Scores as first and as last token, `[batch, tokens]` each.
+        """Return the scores as first and as last token, `[batch, tokens]` each.
 
         Args:
             hidden: `[batch, tokens, d_model]`.
@@ -81,12 +84,12 @@ class QuestionAnsweringHead(LayersHead):
         labels: Tensor,
         count: Tensor | int | None = None,
     ) -> Tensor:
-        """The mean of the two cross entropies.
+        """Return the mean of the two cross entropies.
 
         Args:
             logits: of the first and of the last token, `[batch, tokens]` each.
             labels: `[batch, 2]`, their positions; those outside of the text do not count.
-            count: what each sum is divided by, instead of the number of positions that count.
+            count: divides each sum, instead of the number of positions that count.
 
         Raises:
             ConfigError: wrong dtype or shape of the labels.
@@ -103,3 +106,23 @@ class QuestionAnsweringHead(LayersHead):
         first = cross_entropy(start, kept[:, 0], count)
         last = cross_entropy(end, kept[:, 1], count)
         return (first + last) / 2
+
+
+@adds_head
+def add_qa_head(
+    self: Model,
+    head_name: str,
+    num_labels: int = 2,
+    layers: int = 1,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    id2label: Labels = None,
+) -> None:
+    """Add a head that finds the span of an answer; `num_labels` is 2, its start and end."""
+    config = QuestionAnsweringConfig(
+        num_labels=num_labels,
+        layers=layers,
+        activation_function=activation_function,
+        label2id=labels_from(id2label),
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

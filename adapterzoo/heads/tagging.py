@@ -1,4 +1,4 @@
-"""A class for each token: named entities, parts of speech.
+"""A head that classifies tokens: named entities, parts of speech.
 
 logits = W_n · act(… act(W_1 · hidden + b_1) …) + b_n for each token, dropout before each W.
 
@@ -14,7 +14,10 @@ from torch import Tensor
 
 from adapterzoo.fields import field
 
-from ._base import Backbone, head_types
+from ._adding import Labels, Model, adds_head
+from ._backbone import Backbone
+from ._base import head_types
+from ._labels import labels_from
 from ._layers import COUNT, LayersConfig, LayersHead
 from ._losses import cross_entropy
 from ._static import InexpressibleError, Static, StaticHead
@@ -26,7 +29,7 @@ _OF_ENCODER = frozenset({"mt5", "t5", "umt5"})
 @head_types.register("tagging")
 @dataclass(frozen=True, kw_only=True)
 class TaggingConfig(LayersConfig):
-    """One of `num_labels` classes for each token.
+    """A head that gives each token one of `num_labels` classes.
 
     Attributes:
         num_labels: number of classes.
@@ -64,7 +67,7 @@ class TaggingConfig(LayersConfig):
         return StaticHead(config, keys)
 
     def build(self, backbone: Backbone) -> TaggingHead:
-        """A fresh head."""
+        """Return a fresh head."""
         return TaggingHead(self, backbone, bias=self.bias)
 
 
@@ -72,7 +75,7 @@ class TaggingHead(LayersHead):
     """Layers on each token."""
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits `[batch, tokens, num_labels]`. `hidden` `[batch, tokens, d_model]`."""
+        """Return logits `[batch, tokens, num_labels]`. `hidden` `[batch, tokens, d_model]`."""
         return self.score(hidden)
 
     def loss(
@@ -81,7 +84,27 @@ class TaggingHead(LayersHead):
         labels: Tensor,
         count: Tensor | int | None = None,
     ) -> Tensor:
-        """Cross entropy. `logits` `[batch, tokens, num_labels]`, `labels` `[batch, tokens]`."""
+        """Return the cross entropy of `labels` `[batch, tokens]`."""
         if isinstance(logits, tuple):
             (logits,) = logits
         return cross_entropy(logits, labels, count)
+
+
+@adds_head
+def add_tagging_head(
+    self: Model,
+    head_name: str,
+    num_labels: int = 2,
+    layers: int = 1,
+    activation_function: str | None = "tanh",
+    overwrite_ok: bool = False,
+    id2label: Labels = None,
+) -> None:
+    """Add a head that classifies tokens; arguments as of `add_classification_head`."""
+    config = TaggingConfig(
+        num_labels=num_labels,
+        layers=layers,
+        activation_function=activation_function,
+        label2id=labels_from(id2label),
+    )
+    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -1,4 +1,4 @@
-"""Blocks of features that rotate: the fields that say how large, and the factors of one forward."""
+"""Rotated blocks of features: the config fields of their size, and the factors of a forward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BlockConfig(TargetedConfig):
             )
 
     def block_size_at(self, site: Site) -> int:
-        """The block size b at a site.
+        """Return the block size b at a site.
 
         Raises:
             ConfigError: no block size fits d_in, or not the one asked for.
@@ -71,7 +71,7 @@ class BlockConfig(TargetedConfig):
 
 @cache
 def _block_sizes(d_in: int, factors: int) -> tuple[int, ...]:
-    """Every legal size b, ascending: above 1, even for m > 1, with b · 2^(m−1) dividing d_in."""
+    """Return the legal sizes b, ascending: above 1, even for m > 1, b · 2^(m−1) divides d_in."""
     step = 1 if factors == 1 else 2
     return tuple(b for b in range(2, d_in + 1, step) if d_in % (b << (factors - 1)) == 0)
 

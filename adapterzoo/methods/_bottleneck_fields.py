@@ -166,7 +166,7 @@ class BottleneckFields(AdapterConfig):
 
     @property
     def starts_as_identity(self) -> bool:
-        """Whether the up projection starts as zero and the result is added to what was there."""
+        """Whether the up projection starts as zero and the result is added to the old output."""
         keeps = self.residual_before_ln is True or not (
             self.original_ln_before and self.original_ln_after
         )
@@ -174,7 +174,7 @@ class BottleneckFields(AdapterConfig):
         return zero and keeps and not self.adapter_residual_before_ln
 
     def width_at(self, layer: int, d_model: int) -> int:
-        """The bottleneck's width in a block.
+        """Return the bottleneck's width in a block.
 
         Args:
             layer: number of the block.
@@ -203,10 +203,10 @@ class BottleneckFields(AdapterConfig):
         return max(1, int(width))
 
     def warn_of_idle(self, blocks: int) -> None:
-        """Say which numbers of the mapping are of no block: no error, as adapters takes them.
+        """Warn of numbers in the mapping that belong to no block; adapters accepts them.
 
         Args:
-            blocks: how many the model has.
+            blocks: number of the model's blocks.
         """
         factors = self.reduction_factor
         if not isinstance(factors, Mapping):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapterzoo.fields import Choice
 
-# what a config may name as the dtype of parameters
+# the legal dtypes of parameters, by name
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32)}
 DTYPE = Choice(None, *DTYPES)
 
@@ -27,7 +27,7 @@ _drawing = _Drawing()
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Leave the parameters made by this thread without values: a file has them."""
+    """Leave the parameters that this thread makes without values; a file has them."""
     before, _drawing.skipped = _drawing.skipped, True
     try:
         yield
@@ -36,11 +36,11 @@ def undrawn() -> Iterator[None]:
 
 
 def generator(seed: int | None, path: str) -> torch.Generator | None:
-    """The source of random numbers for the adapter at a path.
+    """Return the random number generator for the adapter at a path.
 
     Args:
-        seed: None draws from torch's default generator, so that `torch.manual_seed` rules.
-        path: of the site; each site gets numbers of its own.
+        seed: None for torch's default generator, which `torch.manual_seed` sets.
+        path: of the site; each site gets different numbers.
     """
     if seed is None:
         return None
@@ -54,12 +54,12 @@ def drawn(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.nn.Parameter:
-    """A parameter filled on the CPU in float32, then copied: the same bits for every device.
+    """Return a parameter filled on the CPU in float32, with the same bits on every device.
 
     Args:
         shape: of the parameter.
         fill: an in-place initialiser.
-        device: where it shall live; nothing is drawn for the meta device, nor in `undrawn`.
+        device: of the parameter; nothing is drawn for the meta device, nor in `undrawn`.
         dtype: of the parameter.
     """
     if device.type == "meta" or _drawing.skipped:
@@ -70,7 +70,7 @@ def drawn(
 
 
 def kaiming(source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """Uniform in ±1/√fan_in: what torch's linear layers do (Kaiming's with a = √5)."""
+    """Return uniform values in ±1/√fan_in, as torch's linear layers do (Kaiming, a = √5)."""
 
     def fill(t: Tensor) -> Tensor:
         bound = 1.0 / math.sqrt(t.shape[-1])
@@ -85,10 +85,10 @@ def uniform(bound: float, source: torch.Generator | None) -> Callable[[Tensor], 
 
 
 def normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """Normal with mean 0."""
+    """Return normal values with mean 0."""
     return lambda t: t.normal_(0.0, std, generator=source)
 
 
 def constant(value: float) -> Callable[[Tensor], Tensor]:
-    """The same value everywhere."""
+    """Return the same value everywhere."""
     return lambda t: t.fill_(value)

@@ -1,4 +1,4 @@
-"""Where adapters of linear layers sit: the peers' two vocabularies, once for all such methods.
+"""Which linear layers get adapters: the fields of both peers, for all such methods.
 
 AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output_lora`,
 `leave_out`. PEFT's: `target_modules`, `exclude_modules`, `layers_to_transform`.
@@ -6,7 +6,6 @@ AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,16 @@ from dataclasses import dataclass
 from adapterzoo.anatomy import Anatomy, Role, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import ConfigError, SiteError, listing
-from adapterzoo.expressions import fault
 from adapterzoo.fields import Check, Layers, Maybe, field
 
-ALL_LINEAR = "all-linear"
+from ._patterns import ALL_LINEAR, Modules, matches
+
 MATRICES: dict[str, Role] = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
 TARGETS = frozenset(
     {"selfattn_lora", "intermediate_lora", "output_lora", "attn_matrices", "leave_out",
      "target_modules", "exclude_modules", "layers_to_transform"}
 )  # fmt: skip
-"""The fields of a config that say where."""
+"""The fields of a config that choose the layers."""
 
 
 class Matrices(Check):
@@ -45,37 +44,6 @@ class Matrices(Check):
         return ["q", "v"]
 
 
-class Modules(Check):
-    """Names of layers, one regular expression, or None."""
-
-    legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
-
-    def convert(self, value: object) -> object:
-        """Return a tuple of names, a string or None."""
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            return value
-        return tuple(value)
-
-    def fits(self, value: object) -> bool:
-        """Return whether none is empty."""
-        names = value if isinstance(value, tuple) else (value,)
-        return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
-
-    def nearest(self, value: object, default: object) -> object:
-        """Return two names."""
-        return ["query", "value"]
-
-    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
-        """Return the value to keep.
-
-        Raises:
-            ConfigError: it is not legal, or the expression could search for hours.
-        """
-        kept = super().__call__(config, name, value, default)
-        check_patterns(config, name, [kept] if isinstance(kept, str) else (), self.nearest("", ""))
-        return kept
-
-
 @dataclass(frozen=True, kw_only=True)
 class TargetedConfig(AdapterConfig):
     """Base of the configs whose adapters sit at linear layers.
@@ -89,8 +57,8 @@ class TargetedConfig(AdapterConfig):
         leave_out: numbers of blocks that get no adapter; encoder blocks first, then decoder.
         target_modules: instead of the fields above: names or last parts of paths of layers, one
             regular expression for whole paths, or "all-linear" for every linear layer in blocks.
-        exclude_modules: names or a regular expression, as above, of layers to leave alone; of
-            what matches no layer a warning is given, as PEFT does.
+        exclude_modules: names or a regular expression, as above, of layers to leave out; a part
+            that matches no layer gives a warning, as in PEFT.
         layers_to_transform: numbers of the only blocks that get adapters; None for all.
     """
 
@@ -118,7 +86,7 @@ class TargetedConfig(AdapterConfig):
             )
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """One placement for each layer, or part of a fused layer, that the config names.
+        """Return one placement for each layer, or part of a fused layer, that the config names.
 
         Raises:
             SiteError: nothing matches, or a block lacks what is asked for.
@@ -139,8 +107,8 @@ class TargetedConfig(AdapterConfig):
         if not kept:
             raise SiteError(
                 f"{self._name}(leave_out={list(self.leave_out)!r}, layers_to_transform="
-                f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): every "
-                f"layer that matches is taken out again by these. The model has blocks 0 to "
+                f"{self.layers_to_transform!r}, exclude_modules={self.exclude_modules!r}): these "
+                f"exclude every layer that matches. The model has blocks 0 to "
                 f"{len(anatomy.blocks) - 1}. Write fewer of them in leave_out or exclude_modules."
             )
         self._warn_of_idle(anatomy)
@@ -184,7 +152,7 @@ class TargetedConfig(AdapterConfig):
         return self._in_layers(site.layer) and not excluded
 
     def _warn_of_idle(self, anatomy: Anatomy) -> None:
-        """Say what is excluded in vain: no error, as PEFT saves such configs, with a warning."""
+        """Warn of exclusions without effect; PEFT saves such configs, with a warning."""
         asked = self.exclude_modules or ()
         each = [asked] if isinstance(asked, str) else [(name,) for name in asked]
         idle = [w for w in each if not any(matches(s.path, w) for s in anatomy)]
@@ -192,7 +160,7 @@ class TargetedConfig(AdapterConfig):
             missing = [w if isinstance(w, str) else w[0] for w in idle]
             warnings.warn(
                 f"{self._name}(exclude_modules={asked!r}): no layer matches {listing(missing)}, so "
-                f"that nothing is excluded by it. Names of layers in this model: "
+                f"it excludes nothing. Names of layers in this model: "
                 f"{listing(sorted({s.path.rpartition('.')[2] for s in anatomy}), limit=30)}. Write "
                 f"some of them, or leave it out.",
                 stacklevel=2,
@@ -205,33 +173,3 @@ class TargetedConfig(AdapterConfig):
     @property
     def _name(self) -> str:
         return type(self).__name__
-
-
-def check_patterns(config: str, name: str, patterns: Iterable[str], names: object) -> None:
-    """Check that a field holds regular expressions that come to an end soon.
-
-    Args:
-        config: name of the config's class.
-        name: of the field.
-        patterns: the expressions.
-        names: what to write without them.
-
-    Raises:
-        ConfigError: one does not compile, or they could search for hours.
-    """
-    if (found := fault(patterns)) is not None:
-        pattern, reason = found
-        raise ConfigError(
-            f"{config}({name}={pattern[:80]!r}): {reason}. Write names of layers instead: "
-            f"{name}={names!r}."
-        )
-
-
-def matches(path: str, wanted: str | Iterable[str]) -> bool:
-    """PEFT's rule: a string is a regular expression for the whole path, a list holds endings.
-
-    A string may be the last name of a path as well.
-    """
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
-    return any(path == name or path.endswith(f".{name}") for name in wanted)

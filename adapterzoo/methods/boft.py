@@ -4,8 +4,8 @@ Paper: Liu et al. 2023, arXiv:2311.06243, §4: W' = s ⊙ (W · Rotᵀ), so that
 y = s ⊙ (x · Rot) Wᵀ + bias with Rot = M_{m−1} ⋯ M_0, M_i = P_i diag(Q_i) P_iᵀ and the rotations
 Q = (I − S) (I + S)⁻¹, S = (R − Rᵀ) / 2 of b features each. m = 1 is block-diagonal OFT.
 
-Differs from the paper: the learned output scale s, as everybody has it. Differs from PEFT: x is
-rotated, no dense rotation is built; m factors are m on every device, where PEFT takes one when
+Differs from the paper: the learned output scale s, as in all implementations. Differs from PEFT:
+x is rotated, no dense rotation is built; m factors are m on every device, where PEFT takes one when
 its CUDA extension is missing.
 Cost per site: m · d_in · b + d_out parameters; one batched product of b · 2^(m−1) columns.
 Cannot do: embeddings, whose input has no features to rotate.
@@ -42,7 +42,7 @@ from ._weight_cache import WeightCache
 @config_strings.register("boft")
 @dataclass(frozen=True, kw_only=True)
 class BOFTConfig(BlockConfig):
-    """Config of BOFT; `TargetedConfig` says where the adapters sit, `BlockConfig` the blocks.
+    """Config of BOFT; `TargetedConfig` chooses the layers, `BlockConfig` the blocks.
 
     Attributes:
         boft_dropout: share, 0 to below 1, of the blocks of one random factor that a training step
@@ -66,7 +66,7 @@ class BOFTConfig(BlockConfig):
         return self.init_weights
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> BOFT:
-        """A fresh adapter for the site."""
+        """Return a fresh adapter for the site."""
         return BOFT(self, site, device, dtype)
 
 
@@ -134,7 +134,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         """Each row of the batch with its own rotation and scale. `x` `[rows, *tokens, d_in]`."""
         if not groups.rows:
             return base(x)
-        # rows are what experts are in other layers: each has a rotation of its own
+        # each row has its own rotation, as each expert has in other layers
         Q = taken(cls.from_input(adapters, x), groups)  # [rows, 1, chunks, width, width]
         y = base(in_layout_of(restored(turned(x, Q), x, groups), x))  # [rows, *tokens, d_out]
         scales = [a.boft_s.squeeze(-1).to(Q.dtype) for a in adapters]
@@ -164,13 +164,13 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         ]
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """The merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
+        """Return the merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
         with exactly(w.device):
             rotated = butterfly(w, self.rotations(w.dtype), transposed=True)
         return (rotated * self.boft_s).to(w.dtype)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
-        """The merged bias `[d_out]`: the layer's own stays, what was added to it is scaled."""
+        """Return the merged bias `[d_out]`: the layer's own stays, additions to it are scaled."""
         s, own = self.boft_s.squeeze(-1).to(b.dtype), base.bias  # [d_out] each
         return s * b if own is None else own + s * (b - own)
 

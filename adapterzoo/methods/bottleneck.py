@@ -13,10 +13,10 @@ sub-layer's output, inp the residual stream before it, and s = h + inp:
 
 Differs from the papers: nothing. Differs from adapters: a seed gives each site values of its own;
 `stochastic_depth` holds for parallel bottlenecks too, and "post_add" in pre-LN blocks, where it
-means what it does elsewhere; a `Stack` of parallel bottlenecks adds all of them, not the last.
+means the same as elsewhere; a `Stack` of parallel bottlenecks adds all of them, not the last.
 Cost per site: 2 · width · d_model + width + d_model parameters.
 Cannot do: Compacter's shared matrices, invertible adapters at the embeddings; configs that lose
-the model's own residual connection. Not the identity at birth, except with "mam_adapter". Where h
+the model's own residual connection. Not the identity at first, except with "mam_adapter". Where h
 is still scaled or dropped out on its way to the sum, f acts before that.
 """
 
@@ -52,14 +52,14 @@ class BnConfig(BottleneckFields):
     architecture: ClassVar[str] = "bottleneck"
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """One placement for each sub-layer that the config names."""
+        """Return one placement for each sub-layer that the config names."""
         wanted = {kind: field for kind, field in _FIELDS.items() if getattr(self, field)}
         found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
         self.warn_of_idle(len(anatomy.blocks))
         return [Placement(self._site(block, sub), self, _FIELDS[sub.kind]) for block, sub in found]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> BottleneckLayer:
-        """A fresh bottleneck for the site."""
+        """Return a fresh bottleneck for the site."""
         kind: type[BottleneckLayer] = Bottleneck
         if self.is_parallel:
             kind = ParallelBottleneck
@@ -108,7 +108,7 @@ class DoubleSeqBnConfig(BnConfig):
 @config_strings.register("par_bn", "parallel")
 @dataclass(frozen=True, kw_only=True)
 class ParBnConfig(BnConfig):
-    """He et al. 2021: a wide bottleneck beside the feed-forward part, the identity at birth."""
+    """He et al. 2021: a wide bottleneck beside the feed-forward part, the identity at first."""
 
     mh_adapter: bool = False
     output_adapter: bool = True
@@ -181,7 +181,7 @@ class StreamBottleneck(BottleneckLayer):
 
 
 class NormBottleneck(BottleneckLayer):
-    """LN(s) ← LN(s + f(LN(s))), or what the other values of `residual_before_ln` make of it."""
+    """LN(s) ← LN(s + f(LN(s))), or as the other values of `residual_before_ln` define it."""
 
     acts_on: ClassVar[str] = "input"
 

@@ -4,11 +4,11 @@ Paper: Liu et al. 2024, arXiv:2402.09353, eq. 5 and §4.3.
 W' = m · (W + s · B A) / ‖W + s · B A‖, the norm taken over d_in for each output row, so that
 y = g (W x + s · B A x) + bias with g = m / ‖W + s · B A‖; gradients treat the norm as a constant.
 
-Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: m is born from a
-float32 norm and stays in float32 over half-precision layers, also when these are cast; dropout
+Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: m starts as
+a float32 norm and stays in float32 over half-precision layers, also when these are cast; dropout
 does not reach W x and so costs no second product with W; layers that read one input may drop the
 same features of it; a row of zeros keeps its output instead of turning into NaN. Differs from
-adapters: all of it but `convention="adapterhub"`, which is what adapters computes.
+adapters: in all of this, except with `convention="adapterhub"`, which computes the same.
 Cost per site: rank · (d_in + d_out) + d_out parameters; LoRA's two products, one pass over the
 output, and one over the weight for the norm: in each forward of training, in evaluation once.
 Cannot do: layers without a floating-point weight to take norms of.
@@ -34,7 +34,8 @@ from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, s
 
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
-from ._low_rank import LowRank, LowRankConfig
+from ._low_rank import LowRank
+from ._low_rank_config import LowRankConfig
 from ._rows import features, restored
 from ._weight_cache import WeightCache
 
@@ -43,7 +44,7 @@ from ._weight_cache import WeightCache
 @config_strings.register("dora")
 @dataclass(frozen=True, kw_only=True)
 class DoRAConfig(LowRankConfig):
-    """Config of DoRA; `TargetedConfig` says where the adapters sit, `LowRankConfig` how big.
+    """Config of DoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 
     Attributes:
         convention: "paper", which is PEFT's too; or "adapterhub": the norm is of W + B A without
@@ -56,11 +57,11 @@ class DoRAConfig(LowRankConfig):
 
     @property
     def gradients_are_exact(self) -> bool:
-        """The paper's leave out what flows through the norm (§4.3)."""
+        """The paper's treat the norm as a constant (§4.3)."""
         return self.convention == "adapterhub"
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> DoRA:
-        """A fresh adapter for the site; `init_from_layer` gives it its magnitudes."""
+        """Return a fresh adapter for the site; `init_from_layer` gives it its magnitudes."""
         return DoRA(self, site, device, dtype)
 
 
@@ -113,7 +114,7 @@ class DoRA(KeepInFP32, LowRank):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Take what several adapters become.
+        """Combine several adapters.
 
         "cat" and the strategies with SVD add up changes of the weight, Σ wᵢ (Wᵢ' − W), each other
         one combines m linearly. With c = 1 + Σ wᵢ (gᵢ − 1) the sum is the change to
@@ -173,13 +174,13 @@ class DoRA(KeepInFP32, LowRank):
         return restored(out.to(y.dtype), y, groups)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """The merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""
+        """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""
         own = base.weight
         direction = direction_reference(own, self.lora_A, self.lora_B, self.scaling)
         return w + (self.gain(own).unsqueeze(-1) * direction - own)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
-        """The merged bias `[d_out]`: the layer's own, times g in the convention of adapters."""
+        """Return the merged bias `[d_out]`: the layer's, times g in the convention of adapters."""
         if not self.adapterhub or base.bias is None:
             return b
         return b + (self.gain(base.weight) - 1) * base.bias
@@ -190,10 +191,10 @@ class DoRA(KeepInFP32, LowRank):
         return self.kept_gain.get(lambda: self._gain(w), *sources, facts=self.scaling)
 
     def _gain(self, w: Tensor) -> Tensor:
-        # the norm of adapters knows no s and is differentiated; the paper's is a constant
+        # the norm of adapters leaves out s and is differentiated; the paper's is a constant
         with torch.set_grad_enabled(self.adapterhub and torch.is_grad_enabled()):
             s = 1.0 if self.adapterhub else self.scaling
             norm = row_norm(w, self.lora_A, self.lora_B, s)  # [*experts, d_out]
-        # a row of zeros has no direction to change: it stays what it is
+        # a row of zeros has no direction to change: it stays as it is
         zero = norm == 0
         return torch.where(zero, 1.0, self.m.to(norm.dtype) / norm.masked_fill(zero, 1.0))

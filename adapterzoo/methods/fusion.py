@@ -1,8 +1,8 @@
-"""AdapterFusion — attention over what several adapters say.
+"""AdapterFusion — attention over the outputs of several adapters.
 
 Paper: Pfeiffer et al. 2021, arXiv:2005.00247, eq. 3–5.
 o = softmax(Q x · K z_i) over the adapters i, and Σ o_i V z_i takes the place of a bottleneck's f,
-where z_i are the adapters' own f_i(x) and x is what they read.
+where z_i are the adapters' own f_i(x) and x is their input.
 
 Differs from the paper: a dropout on the scores, and z_i without gates and dropouts of the fused
 adapters, as in adapters. Differs from adapters: the temperature decays in training only.
@@ -28,7 +28,7 @@ from adapterzoo.registry import Registry
 from ._bottleneck_layer import Affine
 from ._init import constant, drawn, normal
 
-# where a temperature starts, and in how many steps it falls by that
+# the first temperature, and the number of steps in which it falls by as much
 _HOT, _STEPS = 50.0, 1000
 
 fusion_configs: Registry[Callable[[], AdapterFusionConfig]] = Registry("fusion config")
@@ -127,10 +127,10 @@ class Fusion(nn.Module):
         self.register_buffer("steps", steps)
 
     def forward(self, x: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The fused update `[*batch, d_model]`, and the shares o `[*batch, n]`.
+        """Return the fused update `[*batch, d_model]`, and the shares o `[*batch, n]`.
 
         Args:
-            x: what the adapters read, `[*batch, d_model]`.
+            x: the input of the adapters, `[*batch, d_model]`.
             outputs: z_i of each of the n adapters, each of the shape of x, in any dtypes.
         """
         z = torch.stack(list(outputs), -2)  # [*batch, n, d_model]
@@ -154,11 +154,11 @@ class Fusion(nn.Module):
 
     @staticmethod
     def temperature(steps: Tensor) -> Tensor:
-        """By what scores are divided after so many steps, float32 or float64."""
+        """Return the temperature after so many steps, float32 or float64."""
         return (_HOT - steps * (_HOT / _STEPS)).clamp(min=1.0)
 
     def distance(self) -> Tensor | None:
-        """Σ (V − I)², which regularisation keeps small; None without it."""
+        """Return Σ (V − I)², which regularisation keeps small; None without it."""
         if self.value is None or not self.config.regularization:
             return None
         weight = self.value.weight

@@ -4,7 +4,7 @@ Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3; rsLoRA: Kalajdzievski 2023, arXi
 y = W x + b + s · B A x with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha / rank, or
 alpha / √rank with `use_rslora`.
 
-Differs from the paper: dropout before A, as everybody has it. Differs from PEFT: parameters
+Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: parameters
 live in the dtype of their layer unless `dtype` says otherwise; layers that read one input may
 drop the same features of it. Differs from adapters: a `Stack` adds the updates; a gated update
 is scaled by s as well.
@@ -38,7 +38,8 @@ from adapterzoo.kernels.low_rank import expand
 
 from ._gate import Gate
 from ._init import constant, drawn, generator
-from ._low_rank import LowRank, LowRankConfig
+from ._low_rank import LowRank
+from ._low_rank_config import LowRankConfig
 from ._rows import features, openness, restored
 
 
@@ -46,7 +47,7 @@ from ._rows import features, openness, restored
 @config_strings.register("lora")
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig(LowRankConfig):
-    """Config of LoRA; `TargetedConfig` says where the adapters sit, `LowRankConfig` how big.
+    """Config of LoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 
     Attributes:
         use_gating: scale the update by a learned gate, one number a token sequence (UniPELT).
@@ -59,7 +60,7 @@ class LoRAConfig(LowRankConfig):
     lora_bias: bool = False
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
-        """A fresh adapter for the site."""
+        """Return a fresh adapter for the site."""
         return LoRA(self, site, device, dtype)
 
 
@@ -157,7 +158,7 @@ class LoRA(LowRank):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Take what several adapters become; s · B's bias is combined linearly."""
+        """Combine several adapters; s · B's bias is combined linearly."""
         if self.gate is not None and strategy.target != "parameters":
             raise strategy.refusal("the gate of a LoRA adapter with use_gating=True is none")
         super().combine(adapters, weights, strategy, base)
@@ -169,14 +170,14 @@ class LoRA(LowRank):
             self.combine_linearly(["lora_B_bias"], adapters, scaled, strategy, base)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """The merged weight w + s · B A, `[d_out, d_in]`."""
+        """Return the merged weight w + s · B A, `[d_out, d_in]`."""
         if self.gate is not None:
             raise StateError(
-                "merge: a LoRA adapter with use_gating=True depends on its input and is no weight. "
-                "Keep it active instead."
+                "merge: a LoRA adapter with use_gating=True depends on its input, so it is not a "
+                "weight. Keep it active instead."
             )
         return w + self.delta(w.dtype)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
-        """The merged bias b + s · B's bias, `[d_out]`."""
+        """Return the merged bias b + s · B's bias, `[d_out]`."""
         return b if self.lora_B_bias is None else b + self.scaling * self.lora_B_bias.to(b.dtype)

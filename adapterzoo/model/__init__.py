@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .mixin import AdapterModelMixin, init, load_model
-from .setup import AdapterSetup
+from .activation import AdapterSetup
+from .hf.factory import init, load_model
+from .mixin import AdapterModelMixin
 
 __all__ = ["AdapterModelMixin", "AdapterSetup", "init", "load_model"]

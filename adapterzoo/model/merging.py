@@ -10,216 +10,300 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
+from adapterzoo.composition import Stack, parse
 from adapterzoo.contracts import Adapter, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.quantised import is_quantised
 
-from . import static_heads
-from .adapters import AdaptersMixin
-from .batching import refuse_while_batching
+from .activation import (
+    refuse_merged,
+    refuse_merged_part,
+    refuse_mixed,
+    refuse_overridden,
+    replan,
+)
+from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
+from .state import AdaptedModel, backbone_of, modules_of
+
+# --- merge and reset ---
 
 
-class MergingMixin(AdaptersMixin):
-    """`merge_adapter` and `reset_adapter`, once for all methods."""
+def merge_one(model: AdaptedModel, name: str) -> None:
+    """Merge an adapter that is not merged."""
+    model._adapter_state.find(name)
+    refuse_merged(model, name)
+    merge(model, (name,))
 
-    @torch.no_grad()
-    def merge_adapter(self, name: str) -> None:
-        """Make an adapter part of the base weights; its own parameters stay for `reset_adapter`.
 
-        Merging a second adapter equals merging both at once. A merged adapter acts always; it
-        needs not be active. The original weights are kept until `reset_adapter`. A copy that it
-        has of a static head is merged with it: the head of the last one that has one answers.
+@torch.no_grad()
+def merge(model: AdaptedModel, added: Sequence[str]) -> None:
+    """Merge several adapters that are not merged, all or none.
 
-        Raises:
-            UnknownNameError: there is no adapter of this name.
-            StateError: it is merged already, is no change of a weight (a bottleneck), is active
-                in an `AdapterSetup` of this thread, its merged weights are not finite, or the
-                model is sharded or quantised; nothing has changed then.
-        """
-        call = f"merge_adapter({name!r})"
-        self._find(name, call)
-        self._refuse_if_merged(name, call)
-        self._merge((name,), call)
+    Args:
+        model: with adapters.
+        added: names, in the order in which they act.
 
-    @torch.no_grad()
-    def _merge(self, added: Sequence[str], call: str) -> None:
-        """Merge several adapters that are not, all or none.
-
-        Args:
-            added: names, in the order in which they act.
-            call: what the user wrote, for messages.
-
-        Raises:
-            StateError: as `merge_adapter`; nothing has changed then.
-        """
-        refuse_if_sharded(self, call, "Merge before fully_shard(model).")
-        refuse_while_batching(self, call)
-        for name in added:
-            self._refuse_if_overridden(name, call)
-        names = (*self._adapter_state.merged, *added)
-        setup = self._active.default.plan.setup
-        for each in (setup, *(plan.setup for plan in self._active.overrides)):
-            active = each.flatten() if each is not None else ()
-            self._refuse_mixed(names, [n for n in active if n not in names], call)
-        self._refuse_merged_part(setup, names, call)
-        modules: dict[str, list[Adapter]] = {}
-        for name in added:
-            for path, module in self.adapter_modules(name):
-                # what all layers share is no change of a weight itself
-                if path:
-                    modules.setdefault(path, []).append(module)
-        self._refuse_lost(call, set(modules))
-        # every check that can be made comes before the first write
+    Raises:
+        StateError: they cannot be merged; nothing has changed then.
+    """
+    state, backbone = model._adapter_state, backbone_of(model)
+    refuse_if_sharded(model, "Merge before fully_shard(model).")
+    refuse_while_batching(model)
+    for name in added:
+        refuse_overridden(model, name)
+    names = (*state.merged, *added)
+    setup = model._active.default.plan.setup
+    for each in (setup, *(plan.setup for plan in model._active.overrides)):
+        active = each.flatten() if each is not None else ()
+        refuse_mixed(model, names, [n for n in active if n not in names])
+    refuse_merged_part(setup, names)
+    modules: dict[str, list[Adapter]] = {}
+    for name in added:
+        for path, module in modules_of(model, name):
+            # what all layers share is not a change of a weight itself
+            if path:
+                modules.setdefault(path, []).append(module)
+    _refuse_lost(model, set(modules))
+    # every check that can be made comes before the first write
+    for path, beside in modules.items():
+        for module in beside:
+            if not isinstance(module, inject.ExpertAdapters):
+                inject.mergeable(module)
+        _refuse_unwritable(model, path)
+    _refuse_tied(model, modules)
+    before: dict[str, dict[str, Tensor]] = {}
+    kept = dict(state.originals)
+    with ExitStack() as undo:
+        # whatever stops it, Ctrl-C too, leaves no weight half merged
+        undo.callback(_take_back, model, before, kept)
         for path, beside in modules.items():
-            for module in beside:
-                _check_mergeable(module)
-            self._refuse_elsewhere(path, call)
-        self._refuse_tied(modules, call)
-        before: dict[str, dict[str, Tensor]] = {}
-        kept = dict(self._adapter_state.originals)
-        with ExitStack() as undo:
-            # whatever stops it, Ctrl-C too, leaves no weight merged by half
-            undo.callback(self._take_back, before, kept)
-            for path, beside in modules.items():
-                before[path] = _copies(self._backbone.get_submodule(path), beside)
-                # what an earlier merge kept is older: that is the original
-                self._adapter_state.originals[path] = before[path] | kept.get(path, {})
-                self._write(path, names, call)
-            undo.pop_all()
-        self._adapter_state.merged = names
-        static_heads.merge(self)
-        self._replan()
+            before[path] = _copies(backbone.get_submodule(path), beside)
+            # what an earlier merge kept is older: that is the original
+            state.originals[path] = before[path] | kept.get(path, {})
+            write(model, path, names)
+        undo.pop_all()
+    state.merged = names
+    model._head_strategy.merge(model)
+    replan(model)
 
-    def _take_back(
-        self, before: Mapping[str, Mapping[str, Tensor]], kept: dict[str, dict[str, Tensor]]
-    ) -> None:
-        """Undo a merge that has come to some layers only.
 
-        Args:
-            before: path of a layer to its parameters as they were.
-            kept: the originals that were known.
-        """
-        for path, originals in before.items():
-            _restore(self._backbone.get_submodule(path), originals)
-        self._adapter_state.originals = kept
+def _take_back(
+    model: AdaptedModel,
+    before: Mapping[str, Mapping[str, Tensor]],
+    kept: dict[str, dict[str, Tensor]],
+) -> None:
+    """Undo a merge that has reached some layers only."""
+    for path, originals in before.items():
+        _restore(backbone_of(model).get_submodule(path), originals)
+    model._adapter_state.originals = kept
 
-    @torch.no_grad()
-    def reset_adapter(self) -> None:
-        """Give the base weights back their bits; the adapters that were merged act as before.
 
-        Raises:
-            StateError: the merged weights came from a file, so the originals are not known; or a
-                merged adapter is active in an `AdapterSetup` of this thread, or the model was
-                sharded after it was merged.
-        """
-        if self._adapter_state.merged:
-            refuse_if_sharded(
-                self, "reset_adapter()", "Load the base model and the adapters again."
-            )
-            refuse_while_batching(self, "reset_adapter()")
-        for name in self._adapter_state.merged:
-            self._refuse_if_overridden(name, "reset_adapter()")
-        self._refuse_lost("reset_adapter()")
-        for path in self._adapter_state.originals:
-            self._refuse_elsewhere(path, "reset_adapter()")
-        for path, originals in self._adapter_state.originals.items():
-            _restore(self._backbone.get_submodule(path), originals)
-        self._adapter_state.originals.clear()
-        static_heads.reset(self)
-        self._adapter_state.merged = ()
-        self._replan()
+@torch.no_grad()
+def reset(model: AdaptedModel) -> None:
+    """Give the base weights back their bits; the adapters that were merged act as before."""
+    state = model._adapter_state
+    if state.merged:
+        refuse_if_sharded(model, "Load the base model and the adapters again.")
+        refuse_while_batching(model)
+    for name in state.merged:
+        refuse_overridden(model, name)
+    _refuse_lost(model)
+    for path in state.originals:
+        _refuse_unwritable(model, path)
+    for path, originals in state.originals.items():
+        _restore(backbone_of(model).get_submodule(path), originals)
+    state.originals.clear()
+    model._head_strategy.reset(model)
+    state.merged = ()
+    replan(model)
 
-    def _refuse_elsewhere(self, path: str, call: str) -> None:
-        layer = self._backbone.get_submodule(path)
-        if any(p is not None and p.is_meta for p in layer._parameters.values()):
+
+# --- a plain model again ---
+
+
+def merge_and_unload(
+    model: AdaptedModel, names: Sequence[str] | None, architecture: str | None
+) -> Any:
+    """Merge adapters and return a plain model of transformers."""
+    _refuse_unloading(model)
+    added = _to_merge(model, names)
+
+    def change(changed: Any) -> None:
+        merge(changed, added)
+
+    return model._head_strategy.unloaded(model, change, architecture)
+
+
+def unload(model: AdaptedModel, architecture: str | None) -> Any:
+    """Return a plain model of transformers without adapters."""
+    _refuse_unloading(model)
+    return model._head_strategy.unloaded(model, reset, architecture)
+
+
+def _to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the adapters that are to be merged and are not."""
+    state = model._adapter_state
+    if names is None:
+        asked = _active_stack(model)
+    else:
+        listed = names if isinstance(names, (list, tuple)) else _stacked(names)
+        for name in listed:
+            state.find(name)
+        asked = tuple(dict.fromkeys(listed))
+    if not asked and not state.merged:
+        raise StateError(
+            f"no adapter is active. Write merge_and_unload(['a']); adapters: "
+            f"{listing(state.records)}. Or unload(), for the model without adapters."
+        )
+    return tuple(name for name in asked if name not in state.merged)
+
+
+def _active_stack(model: AdaptedModel) -> tuple[str, ...]:
+    plan = model._active.default.plan
+    setup = plan.setup
+    if setup is None:
+        return ()
+    if plan.skip_layers:
+        raise StateError(
+            f"the active adapters act in some blocks only, as skip_layers="
+            f"{list(plan.skip_layers)!r} says, and would be merged in all. Write "
+            f"set_active_adapters({setup!r}), or merge_and_unload({list(setup.flatten())!r})."
+        )
+    return _stacked(setup)
+
+
+def _stacked(asked: object) -> tuple[str, ...]:
+    """Return the names in a stack of names, the only composition that weights can express."""
+    setup = parse(asked)
+    if not isinstance(setup, Stack) or not all(isinstance(c, str) for c in setup):
+        raise StateError(
+            f"{setup!r} is not a stack of adapters, and no weight can express it. Write "
+            f"merge_and_unload(['a']), or for an average average_adapter('c', ['a', 'b'], "
+            f"combine_strategy='cat') first."
+        )
+    return setup.flatten()
+
+
+def _refuse_unloading(model: AdaptedModel) -> None:
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    for plan in model._active.overrides:
+        raise StateError(
+            f"an AdapterSetup of this thread holds, with {plan.setup!r}. Leave the "
+            f"'with AdapterSetup(…)' block first."
+        )
+    if model._head_strategy.plain_class(model) is None:
+        raise StateError(
+            f"{type(model).__name__} is a class of yours that always has adapters, so there is no "
+            f"plain one to go back to. Write merge_adapter('a'), or adapterzoo.init(model) of a "
+            f"class of transformers."
+        )
+
+
+# --- what cannot be merged ---
+
+
+def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
+    layer = backbone_of(model).get_submodule(path)
+    if any(p is not None and p.is_meta for p in layer._parameters.values()):
+        raise StateError(
+            f"the weights at {path!r} are offloaded and cannot be written. Load the model without "
+            f"device_map, or merge before accelerate dispatches it."
+        )
+    if is_quantised(layer):
+        raise StateError(
+            f"the weights at {path!r} are quantised, and merged ones would be rounded anew. Write "
+            f"model.dequantize() first, or load the adapter into the model that is not quantised "
+            f"and merge it there."
+        )
+
+
+def _refuse_lost(model: AdaptedModel, at: set[str] | None = None) -> None:
+    state = model._adapter_state
+    lost = {path for name in state.merged for path in state.records[name].places if path}
+    lost -= set(state.originals)
+    if at is not None:
+        lost &= at
+    if lost:
+        raise StateError(
+            f"the base weights at {min(lost)!r} were merged before they were saved, so the "
+            f"originals are not known. Load the base model and the adapters again."
+        )
+
+
+def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:
+    sharing: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        sharing.setdefault(id(p), []).append(name)
+    for path in paths:
+        own = backbone_of(model).get_submodule(path)._parameters.values()
+        names = max((sharing.get(id(p), []) for p in own), key=len, default=[])
+        if len(names) > 1:
             raise StateError(
-                f"{call}: the weights at {path!r} are offloaded and cannot be written. Load the "
-                f"model without device_map, or merge before accelerate dispatches it."
-            )
-        if is_quantised(layer):
-            raise StateError(
-                f"{call}: the weights at {path!r} are quantised, and merged ones would be rounded "
-                f"anew. Write model.dequantize() first, or load the adapter into the model that is "
-                f"not quantised and merge it there."
+                f"the weight at {path!r} is shared by {listing(names)}; merging would change all "
+                f"of them. Keep the adapter active instead."
             )
 
-    def _refuse_lost(self, call: str, at: set[str] | None = None) -> None:
-        merged = {p for n in self._adapter_state.merged for p, _ in self.adapter_modules(n) if p}
-        lost = merged - set(self._adapter_state.originals)
-        if at is not None:
-            lost &= at
-        if lost:
-            raise StateError(
-                f"{call}: the base weights at {min(lost)!r} were merged before they were saved, so "
-                f"the originals are not known. Load the base model and the adapters again."
-            )
 
-    def _write(self, path: str, names: tuple[str, ...], call: str) -> None:
-        layer = self._backbone.get_submodule(path)
-        shelf = cast("Any", layer).adapters
-        adapters = [shelf[name] for name in names if name in shelf]
-        for parameter, stored in self._adapter_state.originals[path].items():
-            if parameter == "bias":
-                continue
-            target = cast("Tensor", layer._parameters[parameter])
-            turned = inject.stores_transposed(layer, parameter)
-            # the model may have been moved since the copy was made
-            original = stored.to(target.device)
-            original = original.mT if turned else original  # [*experts, d_out, d_in]
-            base = inject.base_of(layer, original)
-            w = original.to(compute_dtype(original.dtype))
-            for adapter in adapters:
-                if isinstance(adapter, inject.ExpertAdapters):
-                    w = adapter.changed(parameter, w, base)
-                else:
-                    w = inject.mergeable(adapter).weight(w, base)
-            _fill(target, w.mT if turned else w, f"{call}: the merged {parameter} at {path!r}")
-        self._write_bias(path, adapters, call)
+# --- write ---
 
-    def _write_bias(self, path: str, adapters: list[Any], call: str) -> None:
-        layer = self._backbone.get_submodule(path)
-        stored = self._adapter_state.originals[path].get("bias")
-        weight = self._adapter_state.originals[path].get("weight")
-        if weight is None or weight.dim() != 2:
-            return
-        # what the layer holds now is merged already, and may have been moved since the copy
-        original = weight.to(cast("Tensor", layer._parameters["weight"]).device)
-        turned = inject.stores_transposed(layer)
-        original = original.mT if turned else original  # [d_out, d_in]
-        own = None if stored is None else stored.to(original.device)
-        base = inject.base_of(layer, original, own)
-        zeros = torch.zeros_like(original[:, 0], dtype=compute_dtype(original.dtype))
-        b = zeros if own is None else own.to(zeros.dtype)
+
+def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
+    """Write the merged weights of one layer.
+
+    Args:
+        model: knows the layer's originals.
+        path: of the layer.
+        names: all adapters that are merged, in the order in which they act.
+
+    Raises:
+        StateError: a merged value is not finite.
+    """
+    layer = backbone_of(model).get_submodule(path)
+    there = cast("Any", layer).adapters
+    adapters = [there[name] for name in names if name in there]
+    for parameter, stored in model._adapter_state.originals[path].items():
+        if parameter == "bias":
+            continue
+        target = cast("Tensor", layer._parameters[parameter])
+        transposed = inject.stores_transposed(layer, parameter)
+        # the model may have been moved since the copy was made
+        original = stored.to(target.device)
+        original = original.mT if transposed else original  # [*experts, d_out, d_in]
+        base = inject.base_of(layer, original)
+        w = original.to(compute_dtype(original.dtype))
         for adapter in adapters:
-            if not isinstance(adapter, inject.ExpertAdapters):
-                b = inject.mergeable(adapter).bias(b, base)
-        if stored is not None:
-            target = cast("Tensor", layer._parameters["bias"])
-            _fill(target, b, f"{call}: the merged bias at {path!r}")
-        elif bool(b.count_nonzero()):
-            raise StateError(
-                f"{call}: the adapter adds a bias at {path!r}, where the layer has none. "
-                f"Keep it active instead."
-            )
-
-    def _refuse_tied(self, paths: Iterable[str], call: str) -> None:
-        sharing: dict[int, list[str]] = {}
-        for name, p in cast("nn.Module", self).named_parameters(remove_duplicate=False):
-            sharing.setdefault(id(p), []).append(name)
-        for path in paths:
-            own = self._backbone.get_submodule(path)._parameters.values()
-            names = max((sharing.get(id(p), []) for p in own), key=len, default=[])
-            if len(names) > 1:
-                raise StateError(
-                    f"{call}: the weight at {path!r} is shared by {listing(names)}; merging would "
-                    f"change all of them. Keep the adapter active instead."
-                )
+            if isinstance(adapter, inject.ExpertAdapters):
+                w = adapter.changed(parameter, w, base)
+            else:
+                w = inject.mergeable(adapter).weight(w, base)
+        _fill(target, w.mT if transposed else w, f"the merged {parameter} at {path!r}")
+    _write_bias(model, path, adapters)
 
 
-def _check_mergeable(adapter: Adapter) -> None:
-    if not isinstance(adapter, inject.ExpertAdapters):
-        inject.mergeable(adapter)
+def _write_bias(model: AdaptedModel, path: str, adapters: list[Any]) -> None:
+    layer = backbone_of(model).get_submodule(path)
+    stored = model._adapter_state.originals[path].get("bias")
+    weight = model._adapter_state.originals[path].get("weight")
+    if weight is None or weight.dim() != 2:
+        return
+    # what the layer holds now is merged already, and may have been moved since the copy
+    original = weight.to(cast("Tensor", layer._parameters["weight"]).device)
+    original = original.mT if inject.stores_transposed(layer) else original  # [d_out, d_in]
+    own = None if stored is None else stored.to(original.device)
+    base = inject.base_of(layer, original, own)
+    zeros = torch.zeros_like(original[:, 0], dtype=compute_dtype(original.dtype))
+    b = zeros if own is None else own.to(zeros.dtype)
+    for adapter in adapters:
+        if not isinstance(adapter, inject.ExpertAdapters):
+            b = inject.mergeable(adapter).bias(b, base)
+    if stored is not None:
+        _fill(cast("Tensor", layer._parameters["bias"]), b, f"the merged bias at {path!r}")
+    elif bool(b.count_nonzero()):
+        raise StateError(
+            f"the adapter adds a bias at {path!r}, where the layer has none. "
+            f"Keep it active instead."
+        )
 
 
 def _fill(target: Tensor, value: Tensor, what: str) -> None:
@@ -239,7 +323,7 @@ def _is_finite(t: Tensor) -> bool:
 
 
 def _copies(layer: nn.Module, adapters: Iterable[Adapter]) -> dict[str, Tensor]:
-    """The parameters that merging the adapters writes, bit for bit."""
+    """Return the parameters that merging the adapters writes, bit for bit."""
     names: dict[str, None] = {}
     for adapter in adapters:
         if isinstance(adapter, inject.ExpertAdapters):

@@ -1,60 +1,928 @@
-"""`AdapterModelMixin`: all methods of a model with adapters, and how a model gets them."""
+"""`AdapterModelMixin`: the methods of a model with adapters, and what each of them calls."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import os
-from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from adapterzoo import inject
-from adapterzoo.checkpoint.native import FORMAT
-from adapterzoo.composition import from_json, to_json
-from adapterzoo.errors import CheckpointError, ConfigError, StateError, listing
-from adapterzoo.inject import Adapted, set_class
-from adapterzoo.runtime import ActiveState
+from adapterzoo.anatomy import Anatomy
+from adapterzoo.averaging import LINEAR_OF_PEFT
+from adapterzoo.composition import Composition, Fuse
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.contracts import Adapter
+from adapterzoo.errors import names_call
+from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
+from adapterzoo.runtime import ActiveState, Default, Plan
 
-from . import static_heads
-from .averaging import AveragingMixin
-from .batching import BatchesContinuously
-from .hf.towers import feature_names, with_rows
-from .listening import OutputRecorder
-from .publishing import PublishingMixin
-from .quantised import QuantisedMixin
-from .replicas import ReplicasMixin
-from .rows import RowNames, RowsMixin, batch_size, named_inputs, repeated
-from .summary import SummaryMixin
-from .unloading import UnloadingMixin
-from .wrapped import peft_layer
+from . import (
+    activation,
+    adapters,
+    averaging,
+    checkpointing,
+    fusion,
+    merging,
+    publishing,
+    training,
+)
+from .heads.interface import HeadStrategy
+from .heads.static import StaticHead
+from .heads.tables import ties
+from .state import (
+    AdaptersConfig,
+    AdapterState,
+    anatomy_of,
+    backbone_of,
+    fusion_modules,
+    modules_of,
+)
 
-M = TypeVar("M", bound=nn.Module)
 
+class AdapterModelMixin:
+    """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class.
 
-class AdapterModelMixin(
-    UnloadingMixin,
-    OutputRecorder,
-    PublishingMixin,
-    AveragingMixin,
-    QuantisedMixin,
-    ReplicasMixin,
-    RowsMixin,
-    SummaryMixin,
-):
-    """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class."""
+    Names and arguments are those of `adapters`.
+    """
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by the model's own class where the class was made by `init`."""
-        plain = type(self).__dict__.get("_plain_class")
-        if plain is None:
-            return cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
-        return _blank, (plain,), cast("Any", self).__getstate__()
+    _active: ActiveState
+    _adapter_state: AdapterState
+    _head_strategy: HeadStrategy = StaticHead()
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def _backbone(self) -> nn.Module:
+        return backbone_of(self)
+
+    # --- what there is ---
+
+    @property
+    def adapters_config(self) -> AdaptersConfig:
+        """Names and configs of all adapters."""
+        return AdaptersConfig(self._adapter_state.records)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """Where adapters can sit in the base model."""
+        return anatomy_of(self)
+
+    def has_adapters(self) -> bool:
+        """Whether there is any adapter."""
+        return bool(self._adapter_state.records)
+
+    def known_heads(self) -> tuple[str, ...]:
+        """Names of the model's heads; a model without named heads has none."""
+        return self._head_strategy.names(self)
+
+    @names_call
+    def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
+        """The modules of an adapter with the paths of their layers, in model order.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+        """
+        return modules_of(self, name)
+
+    @names_call
+    def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
+        """The modules of an adapter: `{block number: {location: module}}`; −1 is outside blocks.
+
+        Where one location holds several modules they come as a `ModuleList`.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+        """
+        return adapters.by_location(self, name)
+
+    @overload
+    def adapter_summary(self, as_dict: Literal[True]) -> list[dict[str, Any]]: ...
+    @overload
+    def adapter_summary(self, as_dict: Literal[False] = False) -> str: ...
+
+    def adapter_summary(self, as_dict: bool = False) -> str | list[dict[str, Any]]:
+        """All adapters: name, architecture, parameters, their share, active, trained.
+
+        Of an active adapter the table also names the blocks that `skip_layers` leaves out.
+
+        Args:
+            as_dict: whether to return the rows as dicts instead of a table. The share is in
+                percent of the base model's parameters; the last row is the base model. A
+                quantised weight counts as the numbers that it stands for. `skip_layers` is there
+                where an active adapter has any.
+        """
+        rows = training.summary(self)
+        return rows if as_dict else training.table(rows)
+
+    # --- add and delete ---
+
+    @names_call
+    def add_adapter(
+        self,
+        adapter_name: str,
+        config: AdapterConfig | str | Mapping[str, Any] | None = None,
+        overwrite_ok: bool = False,
+        set_active: bool = False,
+    ) -> None:
+        """Add an adapter with fresh parameters, on each layer's device and in its dtype.
+
+        Args:
+            adapter_name: its name.
+            config: a config, a config string such as "lora[r=8]", or a dict; None: "seq_bn".
+            overwrite_ok: whether an adapter of this name may be replaced.
+            set_active: whether it becomes the active adapter.
+
+        Raises:
+            ConfigError: the name or a value of the config is not legal.
+            DuplicateNameError: the name is taken.
+            SiteError: the model has no place that the config asks for.
+            StateError: the model is sharded.
+        """
+        adapters.add(self, adapter_name, config, overwrite_ok, set_active)
+
+    @names_call
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter; where it was active, what was active beside it stays so.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+            StateError: it is merged, or active in an `AdapterSetup` of this thread; or the model
+                is sharded.
+        """
+        adapters.delete(self, adapter_name)
+
+    @names_call
+    def average_adapter(
+        self,
+        adapter_name: str,
+        adapter_list: Sequence[str] | Mapping[str, float],
+        weights: Sequence[float] | None = None,
+        combine_strategy: str = "linear",
+        normalize_weights: bool = True,
+        overwrite_ok: bool = False,
+        set_active: bool = False,
+        svd_rank: int | None = None,
+        *,
+        svd_clamp: float | None = None,
+        svd_full_matrices: bool = False,
+        svd_driver: str | None = None,
+        density: float | None = None,
+        majority_sign_method: str = "total",
+        seed: int | None = None,
+    ) -> None:
+        """Add an adapter that several others become; they stay as they are.
+
+        With weights w, parameters θ, and θ₀ the value that changes nothing (1 for BOFT's scale,
+        ‖W‖ for DoRA's magnitudes, 0 for all others), the strategies of `adapters` are
+
+        ```
+        linear                      θ = θ₀ + Σ wᵢ (θᵢ − θ₀)       any method
+        lora_linear_only_negate_b   A = Σ |wᵢ| Aᵢ, B = Σ wᵢ Bᵢ    LoRA, DoRA
+        lora_delta_w_svd            B A ≈ Σ wᵢ sᵢ Bᵢ Aᵢ, of rank `svd_rank`
+        ```
+
+        and those of PEFT, of LoRA and DoRA with s = 1 in the result and σᵢ = √|wᵢ sᵢ|,
+
+        ```
+        lora_linear_sqrt            A = Σ ±σᵢ Aᵢ, B = Σ σᵢ Bᵢ, ± the sign of wᵢ sᵢ (PEFT's "linear")
+        cat                         B A = Σ wᵢ sᵢ Bᵢ Aᵢ exactly, the ranks add up
+        svd                         B A ≈ the same, of rank `svd_rank`, or the largest of them
+        magnitude_prune             as lora_linear_sqrt, of the `density` largest entries of each
+        dare_linear                 the same of entries kept at random, divided by density
+        ties, dare_ties             the pruned ones, joined where signs agree: `averaging.elected`
+        …_svd                       the same on the changes sᵢ Bᵢ Aᵢ, which "svd" makes factors of
+        ```
+
+        A negative weight negates what the adapter does in "cat", "svd", "lora_linear_sqrt" and
+        "lora_linear_only_negate_b"; in "linear" it turns the sign of A and of B, which cancel.
+
+        Differs from adapters: "lora_delta_w_svd" counts the scaling in, so that the change keeps
+        its size at any rank; "linear" turns about θ₀, which is the same for weights of sum 1; a
+        dict has the weights as its values.
+
+        Args:
+            adapter_name: of the result.
+            adapter_list: the adapters, or a dict from adapters to weights.
+            weights: one for each, of any sign; None: equal ones of sum 1.
+            combine_strategy: see above.
+            normalize_weights: whether weights are divided by their sum.
+            overwrite_ok: whether an adapter of the name may be replaced, also one of the list.
+            set_active: whether the result becomes the active adapter.
+            svd_rank: of the result.
+            svd_clamp: quantile, 0 to 1, at which entries of A and B are cut.
+            svd_full_matrices: whether singular vectors are computed that nobody reads.
+            svd_driver: of cuSOLVER: "gesvd", "gesvdj" or "gesvda".
+            density: share of the entries that stay, above 0 to 1.
+            majority_sign_method: "total": the sign of the sum; "frequency": that of the majority.
+            seed: makes what is kept at random reproducible, on every device; None draws from
+                torch's default generator.
+
+        Raises:
+            CompositionError: the adapters do not fit each other or the strategy, or the result is
+                not finite; nothing has changed, as with every error.
+            ConfigError: a value is not legal, or has no effect.
+            DuplicateNameError: the name is taken.
+            StateError: the model is sharded, or an adapter to be replaced is in use.
+            UnknownNameError: there is no adapter or strategy of a name.
+        """
+        averaging.average(
+            self, adapter_name, adapter_list, weights, combine_strategy, normalize_weights,
+            overwrite_ok, set_active, svd_rank=svd_rank, svd_clamp=svd_clamp,
+            svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
+            majority_sign_method=majority_sign_method, seed=seed,
+        )  # fmt: skip
+
+    @names_call
+    def add_weighted_adapter(
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str = "svd",
+        svd_rank: int | None = None,
+        svd_clamp: float | None = None,
+        svd_full_matrices: bool = False,
+        svd_driver: str | None = None,
+        density: float | None = None,
+        majority_sign_method: str = "total",
+        seed: int | None = None,
+    ) -> None:
+        """`average_adapter` in the words of PEFT: weights are taken as they are.
+
+        "linear" is PEFT's, `combine_strategy="lora_linear_sqrt"`; all other names are the same.
+
+        Differs from PEFT: DoRA's magnitudes take part; with `use_rslora` the result is not √r
+        times too large; one adapter alone is combined as `combination_type` says; a name that is
+        taken is an error; a rank is that of each layer, with `rank_pattern`.
+
+        Args:
+            adapters: the adapters.
+            weights: one for each, of any sign.
+            adapter_name: of the result.
+            combination_type: see `average_adapter`.
+            svd_rank: the same.
+            svd_clamp: the same.
+            svd_full_matrices: the same.
+            svd_driver: the same.
+            density: the same.
+            majority_sign_method: the same.
+            seed: the same.
+
+        Raises:
+            CompositionError: as `average_adapter`.
+            ConfigError: the same.
+            DuplicateNameError: the same.
+            StateError: the same.
+            UnknownNameError: the same.
+        """
+        # what the word means to PEFT has another name here
+        strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type
+        averaging.average(
+            self, adapter_name, adapters, weights, strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
+            svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
+            majority_sign_method=majority_sign_method, seed=seed,
+        )  # fmt: skip
+
+    @names_call
+    def adapter_to(
+        self,
+        name: str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move or cast an adapter alone, with its own copy of a static head.
+
+        Args:
+            name: of the adapter.
+            device: None: where each of its parts is.
+            dtype: None: what each of its parts has.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+        """
+        adapters.move(self, name, device, dtype)
+
+    # --- activate ---
+
+    @property
+    def active_adapters(self) -> Composition | None:
+        """What is active for the calling thread; None for the plain base model."""
+        return self._active.plan.setup
+
+    @active_adapters.setter
+    def active_adapters(self, adapter_setup: object) -> None:
+        self.set_active_adapters(adapter_setup)
+
+    @names_call
+    def set_active_adapters(
+        self, adapter_setup: object, skip_layers: Iterable[int] | None = None
+    ) -> None:
+        """Choose the adapters of all threads; heads of the same names become active with them.
+
+        Args:
+            adapter_setup: a name, a list of names (a `Stack`), a composition, or None.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop).
+
+        Raises:
+            CompositionError: it is no composition, or does not fit where the adapters sit.
+            ConfigError: the model has no block of a number in `skip_layers`.
+            StateError: there are no layers of a fusion, or it does not fit what is merged.
+            UnknownNameError: there is no adapter of this name.
+        """
+        activation.set_active(self, adapter_setup, skip_layers)
+
+    @names_call
+    def make_plan(
+        self,
+        setup: Composition | None,
+        head_setup: str | list[str] | None = None,
+        skip_layers: tuple[int, ...] = (),
+    ) -> Plan:
+        """Compile a composition for this model; nothing becomes active.
+
+        Args:
+            setup: what shall act.
+            head_setup: which heads shall answer; None: those named like the adapters where
+                there are any, else those that are active now.
+            skip_layers: numbers of blocks in which no adapter acts.
+
+        Raises:
+            UnknownNameError: there is no adapter or head of this name.
+        """
+        return activation.make_plan(self, setup, head_setup, skip_layers)
+
+    # --- train ---
+
+    @names_call
+    def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
+        """Freeze everything but these adapters and the active heads, and activate them.
+
+        In a model with a static head an adapter gets its own copy of it, and that is trained.
+
+        Args:
+            adapter_setup: a name, a list of names or a composition.
+            train_embeddings: whether the embeddings of tokens are trained as well. Each adapter
+                gets a table of its own, which acts, is saved and is deleted with it; the base
+                model's stays as it is. A language modelling head that is tied to the embeddings
+                shares the table where it bears the adapter's name. Output layers of heads that
+                are not tied are trained with it, and are frozen without it.
+
+        Raises:
+            CompositionError: it is no composition.
+            StateError: it names no adapter, or one that cannot have embeddings of its own.
+            UnknownNameError: there is no adapter of this name.
+        """
+        training.train_adapter(self, adapter_setup, train_embeddings)
+
+    @names_call
+    def train_adapter_fusion(self, adapter_setup: object, unfreeze_adapters: bool = False) -> None:
+        """Freeze everything but the fusion layers of a setup and the active heads; activate it.
+
+        Args:
+            adapter_setup: a `Fuse`, or a composition with one.
+            unfreeze_adapters: whether its adapters are trained as well.
+
+        Raises:
+            CompositionError: it is no composition.
+            StateError: there is no fusion in it, or it has no layers.
+            UnknownNameError: there is no adapter of a name.
+        """
+        training.train_fusion(self, adapter_setup, unfreeze_adapters)
+
+    @names_call
+    def freeze_model(self, freeze: bool = True) -> None:
+        """Freeze the base model and all adapters, or make the base model trainable.
+
+        Args:
+            freeze: True sets `requires_grad` of all of them to False; False sets it to True for
+                the base model's own parameters.
+        """
+        training.freeze(self, freeze)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, as torch does; frozen norms with running statistics stay in evaluation.
+
+        They are part of the base model, and would be changed by every forward in training.
+
+        Args:
+            mode: whether to train.
+        """
+        cast("Any", super()).train(mode)
+        if mode and self.has_adapters():
+            training.hold_statistics(self)
+        return self
+
+    @names_call
+    def dequantize(self, dtype: torch.dtype | None = None) -> Any:
+        """Make quantised layers plain ones, as transformers does; their adapters stay with them.
+
+        What was frozen and in which mode each module is stays, too.
+
+        Args:
+            dtype: of the weights; None: that of the model's config.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: transformers has not quantised the model.
+            NotImplementedError: transformers cannot do it for this way of quantising.
+        """
+        training.dequantize(self, functools.partial(cast("Any", super()).dequantize, dtype))
+        return self
+
+    @names_call
+    def adapter_fingerprint(self, adapter_name: str) -> str:
+        """A digest of an adapter's config and exact bits, equal on all devices.
+
+        It does not depend on the adapter's name, on the device or on how tensors lie in memory.
+        On a model that `fully_shard` has split it is that of the whole model, and this is a
+        collective call.
+
+        Returns:
+            64 hexadecimal digits.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+        """
+        return training.adapter_fingerprint(self, adapter_name)
+
+    @names_call
+    def verify_replicas(self, group: Any = None) -> None:
+        """Check that every process has the same adapters, heads and bits of them.
+
+        A collective call: all processes of the group make it, and all get the same answer. Of a
+        model that `fully_shard` has split, what several processes hold is compared: configs,
+        parameters that are not split, and the copies that a mesh of two dimensions keeps.
+
+        Args:
+            group: of `torch.distributed`; None for the default one.
+
+        Raises:
+            StateError: no process group runs, or processes differ; the message names the
+                tensors and the ranks.
+        """
+        training.verify_replicas(self, group)
+
+    # --- merge ---
+
+    @names_call
+    def merge_adapter(self, name: str) -> None:
+        """Make an adapter part of the base weights; its own parameters stay for `reset_adapter`.
+
+        Merging a second adapter equals merging both at once. A merged adapter acts always; it
+        needs not be active. The original weights are kept until `reset_adapter`. A copy that it
+        has of a static head is merged with it: the head of the last one that has one answers.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+            StateError: it is merged already, is no change of a weight (a bottleneck), is active
+                in an `AdapterSetup` of this thread, its merged weights are not finite, or the
+                model is sharded or quantised; nothing has changed then.
+        """
+        merging.merge_one(self, name)
+
+    @names_call
+    def reset_adapter(self) -> None:
+        """Give the base weights back their bits; the adapters that were merged act as before.
+
+        Raises:
+            StateError: the merged weights came from a file, so the originals are not known; or a
+                merged adapter is active in an `AdapterSetup` of this thread, or the model was
+                sharded after it was merged.
+        """
+        merging.reset(self)
+
+    @names_call
+    def merge_and_unload(
+        self,
+        adapter_names: Sequence[str] | None = None,
+        safe_merge: bool = True,
+        *,
+        architecture: str | None = None,
+    ) -> Any:
+        """Merge adapters and give a plain model: a new one, of a class of transformers.
+
+        It has the active head as its own, `BertForSequenceClassification` for a classification
+        head; the class is that of the base model's checkpoint where it has such a head. Without
+        an active head it is the base model alone. `save_pretrained` writes what transformers
+        loads alone, with the same outputs. This model stays as it is.
+
+        Args:
+            adapter_names: which ones, in the order in which they act; None: the active ones.
+                Those that are merged already stay so.
+            safe_merge: PEFT's switch; weights that are not finite are refused in any case.
+            architecture: name of the class, where there are several or none is found.
+
+        Raises:
+            CheckpointError: transformers has no class with such a head, or not the one asked for.
+            CompositionError: `adapter_names` are no names.
+            ConfigError: transformers has no class of the name.
+            StateError: nothing is active, the active composition is no stack, an adapter is no
+                change of a weight, several heads are active, or as `merge_adapter`.
+            UnknownNameError: there is no adapter of a name.
+        """
+        return merging.merge_and_unload(self, adapter_names, architecture)
+
+    @names_call
+    def unload(self, *, architecture: str | None = None) -> Any:
+        """Give a plain model without adapters: a new one, see `merge_and_unload`.
+
+        Args:
+            architecture: name of the class, where there are several or none is found.
+
+        Raises:
+            CheckpointError: transformers has no class with such a head, or not the one asked for.
+            ConfigError: transformers has no class of the name.
+            StateError: several heads are active, an `AdapterSetup` of this thread holds, the
+                model is sharded, or merged weights came from a file.
+        """
+        return merging.unload(self, architecture)
+
+    # --- fusions ---
+
+    @names_call
+    def add_adapter_fusion(
+        self,
+        adapter_names: Fuse | Sequence[str] | str,
+        config: AdapterFusionConfig | str | Mapping[str, Any] | None = None,
+        name: str | None = None,
+        overwrite_ok: bool = False,
+        set_active: bool = False,
+    ) -> None:
+        """Add the layers that fuse some adapters, one at each place where these sit.
+
+        Args:
+            adapter_names: a `Fuse`, the names of the adapters, or these with commas between.
+            config: a config, "static", "dynamic" or a dict; None: "dynamic".
+            name: of the fusion; None: the names with commas between.
+            overwrite_ok: whether a fusion of this name may be replaced.
+            set_active: whether it becomes what is active.
+
+        Raises:
+            CompositionError: with `set_active`, stacks that do not sit in the same places.
+            ConfigError: the config is not legal, or an adapter cannot be fused.
+            DuplicateNameError: there is a fusion of this name.
+            SiteError: the adapters do not sit in the same places.
+            StateError: the model is sharded.
+            UnknownNameError: there is no adapter of a name.
+        """
+        fusion.add(self, adapter_names, config, name, overwrite_ok, set_active)
+
+    @names_call
+    def delete_adapter_fusion(self, adapter_names: Fuse | Sequence[str] | str) -> None:
+        """Delete fusion layers; the adapters stay.
+
+        Raises:
+            StateError: they are active in an `AdapterSetup` of this thread, or the model is
+                sharded.
+            UnknownNameError: there is no fusion of this name.
+        """
+        fusion.delete(self, adapter_names)
+
+    @names_call
+    def fusion_modules(self, name: str) -> Iterator[tuple[str, Fusion]]:
+        """The fusion layers of a name with the paths of their places, in model order.
+
+        Raises:
+            UnknownNameError: there is no fusion of this name.
+        """
+        return fusion_modules(self, name)
+
+    def get_fusion_regularization_loss(self) -> Tensor | None:
+        """What the trainer adds to the loss so that V stays near the identity.
+
+        None where no fusion that is trained asks for it.
+        """
+        return fusion.regularization_loss(self)
+
+    # --- save and load ---
+
+    @names_call
+    def save_adapter(
+        self,
+        save_directory: str | os.PathLike[str],
+        adapter_name: str,
+        with_head: bool = True,
+        meta_dict: Mapping[str, Any] | None = None,
+        format: str = "native",
+    ) -> None:
+        """Save an adapter, and the head of the same name, to a folder.
+
+        After a crash the folder holds the old or the new adapter, in every format. No weight of
+        the base model is saved, except where a head shares its output layer with it and
+        AdapterHub's format keeps that layer with the head. Of embeddings that were trained with
+        the adapter the native format holds the rows that differ from the base model's.
+
+        On a model that `fully_shard` has split this is a collective call: all processes make it,
+        the first one writes, and all return when the file is there, or raise the same error. The
+        file is that of the whole model.
+
+        Args:
+            save_directory: the folder; made when missing.
+            adapter_name: which adapter.
+            with_head: whether the head that goes with it is saved in the same file: the one of
+                the same name, or the only active one; a static head that is no language model.
+            meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
+                adapter was loaded with.
+            format: "native"; "adapterhub" for AdapterHub's `adapters`; "peft" for PEFT.
+
+        Raises:
+            UnknownNameError: there is no adapter or format of this name.
+            ConfigError: `meta_dict` is not JSON.
+            CheckpointError: the folder cannot be written or has an adapter in another format, or
+                the format cannot say what this adapter is.
+        """
+        checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, format)
+
+    @names_call
+    def load_adapter(
+        self,
+        adapter_name_or_path: str | os.PathLike[str],
+        *,
+        load_as: str | None = None,
+        with_head: bool = True,
+        leave_out: Iterable[int] | None = None,
+        id2label: Mapping[int, str] | None = None,
+        set_active: bool = False,
+        overwrite_ok: bool = False,
+        dtype: torch.dtype | None = None,
+        version: str | None = None,
+        revision: str | None = None,
+        source: str | None = None,
+        **hub_kwargs: Any,
+    ) -> str:
+        """Load an adapter, and its head, from a folder or from the Hub.
+
+        The format is recognised: that of this library, AdapterHub's or PEFT's.
+
+        Args:
+            adapter_name_or_path: the folder, or `user/repository` on the Hub.
+            load_as: name to give it; None: the one it was saved under.
+            with_head: whether a head in the checkpoint is loaded, under the adapter's name.
+            leave_out: numbers of blocks that shall get no adapter.
+            id2label: other labels for the head.
+            set_active: whether adapter and head become active.
+            overwrite_ok: whether an adapter or head of that name may be replaced.
+            dtype: keep parameters in this dtype, DoRA's magnitudes in float32 where it is a half;
+                None: that of each layer, and a file in another one is an error.
+            version: the same as `revision`.
+            revision: branch, tag or commit on the Hub.
+            source: "hf" for the Hub, also where there is a folder of that name.
+            **hub_kwargs: `cache_dir`, `token`, `local_files_only`, `force_download`, as
+                huggingface_hub takes them.
+
+        Returns:
+            The adapter's name.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or does not fit the model; the
+                message has every difference, and nothing has been loaded.
+            ConfigError: a value in the checkpoint or an argument is not legal.
+            DuplicateNameError: the name is taken.
+            HubError: the files cannot be had from the Hub.
+            StateError: the model is sharded.
+        """
+        return checkpointing.load_adapter(
+            self, adapter_name_or_path, load_as=load_as, with_head=with_head, leave_out=leave_out,
+            id2label=id2label, set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype,
+            version=version, revision=revision, source=source, **hub_kwargs,
+        )  # fmt: skip
+
+    @names_call
+    def save_all_adapters(
+        self,
+        save_directory: str | os.PathLike[str],
+        with_head: bool = True,
+        meta_dict: Mapping[str, Any] | None = None,
+        format: str = "native",
+    ) -> None:
+        """Save each adapter to the sub-folder of its name.
+
+        Args:
+            save_directory: the folder of these; made when missing.
+            with_head: as in `save_adapter`.
+            meta_dict: JSON values for each of them; None: those that each was loaded with.
+            format: as in `save_adapter`.
+
+        Raises:
+            CheckpointError: a folder cannot be written, or the format cannot say an adapter.
+        """
+        for name in self.adapters_config:
+            self.save_adapter(Path(save_directory) / name, name, with_head, meta_dict, format)
+
+    @names_call
+    def load_all_adapters(
+        self, save_directory: str | os.PathLike[str], with_head: bool = True
+    ) -> list[str]:
+        """Load every adapter that `save_all_adapters` wrote.
+
+        Args:
+            save_directory: the folder that was given there.
+            with_head: whether heads in the checkpoints are loaded, under the adapters' names.
+
+        Returns:
+            The names, sorted.
+
+        Raises:
+            CheckpointError: there is none, or one does not fit the model; none is loaded then.
+            DuplicateNameError: a name is taken, or stands in two folders; none is loaded then.
+        """
+        return checkpointing.load_all_adapters(self, save_directory, with_head)
+
+    @names_call
+    def save_head(
+        self,
+        save_directory: str | os.PathLike[str],
+        head_name: str | None = None,
+        format: str = "native",
+    ) -> None:
+        """Save a head alone; a collective call where `save_adapter` is one.
+
+        Args:
+            save_directory: the folder; made when missing.
+            head_name: which head, or the adapter whose copy of a static head; None: the active
+                one, which is the original where the active adapter has no copy.
+            format: "native" or "adapterhub".
+
+        Raises:
+            UnknownNameError: there is no head or format of this name.
+            StateError: it cannot be told which head is meant, or there is none.
+            CheckpointError: the folder cannot be written, or the format cannot say it.
+        """
+        checkpointing.save_head(self, save_directory, head_name, format)
+
+    @names_call
+    def load_head(
+        self,
+        save_directory: str | os.PathLike[str],
+        load_as: str | None = None,
+        id2label: Mapping[int, str] | None = None,
+        *,
+        overwrite_ok: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> str:
+        """Load a head that `save_head`, or AdapterHub's, wrote; it becomes the active one.
+
+        A static head becomes the active adapter's copy, or the original with no adapter active.
+
+        Args:
+            save_directory: the folder.
+            load_as: name to give it; None: the one it was saved under.
+            id2label: other labels.
+            overwrite_ok: whether a head of that name may be replaced.
+            dtype: as in `load_adapter`.
+
+        Returns:
+            The head's name.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or does not fit the model.
+            DuplicateNameError: the name is taken.
+            StateError: the model is sharded.
+        """
+        return checkpointing.load_head(self, save_directory, load_as, id2label, overwrite_ok, dtype)
+
+    @names_call
+    def save_all_heads(
+        self, save_directory: str | os.PathLike[str], format: str = "native"
+    ) -> None:
+        """Save each head to the sub-folder of its name.
+
+        Args:
+            save_directory: the folder of these; made when missing.
+            format: "native" or "adapterhub".
+
+        Raises:
+            CheckpointError: a folder cannot be written, or the format cannot say a head.
+        """
+        for name in self.known_heads():
+            self.save_head(Path(save_directory) / name, name, format)
+
+    @names_call
+    def save_adapter_fusion(
+        self,
+        save_directory: str | os.PathLike[str],
+        adapter_names: Fuse | Sequence[str] | str,
+        meta_dict: Mapping[str, Any] | None = None,
+        format: str = "native",
+    ) -> None:
+        """Save fusion layers, without their adapters, to a folder.
+
+        Args:
+            save_directory: the folder; made when missing.
+            adapter_names: which fusion.
+            meta_dict: JSON values to keep in the checkpoint's `meta`.
+            format: "native"; "adapterhub" for AdapterHub's `adapters`.
+
+        Raises:
+            UnknownNameError: there is no fusion or format of this name.
+            ConfigError: `meta_dict` is not JSON.
+            CheckpointError: the folder cannot be written, or the format cannot say it.
+        """
+        checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, format)
+
+    @names_call
+    def load_adapter_fusion(
+        self,
+        adapter_fusion_name_or_path: str | os.PathLike[str],
+        load_as: str | None = None,
+        *,
+        set_active: bool = False,
+        overwrite_ok: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> str:
+        """Load fusion layers that `save_adapter_fusion`, here or of `adapters`, wrote.
+
+        The adapters that they fuse must be there.
+
+        Args:
+            adapter_fusion_name_or_path: the folder.
+            load_as: name to give them; None: the one they were saved under.
+            set_active: whether the fusion becomes what is active.
+            overwrite_ok: whether a fusion of that name may be replaced.
+            dtype: keep parameters in this dtype; None: that of the adapters.
+
+        Returns:
+            The fusion's name.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, or does not fit.
+            DuplicateNameError: the name is taken.
+            SiteError: the adapters do not sit in the same places.
+            UnknownNameError: an adapter that is fused is not there.
+        """
+        return checkpointing.load_fusion(
+            self, adapter_fusion_name_or_path, load_as, set_active, overwrite_ok, dtype
+        )
+
+    @names_call
+    def push_adapter_to_hub(
+        self,
+        repo_id: str,
+        adapter_name: str,
+        datasets_tag: str | None = None,
+        local_path: str | os.PathLike[str] | None = None,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        overwrite_adapter_card: bool = False,
+        create_pr: bool = False,
+        revision: str | None = None,
+        commit_description: str | None = None,
+        adapter_card_kwargs: Mapping[str, Any] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        base_model: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Publish an adapter, and its head, on the Hub, with a model card.
+
+        Args:
+            repo_id: `user/repository`; made when missing.
+            adapter_name: which adapter.
+            datasets_tag: the dataset it was trained on, by its name on the Hub.
+            local_path: a folder in which the files are kept too; a `README.md` there is sent as
+                the card.
+            commit_message: first line of the commit.
+            private: whether a new repository is private; None: as the account has it.
+            token: a token with the right to write; True or None: the stored one.
+            overwrite_adapter_card: whether a card that is there is replaced.
+            create_pr: propose the commit as a pull request.
+            revision: the branch, made when missing; None: the default one.
+            commit_description: text of the commit.
+            adapter_card_kwargs: tags, language, license, metrics (names), architecture_training,
+                results and citation (texts) for the card.
+            metrics: name of a metric to its value, for the card's table.
+            base_model: the base model's name on the Hub, for card and config, where the model's
+                config has a path; that is not sent.
+            **kwargs: as `save_adapter` takes them, for example `with_head=False`.
+
+        Returns:
+            The address of the commit, or of the pull request.
+
+        Raises:
+            UnknownNameError: there is no adapter of this name.
+            ConfigError: the card cannot be written.
+            StateError: the model is sharded.
+            HubError: the Hub may not be asked, or does not take it; without a commit nothing
+                has changed there.
+        """
+        return publishing.push(
+            self, repo_id, adapter_name, datasets_tag=datasets_tag, local_path=local_path,
+            adapter_card_kwargs=adapter_card_kwargs, metrics=metrics, base_model=base_model,
+            commit_message=commit_message, saving=kwargs, private=private, token=token,
+            revision=revision, create_pr=create_pr, commit_description=commit_description,
+            overwrite_adapter_card=overwrite_adapter_card,
+        )  # fmt: skip
+
+    @names_call
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save the whole model: base weights, adapters and heads, as transformers does.
 
@@ -65,36 +933,15 @@ class AdapterModelMixin(
             save_directory: the folder.
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
-        config = cast("Any", self).config
-        plan = self._active.default.plan
-        vars(config).pop("adapters", None)
-        if self._adapter_state.records or self.known_heads():
-            config.adapters = {
-                "format": FORMAT,
-                # a list: JSON keeps its order, transformers sorts the keys of objects
-                "adapters": [[name, c.to_dict()] for name, c in self.adapters_config.items()],
-                "meta": {
-                    name: dict(i.meta) for name, i in self._adapter_state.records.items() if i.meta
-                },
-                "embeddings": {
-                    n: list(t) for n in self._adapter_state.records if (t := self._tables_of(n))
-                },
-                "merged": list(self._adapter_state.merged),
-                "fusions": [
-                    [name, list(f.adapters), f.config.to_dict()]
-                    for name, f in self._adapter_state.fusions.items()
-                ],
-                "active": to_json(plan.setup),
-                "skip_layers": list(plan.skip_layers),
-                "heads": list(plan.heads),
-                "static_heads": list(self._adapter_state.copies),
-                "known_heads": list(self.known_heads()),
-            }
+        checkpointing.enter_in_config(self)
         try:
             cast("Any", super()).save_pretrained(save_directory, **kwargs)
         finally:
-            vars(config).pop("adapters", None)
+            vars(self.config).pop("adapters", None)
 
+    # --- what transformers and torch ask of a model ---
+
+    @names_call
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does it; adapters at the embedding would not fit any more.
 
@@ -105,68 +952,32 @@ class AdapterModelMixin(
         Raises:
             StateError: an adapter sits at the embedding.
         """
-        embedding = cast("Any", self).get_input_embeddings()
-        if isinstance(embedding, Adapted):
-            raise StateError(
-                f"resize_token_embeddings(): the adapters {listing(embedding.adapters)} sit at the "
-                f"embedding and have its size. Delete them first: delete_adapter(…)."
-            )
+        adapters.refuse_at_embedding(self)
         resized = cast("Any", super()).resize_token_embeddings(*args, **kwargs)
         self._adapter_state.anatomy = None
         return resized
 
-    def _restore_adapters(self, quantised: bool = False) -> None:
-        """Make the adapters that the config of a saved model lists; their values come later.
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Return what shares its parameter with what: pairs of the base model, heads, adapters."""
+        pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
+        # transformers asks for it in the constructor
+        return {**pairs, **ties(self)} if "_adapter_state" in vars(self) else pairs
 
-        Args:
-            quantised: whether layers that shall be quantised are so by now.
-        """
-        config = cast("Any", self).config
-        if getattr(config, "quantization_config", None) is not None and not quantised:
-            # its library will replace the layers, and only those of the plain class
-            return
-        document = vars(config).get("adapters")
-        written = _format_of(document)
-        if written not in (None, FORMAT):
-            raise CheckpointError(
-                f"from_pretrained: the adapters in config.json are of the format {written!r}, this "
-                f"release reads {FORMAT!r}. Write pip install -U adapterzoo, or take 'adapters' "
-                f"out of config.json to load the model without them."
-            )
-        vars(config).pop("adapters", None)
-        if written is None:
-            return
-        try:
-            for name, config in document["adapters"]:
-                self.add_adapter(name, config)
-            for name, paths in dict(document.get("embeddings", {})).items():
-                self._find(name, "config.adapters['embeddings']")
-                self._add_table(name, tuple(paths))
-            for name, meta in dict(document.get("meta", {})).items():
-                known = self._find(name, "config.adapters['meta']")
-                self._adapter_state.records[name] = dataclasses.replace(known, meta=dict(meta))
-            for name in document["merged"]:
-                self._find(name, "config.adapters['merged']")
-            self._adapter_state.merged = tuple(document["merged"])
-            for name, adapters, config in document.get("fusions", ()):
-                self.add_adapter_fusion(
-                    adapters, config, name if name != ",".join(adapters) else None
-                )
-            for owner in document.get("static_heads", ()):
-                static_heads.put(self, owner, static_heads.made(self))
-            self._active.default.plan = self.make_plan(
-                from_json(document["active"]), document["heads"], tuple(document["skip_layers"])
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"from_pretrained: the adapters in config.json cannot be made: {error}. Save the "
-                f"model again, or take 'adapters' out of config.json to load it without them."
-            ) from error
+    def _start_adapters(self) -> None:
+        """Called once, when the model gets these methods."""
+        self._active = ActiveState(Default())
+        self._adapter_state = AdapterState()
+        activation.announce(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies and unpickled models are models with adapters too."""
+        cast("Any", super()).__setstate__(state)
+        activation.announce(self)
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """What `from_pretrained` does last: the layers are there, their values come now."""
-        model._restore_adapters(quantised=True)
+        checkpointing.restore(model, quantised=True)
         return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -179,152 +990,14 @@ class AdapterModelMixin(
     ) -> None:
         # the backward pass recomputes blocks in threads of its own on CUDA, where the override
         # of the thread that ran the forward is not seen
-        func = functools.partial(_pinned, self._active, gradient_checkpointing_func)
+        func = functools.partial(_checkpointed, self._active, gradient_checkpointing_func)
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)
 
 
-class GeneratesRows(BatchesContinuously):
-    """`generate` with `adapter_names`; stands before transformers' own in the bases of a class."""
-
-    def generate(self, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any) -> Any:
-        """As `GenerationMixin.generate`, each row with an adapter of its own where names are given.
-
-        Args:
-            *args: as `generate` of transformers takes them, the prompt first.
-            adapter_names: for each row of the prompt the adapter, or a composition, that acts on
-                it, None for the base model; in place of the active ones. Beams and several
-                returned sequences of a row take the same.
-            **kwargs: as `generate` of transformers takes them.
-
-        Raises:
-            CompositionError: the rows do not fit the prompt.
-            StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
-            UnknownNameError: there is no adapter of a name.
-        """
-        model = cast("AdapterModelMixin", self)
-        run = cast("Any", super()).generate
-        if not model._rows_start(adapter_names):
-            with model._active.call.generating():
-                return run(*args, **kwargs)
-        prompt = args[0] if args else kwargs.get("inputs")
-        given = kwargs if prompt is None else {cast("Any", self).main_input_name: prompt, **kwargs}
-        copies = _sequences(kwargs, cast("Any", self).generation_config)
-        plan, times = model._rows_plan(given, adapter_names, "generate", copies=copies)
-        if times > 1:
-            batch = batch_size(given)
-            args, kwargs = repeated(args, times, batch), repeated(kwargs, times, batch)
-        with model._overridden(plan), model._active.call.generating():
-            return run(*args, **kwargs)
-
-
-def _sequences(given: Mapping[str, Any], default: Any) -> int:
-    """How many sequences `generate` works on for each row of the prompt."""
-    config = given.get("generation_config") or default
-    names = ("num_beams", "num_return_sequences")
-    return max(given.get(name) or getattr(config, name, None) or 1 for name in names)
-
-
-class _Started(AdapterModelMixin):
-    """Mixed into transformers' own classes, whose constructors know nothing of adapters."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # labels and adapters are entered in the config
-        memo: dict[int, Any] = {}
-        args = tuple(_with_own_config(value, memo) for value in args)
-        kwargs = {key: _with_own_config(value, memo) for key, value in kwargs.items()}
-        super().__init__(*args, **kwargs)
-        self._start_adapters()
-        self._restore_adapters()
-
-
-def init(model: M) -> M:
-    """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
-
-    Args:
-        model: any `PreTrainedModel`; changed in place. It gets a copy of its config.
-
-    Returns:
-        The same object.
-
-    Raises:
-        StateError: it is not a `PreTrainedModel`, has layers of PEFT, is a part of a model that has
-            adapters, or was loaded without the adapters that it was saved with.
-    """
-    if isinstance(model, AdapterModelMixin):
-        return model
-    if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
-        raise StateError(
-            f"init({type(model).__name__}): PEFT has wrapped its layer {wrapped!r}. Write "
-            f"init(…) of the plain model and load PEFT's checkpoint there, "
-            f"load_adapter('folder'); or call unload() of the PeftModel first."
-        )
-    if "base_model_prefix" not in dir(model):
-        raise StateError(
-            f"init({type(model).__name__}): adapters are named for a transformers PreTrainedModel. "
-            f"Write init(AutoModel.from_pretrained(…))."
-        )
-    if isinstance(model, Adapted):
-        raise StateError(
-            f"init({type(model).__name__}): it is a part of a model that has adapters. Call the "
-            f"methods of that model, or delete its adapters first."
-        )
-    if _format_of(vars(cast("Any", model).config).get("adapters")) is not None:
-        raise StateError(
-            f"init({type(model).__name__}): the model was saved with adapters, which plain "
-            f"transformers has not loaded. Write load_model(path, {type(model).__name__})."
-        )
-    set_class(model, with_adapters(type(model)))
-    _own_configs(model)
-    cast("Any", model)._start_adapters()
-    return model
-
-
-def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
-    """Load a static model that was saved after `init`, with its adapters.
-
-    Args:
-        path: what `save_pretrained` was given.
-        model_class: the transformers class it was saved from, or `type(model)`.
-        **kwargs: as `from_pretrained` takes them.
-
-    Returns:
-        A model of that class, as `init` makes it, with the same adapters active.
-
-    Raises:
-        ConfigError: it is not a class of models, but one that looks for them.
-    """
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ConfigError(
-            f"load_model({str(path)!r}, {model_class!r}): that is no class of models. Write the "
-            f"one that config.json has under 'architectures', such as BertForMaskedLM."
-        )
-    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
-    return cast("M", loaded)
-
-
-def _own_configs(model: nn.Module) -> None:
-    """Give a model configs that no other one has, those of its modules still the same objects."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for key, value in list(vars(module).items()):
-            if isinstance(value, PreTrainedConfig):
-                vars(module)[key] = _with_own_config(value, memo)
-
-
-def _with_own_config(value: Any, memo: dict[int, Any]) -> Any:
-    return copy.deepcopy(value, memo) if isinstance(value, PreTrainedConfig) else value
-
-
-def _format_of(entry: object) -> str | None:
-    """What says that an entry `adapters` of a config is ours; AdapterHub's has no such field."""
-    written = entry.get("format") if isinstance(entry, Mapping) else None
-    return written if isinstance(written, str) else None
-
-
-def _pinned(selection: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
         args = _differentiable(args)
-    resume = selection.resumable()
+    resume = active.resumable()
     if resume is None:
         return checkpoint(run, *args, **kwargs)
 
@@ -346,83 +1019,3 @@ def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     first = floating[0]
     return (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
-
-
-# one subclass for each class of models
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class with adapters; it keeps its name, which transformers writes to config.json.
-
-    Args:
-        cls: a `PreTrainedModel` class; one that has adapters already stays what it is.
-    """
-    if issubclass(cls, AdapterModelMixin):
-        return cls
-    if cls not in _classes:
-        names: dict[str, Any] = {
-            "_plain_class": cls,
-            "__module__": cls.__module__,
-            "__doc__": cls.__doc__,
-        }
-        names["forward"] = _with_rows(cls)
-        names |= {name: with_rows(cls, name, False) for name in feature_names(cls)}
-        generates = (GeneratesRows,) if "generate" in dir(cls) else ()
-        _classes[cls] = type(cls.__name__, (*generates, _Started, cls), names)
-    return _classes[cls]
-
-
-def _with_rows(cls: type[nn.Module]) -> Any:
-    """The class's forward with `adapter_names`; transformers sees its own arguments only.
-
-    Rows are counted, and the inputs repeated for `Parallel`, before anything runs.
-    """
-    plain: Any = cls.forward
-    positions = inject.positions_of(cls)
-
-    @functools.wraps(plain)
-    def forward(
-        self: Any,
-        *args: Any,
-        adapter_names: RowNames | None = None,
-        output_adapter_gating_scores: bool | None = None,
-        output_adapter_fusion_attentions: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        gates, fused = output_adapter_gating_scores, output_adapter_fusion_attentions
-        if gates or fused:
-            run = functools.partial(forward, self, *args, adapter_names=adapter_names, **kwargs)
-            return self._listening(run, adapter_names, bool(gates), bool(fused))
-        # the one look that a model pays for, whatever acts
-        rows = self._active.plan.rows
-        if adapter_names is None and (rows is None or rows.entered):
-            return _run(self, plain, positions, args, kwargs)
-        given = named_inputs(positions, args, kwargs)
-        plan, times = self._rows_plan(given, adapter_names, "forward")
-        if times > 1:
-            args, kwargs = (), repeated(given, times, batch_size(given))
-        with self._overridden(plan):
-            return _run(self, plain, positions, args, kwargs)
-
-    return forward
-
-
-def _run(
-    model: Any,
-    forward: Any,
-    positions: tuple[str, ...],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """The forward of a model's own class; where it is the base model, the call is recorded."""
-    active = model._active
-    if not active.plan.stacks or model._backbone is not model:
-        return forward(model, *args, **kwargs)
-    with inject.recorded(model, positions, active, "", args, kwargs):
-        return forward(model, *args, **kwargs)
-
-
-def _blank(cls: type[nn.Module]) -> nn.Module:
-    adapted = with_adapters(cls)
-    return adapted.__new__(adapted)

@@ -1,31 +1,28 @@
-"""Models that `torch.distributed.fsdp.fully_shard` has split over processes.
+"""Models whose layers another library has changed: `fully_shard` split them, or PEFT wrapped them.
 
-Each process holds a part of each parameter, as a DTensor. `fully_shard` knows the parameters that
-were there when it was called: adapters and heads come before it and stay.
+After `torch.distributed.fsdp.fully_shard` each process holds a part of each parameter, as a
+DTensor. It keeps to the parameters that were there when it was called, so adapters and heads must
+be added before it. Below layers of PEFT adapters act, but none can be added or removed.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 
-from .wrapped import refuse_if_wrapped
 
-
-def rest(model: Any) -> None:
-    """Let every module show its own part of the parameters again, on this process alone.
+def reshard(model: Any) -> None:
+    """Let every module show its own part of the parameters again, in this process alone.
 
     After a forward without a backward `fully_shard` leaves some parameters whole, as other
     objects than those that an optimizer and a checkpoint see.
-
-    Args:
-        model: sharded or not.
     """
     if _may_be_sharded():
         from torch.distributed.fsdp import FSDPModule
@@ -36,7 +33,7 @@ def rest(model: Any) -> None:
 
 
 def mesh_of(model: Any) -> Any:
-    """The `DeviceMesh` over which a model at rest is sharded; None: every parameter is whole."""
+    """Return the `DeviceMesh` of a resharded model; None where every parameter is whole."""
     if not _may_be_sharded():
         return None
     from torch.distributed.tensor import DTensor
@@ -45,35 +42,48 @@ def mesh_of(model: Any) -> Any:
     return next(meshes, None)
 
 
-def refuse_if_sharded(model: Any, call: str, hint: str) -> None:
-    """Raise where the set or the nature of the parameters would change below `fully_shard` or PEFT.
+def refuse_if_sharded(model: Any, hint: str) -> None:
+    """Reshard, and refuse to change which parameters there are below `fully_shard` or PEFT.
 
     Args:
-        model: is brought to rest.
-        call: what the user wrote, for the message.
+        model: with adapters.
         hint: what to write instead.
 
     Raises:
         StateError: the model is sharded, or has layers of PEFT.
     """
-    refuse_if_wrapped(model, call)
-    rest(model)
+    # PEFT leaves its config in what it wraps; looking at all layers costs more with each adapter
+    path = peft_layer(model) if "peft_config" in vars(model) else None
+    if path is not None:
+        raise StateError(
+            f"PEFT has wrapped the layer {path!r} of this model. Write peft_model.unload() or "
+            f"peft_model.merge_and_unload() first, or do this before get_peft_model(…)."
+        )
+    reshard(model)
     mesh = mesh_of(model)
     if mesh is not None:
         raise StateError(
-            f"{call}: the model is sharded over {mesh.size()} processes, and fully_shard keeps to "
-            f"the parameters that were there when it was called. {hint}"
+            f"the model is sharded over {mesh.size()} processes, and fully_shard keeps to the "
+            f"parameters that were there when it was called. {hint}"
         )
 
 
+def peft_layer(model: nn.Module) -> str | None:
+    """Return the path of the first layer that PEFT has put into a model; None without one."""
+    # a model with such a layer has imported the class
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    kinds = getattr(tuners, "BaseTunerLayer", ())
+    return next((path for path, m in model.named_modules() if isinstance(m, kinds)), None)
+
+
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with all their parts; those that are not sharded as they are.
+    """Return the tensors whole; those that are not sharded as they are.
 
     A collective call where any is sharded. Copies that the processes hold of the same part are
-    not compared: each gets its own.
+    not compared: each process gets its own.
 
     Args:
-        tensors: of a model at rest, in the same order in all processes.
+        tensors: of a resharded model, in the same order in all processes.
     """
     if not _may_be_sharded():
         return dict(tensors)
@@ -95,9 +105,9 @@ def save(model: Any, stored: Stored, write: Callable[[Stored], None]) -> None:
     The others wait for it and share its error. Where the model is not sharded each process writes.
 
     Args:
-        model: at rest.
+        model: resharded.
         stored: of the model, in the same order in all processes.
-        write: writes what is whole.
+        write: writes the whole checkpoint.
 
     Raises:
         CheckpointError: what `write` raised; an old checkpoint is still whole.
@@ -113,7 +123,7 @@ def save(model: Any, stored: Stored, write: Callable[[Stored], None]) -> None:
             write(whole)
         except AdapterZooError as error:
             failure = [str(error)]
-    # along one dimension after the other: then all have heard it
+    # along one dimension after the other, until all have received it
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         dist.broadcast_object_list(failure, dist.get_global_rank(group, 0), group)
@@ -122,7 +132,7 @@ def save(model: Any, stored: Stored, write: Callable[[Stored], None]) -> None:
 
 
 def class_name(model: Any) -> str:
-    """The name of a model's class; `fully_shard` gives it a subclass of that."""
+    """Return the name of a model's class; `fully_shard` gives it a subclass of that."""
     mro = type(model).__mro__
     if _may_be_sharded():
         from torch.distributed.fsdp import FSDPModule
@@ -133,5 +143,5 @@ def class_name(model: Any) -> str:
 
 
 def _may_be_sharded() -> bool:
-    # what follows is imported late: a build of torch may have no process groups
+    # imported late above: a build of torch may have no process groups
     return dist.is_available() and dist.is_initialized()

@@ -1,131 +1,285 @@
-"""What is trained: these adapters and their heads, and nothing else."""
+"""Training: what is trained, in how many parameters, from quantised layers, in many processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from adapterzoo.composition import Composition, fusion_key, parse
-from adapterzoo.errors import StateError
-from adapterzoo.inject.quantised import packing_of, settle
+from adapterzoo.checkpoint.digest import digests, fingerprint
+from adapterzoo.composition import fusions_of, parse
+from adapterzoo.errors import StateError, listing
+from adapterzoo.inject import quantised
+from adapterzoo.inject.quantised import packing_of
 from adapterzoo.methods._table import Table
 
-from . import static_heads
-from .sharding import refuse_if_sharded, rest
-from .tables import TablesMixin
+from . import adapters
+from .activation import refuse_merged, set_active
+from .heads import tables
+from .sharding import gathered, refuse_if_sharded, reshard
+from .state import (
+    AdaptedModel,
+    backbone_of,
+    fusion_modules,
+    modules_of,
+    named_tensors,
+    own_parameters_of,
+    parameters_of,
+    tensors_of,
+)
+
+# --- what is trained ---
 
 
-class TrainingMixin(TablesMixin):
-    """`train_adapter` and `freeze_model`."""
+def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: bool) -> None:
+    """Freeze everything but these adapters and the active heads, and activate them.
 
-    def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
-        """Freeze everything but these adapters and the active heads, and activate them.
+    Raises:
+        StateError: the setup names no adapter.
+    """
+    # a forward of a sharded model leaves parameters whole that an optimizer shall not get
+    reshard(model)
+    setup = parse(adapter_setup)
+    if setup is None or not setup.flatten():
+        raise StateError(
+            "there is no adapter to train. Write add_adapter('my_task', 'seq_bn') and then "
+            "train_adapter('my_task')."
+        )
+    names = setup.flatten()
+    for name in names:
+        model._adapter_state.find(name)
+        refuse_merged(model, name)
+    for name in names if train_embeddings else ():
+        if not tables.tables_of(model, name):
+            refuse_if_sharded(model, "Write it before fully_shard(model).")
+        tables.check_table(model, name)
+    model._head_strategy.check_training(model, setup)
+    set_active(model, setup)
+    for name in names if train_embeddings else ():
+        tables.add_table(model, name)
+    modules = (module for name in names for _, module in modules_of(model, name))
+    trained = (m for m in modules if train_embeddings or not isinstance(m, Table))
+    _train(model, [p for module in trained for p in module.parameters()], train_embeddings)
 
-        In a model with a static head an adapter gets its own copy of it, and that is trained.
 
-        Args:
-            adapter_setup: a name, a list of names or a composition.
-            train_embeddings: whether the embeddings of tokens are trained as well. Each adapter
-                gets a table of its own, which acts, is saved and is deleted with it; the base
-                model's stays as it is. A language modelling head that is tied to the embeddings
-                shares the table where it bears the adapter's name. Output layers of heads that
-                are not tied are trained with it, and are frozen without it.
+def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: bool) -> None:
+    """Freeze everything but the fusion layers of a setup and the active heads; activate it.
 
-        Raises:
-            CompositionError: it is no composition.
-            StateError: it names no adapter, or one that cannot have embeddings of its own.
-            UnknownNameError: there is no adapter of this name.
-        """
-        # what a forward of a sharded model has left whole is not what an optimizer shall get
-        rest(self)
-        setup = parse(adapter_setup)
-        if setup is None or not setup.flatten():
-            raise StateError(
-                f"train_adapter({adapter_setup!r}): there is no adapter to train. Write "
-                f"add_adapter('my_task', 'seq_bn') and then train_adapter('my_task')."
-            )
-        for name in setup.flatten():
-            self._find(name, f"train_adapter({adapter_setup!r})")
-            self._refuse_if_merged(name, f"train_adapter({adapter_setup!r})")
-        if train_embeddings:
-            call = f"train_adapter({adapter_setup!r}, train_embeddings=True)"
-            for name in setup.flatten():
-                if not self._tables_of(name):
-                    refuse_if_sharded(self, call, "Write it before fully_shard(model).")
-                self._check_table(name, call)
-        self._prepare_heads(setup, f"train_adapter({adapter_setup!r})")
-        self.set_active_adapters(setup)
-        for name in setup.flatten() if train_embeddings else ():
-            self._add_table(name)
-        model = cast("nn.Module", self)
-        model.train()
-        settle(model)
-        self.freeze_model(True)
-        for name in setup.flatten():
-            for _, module in self.adapter_modules(name):
-                module.requires_grad_(train_embeddings or not isinstance(module, Table))
-        self._train_heads(train_embeddings)
-        self._hold_statistics()
+    Raises:
+        StateError: there is no fusion in the setup.
+    """
+    reshard(model)
+    setup = parse(adapter_setup)
+    fuses = fusions_of(setup)
+    if setup is None or not fuses:
+        raise StateError("there is no fusion in it. Write Fuse('a', 'b').")
+    for name in setup.flatten():
+        model._adapter_state.find(name)
+    model._head_strategy.check_training(model, setup)
+    set_active(model, setup)
+    layers = (layer for fuse in fuses for _, layer in fusion_modules(model, fuse.name))
+    trained = [p for layer in layers for p in layer.parameters()]
+    for name in setup.flatten() if unfreeze_adapters else ():
+        trained += parameters_of(model, name)
+    _train(model, trained, False)
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode, as torch does; frozen norms with running statistics stay in evaluation.
 
-        They are part of the base model, and would be changed by every forward in training.
+def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embeddings: bool) -> None:
+    """Put the model into training mode, with these parameters and the active heads trained."""
+    module: Any = model
+    module.train()
+    quantised.settle(module)
+    freeze(model, True)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    model._head_strategy.train(model, train_embeddings)
+    hold_statistics(model)
 
-        Args:
-            mode: whether to train.
-        """
-        cast("Any", super()).train(mode)
-        if mode and self.has_adapters():
-            self._hold_statistics()
-        return self
 
-    def _hold_statistics(self) -> None:
-        for module in self._backbone.modules():
-            tracks = isinstance(module, _NormBase) and module.track_running_stats
-            if tracks and not any(p.requires_grad for p in module.parameters(recurse=False)):
-                module.training = False
+def hold_statistics(model: AdaptedModel) -> None:
+    """Keep frozen norms in evaluation: a forward in training would change their statistics."""
+    for module in backbone_of(model).modules():
+        tracks = isinstance(module, _NormBase) and module.track_running_stats
+        if tracks and not any(p.requires_grad for p in module.parameters(recurse=False)):
+            module.training = False
 
-    def freeze_model(self, freeze: bool = True) -> None:
-        """Freeze the base model and all adapters, or make the base model trainable.
 
-        Args:
-            freeze: True sets `requires_grad` of all of them to False; False sets it to True for
-                the base model's own parameters.
-        """
-        rest(self)
-        adapters = {
-            id(p) for name in self._adapter_state.records for p in self._parameters_of(name)
-        }
-        adapters |= {
-            id(p) for name in self._adapter_state.fusions for p in self._fusion_parameters(name)
-        }
-        for parameter in self._backbone.parameters():
-            # quantised weights have no gradient, not even those that call themselves floats
-            may_train = parameter.is_floating_point() and packing_of(parameter) is None
-            may_train = may_train and id(parameter) not in adapters
-            if freeze or may_train:
-                parameter.requires_grad_(not freeze)
+def freeze(model: AdaptedModel, freezes: bool) -> None:
+    """Freeze the base model and all adapters, or make the base model trainable."""
+    reshard(model)
+    own = {id(p) for p in own_parameters_of(model)}
+    for parameter in backbone_of(model).parameters():
+        # quantised weights have no gradient, not even those that call themselves floats
+        may_train = parameter.is_floating_point() and packing_of(parameter) is None
+        if freezes or (may_train and id(parameter) not in own):
+            parameter.requires_grad_(not freezes)
 
-    def _fusion_parameters(self, name: str) -> Iterator[nn.Parameter]:
-        """The parameters of the fusion layers of a name."""
-        for path in self._adapter_state.fusions[name].paths:
-            layer = cast("Any", self._backbone.get_submodule(path))
-            yield from layer.adapters[fusion_key(name)].parameters()
 
-    def _prepare_heads(self, setup: Composition, call: str) -> None:
-        """Check that `_train_heads` will succeed; nothing changes."""
-        static_heads.prepare(self, setup, call)
+# --- quantised layers ---
 
-    def _train_heads(self, train_embeddings: bool = False) -> None:
-        """Train the copies that the active adapters have of a static head, made here if need be."""
-        trained = list(static_heads.trained(self, self._active.default.plan.setup))
-        backbone = {id(p) for p in self._backbone.parameters()}
-        for parameter in cast("nn.Module", self).parameters():
-            if id(parameter) not in backbone:
-                parameter.requires_grad_(False)
-        for parameter in trained:
-            parameter.requires_grad_(True)
+
+def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
+    """Let transformers make quantised layers plain ones; their adapters stay with them.
+
+    Args:
+        model: with adapters.
+        run: what transformers does.
+    """
+    module: Any = model
+    # transformers would misread what has been put into another order for inference
+    quantised.settle(module)
+    modes = {path: each.training for path, each in module.named_modules()}
+    packed = [path for path, each in module.named_modules() if quantised.is_quantised(each)]
+    records = dict(model._adapter_state.records)
+    modules = {name: dict(modules_of(model, name)) for name in records}
+    for name in records:
+        adapters.remove(model, name)
+    try:
+        run()
+        for path in packed:
+            module.get_submodule(path).weight.requires_grad_(False)
+    finally:
+        for path, each in module.named_modules():
+            each.training = modes.get(path, each.training)
+        for name, record in records.items():
+            made = {p: (m, list(record.places[p])) for p, m in modules[name].items()}
+            adapters.install(model, name, record.config, made, record.meta)
+    model._adapter_state.anatomy = None
+
+
+@contextmanager
+def trainable_when_quantised(model: Any) -> Iterator[None]:
+    """Let Trainer take a quantised model: it knows only peft's adapters on one.
+
+    Args:
+        model: for as long as the context lasts it does not say that it is quantised.
+    """
+    quantised_before = getattr(model, "is_quantized", False)
+    if quantised_before:
+        model.is_quantized = False
+    try:
+        yield
+    finally:
+        if quantised_before:
+            model.is_quantized = True
+
+
+# --- fingerprints ---
+
+
+def adapter_fingerprint(model: AdaptedModel, name: str) -> str:
+    """Return a digest of an adapter's config and exact bits."""
+    config = model._adapter_state.find(name).config
+    reshard(model)
+    return fingerprint(config.to_dict(), gathered(tensors_of(model, name)))
+
+
+def verify_replicas(model: AdaptedModel, group: Any) -> None:
+    """Check that every process has the same adapters, heads and bits of them.
+
+    Raises:
+        StateError: no process group runs, or processes differ.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise StateError(
+            "no process group runs. Call it in processes that torchrun started, after "
+            "torch.distributed.init_process_group(…)."
+        )
+    reshard(model)
+    configs = {name: record.config for name, record in model._adapter_state.records.items()}
+    mine = {"configs": repr(configs), **digests(gathered(_all_tensors(model)))}
+    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    reference = everyone[0] or {}
+    differing: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(everyone):
+        found = theirs or {}
+        for key in {*reference, *found}:
+            if reference.get(key) != found.get(key):
+                differing.setdefault(key, []).append(rank)
+    if differing:
+        shown = [f"{key} (ranks {ranks})" for key, ranks in sorted(differing.items())]
+        raise StateError(
+            f"{len(differing)} of {len(reference)} entries differ from rank 0: {listing(shown)}. "
+            f"Load the adapter in every process from one checkpoint."
+        )
+
+
+def _all_tensors(model: AdaptedModel) -> dict[str, Tensor]:
+    found = {
+        f"{name}: {key}": tensor
+        for name in model._adapter_state.records
+        for key, tensor in tensors_of(model, name).items()
+    }
+    for name in model._adapter_state.fusions:
+        layers = named_tensors(dict(fusion_modules(model, name)))
+        found.update({f"fusion {name}: {key}": tensor for key, tensor in layers.items()})
+    return {**found, **model._head_strategy.all_tensors(model)}
+
+
+# --- the summary ---
+
+_COLUMNS = ("name", "architecture", "#param", "%param", "active", "train")
+
+
+def summary(model: AdaptedModel) -> list[dict[str, Any]]:
+    """Return a row for each adapter, and the base model's last."""
+    plan, records = model._active.plan, model._adapter_state.records
+    active = () if plan.setup is None else plan.setup.flatten()
+    rows: list[dict[str, Any]] = []
+    adapters_own: set[int] = set()
+    for name, record in records.items():
+        parameters = list(parameters_of(model, name))
+        adapters_own |= {id(p) for p in parameters}
+        rows.append(
+            {
+                "name": name,
+                "architecture": record.config.architecture,
+                "#param": sum(p.numel() for p in parameters),
+                "active": name in active,
+                "train": all(p.requires_grad for p in parameters),
+            }
+        )
+        if name in active and plan.skip_layers:
+            rows[-1]["skip_layers"] = list(plan.skip_layers)
+    own = [p for p in backbone_of(model).parameters() if id(p) not in adapters_own]
+    total = sum(map(quantised.count, own))
+    for row in rows:
+        row["%param"] = 100.0 * row["#param"] / total
+    trained = any(p.requires_grad for p in own)
+    return [*rows, {"name": "Full model", "#param": total, "%param": 100.0, "train": trained}]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of a summary as a table."""
+    lines = [list(_COLUMNS), *([_cell(row, c) for c in _COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [
+        "  ".join(
+            # numbers to the right
+            text.rjust(width) if column.endswith("param") else text.ljust(width)
+            for text, width, column in zip(line, widths, _COLUMNS, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    rule = "-" * max(map(len, texts))
+    return "\n".join([texts[0], rule, *texts[1:]])
+
+
+def _cell(row: dict[str, Any], column: str) -> str:
+    text = _shown(row.get(column, ""))
+    if column == "active" and (skipped := row.get("skip_layers")):
+        return f"{text}, not in blocks {', '.join(map(str, skipped))}"
+    return text
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

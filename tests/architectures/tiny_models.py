@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from adapterzoo.model.installed import is_whole
+from adapterzoo.model.state import is_base
 from adapterzoo.testing import TinyModel
 from adapterzoo.testing._models import Inputs, flat, seeded
 
@@ -58,7 +58,7 @@ def tiny_model(model_type: str) -> TinyModel:
                 with torch.random.fork_rng(devices=()), torch.device("cpu"):
                     torch.manual_seed(0)
                     model = AutoModel.from_config(config).eval().requires_grad_(False)
-                if not is_whole(model):
+                if not is_base(model):
                     # what AutoModel gives has a head (Higgs Audio), which is trained with adapters
                     model = model.base_model
                 _enliven(model)

@@ -20,6 +20,7 @@ from adapterzoo import LoRAConfig
 from adapterzoo.checkpoint import folders
 from adapterzoo.checkpoint.formats import formats
 from adapterzoo.errors import CheckpointError
+from adapterzoo.model.state import tensors_of
 
 TESTS = Path(__file__).resolve().parents[1]
 READY = ".adapterzoo-ready"
@@ -200,7 +201,7 @@ def test_the_next_reader_finishes_a_save(model, tmp_path, kind, monkeypatch):
     model.load_adapter(tmp_path, load_as="back")
     assert model.adapters_config.get("back").r == 256
     assert content(tmp_path) == encoded(model, kind)
-    own, back = model._tensors_of("new"), model._tensors_of("back")
+    own, back = tensors_of(model, "new"), tensors_of(model, "back")
     assert own.keys() == back.keys()
     assert all(torch.equal(own[key], back[key]) for key in own)
 

@@ -13,14 +13,11 @@ from machine import run_seed
 from weight_rules import WeightRules
 
 from adapterzoo import AdapterSetup
+from adapterzoo.auto import AdapterModel
 from adapterzoo.checkpoint import native
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.inject import AdapterDict
-from adapterzoo.model import adapters as adapters_module
-from adapterzoo.model.merging import MergingMixin
-from adapterzoo.model.rows import RowsMixin
-from adapterzoo.model.shelf import ShelfMixin
-from adapterzoo.model.training import TrainingMixin
+from adapterzoo.model import AdapterModelMixin, batches, checkpointing
 
 # of 25 steps each; most bugs are found within the first seed
 SEEDS, SEQUENCES = 12, 10
@@ -61,31 +58,31 @@ def bug(machine):
 
 @bug(Small)
 def a_deleted_head_stays_in_the_state_dict(patch):
-    right = ShelfMixin.delete_head
+    right = AdapterModel.delete_head
 
     def delete_head(self, head_name):
         head = self.get_head(head_name)
         right(self, head_name)
         self.add_module("spare", head)
 
-    patch.setattr(ShelfMixin, "delete_head", delete_head)
+    patch.setattr(AdapterModel, "delete_head", delete_head)
 
 
 @bug(Small)
 def a_deleted_head_stays_in_the_config(patch):
-    right = ShelfMixin.delete_head
+    right = AdapterModel.delete_head
 
     def delete_head(self, head_name):
         listed = dict(self.config.prediction_heads)
         right(self, head_name)
         self.config.prediction_heads = listed
 
-    patch.setattr(ShelfMixin, "delete_head", delete_head)
+    patch.setattr(AdapterModel, "delete_head", delete_head)
 
 
 @bug(WithWeights)
 def a_reset_does_not_restore(patch):
-    right = MergingMixin.reset_adapter
+    right = AdapterModelMixin.reset_adapter
 
     def reset_adapter(self):
         for kept in self._adapter_state.originals.values():
@@ -93,19 +90,19 @@ def a_reset_does_not_restore(patch):
                 tensor.mul_(1 + 1e-3)
         right(self)
 
-    patch.setattr(MergingMixin, "reset_adapter", reset_adapter)
+    patch.setattr(AdapterModelMixin, "reset_adapter", reset_adapter)
 
 
 @bug(WithFiles)
 def a_save_drops_a_tensor(patch):
-    right = adapters_module.AdaptersMixin._tensors_of
+    right = checkpointing.tensors_of
 
-    def tensors_of(self, adapter_name):
-        tensors = right(self, adapter_name)
+    def tensors_of(model, name):
+        tensors = right(model, name)
         tensors.pop(max(tensors))
         return tensors
 
-    patch.setattr(adapters_module.AdaptersMixin, "_tensors_of", tensors_of)
+    patch.setattr(checkpointing, "tensors_of", tensors_of)
 
 
 @bug(WithFiles)
@@ -120,13 +117,13 @@ def a_load_rounds_values(patch):
 
 @bug(WithCalls)
 def rows_of_a_mixed_batch_are_exchanged(patch):
-    right = RowsMixin._plan_of_names
+    right = batches._plan_of_names
 
-    def plan_of_names(self, adapter_names, call, one_head):
-        known = all(n is None or n in self.adapters_config for n in adapter_names)
-        return right(self, adapter_names[::-1] if known else adapter_names, call, one_head)
+    def plan_of_names(model, adapter_names, one_head):
+        known = all(n is None or n in model.adapters_config for n in adapter_names)
+        return right(model, adapter_names[::-1] if known else adapter_names, one_head)
 
-    patch.setattr(RowsMixin, "_plan_of_names", plan_of_names)
+    patch.setattr(batches, "_plan_of_names", plan_of_names)
 
 
 @bug(WithCalls)
@@ -145,13 +142,13 @@ def a_context_left_by_an_exception_stays(patch):
 
 @bug(WithWeights)
 def training_thaws_a_base_weight(patch):
-    right = TrainingMixin.train_adapter
+    right = AdapterModelMixin.train_adapter
 
     def train_adapter(self, adapter_setup, train_embeddings=False):
         right(self, adapter_setup, train_embeddings)
         next(self.base_model.parameters()).requires_grad_(True)
 
-    patch.setattr(TrainingMixin, "train_adapter", train_adapter)
+    patch.setattr(AdapterModelMixin, "train_adapter", train_adapter)
 
 
 @bug(WithWeights)
@@ -167,7 +164,7 @@ def a_copy_shares_its_adapters(patch):
 
 @bug(WithBadCalls)
 def a_refused_activation_changes_what_is_active(patch):
-    right = ShelfMixin.set_active_adapters
+    right = AdapterModelMixin.set_active_adapters
 
     def set_active_adapters(self, adapter_setup, skip_layers=None):
         try:
@@ -176,17 +173,17 @@ def a_refused_activation_changes_what_is_active(patch):
             right(self, next(iter(self.adapters_config), None))
             raise
 
-    patch.setattr(ShelfMixin, "set_active_adapters", set_active_adapters)
+    patch.setattr(AdapterModelMixin, "set_active_adapters", set_active_adapters)
 
 
 @bug(WithBadCalls)
 def an_unknown_name_is_accepted(patch):
-    right = ShelfMixin.set_active_adapters
+    right = AdapterModelMixin.set_active_adapters
 
     def set_active_adapters(self, adapter_setup, skip_layers=None):
         right(self, None if "nobody" in repr(adapter_setup) else adapter_setup, skip_layers)
 
-    patch.setattr(ShelfMixin, "set_active_adapters", set_active_adapters)
+    patch.setattr(AdapterModelMixin, "set_active_adapters", set_active_adapters)
 
 
 @pytest.fixture(autouse=True)

@@ -150,20 +150,20 @@ def test_choices():
 @pytest.mark.parametrize(
     ("config", "logits", "labels", "message"),
     [
-        (ClassificationConfig(num_labels=3), (2, 3), [0, 3], "labels: 3 is no label.* 0 to 2"),
-        (ClassificationConfig(num_labels=3), (2, 3), [0, -1], "labels: -1 is no label.* 0 to 2"),
+        (ClassificationConfig(num_labels=3), (2, 3), [0, 3], "labels: 3 is not a label.* 0 to 2"),
+        (ClassificationConfig(num_labels=3), (2, 3), [0, -1], "labels: -1 is not a label.* 0 to 2"),
         (ClassificationConfig(num_labels=3), (2, 3), [0.0, 1.0], "float32 for 3 classes.*long"),
         (ClassificationConfig(num_labels=3), (2, 3), [0, 1, 2], r"shape \[3\].*Write .*\[2\]"),
         (ClassificationConfig(num_labels=1), (2, 1), [0.0] * 4, r"shape \[4\].*Write .*\[2\]"),
         (TaggingConfig(num_labels=3), (2, 2, 3), [0, 1], r"shape \[2\].*Write .*\[2, 2\]"),
-        (MultilabelClassificationConfig(), (1, 2), [[0, 2]], "2.0 is no label.* 0 to 1"),
-        (MultilabelClassificationConfig(), (1, 2), [[0, math.nan]], "nan is no label"),
+        (MultilabelClassificationConfig(), (1, 2), [[0, 2]], "2.0 is not a label.* 0 to 1"),
+        (MultilabelClassificationConfig(), (1, 2), [[0, math.nan]], "nan is not a label"),
         (MultilabelClassificationConfig(), (2, 2), [0, 1], r"Write labels of shape \[2, 2\]"),
-        (CausalLMConfig(), (1, 2, 11), [[0, 11]], "labels: 11 is no label.* 0 to 10"),
-        (MultipleChoiceConfig(), (2, 2), [0, 2], "labels: 2 is no label.* 0 to 1"),
+        (CausalLMConfig(), (1, 2, 11), [[0, 11]], "labels: 11 is not a label.* 0 to 10"),
+        (MultipleChoiceConfig(), (2, 2), [0, 2], "labels: 2 is not a label.* 0 to 1"),
         (QuestionAnsweringConfig(), (2, 2), [0, 1], "positions are integers"),
-        (DependencyParsingConfig(), None, [[[2, 9], [0, 0]]], "labels: 9 is no label.* 0 to 2"),
-        (DependencyParsingConfig(), None, [[[2, 1], [0, 7]]], "labels: 7 is no label.* 0 to 1"),
+        (DependencyParsingConfig(), None, [[[2, 9], [0, 0]]], "labels: 9 is not a label.* 0 to 2"),
+        (DependencyParsingConfig(), None, [[[2, 1], [0, 7]]], "labels: 7 is not a label.* 0 to 1"),
     ],
 )
 def test_labels_that_do_not_fit_are_named(config, logits, labels, message):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
 )
-from adapterzoo.heads import HeadConfig, PredictionHead, pool
+from adapterzoo.heads import HeadConfig, PredictionHead, add_methods, pool
 
 VOCABULARY = 99
 SMALL = {
@@ -55,6 +56,17 @@ ADDERS = {
     "add_causal_lm_head": ("CausalLMOutput", "logits", (4, 7, VOCABULARY)),
     "add_dependency_parsing_head": ("DependencyParsingOutput", "arc_preds", (4, 7, 8)),
 }
+
+
+def test_models_have_the_methods_that_head_files_declare():
+    assert {*add_methods} == {*ADDERS, "add_seq2seq_lm_head"}
+    model = bert()
+    for name, function in add_methods.items():
+        mine = inspect.signature(getattr(model, name)).parameters
+        _, *declared = inspect.signature(function).parameters
+        assert [*mine] == declared
+        defaults = {n: p.default for n, p in inspect.signature(function).parameters.items()}
+        assert {n: p.default for n, p in mine.items()} == {n: defaults[n] for n in mine}
 
 
 @pytest.mark.parametrize("add", ADDERS)

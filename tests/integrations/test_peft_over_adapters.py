@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from adapterzoo import init
 from adapterzoo.errors import StateError
+from adapterzoo.model.state import tensors_of
 
 CONFIGS = ['lora[attn_matrices=["q","k","v","o"]]', "boft", "dora", "seq_bn"]
 
@@ -105,7 +106,7 @@ def test_trl_wraps_a_model_with_an_active_adapter(config, tmp_path):
     model = init(untouched(AutoModelForCausalLM, "llama"))
     model.add_adapter("a", config, set_active=True)
     stir(model, "a")
-    before = {name: t.clone() for name, t in model._tensors_of("a").items()}
+    before = {name: t.clone() for name, t in tensors_of(model, "a").items()}
     options = {
         "report_to": [],
         "use_cpu": True,
@@ -123,5 +124,5 @@ def test_trl_wraps_a_model_with_an_active_adapter(config, tmp_path):
     trainer.train()
     changed = [n for n, p in trainer.model.named_parameters() if ".default." in n and p.any()]
     assert any("lora_B" in name for name in changed)
-    after = model._tensors_of("a")
+    after = tensors_of(model, "a")
     assert all(torch.equal(before[name], after[name]) for name in before)

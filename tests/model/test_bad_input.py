@@ -189,7 +189,7 @@ def test_head_types(model):
         model.add_custom_head("mine", "new")
     with refused(model, ConfigError, "'classes'", "Its fields: "):
         model.add_prediction_head_from_config("new", {"head_type": "tagging", "classes": 3})
-    with refused(model, ConfigError, "register_custom_head('mine', 5)", "Derive one from"):
+    with refused(model, ConfigError, "register_custom_head('mine')", "Derive one from"):
         model.register_custom_head("mine", 5)
     with refused(model, UnknownNameError, "'None'", "Known head types: "):
         model.add_prediction_head_from_config("new", {})
@@ -209,7 +209,7 @@ def test_labels_without_a_head(model, tiny):
 
 # what else does not fit: heads/test_losses.py
 LABELS = [
-    ([0, 3], ("3 is no label", "0 to 2", "as many labels as the data has")),
+    ([0, 3], ("3 is not a label", "0 to 2", "as many labels as the data has")),
     ([[0, 1], [1, 2]], ("shape [2, 2]", "Write labels of shape [2]")),
     ([True, False], ("torch.bool", "Write labels.long()")),
 ]

@@ -7,6 +7,7 @@ from snapshots import changes, snapshot, stir
 
 from adapterzoo import BOFTConfig, Fuse
 from adapterzoo.errors import AdapterZooError
+from adapterzoo.model import activation
 
 BOFT = BOFTConfig(boft_block_size=4)
 
@@ -65,7 +66,7 @@ def test_a_failed_fusion_keeps_the_order_of_the_state_dict(tiny, monkeypatch):
         model.add_adapter_fusion(Fuse(*pair))
     keys = list(model.state_dict())
     before = snapshot(model)
-    monkeypatch.setattr(model, "make_plan", failing)
+    monkeypatch.setattr(activation, "make_plan", failing)
     with pytest.raises(AdapterZooError, match="as it happens"):
         model.add_adapter_fusion(Fuse("a", "b"), overwrite_ok=True, set_active=True)
     monkeypatch.undo()

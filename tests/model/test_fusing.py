@@ -397,7 +397,7 @@ def test_training_checkpoints_hold_all_fusions(tmp_path):
     # the trained one lies with the others, not with what is left of the base model
     assert not (tmp_path / snapshot_of.UNFROZEN).exists()
     trained = [p for p in other.parameters() if p.requires_grad]
-    snapshot_of.restore(other, tmp_path, "train(resume_from_checkpoint=…)")
+    snapshot_of.restore(other, tmp_path)
     for name in ("a,b", "warm"):
         assert fusion_bits(other, name) == fusion_bits(model, name)
     # an optimizer that was made before has the same parameters
@@ -408,10 +408,10 @@ def test_training_checkpoints_hold_all_fusions(tmp_path):
     assert fusion_bits(loaded, "warm") == fusion_bits(model, "warm")
     fresh = with_fusion(dtype=torch.float32)
     with refused(fresh, CheckpointError, "has the fusions 'a,b', 'warm'", "Add or delete fusions"):
-        snapshot_of.restore(fresh, tmp_path, "train()")
+        snapshot_of.restore(fresh, tmp_path)
     fresh.add_adapter_fusion(["b", "c"], "static", name="warm")
     with refused(fresh, CheckpointError, "the fusion 'warm'", "with the config of the checkpoint"):
-        snapshot_of.restore(fresh, tmp_path, "train()")
+        snapshot_of.restore(fresh, tmp_path)
 
 
 def test_what_a_fusion_says_is_not_the_last_adapter_s():

@@ -131,5 +131,5 @@ def test_layers_to_skip_are_numbers_of_blocks(layers):
 
 
 def test_a_dict_of_another_method_is_refused():
-    with pytest.raises(ConfigError, match=r"'dora', not of 'lora'.*AdapterConfig\.from_dict"):
+    with pytest.raises(ConfigError, match=r"'dora', not 'lora'.*AdapterConfig\.from_dict"):
         LoRAConfig.from_dict({"architecture": "dora", "r": 4})

@@ -10,6 +10,7 @@ from snapshots import adapter_bits, bits, changes, output, refused, same_bits, s
 
 from adapterzoo import AutoAdapterModel, LoRAConfig, Stack
 from adapterzoo.errors import StateError
+from adapterzoo.model import merging
 
 QKV = ("q", "k", "v")
 CASES = {
@@ -157,14 +158,14 @@ def test_what_is_not_finite_is_refused(tiny, case, value):
 def test_a_merge_that_is_interrupted_leaves_no_trace(tiny, monkeypatch, error):
     model = made(tiny, "bert-all")
     before, out = snapshot(model), output(model)
-    written = model._write
+    written = merging.write
 
-    def interrupted(path, names, call):
-        written(path, names, call)
+    def interrupted(model, path, names):
+        written(model, path, names)
         if len(model._adapter_state.originals) == 3:
             raise error
 
-    monkeypatch.setattr(model, "_write", interrupted)
+    monkeypatch.setattr(merging, "write", interrupted)
     with pytest.raises(error):
         model.merge_adapter("a")
     monkeypatch.undo()

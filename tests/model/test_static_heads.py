@@ -19,7 +19,8 @@ from transformers import (
 
 from adapterzoo import Average, BatchSplit, Fuse, Stack, init, load_model
 from adapterzoo.errors import CheckpointError, StateError
-from adapterzoo.model import snapshot, static_heads
+from adapterzoo.model import snapshot
+from adapterzoo.model.heads import copies
 
 # one layer, layers below a module, two roots, a module that gives a part of a tuple
 CASES = {
@@ -56,7 +57,7 @@ def logits(model, **inputs):
 
 
 def head_of(model, name=None):
-    return {key: t.detach().clone() for key, t in static_heads.tensors_of(model, name).items()}
+    return {key: t.detach().clone() for key, t in copies.tensors_of(model, name).items()}
 
 
 def changed(model, name, seed):
@@ -65,7 +66,7 @@ def changed(model, name, seed):
     stir(model, name, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for layer in static_heads.layers_with(model, name).values():
+        for layer in copies.layers_with(model, name).values():
             for parameter in layer.parameters():
                 parameter.normal_(generator=generator)
     return model.eval()
@@ -208,7 +209,7 @@ def test_the_last_adapter_of_a_stack_brings_the_head(tmp_path):
     # a fresh adapter changes nothing
     assert same_bits(with_c, logits(model))
     model.set_active_adapters(Stack("a", "c"))
-    assert static_heads.steps_of(model, (model.active_adapters,)) == {}
+    assert copies.steps_of(model, (model.active_adapters,)) == {}
 
 
 def test_whole_models_keep_their_heads(tmp_path):
@@ -271,7 +272,7 @@ def test_where_no_adapter_speaks_alone(tmp_path):
         for parameter in model.classifier.adapters["fusion:a,b"].parameters():
             parameter.add_(1)
     expected = plain().classifier.weight
-    snapshot.restore(model, tmp_path, "restore")
+    snapshot.restore(model, tmp_path)
     assert same_bits(model.classifier.adapters["fusion:a,b"].weight, expected)
     model.delete_adapter_fusion(Fuse("a", "b"))
     assert list(model.state_dict()) == [k for k in model.state_dict() if "fusion" not in k]

@@ -6,9 +6,9 @@ import transformers
 from transformers import AutoModel
 
 from adapterzoo.heads import HeadConfig, LMHead
+from adapterzoo.model.heads.inputs import head_input
 from adapterzoo.model.hf.backbone import describe
 from adapterzoo.model.hf.static_table import StaticHead, from_static, to_static
-from adapterzoo.model.inputs import head_input
 
 _ENCODER = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

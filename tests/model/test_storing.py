@@ -29,7 +29,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.inject.building import give_memory
 from adapterzoo.methods._low_rank import LowRank
-from adapterzoo.model import static_heads
+from adapterzoo.model.heads import copies
 
 FILE = "adapter.safetensors"
 # that contain each other, and words that stand in paths
@@ -312,7 +312,7 @@ def test_what_keeps_the_head_out_keeps_the_adapter_out(model, tmp_path, tiny):
     model.save_adapter(tmp_path, "a")
     # its name is taken
     model.delete_adapter("a")
-    with refused(model, DuplicateNameError, "a head of this name", "overwrite_ok=True"):
+    with refused(model, DuplicateNameError, "there is a head 'a'", "overwrite_ok=True"):
         model.load_adapter(tmp_path)
     model.load_adapter(tmp_path, with_head=False)
     model.load_adapter(tmp_path, overwrite_ok=True)
@@ -575,7 +575,7 @@ def test_a_static_head_without_values_gets_those_of_the_file(tmp_path):
     other.classifier.to("meta")
     other.add_module("twin", torch.nn.Linear(1, 1))
     other.twin.weight, other.twin.bias = other.classifier.weight, None
-    native.fill(other, static_heads.tensors_of(model, None))
+    native.fill(other, copies.tensors_of(model, None))
     assert other.twin.weight is other.classifier.weight
     del other.twin
     for load in (lambda: None, lambda: other.load_head(tmp_path)):

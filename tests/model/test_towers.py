@@ -69,7 +69,7 @@ def test_rows_of_one_tower_take_their_own_adapters(kind, tower):
     assert both.shape[0] == 6
     model.set_active_adapters("b")
     torch.testing.assert_close(both[3:], features(model, tower, inputs), rtol=1e-5, atol=1e-5)
-    with pytest.raises(adapterzoo.AdapterZooError, match=f"get_{tower}_features.*names 2 rows"):
+    with pytest.raises(adapterzoo.AdapterZooError, match="names 2 rows"):
         features(model, tower, inputs, adapter_names=["a", "b"])
 
 

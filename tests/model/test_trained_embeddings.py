@@ -19,6 +19,7 @@ from transformers import (
 import adapterzoo
 from adapterzoo import AutoAdapterModel, Stack
 from adapterzoo.errors import CheckpointError, CompositionError, StateError
+from adapterzoo.model.heads.tables import table_of, tables_of, ties
 
 FAMILIES = ["bert", "gpt2", "llama", "t5", "bart", "gemma2", "albert"]
 HEADS = {
@@ -88,7 +89,7 @@ def test_the_base_model_keeps_its_embeddings(family):
     trained = _hidden(model, "a")
     assert not torch.equal(trained, plain)
     # which rows a step changes: those of the tokens that occur, and a tied output layer all
-    table = model._table_of("a")
+    table = table_of(model, "a")
     assert not torch.equal(table, model.get_input_embeddings().weight)
     names = {n.rpartition(".adapters.")[2] for n, p in model.named_parameters() if p.requires_grad}
     assert "a.table.weight" in names
@@ -120,28 +121,28 @@ def test_few_rows_make_a_small_file(tmp_path):
     model.add_adapter("a", "lora")
     model.train_adapter("a", train_embeddings=True)
     with torch.no_grad():
-        model._table_of("a")[[3, 50]] += 1
+        table_of(model, "a")[[3, 50]] += 1
         # the sign of a zero is a bit too
         model.get_input_embeddings().weight[7, 0] = 0.0
-        model._table_of("a")[7] = model.get_input_embeddings().weight[7]
-        model._table_of("a")[7, 0] = -0.0
+        table_of(model, "a")[7] = model.get_input_embeddings().weight[7]
+        table_of(model, "a")[7, 0] = -0.0
     model.save_adapter(tmp_path / "a", "a")
     stored = load_file(tmp_path / "a" / "adapter.safetensors")
     path = "embeddings.word_embeddings"
     assert stored[f"{path}/rows"].tolist() == [3, 7, 50]
-    assert torch.equal(stored[f"{path}/values"], model._table_of("a")[[3, 7, 50]])
+    assert torch.equal(stored[f"{path}/values"], table_of(model, "a")[[3, 7, 50]])
     assert f"{path}/table.weight" not in stored
     again = copy.deepcopy(model)
     again.delete_adapter("a")
     again.load_adapter(tmp_path / "a")
-    assert torch.equal(*(m._table_of("a").view(torch.int32) for m in (again, model)))
+    assert torch.equal(*(table_of(m, "a").view(torch.int32) for m in (again, model)))
     # rows that the file leaves out must be those that it was trained with
     with torch.no_grad():
         again.get_input_embeddings().weight[20] += 1
     with refused(again, CheckpointError, "3 trained rows", "Load the base model"):
         again.load_adapter(tmp_path / "a", load_as="b")
     with torch.no_grad():
-        model._table_of("a").add_(1)
+        table_of(model, "a").add_(1)
     model.save_adapter(tmp_path / "a", "a")
     assert f"{path}/table.weight" in load_file(tmp_path / "a" / "adapter.safetensors")
 
@@ -161,13 +162,13 @@ def test_the_whole_model_keeps_them(family, way, tmp_path):
     assert torch.equal(_logits(again), expected)
     assert torch.equal(_hidden(again, "a"), hidden)
     assert torch.equal(_hidden(again, None), plain)
-    assert again._table_of("a") is not model._table_of("a")
-    assert again._ties() == model._ties()
-    paths = again._tables_of("a")
+    assert table_of(again, "a") is not table_of(model, "a")
+    assert ties(again) == ties(model)
+    paths = tables_of(again, "a")
     tables = {id(again._backbone.get_submodule(p).adapters["a"].table.weight) for p in paths}
     assert len(tables) == 1
     head = again.get_head("a").output_embeddings.weight
-    assert (head is again._table_of("a")) == (family != "llama")
+    assert (head is table_of(again, "a")) == (family != "llama")
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
@@ -185,7 +186,7 @@ def test_a_model_of_a_task_class(family, tmp_path):
     plain = model.requires_grad_(False)(**inputs).logits
     model.add_adapter("a", "lora")
     model.train_adapter("a", train_embeddings=True)
-    model._table_of("a").add_(0.1)
+    table_of(model, "a").add_(0.1)
     expected = model.eval()(**inputs).logits
     assert not torch.equal(expected, plain)
     model.save_adapter(tmp_path / "a", "a")
@@ -205,7 +206,7 @@ def test_a_model_of_a_task_class(family, tmp_path):
 def test_a_deleted_adapter_takes_its_table_along():
     model, _ = _trained("gpt2")
     head = model.get_head("a")
-    assert head.output_embeddings.weight is model._table_of("a")
+    assert head.output_embeddings.weight is table_of(model, "a")
     model.delete_adapter("a")
     assert head.output_embeddings.weight is model.get_input_embeddings().weight
     assert set(model.all_tied_weights_keys.values()) == {"transformer.wte.weight"}
@@ -239,7 +240,7 @@ def test_a_stack_adds_what_each_changes():
     model, _ = _trained("bert")
     model.train_adapter("other", train_embeddings=True)
     with torch.no_grad():
-        model._table_of("other").add_(0.5)
+        table_of(model, "other").add_(0.5)
     layer = model.get_input_embeddings()
     ids = tiny_inputs("bert")["input_ids"]
     found = {}
@@ -253,10 +254,10 @@ def test_a_stack_adds_what_each_changes():
 def test_training_without_them_later_leaves_them_as_they_are():
     model, _ = _trained("bert")
     model.train_adapter("a")
-    assert not model._table_of("a").requires_grad
-    before = model._table_of("a").detach().clone()
+    assert not table_of(model, "a").requires_grad
+    before = table_of(model, "a").detach().clone()
     step(model)
-    assert torch.equal(model._table_of("a"), before)
+    assert torch.equal(table_of(model, "a"), before)
 
 
 def test_merging():

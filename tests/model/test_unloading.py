@@ -23,6 +23,7 @@ from adapterzoo.errors import (
     UnknownNameError,
 )
 from adapterzoo.inject import Adapted
+from adapterzoo.model.heads.store import own_tensors
 
 ALL = LoRAConfig(target_modules="all-linear", lora_bias=True)
 CASES = {
@@ -152,9 +153,9 @@ def test_merging_several_is_merging_one_after_the_other(tiny):
 # what is active, what is asked for, and what the error says
 REFUSALS = [
     (None, None, StateError, ["no adapter is active", "merge_and_unload(['a'])", "'b'"]),
-    (Average("a", "b"), None, StateError, ["is no stack", "combine_strategy='cat'"]),
+    (Average("a", "b"), None, StateError, ["is not a stack", "combine_strategy='cat'"]),
     (Stack("a", "n"), None, StateError, ["a NormBottleneck adapter is no change", "Keep it"]),
-    (None, Average("a", "b"), StateError, ["is no stack", "combine_strategy='cat'"]),
+    (None, Average("a", "b"), StateError, ["is not a stack", "combine_strategy='cat'"]),
     (None, 3, CompositionError, ["got a int", "Stack('a', 'b')"]),
     (None, ["aa"], UnknownNameError, ["'aa'", "Did you mean 'a'"]),
     (None, ["a", "nan"], StateError, ["is not finite", "Look for NaN"]),
@@ -196,7 +197,7 @@ def test_what_weights_cannot_say_is_refused(tiny):
         model.add_adapter(name, "seq_bn")
     model.add_adapter_fusion(["a", "b"])
     model.set_active_adapters(Fuse("a", "b"))
-    with refused(model, StateError, "is no stack", "average_adapter"):
+    with refused(model, StateError, "is not a stack", "average_adapter"):
         model.merge_and_unload()
 
 
@@ -247,7 +248,7 @@ def with_head(family, kind, options):
     stir(model, "a", std=0.3)
     getattr(model, f"add_{kind}_head")("a", **options)
     with torch.no_grad():
-        for parameter in model._own_tensors(model.heads["a"]).values():
+        for parameter in own_tensors(model, model.heads["a"]).values():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.set_active_adapters("a")
     return model

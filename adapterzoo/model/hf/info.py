@@ -14,7 +14,7 @@ from adapterzoo.checkpoint.formats import Facts
 from adapterzoo.checkpoint.tied import shared_or_own
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.heads import HeadConfig
-from adapterzoo.model import static_heads
+from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
 
 from .backbone import describe, text_config
@@ -33,7 +33,7 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
     config = model.config
     text = text_config(config)
     tasks = _Tasks(model, call)
-    named: bool = model._has_named_heads
+    strategy = model._head_strategy
     return Facts(
         call=call,
         anatomy=model.anatomy,
@@ -43,9 +43,9 @@ def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
         model_name=getattr(config, "_name_or_path", "") or None,
         hidden_size=getattr(text, "hidden_size", None),
         config=tasks.config,
-        named_heads=named,
+        named_heads=strategy.is_named,
         static_head=functools.cache(
-            lambda: {} if named else _shapes(static_heads.tensors_of(model, None))
+            lambda: _shapes(record.tensors) if (record := strategy.record(model, None)) else {}
         ),
         from_static=tasks.read,
         to_static=tasks.write,
@@ -135,8 +135,8 @@ class _Tasks:
         values = document.get("config")
         if not isinstance(values, Mapping):
             return {}
-        config = self._model._config_from(values, self._call)
-        head = self._model._built(config, torch.device("meta"))
+        config = store.config_from(self._model, values)
+        head = store.built(self._model, config, torch.device("meta"))
         return {
             key: tensor.detach()
             for key, tensor in head.state_dict(keep_vars=True).items()

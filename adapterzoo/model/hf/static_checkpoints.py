@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import safetensors
 import torch
@@ -21,20 +21,18 @@ from transformers.utils import (
 from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError
+from adapterzoo.model.heads import store
 
 from .backbone import describe, text_config
 from .info import facts_of
 from .static_table import from_static, is_task
-
-if TYPE_CHECKING:
-    from adapterzoo.model.heads import HeadsMixin
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_HEAD = "default"
 
 
 def keep_static_head(
-    model: HeadsMixin,
+    model: Any,
     path: str | os.PathLike[str],
     info: dict[str, Any],
     hub: Mapping[str, Any],
@@ -51,11 +49,11 @@ def keep_static_head(
             of a head that is kept are taken out.
         hub: arguments for the Hub, such as `revision`.
     """
-    config = cast("Any", model).config
+    config = model.config
     architecture = next(iter(config.architectures or ()), "")
-    if model.known_heads() or not is_task(architecture):
+    if model.heads or not is_task(architecture):
         return
-    prefix = cast("Any", model).base_model_prefix
+    prefix = model.base_model_prefix
     tensors = leftover_tensors(str(path), info["unexpected_keys"], prefix, hub)
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
@@ -75,11 +73,11 @@ def keep_static_head(
     # a family may tie its embeddings in general, and a checkpoint have an output layer of its own
     head, own = facts_of(model, "from_pretrained()").untied(found.config.to_dict(), mine)
     try:
-        model.add_prediction_head_from_config(DEFAULT_HEAD, head)
+        store.add(model, DEFAULT_HEAD, store.config_from(model, head))
     except ConfigError as error:
         _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
         return
-    made = model.get_head(DEFAULT_HEAD)
+    made = store.find(model, DEFAULT_HEAD)
     filled = made.state_dict(keep_vars=True)
     with torch.no_grad():
         for key, tensor in own.items():

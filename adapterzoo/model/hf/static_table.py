@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from adapterzoo.configs import Config
 from adapterzoo.errors import ConfigError
 from adapterzoo.heads import (
     Backbone,
@@ -75,7 +76,7 @@ def to_static(static: StaticHead, config: HeadConfig) -> Mapping[str, str] | str
     return static.keys
 
 
-def _layers(config: HeadConfig) -> dict[str, Any]:
+def _layers(config: Config) -> dict[str, Any]:
     fields = config.to_dict()
     # whose weight the last layer has, the tensors tell
     beside = {"label2id", "dropout_prob", "shift_labels", "tie_word_embeddings"}

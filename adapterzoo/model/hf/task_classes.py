@@ -18,11 +18,10 @@ from adapterzoo.heads import HeadConfig
 from .static_table import is_task
 
 
-def task_class(call: str, name: str) -> type[PreTrainedModel]:
-    """A class of transformers by its name.
+def task_class(name: str) -> type[PreTrainedModel]:
+    """Return a class of transformers by its name.
 
     Args:
-        call: what the user wrote, for messages.
         name: such as `BertForSequenceClassification`.
 
     Raises:
@@ -31,14 +30,14 @@ def task_class(call: str, name: str) -> type[PreTrainedModel]:
     cls: Any = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ConfigError(
-            f"{call}: transformers has no model {name!r}. Write the name of a class, such as "
+            f"transformers has no model {name!r}. Write the name of a class, such as "
             f"'BertForSequenceClassification'."
         )
     return cls
 
 
 def class_for(stored: Stored, facts: Facts, own: str | None) -> tuple[str, Mapping[str, Tensor]]:
-    """A class that has a head, and the head's tensors by key there.
+    """Return a class that has a head, and the head's tensors by key there.
 
     Args:
         stored: has the head.

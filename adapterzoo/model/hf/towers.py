@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -16,17 +16,14 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo.errors import ConfigError, listing
-from adapterzoo.heads import HeadConfig, PredictionHead
-from adapterzoo.model.rows import RowNames, batch_size, named_inputs, repeated
-
-from .backbone import describe
+from adapterzoo.heads import PredictionHead
 
 _FEATURES = re.compile(r"get_\w+_features")
 _READS = ("last_hidden_state", "pooler_output")
 
 
 def feature_names(cls: type) -> tuple[str, ...]:
-    """The methods of a class that give the features of one tower, as `get_text_features`.
+    """Return the methods of a class that give the features of one tower, as `get_text_features`.
 
     Args:
         cls: a `PreTrainedModel` class.
@@ -34,66 +31,11 @@ def feature_names(cls: type) -> tuple[str, ...]:
     return tuple(n for n in dir(cls) if _FEATURES.fullmatch(n) and callable(getattr(cls, n)))
 
 
-def with_rows(cls: type, name: str, on_base: bool) -> Callable[..., Any]:
-    """A method for features of one tower that takes `adapter_names`, as `forward` does.
-
-    Args:
-        cls: has the method.
-        name: of the method.
-        on_base: whether the base model of the model with adapters is of this class, and not the
-            model itself.
-    """
-    plain: Any = getattr(cls, name)
-    signature = inspect.signature(plain)
-    own, *parameters = signature.parameters.values()
-    positions = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-
-    @functools.wraps(plain)
-    def features(
-        self: Any, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any
-    ) -> Any:
-        model = self.base_model if on_base else self
-        if not self._rows_start(adapter_names):
-            return plain(model, *args, **kwargs)
-        given = named_inputs(positions, args, kwargs)
-        # heads have no part in it
-        plan, times = self._rows_plan(given, adapter_names, name, one_head=True)
-        if times > 1:
-            given = repeated(given, times, batch_size(given))
-        with self._overridden(plan):
-            return plain(model, **given)
-
-    extra = inspect.Parameter("adapter_names", inspect.Parameter.KEYWORD_ONLY, default=None)
-    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-    rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
-    shown = signature.replace(parameters=[own, *named, extra, *rest])
-    typing.cast("Any", features).__signature__ = shown
-    return features
-
-
-def fresh_head(model: Any, call: str, config: HeadConfig) -> PredictionHead:
-    """A new head for a model that gives what the head reads.
-
-    Args:
-        model: with named heads.
-        call: what the user wrote, for messages.
-        config: of the head.
-
-    Raises:
-        ConfigError: the model does not, or the config does not fit it.
-    """
-    refuse_unreadable(model, call)
-    head = config.build(describe(model))
-    refuse_unreadable(model, call, head)
-    return head
-
-
-def refuse_unreadable(model: Any, call: str, head: PredictionHead | None = None) -> None:
+def refuse_unreadable(model: Any, head: PredictionHead | None = None) -> None:
     """Refuse a head that could never run, as the base model does not give what it reads.
 
     Args:
         model: with named heads.
-        call: what the user wrote, for the message.
         head: not yet in the model; None: any head.
 
     Raises:
@@ -107,7 +49,7 @@ def refuse_unreadable(model: Any, call: str, head: PredictionHead | None = None)
     needed = _READS if head is None else _READS[1:] if pooled else _READS[:1]
     if any(name in fields for name in needed):
         return
-    what = f"{call}: a {backbone.__name__} gives {listing(sorted(fields), limit=6)}, but not "
+    what = f"a {backbone.__name__} gives {listing(sorted(fields), limit=6)}, but not "
     what += f"{' or '.join(needed)}, which a head reads."
     if any(name in fields for name in _READS):
         other = "False" if pooled else "True"
@@ -124,7 +66,7 @@ def refuse_unreadable(model: Any, call: str, head: PredictionHead | None = None)
 
 
 def _towers(config: Any) -> Iterator[str]:
-    """The classes of models with named heads for the parts of a model, by their configs."""
+    """Yield the classes of models with named heads for the parts of a model, by their configs."""
     for part in vars(config).values():
         if isinstance(part, PreTrainedConfig) and type(part) in modeling_auto.MODEL_MAPPING:
             cls = _get_model_class(part, modeling_auto.MODEL_MAPPING)
@@ -134,7 +76,7 @@ def _towers(config: Any) -> Iterator[str]:
 
 @functools.cache
 def _output_fields(cls: Any) -> frozenset[str] | None:
-    """The names of what the forward of a class gives; None where its annotation does not tell."""
+    """Return the fields that the forward of a class gives; None where no annotation tells."""
     try:
         annotation = typing.get_type_hints(inspect.unwrap(cls.forward)).get("return")
     except (NameError, TypeError, ImportError):

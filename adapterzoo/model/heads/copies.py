@@ -1,10 +1,8 @@
-"""The static head of a task class: each adapter has its own copy of it.
+"""Copies of the static head of a task class, one for each adapter that was trained with it.
 
-The copy belongs to the adapter that acts last, or to the fusion. Its layers lie where adapters
-lie, below the layers of the head (`classifier.adapters.<name>`), so that copies, pickles, files and
-replicas of the model have them; the keys of the original stay those of the plain class. An adapter
-gets its copy when it is trained or loaded with a head. Without one the original answers, and so it
-does with no adapter active.
+A copy belongs to the adapter that acts last, or to the fusion. Its layers lie where adapters lie,
+below the layers of the head (`classifier.adapters.<name>`), so that copies, pickles, files and
+replicas of the model have them; the keys of the original stay those of the plain class.
 
 What is shared with the base model has no copies, and neither has the output layer of a language
 model, which is as large as the vocabulary.
@@ -34,8 +32,8 @@ from adapterzoo.composition import (
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters
 from adapterzoo.inject.quantised import packing_of
-
-from .sharding import refuse_if_sharded
+from adapterzoo.model.activation import replan
+from adapterzoo.model.state import AdaptedModel, backbone_of
 
 # in plans: no path of the base model starts with it
 _HEAD = "head//"
@@ -44,7 +42,7 @@ Layers = Mapping[str, nn.Module]
 
 
 def owner_of(part: object) -> str | None:
-    """Under which name the head of a composition is kept; None where it has no head of its own.
+    """Return the name under which a composition's head is kept; None where it has none.
 
     Args:
         part: of a composition; all rows of a batch take it.
@@ -57,27 +55,25 @@ def owner_of(part: object) -> str | None:
 
 
 def owners_of(setup: Composition | None) -> tuple[str | None, ...]:
-    """The owners of the heads that answer, None for the original; rows of the base model aside."""
+    """Return the owners of the heads that answer, None for the original; base rows have none."""
     if setup is None:
         return ()
     parts = numbered(rows_of(setup)[0])[0] if has_rows(setup) else (setup,)
     return tuple(dict.fromkeys(owner_of(part) for part in parts if part is not None))
 
 
-def layers_of(model: Any) -> dict[str, nn.Module]:
-    """The layers of a static head that can have copies, by path; none in a base model.
+def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
+    """Return the layers of a static head that can have copies, by path; none in a base model.
 
     A layer is the smallest module that computes with its tensors alone: what is below it belongs
     to it.
-
-    Args:
-        model: with adapters, without named heads.
     """
     found: dict[str, nn.Module] = {}
-    if model._backbone is not model:
+    backbone = backbone_of(model)
+    if backbone is not cast("nn.Module", model):
         shared, seen = shared_ids(model), set[int]()
         for name, child in model.named_children():
-            if child is not model._backbone:
+            if child is not backbone:
                 found.update(_layers(child, name, shared, seen))
     return found
 
@@ -100,41 +96,37 @@ def _layers(
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The module's own parameters and those of its buffers that are saved."""
+    """Yield the module's own parameters and those of its buffers that are saved."""
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and key not in module._non_persistent_buffers_set:
             yield key, tensor
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and those below, without adapters."""
+    """Yield the module and those below, without adapters."""
     yield module
     for child in module.children():
         if not isinstance(child, inject.AdapterDict):
             yield from _modules(child)
 
 
-def shared_ids(model: Any) -> set[int]:
-    """What a static head has no copies of: the base model and the output layer onto a vocabulary.
-
-    Args:
-        model: with adapters.
-    """
+def shared_ids(model: AdaptedModel) -> set[int]:
+    """Return what has no copies: the base model and the output layer onto a vocabulary."""
     output = model.get_output_embeddings()
     # not the state dict of the base model, which has all that its adapters have
-    found = {id(p) for p in own_parameters(model._backbone)}
+    found = {id(p) for p in own_parameters(backbone_of(model))}
     return found | ({id(p) for p in output.parameters()} if output is not None else set())
 
 
 # --- make and enter ---
 
 
-def made(model: Any) -> dict[str, nn.Module]:
-    """Copies of the layers of the original head, not yet in the model.
+def _layer(model: AdaptedModel, path: str) -> nn.Module:
+    return layer_at(cast("nn.Module", model), path)
 
-    Args:
-        model: with adapters.
-    """
+
+def made(model: AdaptedModel) -> dict[str, nn.Module]:
+    """Return copies of the layers of the original head, not yet in the model."""
     return {path: _copied(layer) for path, layer in layers_of(model).items()}
 
 
@@ -153,7 +145,7 @@ def _copied(layer: nn.Module) -> nn.Module:
     return twin
 
 
-def put(model: Any, owner: str, layers: Layers) -> None:
+def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
     """Give an adapter a head of its own, in the place of the one that it has.
 
     Args:
@@ -163,14 +155,14 @@ def put(model: Any, owner: str, layers: Layers) -> None:
     """
     take(model, owner)
     for path, layer in layers.items():
-        at = layer_at(model, path)
+        at = _layer(model, path)
         inject.put(at, owner, layer, model._active, _HEAD + path)
     if layers:
         model._adapter_state.copies[owner] = tuple(layers)
-    model._replan()
+    replan(model)
 
 
-def take(model: Any, owner: str) -> dict[str, nn.Module]:
+def take(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
     """Take an adapter's head out of the model, if it has one.
 
     Args:
@@ -181,10 +173,12 @@ def take(model: Any, owner: str) -> dict[str, nn.Module]:
         Its layers by path.
     """
     paths = model._adapter_state.copies.pop(owner, ())
-    return {path: inject.take(layer_at(model, path), owner) for path in paths}
+    return {path: inject.take(_layer(model, path), owner) for path in paths}
 
 
-def put_back(model: Any, owner: str, layers: Layers, copies: dict[str, tuple[str, ...]]) -> None:
+def put_back(
+    model: AdaptedModel, owner: str, layers: Layers, copies: dict[str, tuple[str, ...]]
+) -> None:
     """Undo `take`: the order of the heads at each layer is what it was, too.
 
     Args:
@@ -194,46 +188,28 @@ def put_back(model: Any, owner: str, layers: Layers, copies: dict[str, tuple[str
         copies: those of the model's state before.
     """
     for path, layer in layers.items():
-        at = layer_at(model, path)
+        at = _layer(model, path)
         inject.put(at, owner, layer, model._active, _HEAD + path)
         heads = cast("Any", at).adapters
         heads._modules = {name: heads._modules[name] for name in copies if name in heads}
     model._adapter_state.copies = copies
 
 
-def layers_with(model: Any, owner: str) -> dict[str, nn.Module]:
-    """The layers of an adapter's own head by path, none where it has no head of its own.
+def layers_with(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
+    """Return the layers of an adapter's own head by path; none where it has no head of its own.
 
     Args:
         model: with adapters.
         owner: of the head.
     """
     paths = model._adapter_state.copies.get(owner, ())
-    return {path: cast("Any", layer_at(model, path)).adapters[owner] for path in paths}
+    return {path: cast("Any", _layer(model, path)).adapters[owner] for path in paths}
 
 
-def prepare(model: Any, setup: Composition, call: str) -> None:
-    """Check that the heads of a composition can be trained; nothing changes.
+def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Parameter]:
+    """Yield the parameters of the heads that answer; an adapter without a head gets its copy here.
 
-    Args:
-        model: with adapters.
-        setup: to be trained.
-        call: what the user wrote, for messages.
-
-    Raises:
-        StateError: one needs a copy, and the model is sharded.
-    """
-    missing = [
-        o for o in owners_of(setup) if o is not None and o not in model._adapter_state.copies
-    ]
-    if missing and layers_of(model):
-        refuse_if_sharded(model, call, "Write it before fully_shard(model).")
-
-
-def trained(model: Any, setup: Composition | None) -> Iterator[nn.Parameter]:
-    """The parameters of the heads that answer; an adapter without a head gets its copy here.
-
-    Where no adapter speaks alone, as in an `Average`, it is the original.
+    Where no adapter acts last alone, as in an `Average`, it is the original.
 
     Args:
         model: with adapters.
@@ -254,8 +230,8 @@ def trained(model: Any, setup: Composition | None) -> Iterator[nn.Parameter]:
 # --- run, save, merge ---
 
 
-def steps_of(model: Any, parts: Sequence[Any]) -> dict[str, Copies]:
-    """What each layer of the head does.
+def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
+    """Return what each layer of the head does.
 
     Args:
         model: with adapters.
@@ -274,8 +250,8 @@ def steps_of(model: Any, parts: Sequence[Any]) -> dict[str, Copies]:
     }
 
 
-def tensors_of(model: Any, owner: str | None) -> dict[str, Tensor]:
-    """The tensors of a static head by their keys in the task class.
+def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
+    """Return the tensors of a static head by their keys in the task class.
 
     Args:
         model: with adapters.
@@ -288,13 +264,14 @@ def tensors_of(model: Any, owner: str | None) -> dict[str, Tensor]:
     return found
 
 
-def _original(model: Any) -> dict[str, Tensor]:
-    if model._backbone is model:
+def _original(model: AdaptedModel) -> dict[str, Tensor]:
+    backbone = backbone_of(model)
+    if backbone is cast("nn.Module", model):
         return {}
     shared = shared_ids(model)
-    kept = {key: t for key, t in _tensors(model) if key != "adapters"}
+    kept = {key: t for key, t in _tensors(cast("nn.Module", model)) if key != "adapters"}
     for name, child in model.named_children():
-        if child is not model._backbone:
+        if child is not backbone:
             kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
     # quantised layers make some of their entries anew each time: their names tell
     inside = [f"{model.base_model_prefix}."]
@@ -308,50 +285,33 @@ def _original(model: Any) -> dict[str, Tensor]:
     }
 
 
-def rest_of(model: Any) -> dict[str, Tensor]:
-    """The tensors of the original head that have no copies.
-
-    Args:
-        model: with adapters.
-    """
+def rest_of(model: AdaptedModel) -> dict[str, Tensor]:
+    """Return the tensors of the original head that have no copies."""
     inside = tuple(f"{path}." for path in layers_of(model))
     return {key: t for key, t in _original(model).items() if not key.startswith(inside)}
 
 
 @torch.no_grad()
-def merge(model: Any) -> None:
+def merge(model: AdaptedModel) -> None:
     """Write the head of the last merged adapter that has one into the original.
 
     Args:
         model: with merged adapters.
     """
-    owner = next(
-        (
-            name
-            for name in reversed(model._adapter_state.merged)
-            if name in model._adapter_state.copies
-        ),
-        None,
-    )
+    state = model._adapter_state
+    owner = next((name for name in reversed(state.merged) if name in state.copies), None)
     for path, mine in layers_with(model, owner).items() if owner is not None else ():
-        layer = layer_at(model, path)
-        original = _state(layer)
-        model._adapter_state.head.setdefault(
-            path, {k: t.detach().clone() for k, t in original.items()}
-        )
+        original = _state(_layer(model, path))
+        state.head.setdefault(path, {k: t.detach().clone() for k, t in original.items()})
         for key, tensor in mine.state_dict().items():
             original[key].copy_(tensor)
 
 
 @torch.no_grad()
-def reset(model: Any) -> None:
-    """Give the original head back its bits.
-
-    Args:
-        model: with adapters.
-    """
+def reset(model: AdaptedModel) -> None:
+    """Give the original head back its bits."""
     for path, tensors in model._adapter_state.head.items():
-        own = _state(layer_at(model, path))
+        own = _state(_layer(model, path))
         for key, tensor in tensors.items():
             own[key].copy_(tensor)
     model._adapter_state.head.clear()
@@ -363,8 +323,10 @@ def _state(layer: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def combined(model: Any, names: Sequence[str], weights: Sequence[float]) -> dict[str, nn.Module]:
-    """The head of an average: θ₀ + Σ wᵢ (θᵢ − θ₀), with θ₀ the original; none where none has one.
+def combined(
+    model: AdaptedModel, names: Sequence[str], weights: Sequence[float]
+) -> dict[str, nn.Module]:
+    """Return the head of an average: θ₀ + Σ wᵢ (θᵢ − θ₀), with θ₀ the original; or nothing.
 
     Args:
         model: with adapters.

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from adapterzoo.composition import Composition, RowMap
-from adapterzoo.errors import CompositionError, ConfigError
+from adapterzoo.composition import RowMap
+from adapterzoo.errors import ConfigError
 from adapterzoo.heads import PredictionHead
+from adapterzoo.model.batches import repeated
 
 from .outputs import MultiHeadOutput, answer
-from .rows import repeated
 
 
 def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...], RowMap] | None:
-    """The heads that answer, each once, and the rows of each; None where all answer all rows.
+    """Return the heads that answer, each once, and the rows of each; None where all answer all.
 
     Args:
         names: of heads, one for each part of the batch.
@@ -34,28 +34,8 @@ def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...
     return different, rows.renumbered([different.index(name) for name in names])
 
 
-def refuse_composed(heads: object, call: str) -> None:
-    """Raise where heads are given as a composition, whose parts all of them would answer.
-
-    Args:
-        heads: what was given.
-        call: what the user wrote, for the message.
-
-    Raises:
-        CompositionError: it is a composition.
-    """
-    if isinstance(heads, Composition):
-        names = heads.flatten() or ("name",)
-        raise CompositionError(
-            f"{call}: heads are a name or a list of names, and {type(heads).__name__} composes "
-            f"adapters. Write set_active_adapters(BatchSplit('a', 'b', batch_sizes=[…])) or "
-            f"Parallel('a', 'b'), then active_head = {list(names)!r}: each head answers the rows "
-            f"of the adapter in its place. Or adapter_names=[…], or head={names[0]!r} for one call."
-        )
-
-
 def outputs_of(part: int, rows: RowMap, outputs: ModelOutput, with_layers: bool) -> ModelOutput:
-    """What the base model computed for the rows of a part.
+    """Return what the base model computed for the rows of a part.
 
     Args:
         part: its number.
@@ -75,7 +55,7 @@ def outputs_of(part: int, rows: RowMap, outputs: ModelOutput, with_layers: bool)
 def given_to(
     part: int, name: str, rows: RowMap, given: Mapping[str, Any], batch: int
 ) -> dict[str, Any]:
-    """Labels and other arguments of a head, of the rows that it answers.
+    """Return labels and other arguments of a head, of the rows that it answers.
 
     Args:
         part: number of the part.
@@ -108,7 +88,7 @@ def given_to(
 
 
 def with_copies(rows: RowMap | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Labels and other arguments of a head that answers the batch and its copies.
+    """Return labels and other arguments of a head that answers the batch and its copies.
 
     Args:
         rows: of the batch; `Parallel` has repeated it.
@@ -121,7 +101,7 @@ def with_copies(rows: RowMap | None, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_rows(part: int, rows: RowMap, value: Any) -> Any:
-    """The rows of a part of a tensor; what is none stays as it is."""
+    """Return the rows of a part of a tensor; anything else as it is."""
     return rows.take(part, value) if isinstance(value, Tensor) else value
 
 
@@ -132,7 +112,7 @@ def joined(
     loss: Tensor | None,
     outputs: ModelOutput,
 ) -> ModelOutput | None:
-    """One answer for the whole batch, in the order of its rows; None where the answers differ.
+    """Return one answer for the whole batch, in the order of its rows; None where they differ.
 
     Args:
         heads: in the order of the parts.
@@ -152,13 +132,13 @@ def joined(
 
 
 def total(losses: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of the losses that are there."""
+    """Return the sum of the losses that are there."""
     found = [loss for loss in losses if loss is not None]
     return torch.stack([loss.to(found[0].device) for loss in found]).sum() if found else None
 
 
 def apart(answers: list[ModelOutput], rows: RowMap) -> MultiHeadOutput:
-    """The answers of the parts, with the rows that each is for."""
+    """Return the answers of the parts, with the rows that each is for."""
     loss = total([cast("Tensor | None", a.get("loss")) for a in answers])
     numbers = [[row for row, p in enumerate(rows.index) if p == i] for i in range(len(answers))]
     return MultiHeadOutput(head_outputs=answers, loss=loss, rows=numbers)

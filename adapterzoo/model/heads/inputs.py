@@ -11,8 +11,7 @@ from transformers.utils.generic import ModelOutput
 
 from adapterzoo.errors import ConfigError, StateError
 from adapterzoo.heads import PredictionHead
-
-from .hf.backbone import pad_and_eos, text_config
+from adapterzoo.model.hf.backbone import pad_and_eos, text_config
 
 
 def decoder_labels(heads: Iterable[PredictionHead], given: Mapping[str, Any]) -> Tensor | None:
@@ -71,7 +70,7 @@ def head_input(
     attention_mask: Tensor | None,
     input_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The hidden states and the mask that a head is given.
+    """Return the hidden states and the mask that a head is given.
 
     Args:
         model: of which the outputs are.
@@ -119,7 +118,7 @@ def head_input(
 
 
 def _fitting(model: Any, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-    """The mask of the tokens that have hidden states, None when it cannot be told."""
+    """Return the mask of the tokens that have hidden states, None when it cannot be told."""
     tokens = hidden.shape[1]
     if mask is None or mask.dim() != 2:
         return None

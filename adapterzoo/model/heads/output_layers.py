@@ -16,7 +16,7 @@ from adapterzoo.checkpoint.digest import digest
 from adapterzoo.errors import CheckpointError
 from adapterzoo.heads import PredictionHead
 
-from .records import HeadRecord
+from .interface import HeadRecord
 
 FIELD = "output"
 
@@ -40,7 +40,6 @@ def without_output(head: PredictionHead, record: HeadRecord) -> HeadRecord:
 
 
 def with_output(
-    call: str,
     head: PredictionHead,
     heads: Iterable[PredictionHead],
     document: Mapping[str, Any],
@@ -50,7 +49,6 @@ def with_output(
     """The tensors of a head with the output layer that its file leaves out.
 
     Args:
-        call: what the user wrote, for messages.
         head: that gets the tensors.
         heads: of the model.
         document: of the head in the file.
@@ -69,9 +67,9 @@ def with_output(
         if dtype is not None or digest(weight) == named:
             return {**tensors, key: weight.detach()}
     raise CheckpointError(
-        f"{call}: the file leaves out the head's output layer, which is that of the checkpoint "
-        f"that its base model came from, and no head of this model has it. Load the checkpoint "
-        f"with its head: AutoAdapterModel.from_pretrained(…). Or write with_head=False."
+        "the file leaves out the head's output layer, which is that of the checkpoint "
+        "that its base model came from, and no head of this model has it. Load the checkpoint "
+        "with its head: AutoAdapterModel.from_pretrained(…). Or write with_head=False."
     )
 
 

@@ -1,0 +1,202 @@
+"""The config of low-rank factors, for LoRA and its relatives; and the combination of several.
+
+The update is s · B A with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha / rank, or
+alpha / √rank with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from adapterzoo.anatomy import Anatomy
+from adapterzoo.averaging import Combination
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.errors import CompositionError, SiteError, listing
+from adapterzoo.fields import FACTOR, MAX_WIDTH, SEED, Choice, Range, Share, field
+
+from ._init import DTYPE, DTYPES
+from ._patterns import Patterns, fits_end, matching
+from ._targets import TARGETS, TargetedConfig
+
+_RANK = Range(1, MAX_WIDTH)
+_SIZES = frozenset({"r", "alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
+_ANY_RANK = "combine_strategy='cat' or 'svd', which take low-rank adapters of any rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankConfig(TargetedConfig):
+    """Base of the configs with low-rank factors.
+
+    Attributes:
+        r: rank, 1 to 65,536.
+        alpha: numerator of the scaling.
+        dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
+        init_weights: "lora": B is zero, so that a fresh adapter changes nothing; "bert": both
+            normal with deviation 0.02.
+        init_weights_seed: makes the initial values reproducible, whatever was drawn before.
+        use_rslora: scale by alpha / √r.
+        rank_pattern: path endings or regular expressions to the rank of the layers they match.
+        alpha_pattern: the same for alpha.
+        dtype: of the parameters, by name ("float32"); None for that of the layer.
+    """
+
+    r: int = field(8, _RANK)
+    alpha: float = field(8, FACTOR)
+    dropout: float = field(0.0, Share())
+    init_weights: str = field("lora", Choice("lora", "bert"))
+    init_weights_seed: int | None = field(None, SEED)
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field({}, Patterns("r", _RANK, 8))
+    alpha_pattern: Mapping[str, float] = field({}, Patterns("alpha", FACTOR, 8))
+    dtype: str | None = field(None, DTYPE)
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """Return one placement for each layer that the config names.
+
+        Raises:
+            SiteError: nothing matches, also no layer a key of `rank_pattern` or `alpha_pattern`.
+        """
+        placements = super().placements(anatomy)
+        # a key may mean a layer of a block that is left out
+        by_layer = self.leave_out or self.layers_to_transform is not None
+        sites = list(anatomy) if by_layer else [p.site for p in placements]
+        for field_name in ("rank_pattern", "alpha_pattern"):
+            for key in getattr(self, field_name):
+                if not any(fits_end(key, site.path) for site in sites):
+                    ends = sorted({site.path.rpartition(".")[2] for site in sites})
+                    raise SiteError(
+                        f"{type(self).__name__}({field_name}={{{key!r}: …}}): no adapted layer "
+                        f"matches {key!r}. Adapted are layers named {listing(ends)}. Write one of "
+                        f"these names, or leave the key out."
+                    )
+        return placements
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether B starts as zero."""
+        return self.init_weights == "lora"
+
+    def rank_at(self, path: str) -> int:
+        """Return the rank of the adapter at a path."""
+        return matching(self.rank_pattern, path, self.r)
+
+    def alpha_at(self, path: str) -> float:
+        """Return the numerator of the scaling of the adapter at a path."""
+        return matching(self.alpha_pattern, path, self.alpha)
+
+    def scaling_at(self, path: str) -> float:
+        """Return the factor s of the adapter at a path."""
+        rank = self.rank_at(path)
+        return self.alpha_at(path) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    @classmethod
+    def combined(
+        cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
+    ) -> LowRankConfig:
+        """Return the config of the combination; some strategies allow other ranks and scalings."""
+        own = [config for config in configs if isinstance(config, LowRankConfig)]
+        return combined_config(own, strategy, anatomy)
+
+    def dtype_at(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the parameters at a layer of the given dtype."""
+        return DTYPES[self.dtype] if self.dtype else dtype
+
+
+_C = TypeVar("_C", bound=LowRankConfig)
+
+
+def combined_config(
+    configs: Sequence[_C], strategy: Combination, anatomy: Anatomy
+) -> LowRankConfig:
+    """The config of what several adapters become.
+
+    Args:
+        configs: at least one.
+        strategy: what is made of them.
+        anatomy: of the model.
+
+    Raises:
+        CompositionError: what differs between them cannot be combined so.
+    """
+    first = configs[0]
+    trained, dicts = type(first).training_fields, [config.to_dict() for config in configs]
+    # what no strategy takes, before what another one does
+    strategy.refuse_differing(dicts, trained | _SIZES | TARGETS)
+    if strategy.keeps_scaling:
+        strategy.refuse_differing(dicts, trained, _ANY_RANK)
+        return first
+    # scalings become a part of the factors, and PEFT's strategies leave out who is not there
+    places = [{p.site.path: p.site for p in c.placements(anatomy)} for c in configs]
+    ranks: dict[str, list[int]] = {}
+    for config, sites in zip(configs, places, strict=True):
+        for path in sites:
+            ranks.setdefault(path, []).append(config.rank_at(path))
+    made = {path: _rank(of_path, strategy, path) for path, of_path in ranks.items()}
+    if any(set(sites) != set(made) for sites in places):
+        first = _at_all(configs, tuple(made), strategy, anatomy)
+    else:
+        strategy.refuse_differing(dicts, trained | _SIZES | _spelled_alike(configs, anatomy))
+    return _sized(first, made)
+
+
+def _spelled_alike(configs: Sequence[LowRankConfig], anatomy: Anatomy) -> frozenset[str]:
+    """The fields of targets where they name the same parts of the same layers in other words."""
+    sites = [{(p.site.path, p.site.role) for p in c.placements(anatomy)} for c in configs]
+    return TARGETS if all(own == sites[0] for own in sites) else frozenset()
+
+
+def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
+    if strategy.target == "ranks":
+        if sum(ranks) > MAX_WIDTH:
+            raise CompositionError(
+                f"{strategy.name!r} puts the ranks side by side, {sum(ranks)} of "
+                f"them at {path!r}, and {MAX_WIDTH} are legal. Write combine_strategy='svd', "
+                f"svd_rank={max(ranks)}."
+            )
+        return sum(ranks)
+    if strategy.target == "change":
+        return strategy.rank or max(ranks)
+    if len(set(ranks)) > 1:
+        raise CompositionError(
+            f"{strategy.name!r} takes adapters of one rank, and at {path!r} these "
+            f"have {', '.join(map(str, ranks))}. Write {_ANY_RANK}."
+        )
+    return ranks[0]
+
+
+def _at_all(
+    configs: Sequence[_C], paths: tuple[str, ...], strategy: Combination, anatomy: Anatomy
+) -> _C:
+    """A config of the layers of all configs, each written out."""
+    whole = configs[0].replace(
+        target_modules=paths, exclude_modules=None, leave_out=(), layers_to_transform=None,
+        rank_pattern={}, alpha_pattern={},
+    )  # fmt: skip
+    parts = [
+        p.site for c in configs for p in c.placements(anatomy) if p.site.output_slice is not None
+    ]
+    found = [p.site.path for p in whole.placements(anatomy)] if not parts else []
+    if sorted(found) != sorted(paths):
+        why = f"parts of {parts[0].path!r}" if parts else "layers that no list of names tells apart"
+        raise CompositionError(
+            f"the adapters sit at different places, among them {why}, so that no "
+            f"config has all of them. Add them with the same targets, or write "
+            f"set_active_adapters(Stack('a', 'b'))."
+        )
+    return whole
+
+
+def _sized(config: _C, ranks: Mapping[str, int]) -> _C:
+    """The config with these ranks and the scaling 1."""
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    others = {re.escape(path): rank for path, rank in ranks.items() if rank != usual}
+    return config.replace(
+        r=usual, alpha=usual, use_rslora=False, rank_pattern=others, alpha_pattern=others
+    )

@@ -1,0 +1,123 @@
+"""Names and regular expressions of layers in configs: the legal ones, and the layers they match."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar, cast
+
+from adapterzoo.errors import ConfigError
+from adapterzoo.expressions import fault
+from adapterzoo.fields import Check
+
+_T = TypeVar("_T")
+ALL_LINEAR = "all-linear"
+
+
+class Modules(Check):
+    """Names of layers, one regular expression, or None."""
+
+    legal = f"a list of layer names, a regular expression or {ALL_LINEAR!r}"
+
+    def convert(self, value: object) -> object:
+        """Return a tuple of names, a string or None."""
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            return value
+        return tuple(value)
+
+    def fits(self, value: object) -> bool:
+        """Return whether none is empty."""
+        names = value if isinstance(value, tuple) else (value,)
+        return value is None or (bool(names) and all(isinstance(n, str) and n for n in names))
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return two names."""
+        return ["query", "value"]
+
+    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
+        """Return the value to keep.
+
+        Raises:
+            ConfigError: it is not legal, or the expression could search for hours.
+        """
+        kept = super().__call__(config, name, value, default)
+        check_patterns(config, name, [kept] if isinstance(kept, str) else (), self.nearest("", ""))
+        return kept
+
+
+class Patterns(Check):
+    """Layer names or regular expressions to values that another field takes too."""
+
+    legal = "a mapping from layer names or regular expressions to numbers"
+
+    def __init__(self, name: str, check: Check, default: object) -> None:
+        """Take the other field's name, check and default."""
+        self.name, self.check, self.default = name, check, default
+
+    def convert(self, value: object) -> object:
+        """Return a copy: the caller's dict may change later."""
+        return dict(value) if isinstance(value, Mapping) else value
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is a mapping with strings as keys."""
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+    def nearest(self, value: object, default: object) -> object:
+        """Return an example."""
+        return {"query": 4}
+
+    def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
+        """Return the value to keep.
+
+        Raises:
+            ConfigError: it is not legal, or the expressions could search for hours.
+        """
+        kept = cast("dict[str, object]", super().__call__(config, name, value, default))
+        check_patterns(config, name, kept, self.nearest(value, default))
+        for number in kept.values():
+            self.check(config, self.name, number, self.default)
+        return kept
+
+
+def check_patterns(config: str, name: str, patterns: Iterable[str], names: object) -> None:
+    """Check that a field holds regular expressions with a bounded search.
+
+    Args:
+        config: name of the config's class.
+        name: of the field.
+        patterns: the expressions.
+        names: the suggestion.
+
+    Raises:
+        ConfigError: one does not compile, or they could search for hours.
+    """
+    if (found := fault(patterns)) is not None:
+        pattern, reason = found
+        raise ConfigError(
+            f"{config}({name}={pattern[:80]!r}): {reason}. Write names of layers instead: "
+            f"{name}={names!r}."
+        )
+
+
+def matches(path: str, wanted: str | Iterable[str]) -> bool:
+    """PEFT's rule: a string is a regular expression for the whole path, a list holds endings.
+
+    A string may be the last name of a path as well.
+    """
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
+    return any(path == name or path.endswith(f".{name}") for name in wanted)
+
+
+def matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:
+    for pattern, value in patterns.items():
+        if fits_end(pattern, path):
+            return value
+    return otherwise
+
+
+def fits_end(pattern: str, path: str) -> bool:
+    """PEFT's rule for the keys of patterns: a regular expression for the end of a path."""
+    # from each name on, not behind a prefix: `(?i)` has to stand first, and groups keep numbers
+    expression, starts = re.compile(pattern), [0, *(i + 1 for i, c in enumerate(path) if c == ".")]
+    return any(expression.fullmatch(path, start) is not None for start in starts)

@@ -1,0 +1,476 @@
+"""What is active: plans, how they become active, and what may not be.
+
+A plan is a composition compiled for a model: which step each layer takes, and which heads answer.
+It holds for all threads (`set_active`), or for one thread and task inside an `AdapterSetup`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from adapterzoo import inject
+from adapterzoo.composition import (
+    Composition,
+    Fuse,
+    RowMap,
+    Stack,
+    Step,
+    compile_rows,
+    fusions_of,
+    has_rows,
+    has_tokens,
+    numbered,
+    parse,
+    rows_of,
+    without,
+)
+from adapterzoo.contracts import Adapter, SharedInputAdapter, WeightAdapter
+from adapterzoo.errors import (
+    AdapterZooError,
+    CompositionError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    UnknownNameError,
+    listing,
+    unknown_name,
+)
+from adapterzoo.runtime import Plan, current_task
+
+from .hf.continuous_batching import refuse_while_batching
+from .state import AdaptedModel, anatomy_of, modules_of, stacks_of
+
+# --- plans ---
+
+
+def make_plan(
+    model: AdaptedModel,
+    setup: Composition | None,
+    head_setup: str | list[str] | None = None,
+    skip_layers: tuple[int, ...] = (),
+) -> Plan:
+    """Compile a composition for a model; nothing becomes active.
+
+    Args:
+        model: with adapters.
+        setup: what shall act.
+        head_setup: which heads shall answer; None: those named like the adapters where there are
+            any, else those that are active now.
+        skip_layers: numbers of blocks in which no adapter acts.
+
+    Raises:
+        UnknownNameError: there is no adapter or head of a name.
+    """
+    state = model._adapter_state
+    names = setup.flatten() if setup is not None else ()
+    for name in names:
+        state.find(name)
+    _refuse_unfused(model, setup)
+    heads = model._head_strategy.for_setup(model, setup, head_setup)
+    # a merged adapter acts through the base weights
+    acting = [name for name in names if name not in state.merged]
+    refuse_mixed(model, state.merged, acting)
+    if setup is None:
+        return Plan(None, heads, skip_layers=skip_layers)
+    present: dict[str, dict[str, Adapter]] = {}
+    for name in acting:
+        places = state.records[name].places
+        for path, module in modules_of(model, name):
+            # what all layers share sits at none
+            if places[path] and places[path][0].site.layer not in skip_layers:
+                present.setdefault(path, {})[name] = module
+    rows = None
+    parts: tuple[Any, ...] = (setup,)
+    if has_rows(setup):
+        found, repeats, exact = rows_of(setup)
+        parts, index = numbered(found)
+        rows = RowMap(index, repeats, exact=exact)
+    refuse_merged_part(setup, state.merged)
+    if len(parts) > 1 or has_tokens(setup):
+        _refuse_routed(model, setup, acting)
+    steps: dict[str, Step] = {}
+    for path, modules in present.items():
+        step = compile_rows(parts, modules, modules.__getitem__)
+        if step is not None:
+            steps[path] = step
+    steps.update(model._head_strategy.steps(model, parts))
+    captures: dict[str, tuple[str, ...]] = {}
+    for name in acting:
+        for source, reader in state.records[name].sources():
+            if reader in steps and reader not in captures.get(source, ()):
+                captures[source] = (*captures.get(source, ()), reader)
+    shared = _shared_inputs(model, acting, steps, present)
+    reads = any(state.records[name].reads_calls for name in acting)
+    stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
+    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks)
+
+
+def _shared_inputs(
+    model: AdaptedModel,
+    acting: list[str],
+    steps: Mapping[str, Step],
+    present: Mapping[str, Mapping[str, Adapter]],
+) -> dict[str, tuple[tuple[str, tuple[str, ...]], ...]]:
+    """Return the `shared_inputs` of a plan: only adapters of a chain read the layer's own input."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in acting:
+        for around, paths in model._adapter_state.records[name].shared_inputs.items():
+            for path in paths:
+                chain = steps.get(path)
+                acts = isinstance(chain, tuple) and name in chain
+                if acts and isinstance(present[path][name], SharedInputAdapter):
+                    layer = path.rpartition(".")[2]
+                    found.setdefault(around, {}).setdefault(layer, []).append(name)
+    return {
+        around: tuple((layer, tuple(names)) for layer, names in layers.items())
+        for around, layers in found.items()
+        if len(layers) > 1
+    }
+
+
+def set_active(
+    model: AdaptedModel, adapter_setup: object, skip_layers: Iterable[int] | None = None
+) -> None:
+    """Choose the adapters of all threads, and the heads of their names."""
+    setup = parse(adapter_setup)
+    default = model._active.default
+    # not those of the calling thread, which an AdapterSetup may have changed
+    heads = model._head_strategy.named_like(model, setup, default.plan.heads)
+    skipped = check_layers(skip_layers, len(anatomy_of(model).blocks))
+    refuse_while_batching(model)
+    default.plan = make_plan(model, setup, list(heads), skipped)
+    model._head_strategy.activated(model)
+
+
+def replan(model: AdaptedModel) -> None:
+    """Compile what is active anew, without the adapters that are gone.
+
+    Raises:
+        AdapterZooError: the rest cannot be active; then nothing is.
+    """
+    model._adapter_state.plans.clear()
+    plan = model._active.default.plan
+    names = plan.setup.flatten() if plan.setup is not None else ()
+    setup = without(plan.setup, [n for n in names if n not in model._adapter_state.records])
+    try:
+        model._active.default.plan = make_plan(model, setup, list(plan.heads), plan.skip_layers)
+    except AdapterZooError:
+        # no step may name what is gone
+        model._active.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
+        raise
+
+
+def check_layers(
+    layers: Iterable[int] | None, blocks: int, argument: str = "skip_layers"
+) -> tuple[int, ...]:
+    """Return the numbers of blocks that a user gave.
+
+    Args:
+        layers: None for no block.
+        blocks: how many the model has.
+        argument: what the user called them.
+
+    Raises:
+        ConfigError: they are not a list of numbers of blocks.
+    """
+    if layers is None:
+        return ()
+    numbers = tuple(layers) if isinstance(layers, Iterable) else (None,)
+    if not all(type(n) is int and 0 <= n < blocks for n in numbers):
+        raise ConfigError(
+            f"{argument}={layers!r}: the model has blocks 0 to {blocks - 1}. "
+            f"Write a list of their numbers: {argument}=[0, 1]."
+        )
+    return tuple(n for n in numbers if n is not None)
+
+
+def fused(fuse: Fuse) -> tuple[str, ...]:
+    """Return the adapters whose outputs a fusion weighs."""
+    lasts = (c.last() if isinstance(c, Composition) else c for c in fuse.children)
+    return tuple(str(last) for last in lasts)
+
+
+# --- what is refused ---
+
+
+def refuse_used(model: AdaptedModel, name: str) -> None:
+    """Refuse to change an adapter that is active in a block of this thread, merged or fused.
+
+    Raises:
+        StateError: it is.
+    """
+    refuse_overridden(model, name)
+    refuse_merged(model, name)
+    using = [n for n, fusion in model._adapter_state.fusions.items() if name in fusion.adapters]
+    if using:
+        raise StateError(
+            f"the fusion {using[0]!r} is of {name!r}. "
+            f"Write delete_adapter_fusion({using[0]!r}) first."
+        )
+
+
+def refuse_taken(
+    model: AdaptedModel, name: str, overwrite_ok: bool, rename: str = "another name"
+) -> None:
+    """Refuse a name that is taken; where it may be replaced, an adapter that is in use.
+
+    Args:
+        model: with adapters.
+        name: of an adapter that comes.
+        overwrite_ok: whether it may be replaced.
+        rename: how the user gives it another name.
+
+    Raises:
+        DuplicateNameError: the name is taken.
+    """
+    if name not in model._adapter_state.records:
+        return
+    if not overwrite_ok:
+        config = model._adapter_state.records[name].config
+        raise DuplicateNameError(
+            f"the name {name!r} is taken by {config!r}. Write {rename}, or overwrite_ok=True."
+        )
+    refuse_used(model, name)
+
+
+def refuse_overridden(model: AdaptedModel, name: str) -> None:
+    """Refuse to change an adapter that is active in a block of this thread, or batched.
+
+    Raises:
+        StateError: it is.
+    """
+    refuse_while_batching(model, name)
+    if any(name in p.setup.flatten() for p in model._active.overrides if p.setup):
+        raise StateError(
+            f"{name!r} is active in an AdapterSetup of this thread. Leave the "
+            f"'with AdapterSetup(…)' block first."
+        )
+
+
+def refuse_merged(model: AdaptedModel, name: str) -> None:
+    """Refuse an adapter that is in the base weights.
+
+    Raises:
+        StateError: it is.
+    """
+    if name in model._adapter_state.merged:
+        raise StateError(f"{name!r} is merged into the base weights. Write reset_adapter() first.")
+
+
+def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[str]) -> None:
+    """Refuse what merging would change: the order in which changes of a weight are made.
+
+    Raises:
+        StateError: an adapter would act on weights that are merged already.
+    """
+    inside: dict[str, list[Adapter]] = {}
+    for name in merged:
+        for path, module in modules_of(model, name):
+            inside.setdefault(path, []).append(module)
+    for name in acting if inside else ():
+        for path, module in modules_of(model, name):
+            beside = [*inside.get(path, ()), module]
+            changes_weight = isinstance(module, (WeightAdapter, inject.ExpertAdapters))
+            if len(beside) > 1 and changes_weight and not all(map(inject.is_additive, beside)):
+                raise StateError(
+                    f"at {path!r} {name!r} would act on weights that hold {listing(merged)}, and "
+                    f"not on the original ones. Write set_active_adapters(None) and merge all of "
+                    f"them, or reset_adapter()."
+                )
+
+
+def refuse_merged_part(setup: Composition | None, merged: Iterable[str]) -> None:
+    """Refuse a merged adapter, which acts on all inputs, where it shall act on a part of them.
+
+    Raises:
+        StateError: it shall.
+    """
+    inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
+    stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)
+    if inside and not stacked:
+        raise StateError(
+            f"{listing(inside)} in the base weights acts on every input, and in {setup!r} on a "
+            f"part of it. Write reset_adapter(), or Stack('a', 'b')."
+        )
+
+
+def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
+    fusions = model._adapter_state.fusions
+    for fuse in fusions_of(setup):
+        found = fusions.get(fuse.name)
+        if found is None or found.adapters != fused(fuse):
+            raise StateError(
+                f"there are no fusion layers {fuse.name!r} for {fuse!r}; fusions: "
+                f"{listing(fusions)}. Write add_adapter_fusion({fuse!r})."
+            )
+
+
+def _refuse_routed(model: AdaptedModel, setup: Composition, names: Iterable[str]) -> None:
+    """Refuse to divide the batch where a layer does not get the batch."""
+    for name in names:
+        for path, placements in model._adapter_state.records[name].places.items():
+            if any(p.site.is_routed for p in placements):
+                raise CompositionError(
+                    f"{setup!r}: {name!r} sits at {path!r}, whose input is not a batch of rows, "
+                    f"but what is routed to experts. Activate one adapter for all rows, or add "
+                    f"{name!r} with exclude_modules=[…] for such layers."
+                )
+
+
+# --- AdapterSetup ---
+
+# every model with adapters, so that a setup finds those that know its names
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
+_models_lock = threading.Lock()
+
+
+def announce(model: AdaptedModel) -> None:
+    """Let setups find the model for as long as it lives."""
+    with _models_lock:
+        _models.add(model)
+
+
+def withdraw(model: AdaptedModel) -> None:
+    """Undo `announce`: the model has no adapters any more."""
+    with _models_lock:
+        _models.discard(model)
+
+
+class AdapterSetup:
+    """A context in which other adapters are active, in the calling thread and task only.
+
+    ```python
+    with AdapterSetup(Stack("language", "task"), head_setup="task"):
+        output = model(**batch)
+    ```
+
+    It holds for every model that knows all of its names. Asyncio tasks and `asyncio.to_thread`
+    that are started inside take it along, as do the threads of DataParallel; other threads and
+    tasks do not see it.
+    """
+
+    def __init__(
+        self,
+        adapter_setup: object,
+        head_setup: str | list[str] | None = None,
+        ignore_empty: bool = False,
+        skip_layers: Iterable[int] | None = None,
+    ) -> None:
+        """Describe the setup; nothing changes before the block is entered.
+
+        Args:
+            adapter_setup: a name, a list of names, a composition, or None for the plain model.
+            head_setup: head or heads to use; None for heads named like the adapters where
+                there are any, else those that are active.
+            ignore_empty: whether a setup that fits no model is accepted.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); those of
+                `set_active_adapters` do not hold in the block.
+
+        Raises:
+            CompositionError: the setup is not a composition.
+            ConfigError: `head_setup` is neither a name nor a list of names.
+        """
+        given = (head_setup,) if isinstance(head_setup, str) else head_setup
+        listed = given is None or isinstance(given, (list, tuple))
+        if not listed or not all(isinstance(name, str) for name in given or ()):
+            raise ConfigError(
+                f"AdapterSetup(head_setup={head_setup!r}): it is the name of a head, a list of "
+                f"names, or None. Write head_setup='my_task'."
+            )
+        self.adapter_setup: Composition | None = parse(adapter_setup)
+        self.head_setup = head_setup
+        self.ignore_empty = ignore_empty
+        # anything but a list is refused where the number of blocks is known
+        self.skip_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else skip_layers
+        # the blocks to leave, each with the thread and the task that has entered it
+        self._entered: list[tuple[tuple[int, object], ExitStack]] = []
+
+    def __enter__(self) -> Self:
+        """Make the setup hold.
+
+        Raises:
+            ConfigError: a model has no block of a number in `skip_layers`.
+            UnknownNameError: no model has all the adapters and heads that are named.
+        """
+        try:
+            stack = self._entered_models()
+        except AdapterZooError as error:
+            error.args = (f"{self!r}: {error}",)
+            raise
+        self._entered.append((_here(), stack))
+        return self
+
+    def _entered_models(self) -> ExitStack:
+        """Make the setup hold for every model that has all of its names."""
+        names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
+        # layers of a fusion belong to one model, like the adapters that they fuse
+        fusions = {fuse.name for fuse in fusions_of(self.adapter_setup)}
+        heads = [self.head_setup] if isinstance(self.head_setup, str) else self.head_setup or []
+        known: set[str] = set()
+        found = False
+        with _models_lock:
+            models = list(_models)
+        with ExitStack() as stack:
+            for model in models:
+                adapters, own_heads = model._adapter_state.records, {*model.known_heads()}
+                known |= {*adapters, *own_heads}
+                if not fusions <= {*model._adapter_state.fusions}:
+                    continue
+                if {*names} <= {*adapters} and {*heads} <= own_heads:
+                    skipped = check_layers(self.skip_layers, len(anatomy_of(model).blocks))
+                    plan = make_plan(model, self.adapter_setup, self.head_setup, skipped)
+                    stack.enter_context(model._active.entered(plan))
+                    found = True
+            if not found and not self.ignore_empty:
+                raise self._error([*names, *heads], known)
+            return stack.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Make what held before hold again.
+
+        Raises:
+            StateError: another thread or task has entered the block.
+        """
+        here = _here()
+        mine = [i for i, (where, _) in enumerate(self._entered) if where == here]
+        if not mine:
+            raise StateError(
+                f"{self!r}: the block is left in another thread or asyncio task than it was "
+                f"entered in. Write 'with AdapterSetup(…)' in the function that calls the model."
+            )
+        _, stack = self._entered.pop(mine[-1])
+        stack.close()
+
+    def __repr__(self) -> str:
+        """As it is written, without what was left out."""
+        call = repr(self.adapter_setup)
+        if self.head_setup is not None:
+            call += f", head_setup={self.head_setup!r}"
+        if self.skip_layers is not None:
+            skipped = self.skip_layers
+            call += f", skip_layers={list(skipped) if isinstance(skipped, tuple) else skipped!r}"
+        return f"AdapterSetup({call})"
+
+    def _error(self, names: list[str], known: set[str]) -> UnknownNameError | StateError:
+        for name in names:
+            if name not in known:
+                return unknown_name("", "adapter or head", name, known)
+        return StateError(
+            "no single model has all of these. Call add_adapter or load_adapter first (and "
+            "add_adapter_fusion where there is a Fuse), or write "
+            "AdapterSetup(…, ignore_empty=True)."
+        )
+
+
+def _here() -> tuple[int, object]:
+    return threading.get_ident(), current_task()

@@ -1,0 +1,370 @@
+"""AdapterFusion: layers that weigh the outputs of adapters; and what gates and fusions decided."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo import inject
+from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse, without
+from adapterzoo.contracts import FusibleAdapter
+from adapterzoo.errors import (
+    AdapterZooError,
+    CompositionError,
+    ConfigError,
+    DuplicateNameError,
+    SiteError,
+    StateError,
+)
+from adapterzoo.methods._gate import Gate
+from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
+from adapterzoo.names import check_name
+
+from .activation import fused, make_plan, refuse_merged_part, set_active
+from .adapters import order_at, reorder
+from .hf.backbone import text_config
+from .sharding import refuse_if_sharded
+from .state import AdaptedModel, FusionRecord, backbone_of, fusion_modules, modules_of
+
+# of the penalty on V, as in adapters
+_REGULARIZATION = 0.01
+
+FuseArgument: TypeAlias = "Fuse | Sequence[str] | str"
+
+# --- add and delete ---
+
+
+def add(
+    model: AdaptedModel,
+    adapter_names: FuseArgument,
+    config: AdapterFusionConfig | str | Mapping[str, Any] | None = None,
+    name: str | None = None,
+    overwrite_ok: bool = False,
+    active: bool = False,
+) -> None:
+    """Add the layers that fuse some adapters, one at each place where these sit."""
+    fuse = as_fuse(adapter_names, name)
+    refuse_if_sharded(model, "Add it before fully_shard(model).")
+    loaded = AdapterFusionConfig.load("dynamic" if config is None else config)
+    if fuse.fusion is not None:
+        check_name(fuse.fusion)
+    check_free(model, fuse.name, overwrite_ok)
+    for adapter in fuse.flatten():
+        model._adapter_state.find(adapter)
+    if active:
+        # what cannot be active shall not be added either
+        refuse_merged_part(fuse, model._adapter_state.merged)
+    enter(model, fuse, loaded, make(model, fused(fuse), loaded), active)
+
+
+def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
+    """Delete fusion layers; the adapters stay."""
+    name = as_fuse(adapter_names, None).name
+    model._adapter_state.find_fusion(name)
+    refuse_if_sharded(model, "Write set_active_adapters(None).")
+    _refuse_overridden(model, name)
+    _remove(model, name)
+
+
+def as_fuse(names: FuseArgument, name: str | None) -> Fuse:
+    """Return the fusion that a user means.
+
+    Args:
+        names: a `Fuse`, names of adapters, or these with commas between.
+        name: of the fusion; None: the names with commas between.
+
+    Raises:
+        CompositionError: they are not names.
+    """
+    if isinstance(names, Fuse):
+        return names if name is None else Fuse(*names.children, name=name)
+    if not isinstance(names, Iterable):
+        raise CompositionError(
+            f"Fuse({names!r}): a fusion is of adapters, by their names. Write Fuse('a', 'b')."
+        )
+    listed = names.split(",") if isinstance(names, str) else list(names)
+    return Fuse(*listed, name=name)
+
+
+def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
+    """Check that a fusion may be added under a name.
+
+    Raises:
+        DuplicateNameError: the name is taken.
+    """
+    if name not in model._adapter_state.fusions:
+        return
+    if not overwrite_ok:
+        raise DuplicateNameError(
+            f"there is a fusion {name!r}. Write overwrite_ok=True to replace it, or "
+            f"delete_adapter_fusion({name!r})."
+        )
+    _refuse_overridden(model, name)
+
+
+def _refuse_overridden(model: AdaptedModel, name: str) -> None:
+    for plan in model._active.overrides:
+        if any(fuse.name == name for fuse in fusions_of(plan.setup)):
+            raise StateError(
+                f"{name!r} is active in an AdapterSetup of this thread. Leave the "
+                f"'with AdapterSetup(…)' block first."
+            )
+
+
+def make(
+    model: AdaptedModel, names: tuple[str, ...], config: AdapterFusionConfig
+) -> dict[str, Fusion]:
+    """Make the layers that fuse some adapters; the model has not changed.
+
+    Args:
+        model: with adapters.
+        names: of those whose outputs are weighed.
+        config: of the fusion.
+
+    Raises:
+        ConfigError: an adapter cannot be fused.
+        SiteError: the adapters do not sit in the same places.
+    """
+    places = {name: list(model._adapter_state.find(name).places) for name in names}
+    first = places[names[0]]
+    for name, paths in places.items():
+        if paths != first:
+            lost = sorted(set(paths) ^ set(first))
+            raise SiteError(
+                f"{names[0]!r} and {name!r} do not sit in the same places, at {lost[0]!r} is one "
+                f"of them. Fuse adapters of one placement, or leave_out the other blocks."
+            )
+        for path, module in modules_of(model, name):
+            if not isinstance(module, FusibleAdapter):
+                raise ConfigError(
+                    f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
+                    f"outputs of bottlenecks. Write add_adapter({name!r}, 'seq_bn')."
+                )
+    text = text_config(model.config)
+    inherited = getattr(text, "attention_probs_dropout_prob", 0.0)
+    dropout = inherited if config.dropout_prob is None else config.dropout_prob
+    made = {}
+    for path, module in modules_of(model, names[-1]):
+        parameter = next(module.parameters())
+        width = model._adapter_state.records[names[-1]].places[path][0].site.d_out
+        made[path] = Fusion(config, width, dropout, parameter.device, parameter.dtype)
+    return made
+
+
+def enter(
+    model: AdaptedModel,
+    fuse: Fuse,
+    config: AdapterFusionConfig,
+    made: Mapping[str, Fusion],
+    active: bool,
+) -> None:
+    """Install fusion layers, in the place of those of their name; what fails changes nothing.
+
+    Args:
+        model: with adapters.
+        fuse: names the fusion and its adapters.
+        config: of the fusion.
+        made: its layers by path.
+        active: whether it becomes what is active.
+
+    Raises:
+        AdapterZooError: it cannot be active.
+    """
+    state, strategy, default = model._adapter_state, model._head_strategy, model._active.default
+    before, fusions = default.plan, dict(state.fusions)
+    name, adapters = fuse.name, fused(fuse)
+    replaced = dict(fusion_modules(model, name)) if name in fusions else {}
+    head, orders = strategy.kept(model, fusion_key(name)), order_at(model, replaced)
+    if name in fusions:
+        _remove(model, name)
+    _install(model, name, made)
+    state.fusions[name] = FusionRecord(config, adapters, tuple(made))
+    # one that was active and is replaced stays active
+    was_active = any(f.name == name and fused(f) == adapters for f in fusions_of(before.setup))
+    try:
+        if active:
+            set_active(model, fuse)
+        elif was_active:
+            default.plan = make_plan(model, before.setup, list(before.heads), before.skip_layers)
+    except AdapterZooError:
+        _remove(model, name)
+        _install(model, name, replaced)
+        reorder(model, orders)
+        strategy.put_back(model, fusion_key(name), head)
+        # the order too
+        state.fusions = fusions
+        default.plan = before
+        raise
+
+
+def _install(model: AdaptedModel, name: str, layers: Mapping[str, Fusion]) -> None:
+    for path, fusion in layers.items():
+        layer = backbone_of(model).get_submodule(path)
+        inject.put(layer, fusion_key(name), fusion, model._active, path)
+
+
+def _remove(model: AdaptedModel, name: str) -> None:
+    model._head_strategy.removing(model, fusion_key(name))
+    for path in model._adapter_state.fusions.pop(name).paths:
+        inject.take(backbone_of(model).get_submodule(path), fusion_key(name))
+    plan = model._active.default.plan
+    if any(fuse.name == name for fuse in fusions_of(plan.setup)):
+        setup = without(plan.setup, (), [name])
+        model._active.default.plan = make_plan(model, setup, list(plan.heads), plan.skip_layers)
+
+
+def regularization_loss(model: AdaptedModel) -> Tensor | None:
+    """Return the penalty that keeps V near the identity; None where no trained fusion asks."""
+    distances = [
+        distance
+        for name in model._adapter_state.fusions
+        for _, layer in fusion_modules(model, name)
+        if layer.value is not None and layer.value.weight.requires_grad
+        if (distance := layer.distance()) is not None
+    ]
+    return _REGULARIZATION * torch.stack(distances).sum() if distances else None
+
+
+# --- what gates and fusions decided ---
+
+Scores: TypeAlias = dict[str, dict[int, dict[str, Tensor]]]
+"""Name of an adapter or a fusion to block number to location to what was decided there."""
+
+_Place: TypeAlias = tuple[str, int, str]
+
+
+def recorded(
+    model: AdaptedModel,
+    run: Callable[[], Any],
+    adapter_names: Sequence[Any] | None,
+    gates: bool,
+    fusions: bool,
+) -> Any:
+    """Return the output of a forward with what its gates and fusions decided.
+
+    Args:
+        model: that runs.
+        run: the forward.
+        adapter_names: of its rows, where they were given.
+        gates: whether the output gets `adapter_gating_scores`.
+        fusions: whether it gets `adapter_fusion_attentions`.
+
+    Returns:
+        The output; a tuple has the two, in this order, at its end.
+    """
+    if adapter_names is None:
+        acting = [model._active.plan.setup]
+        rows = model._active.plan.rows is not None
+    else:
+        # the forward itself refuses what are not names, and lists that do not fit the batch
+        listed = adapter_names if isinstance(adapter_names, Sequence) else ()
+        acting, rows = [parse(name) for name in listed], True
+    recorders: dict[str, OutputRecorder] = {}
+    with ExitStack() as stack:
+        if gates:
+            recorder = OutputRecorder(_gates_of(model, acting), _score)
+            recorders["adapter_gating_scores"] = stack.enter_context(recorder.attached())
+        if fusions:
+            recorder = OutputRecorder(_fusions_of(model, acting), _shares)
+            recorders["adapter_fusion_attentions"] = stack.enter_context(recorder.attached())
+        outputs = run()
+    found = {name: recorder.scores(rows) for name, recorder in recorders.items()}
+    if isinstance(outputs, tuple):
+        return (*outputs, *found.values())
+    for name, scores in found.items():
+        outputs[name] = scores
+    return outputs
+
+
+class OutputRecorder:
+    """Keeps the outputs of some modules, in calls of the thread that made it."""
+
+    def __init__(
+        self, watched: Iterable[tuple[_Place, nn.Module]], read: Callable[[Any], Tensor]
+    ) -> None:
+        """Choose the modules.
+
+        Args:
+            watched: modules with (name, block, location).
+            read: takes what is wanted out of a module's output.
+        """
+        self._watched = watched
+        self._read = read
+        self._thread = threading.get_ident()
+        self._calls: dict[_Place, list[Tensor]] = {}
+
+    @contextmanager
+    def attached(self) -> Iterator[OutputRecorder]:
+        """Record for as long as the context lasts."""
+        handles = [module.register_forward_hook(self._hook(at)) for at, module in self._watched]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, at: _Place) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(module: nn.Module, args: Any, out: Any) -> None:
+            if threading.get_ident() == self._thread:
+                self._calls.setdefault(at, []).append(self._read(out).detach())
+
+        return keep
+
+    def scores(self, rows: bool) -> Scores:
+        """Return what was recorded by name, block and location.
+
+        Args:
+            rows: whether several calls of one module are of different rows of the batch; else
+                they are of the same rows, and give a column each.
+        """
+        found: Scores = {}
+        for (name, block, location), tensors in self._calls.items():
+            joined = torch.cat(tensors, 0 if rows else -1)  # [batch, …]
+            if joined.dim() == 2 and joined.shape[1] == 1:
+                joined = joined.squeeze(1)  # [batch]
+            found.setdefault(name, {}).setdefault(block, {})[location] = joined
+        return found
+
+
+def _gates_of(
+    model: AdaptedModel, acting: Iterable[Composition | None]
+) -> Iterator[tuple[_Place, nn.Module]]:
+    names = dict.fromkeys(n for setup in acting if setup is not None for n in setup.flatten())
+    for name in names:
+        # names that the forward refuses have no gates
+        record = model._adapter_state.records.get(name)
+        if record is None:
+            continue
+        for path, module in modules_of(model, name):
+            placements = record.places[path]
+            # the parts of a layer are in the order of its placements
+            parts = list(module.children()) if len(placements) > 1 else [module]
+            for placement, part in zip(placements, parts, strict=False):
+                at = name, placement.site.layer, placement.location or str(placement.site.role)
+                yield from ((at, m.decided) for m in part.modules() if isinstance(m, Gate))
+
+
+def _fusions_of(
+    model: AdaptedModel, acting: Iterable[Composition | None]
+) -> Iterator[tuple[_Place, nn.Module]]:
+    fuses = {fuse.name: fuse for setup in acting for fuse in fusions_of(setup)}
+    for name, fuse in fuses.items():
+        if name not in model._adapter_state.fusions:
+            continue
+        places = model._adapter_state.records[fused(fuse)[-1]].places
+        for path, layer in fusion_modules(model, name):
+            placement = places[path][0]
+            yield (name, placement.site.layer, placement.location), layer
+
+
+def _score(openness: Tensor) -> Tensor:
+    return openness.flatten(1)  # [batch, 1]
+
+
+def _shares(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    return outputs[1]  # [batch, tokens, adapters]

@@ -1,0 +1,206 @@
+"""A forward with named heads: labels, the base model's inputs, and the answers of the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from adapterzoo.composition import RowMap
+from adapterzoo.errors import StateError, listing, unknown_name
+from adapterzoo.heads import head_types
+from adapterzoo.model.batches import batch_size, repeated
+
+from . import store
+from .inputs import decoder_labels, head_input, shift_labels
+from .interface import HeadNames
+from .outputs import MultiHeadOutput, answer
+from .rows import apart, given_to, head_rows, joined, outputs_of, take_rows, total, with_copies
+
+# arguments of `forward` that belong to heads of any type
+_COMMON = ("logits_to_keep", "num_items_in_batch")
+
+
+def forward(
+    model: Any, inputs: dict[str, Any], head: HeadNames, return_dict: bool | None, times: int
+) -> Any:
+    """Run the base model and the heads, when the plan of the call holds.
+
+    Args:
+        model: with named heads.
+        inputs: arguments of `forward` by name.
+        head: which heads; None for the active ones.
+        return_dict: False for tuples.
+        times: how often the batch is repeated.
+    """
+    labels = _take_labels(model, inputs, head)
+    if times > 1:
+        inputs = repeated(inputs, times, batch_size(inputs))
+    _prepare_inputs(model, inputs, labels, head)
+    outputs = model.base_model(**inputs, return_dict=True)
+    mask = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+    return model.forward_head(
+        outputs,
+        head_name=head,
+        attention_mask=inputs.get(mask),
+        return_dict=return_dict,
+        **labels,
+    )
+
+
+def label_arguments() -> tuple[str, ...]:
+    """Return the arguments of `forward` that heads of the known types take, labels among them."""
+    names = [n for cls in head_types.values() for n in (*cls.label_names, *cls.inputs)]
+    return tuple(dict.fromkeys(names))
+
+
+def _take_labels(model: Any, inputs: dict[str, Any], head: HeadNames) -> dict[str, Any]:
+    """Take what belongs to the heads out of the arguments of `forward`."""
+    used = model._head_strategy.answering(model, head)
+    own = [n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)]
+    taken = {n: inputs.pop(n) for n in (*label_arguments(), *own, *_COMMON) if n in inputs}
+    for argument, value in taken.items():
+        # a task whose name is misspelt would go untrained unnoticed
+        for name in value if isinstance(value, Mapping) else ():
+            if name not in model.heads:
+                what = f"forward({argument}={{{name!r}: …}})"
+                raise unknown_name(what, "head", name, model.heads)
+    given = [n for n in taken if taken[n] is not None and n not in _COMMON]
+    if given and not used:
+        raise StateError(
+            f"forward({', '.join(f'{n}=…' for n in given)}): no head is active, so nothing "
+            f"answers to labels. Heads: {listing(model.heads)}. "
+            f"Write add_classification_head('my_task') or model.active_head = 'my_task'."
+        )
+    labels = [n for n in given if any(n in cls.label_names for cls in head_types.values())]
+    answers = [n for h in used.values() for n in h.config.label_names]
+    if labels and not any(n in answers for n in labels):
+        raise StateError(
+            f"forward({', '.join(f'{n}=…' for n in labels)}): the head {listing(used)} does "
+            f"not take these labels, it takes {listing(answers)}. Write those, or "
+            f"model.active_head = '…'; heads: {listing(model.heads)}."
+        )
+    return taken
+
+
+def _prepare_inputs(
+    model: Any, inputs: dict[str, Any], labels: dict[str, Any], head: HeadNames
+) -> None:
+    """Bring the base model's arguments into the form that it and the heads need, in place."""
+    used = model._head_strategy.answering(model, head)
+    for each in used.values():
+        each.config.prepare_inputs(inputs)
+    ids = inputs.get("input_ids")
+    if getattr(model.config, "is_encoder_decoder", False):
+        given = inputs.get("decoder_input_ids")
+        if given is not None and (ids is None or given.shape != ids.shape):
+            ids = given
+        shift_labels(model, inputs, decoder_labels(used.values(), labels))
+    if used:
+        labels["input_ids"] = ids
+
+
+def forward_head(
+    model: Any,
+    outputs: ModelOutput,
+    head: HeadNames,
+    return_dict: bool | None,
+    given: Mapping[str, Any],
+    keep: int | Tensor,
+    count: Tensor | int | None,
+) -> Any:
+    """Run heads on what the base model computed.
+
+    Args:
+        model: with named heads.
+        outputs: of the base model.
+        head: which heads; None for the active ones.
+        return_dict: False for tuples.
+        given: labels, masks and what else heads take.
+        keep: of how many last tokens, or which, language models need logits; 0: all.
+        count: by what the sum of the losses is divided; None: by the number of labels.
+    """
+    strategy, rows = model._head_strategy, model._active.plan.rows
+    names = strategy.answering_names(model, head)
+    if not names:
+        return outputs if return_dict is not False else outputs.to_tuple()
+    found = head_rows(names, rows)
+    answers: list[ModelOutput] | MultiHeadOutput
+    if found is not None:
+        answers = _answers_of_rows(model, *found, outputs, given, keep, count)
+    else:
+        extra = with_copies(rows, dict(given))
+        answers = []
+        for name in dict.fromkeys(names):
+            logits, loss = _run(model, name, outputs, extra, keep, count)
+            answers.append(answer(store.find(model, name).config, loss, logits, outputs))
+    if return_dict is False:
+        tuples = [a.to_tuple() for a in answers]
+        return tuples[0] if len(tuples) == 1 else tuple(tuples)
+    if isinstance(answers, MultiHeadOutput):
+        return answers
+    if len(answers) == 1:
+        return answers[0]
+    loss = total([a.get("loss") for a in answers])
+    return MultiHeadOutput(head_outputs=answers, loss=loss)
+
+
+def _run(
+    model: Any,
+    name: str,
+    outputs: ModelOutput,
+    given: Mapping[str, Any],
+    keep: int | Tensor,
+    count: Tensor | int | None,
+) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
+    """Return logits and loss of a head."""
+    head = store.find(model, name)
+    hidden, mask = head_input(model, head, outputs, given["attention_mask"], given["input_ids"])
+    hidden = head.tokens_to_score(hidden, keep)
+    logits = head(hidden, mask, **{n: given.get(n) for n in head.config.inputs})
+    labels = head.config.find_labels(name, given)
+    if labels is None:
+        return logits, None
+    return logits, head.loss(logits, head.config.mask_labels(labels, mask), count)
+
+
+def _answers_of_rows(
+    model: Any,
+    names: tuple[str, ...],
+    rows: RowMap,
+    outputs: ModelOutput,
+    given: Mapping[str, Any],
+    keep: int | Tensor,
+    count: Tensor | int | None,
+) -> list[ModelOutput] | MultiHeadOutput:
+    """Return the answers of heads that each answer some rows; one answer where they are alike."""
+    heads = [store.find(model, name) for name in names]
+    batch = len(rows.index) // rows.copies
+    labelled = {n for h in heads for n in (*h.config.label_names, *h.config.inputs)}
+    of_rows = [
+        {
+            **given_to(i, name, rows, {k: v for k, v in given.items() if k in labelled}, batch),
+            **{k: take_rows(i, rows, v) for k, v in given.items() if k not in labelled},
+        }
+        for i, name in enumerate(names)
+    ]
+    parts = [outputs_of(i, rows, outputs, not rows.together) for i in range(len(names))]
+    found = [
+        _run(model, name, part, mine, keep, count)
+        for name, part, mine in zip(names, parts, of_rows, strict=True)
+    ]
+    if rows.together:
+        logits, losses = [f[0] for f in found], [f[1] for f in found]
+        whole = joined(heads, rows, logits, total(losses), outputs)
+        if whole is not None:
+            return [whole]
+        parts = [outputs_of(i, rows, outputs, True) for i in range(len(names))]
+    return apart(
+        [
+            answer(head.config, loss, score, part)
+            for head, (score, loss), part in zip(heads, found, parts, strict=True)
+        ],
+        rows,
+    )

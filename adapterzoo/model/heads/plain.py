@@ -1,0 +1,106 @@
+"""Plain models of transformers out of models with named heads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.model.adapters import remove_all
+from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
+
+from . import store
+
+
+def head_to_keep(
+    model: Any, architecture: str | None
+) -> tuple[str | None, str | None, Mapping[str, Tensor]]:
+    """Return the active head's name, a class that has such a head, and its tensors by key there.
+
+    All of them are empty for the base model alone.
+
+    Args:
+        model: with named heads.
+        architecture: name of the class; None: found.
+
+    Raises:
+        CheckpointError: transformers has no such class.
+        StateError: several heads are active, or none for the class that is asked for.
+    """
+    names = model._active.default.plan.heads
+    if len(names) > 1:
+        raise StateError(
+            f"the heads {listing(names)} are active, and a plain model has one. Write "
+            f"model.active_head = {names[0]!r}, or None for the base model alone."
+        )
+    if not names:
+        if architecture is not None:
+            raise StateError(
+                f"no head is active that could be that of a {architecture}. Write "
+                f"model.active_head = '…'; heads: {listing(model.heads)}."
+            )
+        return None, None, {}
+    record = model._head_strategy.record(model, names[0])
+    facts = facts_of(model, "merge_and_unload()")
+    try:
+        if architecture is not None:
+            task_class(architecture)
+            tensors = facts.to_static(architecture, record.document, record.tensors)
+            return names[0], architecture, tensors
+        own = next(iter(model.config.architectures or ()), None)
+        stored = Stored({"head": record.document}, {}, record.tensors)
+        return names[0], *class_for(stored, facts, own)
+    except CheckpointError as error:
+        # what it says of files is not what a user can write here
+        reason = str(error).replace(" Write with_head=False.", "")
+        raise CheckpointError(
+            f"{reason} Write architecture='…' with a class that has such a head, or "
+            f"model.active_head = None for the base model alone."
+        ) from error
+
+
+def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a plain model that takes over the weights of another.
+
+    Args:
+        model: with named heads; loses its adapters.
+        head: name of the head that it has; None: it has none.
+        name: of its class; None: the base model's.
+        tensors: of the head, by key in that class.
+
+    Raises:
+        CheckpointError: the class has tensors that are not here.
+    """
+    cls: Any = model.backbone_class if name is None else task_class(name)
+    config = copy.deepcopy(model.config)
+    del config.prediction_heads
+    if head is not None:
+        config = with_labels(config, store.find(model, head).config)
+    remove_all(model)
+    with torch.device("meta"):
+        empty = cls(config)
+    prefix = "" if empty.base_model is empty else f"{empty.base_model_prefix}."
+    keys = empty.state_dict().keys()
+    own = {f"{prefix}{key}": t for key, t in model._backbone.state_dict().items()}
+    # those of the head are the first model's own
+    heads = {key: t.detach().clone() for key, t in tensors.items()}
+    state = {key: t for key, t in {**own, **heads}.items() if key in keys}
+    plain, info = cls.from_pretrained(
+        None, config=config, state_dict=state, dtype=model.dtype, output_loading_info=True,
+        attn_implementation=config._attn_implementation,
+    )  # fmt: skip
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"a {cls.__name__} has {listing(missing)}, which this model has not. Write "
+            f"architecture='…' with another class, or model.active_head = None."
+        )
+    plain.config.name_or_path = model.config.name_or_path
+    if plain.can_generate():
+        plain.generation_config = copy.deepcopy(model.generation_config)
+    return plain.to(model.device).train(model.training)

@@ -1,0 +1,382 @@
+"""Named heads: find, add, tie and delete them, and choose which of them answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo.composition import Composition, has_rows, last_adapter, numbered, rows_of
+from adapterzoo.contracts import compute_dtype
+from adapterzoo.errors import (
+    CompositionError,
+    ConfigError,
+    DuplicateNameError,
+    StateError,
+    listing,
+    unknown_name,
+)
+from adapterzoo.heads import HeadConfig, PredictionHead, head_types
+from adapterzoo.inject import AdapterDict
+from adapterzoo.model.hf.backbone import describe, ties_output
+from adapterzoo.model.hf.continuous_batching import refuse_while_batching
+from adapterzoo.model.hf.towers import refuse_unreadable
+from adapterzoo.model.sharding import refuse_if_sharded
+from adapterzoo.names import check_name
+from adapterzoo.runtime import Plan
+
+from .interface import HeadNames
+from .output_layers import start_with
+from .tables import list_ties, table_of
+
+
+def start(model: Any) -> None:
+    """Make the heads that the config lists, once the base model is there."""
+    model.heads = AdapterDict()
+    model.custom_heads = {}
+    listed = getattr(model.config, "prediction_heads", None) or {}
+    model.config.prediction_heads = {}
+    document = vars(model.config).get("adapters")
+    ours = document if isinstance(document, Mapping) and "heads" in document else {}
+    # transformers sorts the keys of objects: what `save_pretrained` here wrote has the order
+    order = [name for name in ours.get("known_heads", ()) if name in listed]
+    for name in dict.fromkeys([*order, *listed]):
+        # which head is active is in our document, and its labels are in the config already
+        add(model, name, config_from(model, listed[name]), set_active=not ours)
+
+
+# --- find ---
+
+
+def find(model: Any, name: object) -> PredictionHead:
+    """Return the head of this name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    if not isinstance(name, str) or name not in model.heads:
+        raise unknown_name("", "head", name, model.heads)
+    return cast("PredictionHead", model.heads[name])
+
+
+def all_heads(model: Any) -> dict[str, PredictionHead]:
+    """Return the heads by name."""
+    return dict(model.heads.items())
+
+
+def active_name(model: Any) -> str:
+    """Return the name of the one head that is active.
+
+    Raises:
+        StateError: there is none, or there are several.
+    """
+    names = model._active.heads
+    if len(names) == 1:
+        return cast("str", names[0])
+    raise StateError(
+        f"{len(names)} heads are active, so it cannot be told which is meant. "
+        f"Write its name; heads: {listing(model.heads)}."
+    )
+
+
+def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
+    """Return the config of a head, of a type of this model or of all, from its dict.
+
+    Raises:
+        ConfigError: it is not a dict, or a value is not legal.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"the config of a head is a dict or a HeadConfig, not {values!r}. "
+            f"Write {{'head_type': 'classification', 'num_labels': 2}}."
+        )
+    head_type = str(values.get("head_type"))
+    cls = model.custom_heads.get(head_type)
+    return cast("HeadConfig", (cls or head_types.find(head_type)).from_dict(values))
+
+
+# --- which answer ---
+
+
+def checked_names(model: Any, setup: HeadNames) -> tuple[str, ...]:
+    """Return the names of heads that a user gave, all of which are there.
+
+    Raises:
+        CompositionError: they are given as a composition.
+    """
+    if setup is None:
+        return ()
+    if isinstance(setup, Composition):
+        names = setup.flatten() or ("name",)
+        raise CompositionError(
+            f"heads are a name or a list of names, and {type(setup).__name__} composes adapters. "
+            f"Write set_active_adapters(BatchSplit('a', 'b', batch_sizes=[…])) or "
+            f"Parallel('a', 'b'), then active_head = {list(names)!r}: each head answers the rows "
+            f"of the adapter in its place. Or adapter_names=[…], or head={names[0]!r} for one call."
+        )
+    one = isinstance(setup, str) or not isinstance(setup, Iterable)
+    given = cast("Iterable[str]", (setup,) if one else setup)
+    names = tuple(name for name in given if name != "")
+    for name in names:
+        find(model, name)
+    return names
+
+
+def activate(model: Any, setup: HeadNames) -> None:
+    """Let heads answer in all threads."""
+    names = checked_names(model, setup)
+    refuse_while_batching(model)
+    default = model._active.default
+    default.plan = dataclasses.replace(default.plan, heads=names)
+    show_labels(model)
+
+
+def show_labels(model: Any) -> None:
+    """Write the labels of the active head to the config, where pipelines and Trainer read them."""
+    names = model._active.default.plan.heads
+    if len(names) != 1:
+        return
+    head = find(model, names[0]).config
+    model.config.problem_type = head.problem_type
+    if labels := head.id2label:
+        model.config.id2label = labels
+        model.config.label2id = {label: number for number, label in labels.items()}
+
+
+def own_heads(model: Any, parts: Sequence[Any]) -> list[str | None]:
+    """Return for each part of a batch the head of its adapter's name, None without one."""
+    names = map(last_adapter, parts)
+    return [name if name is not None and name in model.heads else None for name in names]
+
+
+def heads_of_parts(model: Any, parts: Sequence[Any], otherwise: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the head of each part of a batch, or the one of all of them.
+
+    Args:
+        model: with named heads.
+        parts: of the batch.
+        otherwise: the heads that answer parts without one of their own.
+    """
+    own = own_heads(model, parts)
+    if all(name is None for name in own):
+        return otherwise
+    if len(parts) > 1 and None in own:
+        if len(otherwise) != 1:
+            return otherwise
+        own = [otherwise[0] if name is None else name for name in own]
+    names = tuple(name for name in own if name is not None)
+    return names[:1] if len(set(names)) == 1 else names
+
+
+def heads_like(
+    model: Any, setup: Composition | None, otherwise: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the heads named like the adapters that act last, where there are any."""
+    if setup is None:
+        return otherwise
+    parts = numbered(rows_of(setup)[0])[0] if has_rows(setup) else (setup,)
+    return heads_of_parts(model, parts, otherwise)
+
+
+# --- add and delete ---
+
+
+def add(
+    model: Any,
+    name: object,
+    config: HeadConfig,
+    overwrite_ok: bool = False,
+    set_active: bool = True,
+) -> None:
+    """Add a head with fresh parameters."""
+    checked = free_name(model, name, overwrite_ok)
+    refuse_unreadable(model)
+    head = config.build(describe(model))
+    refuse_unreadable(model, head)
+    if not ties_output(model.config, head.config):
+        start_with(head, all_heads(model).values())
+    enter(model, checked, head, set_active)
+
+
+def add_type(model: Any, head_type: str, cls: Any) -> None:
+    """Let this model have heads of a type of its own.
+
+    Raises:
+        ConfigError: it is not a config class, or has another `head_type`.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, HeadConfig)):
+        raise ConfigError(
+            f"{cls!r}: a head type is registered by its config class. Derive one from "
+            f"adapterzoo.heads.HeadConfig whose build(backbone) makes the head, an "
+            f"adapterzoo.heads.PredictionHead."
+        )
+    if cls.head_type != head_type:
+        raise ConfigError(
+            f"{cls.__name__}.head_type is {cls.head_type!r}, the name in files. Write "
+            f"register_custom_head({cls.head_type!r}, {cls.__name__})."
+        )
+    model.custom_heads[head_type] = cls
+
+
+def free_name(model: Any, name: object, overwrite_ok: bool) -> str:
+    """Return the name, when a head may be added under it.
+
+    Raises:
+        DuplicateNameError: it is taken.
+    """
+    checked = check_name(name)
+    refuse_if_sharded(model, "Add it before fully_shard(model).")
+    if checked in model.heads and not overwrite_ok:
+        raise DuplicateNameError(
+            f"there is a head {checked!r}. Write another name, or overwrite_ok=True to replace it."
+        )
+    return checked
+
+
+def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None:
+    """Put a head into the model, in the place of one of its name."""
+    model.heads[name] = head.train(model.training)
+    listed = {**model.config.prediction_heads, name: head.config.to_dict()}
+    model.config.prediction_heads = listed
+    tie(model, head, name)
+    list_ties(model)
+    if set_active:
+        activate(model, name)
+    elif name in model._active.default.plan.heads:
+        # it has replaced one that answers
+        show_labels(model)
+
+
+def delete(model: Any, name: str) -> None:
+    """Delete a head; where it was active it is so no more."""
+    find(model, name)
+    refuse_if_sharded(model, "Write model.active_head = None.")
+    del model.heads[name]
+    kept = {n: c for n, c in model.config.prediction_heads.items() if n != name}
+    model.config.prediction_heads = kept
+
+    def without(plan: Plan) -> Plan:
+        return dataclasses.replace(plan, heads=tuple(n for n in plan.heads if n != name))
+
+    active = model._active
+    active.default.plan = without(active.default.plan)
+    active.change_overrides(without)
+    list_ties(model)
+
+
+def built(model: Any, config: HeadConfig, device: torch.device | None = None) -> PredictionHead:
+    """Return a fresh head, tied where the model's are; None: on the model's device."""
+    backbone = describe(model)
+    if device is not None:
+        backbone = dataclasses.replace(backbone, device=device)
+    # initial values are overwritten: do not disturb the caller's random numbers
+    with torch.random.fork_rng(devices=()):
+        head = config.build(backbone)
+    tie(model, head)
+    return head
+
+
+# --- what heads share ---
+
+
+def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
+    """Let the last layer of a language modelling head share the table that it is tied to.
+
+    Args:
+        model: with named heads.
+        head: of any type.
+        name: of the adapter whose table it is, where that has one of its own.
+    """
+    if ties_output(model.config, head.config):
+        own = None if name is None else table_of(model, name)
+        head.tie(model.get_input_embeddings().weight if own is None else own)
+
+
+def is_on(head: Any, weight: Tensor | None) -> bool:
+    """Return whether the last layer of a head has this very weight."""
+    layer = None if head is None else head.output_embeddings
+    return layer is not None and layer.weight is weight
+
+
+def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a head without those that belong to the base model.
+
+    Args:
+        model: with named heads.
+        head: of the model, or not yet.
+        but: a tensor of an adapter that counts as the head's own.
+    """
+    backbone = {id(p) for p in model._backbone.parameters()} - {id(but)}
+    tensors = head.state_dict(keep_vars=True)
+    return {key: t for key, t in tensors.items() if id(t) not in backbone}
+
+
+# --- the vocabulary ---
+
+
+@torch.no_grad()
+def resize(
+    model: Any, resize_table: Callable[[], Any], unchanged: bool, mean_resizing: bool
+) -> Any:
+    """Give the table of tokens another size, and with it all language modelling heads.
+
+    Args:
+        model: with named heads.
+        resize_table: of transformers, and returns the embedding.
+        unchanged: whether no other size is asked for.
+        mean_resizing: whether new rows are the mean of the old ones; else they are drawn.
+    """
+    plan, table = model._active.plan, model.get_input_embeddings().weight
+    # tying them anew changes heads that share the table
+    before = [
+        (head, *_weight_and_bias(layer))
+        for head in all_heads(model).values()
+        if (layer := head.output_embeddings)
+    ]
+    # transformers would resize the layer of one active head, whatever its config says
+    with model._active.overridden(dataclasses.replace(plan, heads=())):
+        resized = resize_table()
+    if unchanged:
+        return resized
+    backbone = describe(model)
+    std = None if mean_resizing else backbone.init_std
+    for head, weight, bias in before:
+        shared = weight is table
+        rows = resized.weight.shape[0] if shared else backbone.vocab_size
+        rows = head.config.get("vocab_size") or rows or weight.shape[0]
+        if shared and rows == resized.weight.shape[0]:
+            weight = resized.weight
+        elif shared or rows != weight.shape[0]:
+            head.of_checkpoint = False
+            weight = nn.Parameter(_with_rows(weight, rows, std), weight.requires_grad)
+        if bias is not None and bias.shape[0] != rows:
+            bias = _with_rows(bias, rows, None if mean_resizing else 0.0)
+        head.resize_output(weight, bias)
+    list_ties(model)
+    return resized
+
+
+def _with_rows(old: Tensor, count: int, std: float | None) -> Tensor:
+    """Return the first rows, and new ones where there are not as many.
+
+    Args:
+        old: `[tokens, *width]`.
+        count: rows of the result, `[count, *width]`.
+        std: new ones are drawn from a normal distribution around 0; None: they are the mean.
+    """
+    kept = old[:count]
+    added = old.new_empty(count - len(kept), *old.shape[1:])
+    if std is None:
+        added.copy_(old.mean(0, dtype=compute_dtype(old.dtype)).expand_as(added))
+    else:
+        added.normal_(std=std)
+    return torch.cat([kept, added])
+
+
+def _weight_and_bias(layer: nn.Linear) -> tuple[Any, Tensor | None]:
+    # types of torch say that there always is one
+    bias = cast("Tensor | None", layer.bias)
+    return layer.weight, None if bias is None else bias.detach()

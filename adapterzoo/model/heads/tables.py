@@ -1,0 +1,306 @@
+"""Embeddings that are trained with an adapter: its own table of tokens, in place of the base's.
+
+The base model's table stays as it is. All modules that share it (`shared` and `embed_tokens` of an
+encoder-decoder) get one `Table` per adapter, and so does a language modelling head of the adapter's
+name that is tied to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo import inject
+from adapterzoo.anatomy import Site
+from adapterzoo.checkpoint.digest import digest
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.inject.building import at_hand, device_of, layer_at
+from adapterzoo.methods._table import Table
+from adapterzoo.model.activation import refuse_used
+from adapterzoo.model.adapters import Made, bring_in, init_values
+from adapterzoo.model.state import AdaptedModel, backbone_of, modules_of
+
+_LOCATION = "embeddings"
+
+
+def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
+    """Return the paths of the embeddings for which an adapter has a table; they share one."""
+    record = model._adapter_state.records.get(name)
+    places = {} if record is None else record.places
+    return tuple(path for path, ps in places.items() if ps and ps[0].location == _LOCATION)
+
+
+def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
+    """Return the table of an adapter; None where it has none or there is no such adapter."""
+    for path in tables_of(model, name):
+        layer = cast("inject.Adapted", layer_at(backbone_of(model), path))
+        return cast("nn.Parameter", cast("Table", layer.adapters[name]).table.weight)
+    return None
+
+
+def _base_table(model: AdaptedModel) -> Tensor:
+    """Return the base model's table as it was before adapters were merged into it."""
+    path = _embedding_paths(model)[0]
+    weight = cast("Tensor", layer_at(backbone_of(model), path)._parameters["weight"])
+    return model._adapter_state.originals.get(path, {}).get("weight", weight)
+
+
+def _embedding_paths(model: AdaptedModel) -> tuple[str, ...]:
+    """Return the paths of the modules that look tokens up in the table of the input embeddings.
+
+    Raises:
+        StateError: the model has no such table.
+    """
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        embedding = None
+    if not isinstance(embedding, nn.Embedding):
+        held = "none" if embedding is None else f"a {inject.plain_class(embedding).__name__}"
+        raise StateError(
+            f"trained embeddings are a table of tokens, and the input embeddings of this "
+            f"{type(model).__name__} are not one ({held}). Leave train_embeddings out."
+        )
+    shared = embedding._parameters["weight"]
+    return tuple(
+        path
+        for path, module in backbone_of(model).named_modules()
+        if isinstance(module, nn.Embedding) and module._parameters["weight"] is shared
+    )
+
+
+def check_table(model: AdaptedModel, name: str) -> None:
+    """Check that an adapter has a table, or can get one.
+
+    Raises:
+        StateError: it cannot.
+    """
+    paths = _embedding_paths(model)
+    if tables_of(model, name):
+        return
+    refuse_used(model, name)
+    there = model._adapter_state.records[name].places
+    if taken := [path for path in paths if path in there]:
+        raise StateError(
+            f"the adapter {name!r} sits at {listing(taken)}, the embeddings that shall be trained "
+            f"whole. Leave train_embeddings out, or add it with "
+            f"exclude_modules={[path.rpartition('.')[2] for path in taken]!r}."
+        )
+    for path in paths:
+        _check_lookup(model, path)
+
+
+def _check_lookup(model: AdaptedModel, path: str) -> None:
+    """Check that the layer looks rows up and does nothing else."""
+    layer = cast("nn.Embedding", layer_at(backbone_of(model), path))
+    with at_hand(layer), torch.no_grad():
+        weight = layer._parameters["weight"]
+        if weight is None or weight.is_meta:
+            return
+        base = inject.base_of(layer)
+        ids = torch.arange(min(8, layer.num_embeddings), device=weight.device)
+        table = Table(weight.shape[0], weight.shape[1], weight.device, weight.dtype)
+        table.init_from_layer(base)
+        if not torch.equal(table(ids, base), base(ids)):
+            raise StateError(
+                f"the embedding at {path!r}, a {inject.plain_class(layer).__name__}, does more "
+                f"than look rows up, so that an adapter cannot have its own. Leave "
+                f"train_embeddings out."
+            )
+
+
+def make_tables(
+    model: AdaptedModel,
+    config: AdapterConfig,
+    paths: tuple[str, ...],
+    device: torch.device | None = None,
+) -> Made:
+    """Make a fresh table for all paths.
+
+    Args:
+        model: with adapters.
+        config: of the adapter.
+        paths: of the embeddings, which share one table.
+        device: None: that of the first.
+    """
+    if not paths:
+        return {}
+    layer = cast("nn.Embedding", layer_at(backbone_of(model), paths[0]))
+    rows, width = layer.num_embeddings, layer.embedding_dim
+    made = Table(rows, width, device or device_of(layer), layer.weight.dtype)
+    return {
+        path: (made, [Placement(_site(path, rows, width), config, _LOCATION)]) for path in paths
+    }
+
+
+def _site(path: str, rows: int, width: int) -> Site:
+    return Site(path, "embedding", -1, "", "embedding", rows, width)
+
+
+def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = None) -> None:
+    """Give an adapter a table with the values of the base model, unless it has one.
+
+    Args:
+        model: with adapters.
+        name: of the adapter.
+        paths: of the embeddings; None: those that share the table of the input embeddings, which
+            a model that is being loaded cannot tell yet.
+    """
+    if tables_of(model, name):
+        return
+    records = model._adapter_state.records
+    record, order = records[name], list(records)
+    made: Made = {p: (m, list(record.places[p])) for p, m in modules_of(model, name)}
+    tables = make_tables(model, record.config, paths or _embedding_paths(model))
+    for path, (table, _) in list(tables.items())[:1]:
+        init_values(model, path, table)
+    bring_in(model, name, record.config, {**made, **tables}, False, record.meta)
+    # it was removed and installed again: give it its place back
+    for each in order:
+        records[each] = records.pop(each)
+
+
+# --- what is shared ---
+
+
+def ties(model: AdaptedModel) -> dict[str, str]:
+    """Return the keys in the state dict that are another one's parameter, to that one's."""
+    whole = backbone_of(model) is cast("Any", model)
+    start = "" if whole else f"{model.base_model_prefix}."
+    found = {}
+    for name in model._adapter_state.records:
+        first, *rest = tables_of(model, name) or ("",)
+        end = f"adapters.{name}.table.weight"
+        found.update({f"{start}{p}.{end}": f"{start}{first}.{end}" for p in rest})
+    return {**found, **model._head_strategy.ties(model)}
+
+
+def list_ties(model: AdaptedModel, name: str | None = None) -> None:
+    """Tell transformers which parameters are shared.
+
+    Args:
+        model: with adapters.
+        name: of an adapter that has come or gone; None: something else has changed.
+    """
+    own = cast("Any", model)
+    # absent until transformers has finished the constructor
+    listed = vars(own).get("all_tied_weights_keys")
+    if name is not None:
+        gone = any(
+            f".adapters.{name}." in f"{key} {other}" for key, other in (listed or {}).items()
+        )
+        # most adapters have no table, and the fiftieth shall cost what the first did
+        if not gone and not tables_of(model, name):
+            return
+    tied = ties(model)
+    vars(own).pop("_tied_weights_keys", None)
+    if tied:
+        # transformers reads these as patterns
+        patterns = {re.escape(k): re.escape(v) for k, v in tied.items()}
+        own._tied_weights_keys = {**(type(own)._tied_weights_keys or {}), **patterns}
+    if listed is not None:
+        for key in [k for k in listed if k.startswith("heads.") or ".adapters." in k]:
+            del listed[key]
+        listed.update(tied)
+
+
+# --- files ---
+
+
+def compact(
+    model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """Return what a file says of a table, and an adapter's tensors with its changed rows only.
+
+    Args:
+        model: with adapters.
+        name: of the adapter.
+        tensors: all of them, as checkpoints name them.
+    """
+    paths = tables_of(model, name)
+    if not paths:
+        return None, dict(tensors)
+    keys = [f"{path}/table.weight" for path in paths]
+    kept = {key: tensor for key, tensor in tensors.items() if key not in keys}
+    table, base = tensors[keys[0]].detach(), _base_table(model).detach()
+    entry: dict[str, Any] = {"paths": list(paths)}
+    rows = _changed_rows(table, base)
+    if rows is None:
+        return entry, {**kept, keys[0]: table}
+    kept |= {f"{paths[0]}/rows": rows, f"{paths[0]}/values": table[rows]}
+    return {**entry, "base": digest(base)}, kept
+
+
+def expand(
+    model: AdaptedModel, entry: object, tensors: Mapping[str, Tensor]
+) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+    """Return the paths of a file's table, and the file's tensors with the whole of it.
+
+    Args:
+        model: with adapters.
+        entry: what the file says of a table; None where it has none.
+        tensors: of the file.
+
+    Raises:
+        CheckpointError: it does not fit the embeddings of this model.
+    """
+    if entry is None:
+        return (), dict(tensors)
+    listed = entry.get("paths") if isinstance(entry, Mapping) else None
+    try:
+        paths = _embedding_paths(model)
+    except StateError as error:
+        raise CheckpointError(
+            f"the checkpoint has trained embeddings, and this {type(model).__name__} has no table "
+            f"of tokens. Load the model that it was trained on."
+        ) from error
+    if not isinstance(entry, Mapping) or listed != list(paths):
+        raise CheckpointError(
+            f"the checkpoint has trained embeddings at {listed!r}, and those of this "
+            f"{type(model).__name__} are at {list(paths)!r}. Load the model that it was trained on."
+        )
+    kept = dict(tensors)
+    rows, values = kept.pop(f"{paths[0]}/rows", None), kept.pop(f"{paths[0]}/values", None)
+    key = f"{paths[0]}/table.weight"
+    if rows is not None and values is not None:
+        base = _base_table(model).detach()
+        _check_rows(rows, values, base)
+        if base.dtype is values.dtype and entry.get("base") != digest(base):
+            raise CheckpointError(
+                f"the checkpoint holds {len(rows)} trained rows of the embeddings, and the other "
+                f"rows of this model are not those that it was trained with. Load the base model "
+                f"that it was trained on, as large as it was then."
+            )
+        whole = base.to("cpu", values.dtype, copy=True)
+        whole[rows] = values
+        kept[key] = whole
+    if key in kept:
+        kept |= {f"{path}/table.weight": kept[key] for path in paths}
+    return paths, kept
+
+
+def _changed_rows(table: Tensor, base: Tensor) -> Tensor | None:
+    """Return the rows whose bits differ; None where they are many or cannot be compared."""
+    plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_meta for t in (table, base))
+    if not plain or table.dtype is not base.dtype or table.shape != base.shape:
+        return None
+    # -0 and NaN have bits too
+    pairs = [t.cpu().contiguous().view(torch.uint8) for t in (table, base)]
+    rows = (pairs[0] != pairs[1]).any(dim=1).nonzero().flatten()
+    return rows if 2 * len(rows) < len(table) else None
+
+
+def _check_rows(rows: Tensor, values: Tensor, base: Tensor) -> None:
+    shaped = rows.dim() == 1 and values.shape == (len(rows), base.shape[1])
+    inside = shaped and bool(((rows >= 0) & (rows < len(base))).all())
+    if not inside or rows.dtype is not torch.int64:
+        raise CheckpointError(
+            f"the checkpoint has trained rows of the embeddings, {list(values.shape)} for numbers "
+            f"{list(rows.shape)}, that do not lie in those of this model, {list(base.shape)}. "
+            f"Load the model that it was trained on."
+        )

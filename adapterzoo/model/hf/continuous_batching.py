@@ -1,0 +1,137 @@
+"""transformers' continuous batching: what its thread and its prefix cache cannot tell apart.
+
+A manager runs the model in a thread of its own, packs the requests of a step into one row, and
+finds cache blocks by their tokens alone. So the adapters that are active for all threads answer all
+of its requests, and stay the same for as long as it has a cache. Everything else is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, cast
+
+from adapterzoo.errors import StateError, names_call
+from adapterzoo.model.state import AdaptedModel
+
+# managers to what was active when they were made
+_managers: weakref.WeakKeyDictionary[Any, _Answering] = weakref.WeakKeyDictionary()
+
+
+class _Answering:
+    """What answers the requests of a manager."""
+
+    def __init__(self, model: AdaptedModel) -> None:
+        plan, state = model._active.default.plan, model._adapter_state
+        names = () if plan.setup is None else plan.setup.flatten()
+        self.setup = plan.setup
+        self.names = {*names, *state.merged}
+        self._settings = plan.setup, plan.heads, plan.skip_layers, state.merged
+        # an adapter that has replaced one of its name is another one
+        self._records = [state.records[name] for name in sorted(self.names)]
+
+    def differs(self, other: _Answering) -> bool:
+        """Return whether a cache of the one is wrong for the other."""
+        pairs = zip(self._records, other._records, strict=False)
+        return self._settings != other._settings or any(a is not b for a, b in pairs)
+
+
+def watch(model: AdaptedModel, manager: Any) -> None:
+    """Refuse requests to a manager once other adapters are active than when it was made.
+
+    Raises:
+        StateError: it was kept for a further call, with the cache of other adapters.
+    """
+    if manager in _managers:
+        _refuse_other_cache(manager, model)
+        return
+    _managers[manager] = _Answering(model)
+    manager.add_request = functools.partial(
+        _add_request, weakref.ref(manager), weakref.ref(cast("Any", model))
+    )
+
+
+def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
+    """Refuse to change what the thread of a manager runs.
+
+    Args:
+        model: whose managers are looked at.
+        name: of the adapter that changes; None: what is active changes.
+
+    Raises:
+        StateError: a manager runs, with that adapter.
+    """
+    for manager, answering in list(_managers.items()):
+        affected = name is None or name in answering.names
+        if manager.model is model and manager.is_running() and affected:
+            raise StateError(
+                f"a manager of continuous batching runs, with {answering.setup!r}, and its cache "
+                f"is of that. Write manager.stop() and manager.destroy(), then this, then "
+                f"init_continuous_batching() again."
+            )
+
+
+def refuse_other_than_default(model: AdaptedModel) -> None:
+    """Refuse what the thread of a manager would not see.
+
+    Raises:
+        StateError: something else than the default holds here, or it divides the batch.
+    """
+    active = model._active
+    held = active.held
+    if held is not None and held.rows is not None and held.rows.entered:
+        refuse_names(True)
+    if held is not None:
+        raise StateError(
+            f"an AdapterSetup holds, with {held.setup!r}, and continuous batching runs the model "
+            f"in a thread of its own, which does not see it. Leave the block and write "
+            f"set_active_adapters({held.setup!r}), or write generate(…) in the block."
+        )
+    plan = active.default.plan
+    if plan.rows is not None:
+        raise StateError(
+            f"{plan.setup!r} is active and divides the batch, and continuous batching has "
+            f"requests in place of rows. Write set_active_adapters('a'), or generate(…)."
+        )
+
+
+def refuse_names(adapter_names: Any) -> None:
+    """Refuse `adapter_names`, which transformers would ignore.
+
+    Raises:
+        StateError: there are names.
+    """
+    if adapter_names is not None:
+        raise StateError(
+            "adapter_names=…: continuous batching has requests in place of rows, and answers all "
+            "of them with the active adapters. Write set_active_adapters('a') and one call for "
+            "each adapter, or generate(…, adapter_names=…) without it."
+        )
+
+
+def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
+    made, now = _managers[manager], _Answering(model)
+    if made.differs(now):
+        raise StateError(
+            f"the manager was made with {made.setup!r} active and its cache is of that; now "
+            f"{now.setup!r} is active, or its adapters or heads have changed. Write "
+            f"manager.destroy(), or model.destroy_cached_continuous_batching_manager() where it "
+            f"was kept, and make a new one."
+        )
+
+
+def _add_request(
+    manager: weakref.ref[Any], model: weakref.ref[Any], *args: Any, **kwargs: Any
+) -> Any:
+    # the manager that is called keeps itself and its model alive
+    of, called = cast("Any", manager()), cast("Any", model())
+    adapter_names = kwargs.pop("adapter_names", None)
+
+    @names_call
+    def add_request() -> Any:
+        refuse_names(adapter_names)
+        refuse_other_than_default(called)
+        _refuse_other_cache(of, called)
+        return type(of).add_request(of, *args, **kwargs)
+
+    return add_request()

@@ -1,0 +1,389 @@
+"""The classes of models with adapters, made out of transformers' own.
+
+One factory makes both kinds. A class of transformers with adapters keeps its name and its head
+(`init`, `load_model`); a class with named heads has a base model of transformers below it
+(`AutoAdapterModel`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from adapterzoo import inject
+from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.inject import set_class
+from adapterzoo.model import batches
+from adapterzoo.model.adapters import is_inside
+from adapterzoo.model.batches import RowNames
+from adapterzoo.model.checkpointing import format_of, restore
+from adapterzoo.model.fusion import recorded
+from adapterzoo.model.heads.forward import label_arguments
+from adapterzoo.model.mixin import AdapterModelMixin
+from adapterzoo.model.sharding import peft_layer
+
+from .generation import GeneratesWithAdapters
+from .pipelines import enter_pipelines
+from .towers import feature_names
+
+M = TypeVar("M", bound=nn.Module)
+
+# where a family has several language models, the one of its whole base model comes first
+_GENERATING = (
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+)
+
+# --- models that keep the head of their class ---
+
+
+def init(model: M) -> M:
+    """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
+
+    Args:
+        model: any `PreTrainedModel`; changed in place. It gets a copy of its config.
+
+    Returns:
+        The same object.
+
+    Raises:
+        StateError: it is not a `PreTrainedModel`, has layers of PEFT, is a part of a model that has
+            adapters, or was loaded without the adapters that it was saved with.
+    """
+    if isinstance(model, AdapterModelMixin):
+        return model
+    if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
+        raise StateError(
+            f"init({type(model).__name__}): PEFT has wrapped its layer {wrapped!r}. Write "
+            f"init(…) of the plain model and load PEFT's checkpoint there, "
+            f"load_adapter('folder'); or call unload() of the PeftModel first."
+        )
+    if "base_model_prefix" not in dir(model):
+        raise StateError(
+            f"init({type(model).__name__}): adapters are named for a transformers PreTrainedModel. "
+            f"Write init(AutoModel.from_pretrained(…))."
+        )
+    if is_inside(model):
+        raise StateError(
+            f"init({type(model).__name__}): it is a part of a model that has adapters. Call the "
+            f"methods of that model, or delete its adapters first."
+        )
+    if format_of(vars(cast("Any", model).config).get("adapters")) is not None:
+        raise StateError(
+            f"init({type(model).__name__}): the model was saved with adapters, which plain "
+            f"transformers has not loaded. Write load_model(path, {type(model).__name__})."
+        )
+    set_class(model, with_adapters(type(model)))
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            vars(module)[key] = _own_config(value, memo)
+    cast("Any", model)._start_adapters()
+    return model
+
+
+def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
+    """Load a static model that was saved after `init`, with its adapters.
+
+    Args:
+        path: what `save_pretrained` was given.
+        model_class: the transformers class it was saved from, or `type(model)`.
+        **kwargs: as `from_pretrained` takes them.
+
+    Returns:
+        A model of that class, as `init` makes it, with the same adapters active.
+
+    Raises:
+        ConfigError: it is not a class of models, but one that looks for them.
+    """
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ConfigError(
+            f"load_model({str(path)!r}, {model_class!r}): that is not a class of models. Write the "
+            f"one that config.json has under 'architectures', such as BertForMaskedLM."
+        )
+    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
+    return cast("M", loaded)
+
+
+def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class with adapters; it keeps its name, which transformers writes to config.json.
+
+    Args:
+        cls: a `PreTrainedModel` class; one that has adapters already stays what it is.
+    """
+    if issubclass(cls, AdapterModelMixin):
+        return cls
+    return _class_of(cls)
+
+
+def _own_config(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy a config: labels and adapters are entered in it; configs that were one stay one."""
+    return copy.deepcopy(value, memo) if isinstance(value, PreTrainedConfig) else value
+
+
+# --- the factory ---
+
+_classes: dict[tuple[Any, ...], type[nn.Module]] = {}
+
+
+def _class_of(*made_from: Any) -> type[nn.Module]:
+    """Return the class made from a class of transformers, or the arguments of `named_class`."""
+    if made_from not in _classes:
+        make: Callable[..., type[nn.Module]] = _make_named if len(made_from) > 1 else _make_static
+        made = make(*made_from)
+        cast("Any", made)._made_from = made_from
+        cast("Any", made).__reduce_ex__ = _reduce
+        _classes[made_from] = made
+    return _classes[made_from]
+
+
+def _reduce(model: Any, protocol: Any) -> tuple[Any, ...]:
+    """Pickle by what the class was made from: it is made anew where the pickle is loaded."""
+    made_from = vars(type(model)).get("_made_from")
+    if made_from is None:
+        return cast("tuple[Any, ...]", object.__reduce_ex__(model, protocol))
+    return _blank, made_from, model.__getstate__()
+
+
+def _blank(*made_from: Any) -> nn.Module:
+    made = _class_of(*made_from)
+    return made.__new__(made)
+
+
+def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
+    members: dict[str, Any] = {
+        "_plain_class": cls,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "forward": with_rows(cls.forward, outputs=True),
+        **_features(cls, on_base=False),
+    }
+    generates = (GeneratesWithAdapters,) if "generate" in dir(cls) else ()
+    made = type(cls.__name__, (*generates, AdapterModelMixin, cls), members)
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        memo: dict[int, Any] = {}
+        args = tuple(_own_config(value, memo) for value in args)
+        kwargs = {key: _own_config(value, memo) for key, value in kwargs.items()}
+        cast("Any", super(made, self)).__init__(*args, **kwargs)
+        self._start_adapters()
+        restore(self)
+
+    cast("Any", made).__init__ = start
+    return made
+
+
+def named_class(
+    base: type[nn.Module],
+    backbone: type[PreTrainedModel],
+    config_class: type[PreTrainedConfig],
+) -> type[Any]:
+    """Return the class of models with named heads above a base model.
+
+    Args:
+        base: `AdapterModel`.
+        backbone: class of the base model.
+        config_class: several types of configs may have one base model.
+    """
+    return _class_of(base, backbone, config_class)
+
+
+def _make_named(
+    base: type[nn.Module],
+    backbone: type[PreTrainedModel],
+    config_class: type[PreTrainedConfig],
+) -> type[nn.Module]:
+    family: Any = next(
+        (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel
+    )
+    generating = _language_model(config_class)
+    bases: list[type] = [base]
+    if generating is not None:
+        mixins = [
+            b
+            for b in generating.__bases__
+            if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
+        ]
+        bases = [GeneratesWithAdapters, *bases, *(mixins or [GenerationMixin])]
+    members: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
+        "backbone_class": backbone,
+        "input_names": _positions(backbone.forward),
+        "config_class": config_class,
+        "base_model_prefix": family.base_model_prefix or "model",
+        "_tied_weights_keys": None,
+        "forward": _with_signature(base, backbone, generating),
+        **_features(backbone, on_base=True),
+    }
+    name = f"{backbone.__name__.removesuffix('Model')}AdapterModel"
+    made = type(name, (*bases, family), members)
+    if generating is not None:
+        _borrow_generation(made, generating)
+    enter_pipelines(name, generating is not None)
+    return made
+
+
+# --- their methods ---
+
+
+def with_rows(
+    plain: Any, on_base: bool = False, one_head: bool = False, outputs: bool = False
+) -> Callable[..., Any]:
+    """Return a method that takes `adapter_names`; the plain one sees its own arguments only.
+
+    Rows are counted, and the inputs repeated for `Parallel`, before anything runs.
+
+    Args:
+        plain: the method of a class of transformers.
+        on_base: whether it is one of the base model's class, and not of the model's own.
+        one_head: whether heads have no part in it.
+        outputs: whether its outputs can have what gates and fusions decided.
+
+    Raises:
+        ConfigError: from the method, where they are asked for and cannot.
+    """
+    positions = _positions(plain)
+
+    @functools.wraps(plain)
+    def method(
+        self: Any,
+        *args: Any,
+        adapter_names: RowNames | None = None,
+        output_adapter_gating_scores: bool | None = None,
+        output_adapter_fusion_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        gates, fusions = output_adapter_gating_scores, output_adapter_fusion_attentions
+        if gates or fusions:
+            if not outputs:
+                raise ConfigError(
+                    f"{plain.__name__}(output_adapter_…=True): the features of one tower come "
+                    f"without what gates and fusions decided. Write model(…) with all inputs."
+                )
+            run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
+            return recorded(self, run, adapter_names, bool(gates), bool(fusions))
+        model = self.base_model if on_base else self
+        if not batches.starts(self, adapter_names):
+            return _run(self, plain, model, positions, args, kwargs)
+        given = batches.named_inputs(positions, args, kwargs)
+        plan, times = batches.plan_of_call(self, given, adapter_names, one_head)
+        if times > 1:
+            args, kwargs = (), batches.repeated(given, times, batches.batch_size(given))
+        with self._active.overridden(plan):
+            return _run(self, plain, model, positions, args, kwargs)
+
+    return method
+
+
+def _run(
+    whole: Any,
+    method: Any,
+    model: Any,
+    positions: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a method of a model's class; where that is the base model's, record the call.
+
+    The classes of the models inside record their own calls.
+    """
+    active = whole._active
+    if not active.plan.stacks or whole._backbone is not whole:
+        return method(model, *args, **kwargs)
+    with inject.recorded(whole, positions, active, "", args, kwargs):
+        return method(model, *args, **kwargs)
+
+
+def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
+    """Return the methods for the features of one tower, with `adapter_names`."""
+    found: dict[str, Any] = {}
+    for name in feature_names(cls):
+        plain = getattr(cls, name)
+        signature = inspect.signature(plain)
+        extra = inspect.Parameter("adapter_names", inspect.Parameter.KEYWORD_ONLY, default=None)
+        parameters = list(signature.parameters.values())
+        named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+        rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+        found[name] = with_rows(plain, on_base, one_head=True)
+        found[name].__signature__ = signature.replace(parameters=[*named, extra, *rest])
+    return found
+
+
+def _positions(method: Any) -> tuple[str, ...]:
+    """Return the names of a method's arguments that have a position."""
+    _, *parameters = inspect.signature(method).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    for mapping in _GENERATING:
+        if config_class in mapping:
+            found = mapping[config_class]
+            return found[0] if isinstance(found, tuple) else found
+    return None
+
+
+def _borrow_generation(made: type, generating: type) -> None:
+    """Give the class what its family's language model changes in `generate`.
+
+    The functions are bound anew: `super()` in them must start from the class that has them now.
+    """
+    for name, member in vars(generating).items():
+        if not isinstance(member, types.FunctionType) or name.startswith("__"):
+            continue
+        if name in dir(GenerationMixin) or name == "prepare_decoder_input_ids_from_labels":
+            code, closure = member.__code__, member.__closure__ or ()
+            cells = tuple(
+                types.CellType(made) if free == "__class__" else cell
+                for free, cell in zip(code.co_freevars, closure, strict=True)
+            )
+            bound = types.FunctionType(code, member.__globals__, name, member.__defaults__, cells)
+            bound.__kwdefaults__ = member.__kwdefaults__
+            setattr(made, name, bound)
+
+
+def _with_signature(
+    base: Any, backbone: type[PreTrainedModel], generating: type[PreTrainedModel] | None
+) -> Callable[..., Any]:
+    """Return a `forward` that shows the base model's arguments: Trainer and `generate` look.
+
+    `logits_to_keep` is shown where the family's language model has it, so that `generate` asks
+    for the same logits of both.
+    """
+    own = inspect.signature(base.forward).parameters
+    theirs = inspect.signature(backbone.forward).parameters
+    shown = [p for p in theirs.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    shown = [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in shown]
+    # Trainer takes every argument with "label" in its name for one that must be there: the rarer
+    # ones go through kwargs
+    labels = [
+        own["head"].replace(name=name)
+        for name in label_arguments()
+        if name == "labels" or "label" not in name
+    ]
+    extra = [own["head"], own["adapter_names"], *labels]
+    asked = {} if generating is None else inspect.signature(generating.forward).parameters
+    if "logits_to_keep" in asked:
+        extra.append(own["head"].replace(name="logits_to_keep"))
+    extra += [own["return_dict"]] if "return_dict" not in theirs else []
+    taken = {p.name for p in shown}
+    parameters = [*shown, *(p for p in extra if p.name not in taken), own["kwargs"]]
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    cast("Any", forward).__signature__ = inspect.Signature(parameters)
+    return forward
