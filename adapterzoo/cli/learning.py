@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,7 +29,7 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if availab
     "--output runs/reviews",
 )
 @click.option("--model", required=True, help="Folder or Hub name of the base model.")
-@click.option("--train", "train_file", required=True, metavar="FILE", help="Training data.")
+@click.option("--train", "train_file", required=True, metavar="FILE", help="TrainOptions data.")
 @click.option("--eval", "eval_file", metavar="FILE", help="Test data.")
 @click.option("--output", required=True, metavar="FOLDER", help="Folder for the adapter.")
 @click.option("--method", help="Config string of the adapter.  [default: that of add_adapter]")
@@ -56,17 +57,10 @@ def train_command(
     output: str,
     method: str | None,
     name: str | None,
-    epochs: float,
-    lr: float,
-    batch_size: int,
-    max_length: int | None,
-    pooling: str,
-    layers: int,
-    seed: int,
-    device: str | None,
     text_column: str,
     label_column: str,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Train an adapter and a head that classify texts; the base model does not change.
 
@@ -88,29 +82,16 @@ def train_command(
     method = method or str(AdapterConfig.default)
     AdapterConfig.load(method)
 
-    from .training import Plan, train
+    from .training import TrainOptions, train
 
     shown = wants_progress(as_json)
     be_quiet(shown)
-    plan = Plan(
-        model=model,
-        rows=rows,
-        tested=tested,
-        classes=classes,
-        output=Path(output),
-        method=method,
-        name=name,
-        epochs=epochs,
-        lr=lr,
-        batch_size=batch_size,
-        max_length=max_length,
-        pooling=pooling,
-        layers=layers,
-        seed=seed,
-        device=device,
-        progress=shown,
-    )
-    metrics = train(plan)
+    metrics = train(
+        TrainOptions(
+            model=model, rows=rows, tested=tested, classes=classes, output=Path(output),
+            method=method, name=name, progress=shown, **options,
+        )
+    )  # fmt: skip
     if as_json:
         print_json(metrics)
         return
@@ -141,11 +122,9 @@ def predict_command(
     written: str,
     as_json: bool,
     model: str | None,
-    batch_size: int,
-    max_length: int | None,
-    device: str | None,
     text_column: str,
     revision: str | None,
+    **options: Any,
 ) -> None:
     """Predict the label of each text with an adapter and its head, and all probabilities.
 
@@ -167,10 +146,7 @@ def predict_command(
     shown = wants_progress(as_json)
     be_quiet(shown)
     checkpoint = open_checkpoint(path, revision)
-    answers = predict(
-        checkpoint, rows, model=model, batch_size=batch_size, max_length=max_length,
-        device=device, progress=shown,
-    )  # fmt: skip
+    answers = predict(checkpoint, rows, model=model, progress=shown, **options)
     kind = "jsonl" if as_json else written
     if output is None:
         write(sys.stdout, answers, kind)
