@@ -29,7 +29,7 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if availab
     "--output runs/reviews",
 )
 @click.option("--model", required=True, help="Folder or Hub name of the base model.")
-@click.option("--train", "train_file", required=True, metavar="FILE", help="TrainOptions data.")
+@click.option("--train", "train_file", required=True, metavar="FILE", help="Training data.")
 @click.option("--eval", "eval_file", metavar="FILE", help="Test data.")
 @click.option("--output", required=True, metavar="FOLDER", help="Folder for the adapter.")
 @click.option("--method", help="Config string of the adapter.  [default: that of add_adapter]")
