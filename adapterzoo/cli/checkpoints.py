@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import adapterhub, folders, foreign, formats, native, peft
+from adapterzoo.checkpoint import adapterhub, files, folders, formats, native, peft
 from adapterzoo.checkpoint.digest import fingerprint
 from adapterzoo.errors import CheckpointError
 from adapterzoo.hub.files import ADAPTER_CONFIG, wanted
 
 from .early import no_adapter
-from .hints import this_call
 
 _HEAD_CONFIG = "head_config.json"
 
@@ -41,7 +40,7 @@ class Checkpoint:
 
     path: str
     folder: Path
-    stem: formats.Stem
+    stem: formats.Kind
     format: str
     document: Mapping[str, Any]
     head: Mapping[str, Any] | None
@@ -79,7 +78,7 @@ class Checkpoint:
         if self.format != "native" or self.stem == "head":
             return None
         stored = native.load(self.folder, self.stem)
-        config = stored.document.get("config")
+        config = stored.metadata.get("config")
         return fingerprint(config, stored.adapter) if isinstance(config, Mapping) else None
 
     @property
@@ -116,43 +115,37 @@ def open_checkpoint(path: str, revision: str | None = None) -> Checkpoint:
     """
     folder = hub.resolve(path, revision)
     # a killed save is completed first; a running one is waited for
-    with folders.reading(this_call(), folder):
+    with folders.reading(folder):
         return _opened(path, folder)
 
 
 def _opened(path: str, folder: Path) -> Checkpoint:
-    found = ((stem, formats.of(folder, stem)) for stem in formats.STEMS)
+    found = ((stem, formats.of(folder, stem)) for stem in formats.KINDS)
     stem, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
     if name is None:
         raise no_adapter(path, (file.name for file in folder.iterdir()))
-    files = wanted(file.name for file in folder.iterdir() if file.is_file())
-    if not files:
+    names = wanted(file.name for file in folder.iterdir() if file.is_file())
+    if not names:
         raise CheckpointError(
             f"{path!r} has the config of an {stem} in the format {name!r} but no tensors. "
             f"Copy it again from where it was saved."
         )
-    sizes = {file: (folder / file).stat().st_size for file in files}
+    sizes = {file: (folder / file).stat().st_size for file in names}
     if name == "native":
         stored = native.load(folder, stem)
-        head = stored.document.get("head")
+        head = stored.metadata.get("head")
         tensors = native.keyed(stored)
-        document: Mapping[str, Any] = stored.document
+        document: Mapping[str, Any] = stored.metadata
         meta: object = document.get("meta")
     else:
         tensors = {}
-        for file in files:
+        for file in names:
             if not file.endswith(".json"):
-                tensors |= foreign.read_tensors(this_call(), folder / file)
-        document = foreign.read_json(
-            this_call(), folder / (ADAPTER_CONFIG if stem == "adapter" else _HEAD_CONFIG)
-        )
+                tensors |= files.read_tensors(folder / file)
+        document = files.read_json(folder / (ADAPTER_CONFIG if stem == "adapter" else _HEAD_CONFIG))
         has_head = name != "peft" and (folder / _HEAD_CONFIG).is_file()
-        head = foreign.read_json(this_call(), folder / _HEAD_CONFIG) if has_head else None
-        meta = (
-            adapterhub.meta_in(document)
-            if name == "adapterhub"
-            else peft.meta_in(this_call(), folder)
-        )
+        head = files.read_json(folder / _HEAD_CONFIG) if has_head else None
+        meta = adapterhub.meta_in(document) if name == "adapterhub" else peft.meta_in(folder)
     return Checkpoint(
         path, folder, stem, name, document,
         head if isinstance(head, Mapping) else None,

@@ -21,13 +21,12 @@ from adapterzoo import hub
 from adapterzoo.checkpoint import files, folders, formats, native
 from adapterzoo.errors import CheckpointError
 from adapterzoo.heads import HeadConfig
-from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.static_table import is_task
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 
 from .checkpoints import Checkpoint, open_checkpoint
 from .early import unwritable
-from .hints import this_call
 from .models import (
     Fitted,
     base_of,
@@ -118,14 +117,14 @@ def with_edits(path: str, revision: str | None) -> Iterator[Checkpoint]:
         HubError: it cannot be downloaded.
     """
     folder = hub.resolve(path, revision)
-    with folders.reading(this_call(), folder):
-        there = [stem for stem in formats.STEMS if formats.of(folder, stem) == "native"]
+    with folders.reading(folder):
+        there = [stem for stem in formats.KINDS if formats.of(folder, stem) == "native"]
         if not there:
             raise CheckpointError(
                 f"{path!r} holds no native checkpoint; edited configs of other formats need no "
                 f"flag. Leave --edited out."
             )
-        contents = native.resealed(folder, there[0])
+        contents = native.encode(native.load(folder, there[0], edited=True), there[0])
     with tempfile.TemporaryDirectory() as copy:
         files.write_all(Path(copy), contents)
         yield dataclasses.replace(open_checkpoint(copy), path=path)
@@ -228,21 +227,20 @@ def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target
         CheckpointError: the chosen class has another head.
     """
     name = architecture or own
-    head = found.stored.document.get("head")
+    head = found.stored.metadata.get("head")
     if head is None:
         return _Target(name)
     if architecture is not None and not is_task(architecture):
         return _Target(name, lost=f"a {name} has no head. {_HINT}")
     if "static" in head:
         return _Target(architecture or str(head["static"]), head)
-    facts = facts_of(found.model, this_call())
+    info = info_of(found.model)
     if architecture is not None:
-        return _Target(name, head, facts.to_static(architecture, head, found.stored.head))
+        return _Target(name, head, info.to_static(architecture, head, found.stored.head))
     try:
-        task, tensors = class_for(found.stored, facts, name)
+        task, tensors = class_for(found.stored, info, name)
     except CheckpointError as error:
-        reason = str(error).removeprefix(f"{this_call()}: ")
-        return _Target(name, lost=f"the class is that of the base model, as {reason}")
+        return _Target(name, lost=f"the class is that of the base model, as {error}")
     return _Target(task, head, tensors)
 
 

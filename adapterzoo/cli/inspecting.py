@@ -183,8 +183,8 @@ def _compared(checkpoint: Checkpoint, model: str) -> dict[str, Any]:
             f"it does not fit {model!r}. Write --model with the model that it was "
             f"trained on. {error}"
         ) from error
-    checkpoint = dataclasses.replace(checkpoint, head=found.stored.document.get("head"))
-    config = found.stored.document.get("config")
+    checkpoint = dataclasses.replace(checkpoint, head=found.stored.metadata.get("head"))
+    config = found.stored.metadata.get("config")
     facts: dict[str, Any] = {
         "compared_with": model,
         "model_type": found.model.config.model_type,

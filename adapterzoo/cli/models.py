@@ -15,19 +15,18 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.checkpoint import formats
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint.formats import Checkpoint as Stored
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.heads import head_types
 from adapterzoo.hub.client import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.heads.output_layers import FIELD
 from adapterzoo.model.hf.backbone import text_config
-from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import task_class
 
 from .checkpoints import Checkpoint
 from .early import no_base
-from .hints import this_call
 from .output import note
 
 _MAX_LENGTH = 128
@@ -228,10 +227,9 @@ def _structure(checkpoint: Checkpoint, base: str) -> Any:
 
 
 def _filled(checkpoint: Checkpoint, model: Any, name: str | None) -> Fitted:
-    facts = facts_of(model, this_call())
-    stored = formats.read(checkpoint.folder, checkpoint.stem, facts)
+    stored = formats.read(checkpoint.folder, checkpoint.stem, info_of(model))
     fetched = checkpoint.folder != Path(checkpoint.path)
-    if name is None and fetched and stored.document.get("name") is None:
+    if name is None and fetched and stored.metadata.get("name") is None:
         # the folder in the cache is named after a commit
         name = Path(checkpoint.path).name
     if checkpoint.stem == "head":

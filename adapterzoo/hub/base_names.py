@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterzoo.checkpoint import native
-from adapterzoo.checkpoint.files import json_bytes
-from adapterzoo.checkpoint.foreign import read_json
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint.files import json_bytes, read_json
+from adapterzoo.checkpoint.formats import Checkpoint
 
 from .repo_ref import is_public_name
 
@@ -43,7 +42,7 @@ def with_base_name(
     """
     named = dict(contents)
     for file in [name for name in contents if name.endswith("_config.json")]:
-        document = read_json(repr(str(folder)), folder / file)
+        document = read_json(folder / file)
         base = base_name(document, given)
         others = [key for key in BASE_NAMES if key in document and document[key] != base]
         if not others:
@@ -54,6 +53,6 @@ def with_base_name(
         # the native tensor file holds the name too, and a digest
         stem = file.removesuffix("_config.json")
         stored = native.load(folder, stem)
-        renamed = {**stored.document, **dict.fromkeys(others, base)}
-        named |= native.encode(Stored(renamed, stored.adapter, stored.head), stem)
+        renamed = {**stored.metadata, **dict.fromkeys(others, base)}
+        named |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
     return named

@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from adapterzoo.checkpoint.foreign import read_json
+from adapterzoo.checkpoint.files import read_json
 from adapterzoo.errors import ConfigError, in_python, listing
 
 from .base_names import BASE_NAMES, base_name
@@ -194,7 +194,7 @@ def load_code(
 
 def _document(file: Path) -> dict[str, Any]:
     hint = in_python("Write a folder that save_adapter wrote", "Write the folder of an adapter")
-    return read_json(repr(str(file.parent)), file, hint)
+    return read_json(file, hint)
 
 
 def card_text(words: Mapping[str, Any], **more: Any) -> CardText:

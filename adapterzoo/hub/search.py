@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo
 
-from adapterzoo.checkpoint.foreign import read_json
+from adapterzoo.checkpoint.files import read_json
 from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing, names_call
 
 from .client import Client
@@ -130,7 +130,7 @@ def adapter_info(
         digest = digests[ADAPTER_CONFIG]
         file = fetch_file(client, RepoRef(adapter_id), ADAPTER_CONFIG, model.sha, digest)
         try:
-            document = read_json(repr(adapter_id), file, "Tell its author")
+            document = read_json(file, "Tell its author")
         except CheckpointError as error:
             raise HubError(str(error)) from error
     return _info(model, document)

@@ -105,14 +105,13 @@ def push(
 
 def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) -> dict[str, bytes]:
     """Return the files of an adapter by name, all of one save, with its card or a new one."""
-    call = repr(str(folder))
     # another process may save to the folder during the upload
-    with folders.reading(call, folder):
+    with folders.reading(folder):
         there = sorted(file.name for file in folder.glob("*") if file.is_file())
         names = wanted(there)
         if not names:
             raise CheckpointError(
-                f"{call} holds no adapter in one file; its files: {listing(there)}. Write "
+                f"{str(folder)!r} holds no adapter in one file; its files: {listing(there)}. Write "
                 f"{in_python('the folder that save_adapter wrote', 'the folder of an adapter')}."
             )
         card = adapter_card(folder, repo_id, revision, text).content.encode()

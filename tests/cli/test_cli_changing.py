@@ -210,7 +210,7 @@ def test_meta_goes_there_and_back(run, base, tmp_path, to):
             close(theirs(**inputs).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize(("text", "says"), [("[1]", "no object"), ("{", "no JSON")])
+@pytest.mark.parametrize(("text", "says"), [("[1]", "not an object"), ("{", "not JSON")])
 def test_meta_that_is_none_is_refused(run, tmp_path, text, says):
     folder = shutil.copytree(PEFT / "bert/lora", tmp_path / "a")
     file = folder / "adapter_model.safetensors"

@@ -179,7 +179,7 @@ def spoiled(folder: Path, to: Path, spoil: str) -> Path:
     ("whose", "spoil", "message"),
     [
         ("ours", "cut", "damaged"),
-        ("ours", "a bit", "the bits are not those that were"),
+        ("ours", "a bit", "not what was written"),
         ("ours", "gone", "no tensors"),
         ("PEFT's", "cut", "damaged"),
         ("PEFT's", "inf", "NaN or infinite"),
