@@ -13,27 +13,12 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from adapterzoo.checkpoint.files import read_json
 from adapterzoo.errors import ConfigError, in_python, listing
+from adapterzoo.heads import head_types
 
 from .base_names import BASE_NAMES, base_name
 from .files import ADAPTER_CONFIG
 from .repo_ref import is_public_name
 
-# head types and PEFT's task types to the Hub's tasks
-_TASKS = {
-    "causal_lm": "text-generation",
-    "classification": "text-classification",
-    "image_classification": "image-classification",
-    "masked_lm": "fill-mask",
-    "multilabel_classification": "text-classification",
-    "multiple_choice": "multiple-choice",
-    "question_answering": "question-answering",
-    "tagging": "token-classification",
-    "CAUSAL_LM": "text-generation",
-    "FEATURE_EXTRACTION": "feature-extraction",
-    "QUESTION_ANS": "question-answering",
-    "SEQ_CLS": "text-classification",
-    "TOKEN_CLS": "token-classification",
-}
 _INSTALL = "pip install adapterzoo"
 
 
@@ -126,7 +111,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
         library_name="adapterzoo",
         license=text.license,
         metrics=list(dict.fromkeys([*text.results, *text.metrics])) or None,
-        pipeline_tag=_TASKS.get(str(head_type or document.get("task_type"))),
+        pipeline_tag=_pipeline_tag(head_type or document.get("task_type")),
         tags=list(
             dict.fromkeys(["adapterzoo", "adapter", *([model_type] if model_type else []),
                            *text.tags])
@@ -241,3 +226,11 @@ def _dataset(name: str) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def _pipeline_tag(task: object) -> str | None:
+    """Return the Hub's name for a type of head, or for a `task_type` of PEFT."""
+    if task == "FEATURE_EXTRACTION":
+        return "feature-extraction"
+    tags = (t.pipeline_tag for t in head_types.values() if task in (t.head_type, t.peft_task))
+    return None if task is None else next(tags, None)
