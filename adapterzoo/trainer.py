@@ -254,7 +254,7 @@ class AdapterTrainer(Trainer):
             num_items_in_batch: number of labels that count in all of these batches.
 
         Raises:
-            ConfigError: label smoothing, and labels that are no class numbers.
+            ConfigError: label smoothing, and labels that are not class numbers.
         """
         inputs = dict(inputs)
         share = self._share(inputs) if model.training and num_items_in_batch is None else 1.0
@@ -282,7 +282,7 @@ class AdapterTrainer(Trainer):
         penalty = self._adapted.get_fusion_regularization_loss()
         if penalty is None:
             return loss
-        # Trainer divides what is no share of the accumulated batches itself
+        # Trainer itself divides a loss that is not a share of the accumulated batches
         steps = self.current_gradient_accumulation_steps if is_share else 1
         whole: Tensor = loss + penalty.to(loss.device, loss.dtype) / steps
         return whole
@@ -318,7 +318,7 @@ class AdapterTrainer(Trainer):
             model: perhaps wrapped.
             inputs: of `forward`.
             prediction_loss_only: whether only the loss is wanted.
-            ignore_keys: fields of the outputs that are no predictions; None: all but the scores
+            ignore_keys: fields of the outputs that are not predictions; None: all but the scores
                 of named heads.
             **kwargs: of `generate`, in `Seq2SeqAdapterTrainer`.
         """
@@ -357,7 +357,7 @@ class AdapterTrainer(Trainer):
             hint = f"resume_from_checkpoint={str(whole[-1])!r}" if whole else "train()"
             raise CheckpointError(
                 f"resume from {resume_from_checkpoint!r}: there is no {TRAINER_STATE_NAME}, which "
-                f"is written last, so this is no whole checkpoint. Write {hint}."
+                f"is written last, so this is not a whole checkpoint. Write {hint}."
             )
         self._restore(resume_from_checkpoint)
 

@@ -20,7 +20,7 @@ from adapterzoo.registry import Registry
 
 from ._backbone import Backbone
 from ._labels import checked, find_labels, labels_from, recounted
-from ._losses import IGNORED
+from ._losses import IGNORED, Count, Logits
 from ._pooling import Pooling
 from ._static import Static, StaticHead
 
@@ -255,12 +255,7 @@ class PredictionHead(Head):
         """
 
     @abstractmethod
-    def loss(
-        self,
-        logits: Tensor | tuple[Tensor, ...],
-        labels: Tensor,
-        count: Tensor | int | None = None,
-    ) -> Tensor:
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the training loss, a scalar.
 
         Args:

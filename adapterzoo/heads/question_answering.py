@@ -24,7 +24,7 @@ from ._backbone import Backbone
 from ._base import head_types
 from ._labels import labels_from
 from ._layers import LayersConfig, LayersHead
-from ._losses import IGNORED, cross_entropy
+from ._losses import IGNORED, Count, Logits, cross_entropy
 from ._static import Static, StaticHead
 
 
@@ -87,12 +87,7 @@ class QuestionAnsweringHead(LayersHead):
         start, end = self.score(hidden).unbind(dim=-1)
         return start.contiguous(), end.contiguous()
 
-    def loss(
-        self,
-        logits: Tensor | tuple[Tensor, ...],
-        labels: Tensor,
-        count: Tensor | int | None = None,
-    ) -> Tensor:
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the mean of the two cross entropies.
 
         Args:

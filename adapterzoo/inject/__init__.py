@@ -23,7 +23,6 @@ from .adapted import (
     AdaptedStack,
     AdapterDict,
     base_of,
-    belongs,
     below_wrappers,
     discard,
     plain_class,
@@ -43,7 +42,6 @@ __all__ = [
     "ExpertAdapters",
     "FusedAdapters",
     "base_of",
-    "belongs",
     "below_wrappers",
     "capture_input",
     "check_put",
@@ -147,12 +145,11 @@ def capture_input(
     name: str,
     selection: ActiveState,
     path: str,
-    whole: tuple[str, ...] = (),
 ) -> None:
     """Let a module help the site `reader`, for the adapter `name`, in the way that plans say.
 
     It passes its first input on to the site, or lets it share what it computes with the layers
-    beside it; or it refuses arguments that are the whole model's.
+    beside it.
 
     Args:
         module: of the model.
@@ -160,9 +157,8 @@ def capture_input(
         name: of the adapter.
         selection: the model's.
         path: of the module, as plans name it.
-        whole: names of arguments that the module shall refuse.
     """
-    swap(module, selection, path, whole=whole)
+    swap(module, selection, path)
     cast("Adapted", module)._link.helps.add((reader, name))
 
 
@@ -257,7 +253,7 @@ def combine(
     if any(type(other) is not type(adapter) for other in others):
         kinds = sorted({type(other).__name__ for other in others})
         raise CompositionError(
-            f"{strategy.call}: at one layer these are {', '.join(kinds)}, which have no parameters "
+            f"at one layer these are {', '.join(kinds)}, which have no parameters "
             f"in common. Add the adapters with the same targets, or write "
             f"set_active_adapters(Stack('a', 'b'))."
         )

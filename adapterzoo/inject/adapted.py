@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from adapterzoo.call import RecordedCall
 from adapterzoo.composition import Copies, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
-from adapterzoo.errors import StateError
 from adapterzoo.runtime import ActiveState, Frame, SharedInput
 
 from .parts import ExpertAdapters
@@ -51,8 +50,6 @@ class Adapted(nn.Module):
     _link: _Link
     # names of the parameters that are read changed, where the layer computes with parameters
     _read: tuple[str, ...] = ()
-    # arguments that a part of the model would swallow, and only the whole model understands
-    _whole: tuple[str, ...] = ()
     adapters: AdapterDict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +110,7 @@ class Adapted(nn.Module):
         """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
         kind = _kind_of(self)
-        return _blank, (plain_class(self), self._read, self._whole, kind), state
+        return _blank, (plain_class(self), self._read, kind), state
 
     def _replicate_for_data_parallel(self) -> Any:
         # worker threads run the replicas: they must see what the replicating thread sees
@@ -136,8 +133,13 @@ class AdaptedStack(Adapted):
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """The arguments of the forward of a class."""
-        return {"_positions": positions_of(plain)}
+        """The arguments of the forward of a class, which `generate` looks up as well."""
+
+        @functools.wraps(plain.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return AdaptedStack.forward(self, *args, **kwargs)
+
+        return {"_positions": positions_of(plain), "forward": forward}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; its arguments are recorded while it runs."""
@@ -201,16 +203,6 @@ def plain_class(layer: nn.Module) -> type[nn.Module]:
     return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
 
 
-def belongs(layer: nn.Module, selection: ActiveState) -> bool:
-    """Whether no other model's adapters are at the layer.
-
-    Args:
-        layer: any module.
-        selection: the model's.
-    """
-    return not isinstance(layer, Adapted) or layer._link.active is selection
-
-
 def base_of(
     layer: nn.Module,
     weight: Tensor | None = None,
@@ -239,7 +231,6 @@ def swap(
     selection: ActiveState,
     path: str,
     parameters: tuple[str, ...] = (),
-    whole: tuple[str, ...] = (),
     kind: type[Adapted] | None = None,
 ) -> None:
     """Give a layer the class of those with adapters; one that has it learns what else it needs.
@@ -249,18 +240,16 @@ def swap(
         selection: the model's.
         path: of the layer, as plans name it.
         parameters: names of those that the layer shall read changed.
-        whole: names of arguments that the layer shall refuse.
         kind: what is mixed into its class, where that is more than `Adapted`.
     """
     if not isinstance(layer, Adapted):
-        set_class(layer, _adapted_class(type(layer), parameters, whole, kind))
+        set_class(layer, _adapted_class(type(layer), parameters, kind))
         cast("Adapted", layer)._link = _Link(selection, path)
         return
     read = (*layer._read, *(p for p in parameters if p not in layer._read))
-    whole = whole or layer._whole
     kind = kind or _kind_of(layer)
-    if (read, whole, kind) != (layer._read, layer._whole, _kind_of(layer)):
-        set_class(layer, _adapted_class(plain_class(layer), read, whole, kind))
+    if (read, kind) != (layer._read, _kind_of(layer)):
+        set_class(layer, _adapted_class(plain_class(layer), read, kind))
 
 
 def restore(layer: Adapted) -> None:
@@ -302,46 +291,25 @@ _classes: dict[tuple[Any, ...], type[Adapted]] = {}
 def _adapted_class(
     cls: type[nn.Module],
     parameters: tuple[str, ...],
-    whole: tuple[str, ...],
     kind: type[Adapted] | None = None,
 ) -> type[Adapted]:
-    key = (cls, parameters, whole, kind)
+    key = (cls, parameters, kind)
     if key not in _classes:
-        members: dict[str, Any] = {"_read": parameters, "_whole": whole}
+        members: dict[str, Any] = {"_read": parameters}
         for parameter in parameters:
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),
                 functools.partial(_set, parameter=parameter),
             )
         name = f"Adapted{cls.__name__}"
-        if whole or kind is AdaptedStack:
+        if kind is AdaptedStack:
             # transformers writes the name of a model's class to config.json
             name, members["__module__"] = cls.__name__, cls.__module__
-        if whole:
-            members["forward"] = _refusing(cls, whole)
         if kind is not None:
             members |= kind.members(cls)
         bases = (Adapted, cls) if kind is None else (kind, Adapted, cls)
         _classes[key] = cast("type[Adapted]", type(name, bases, members))
     return _classes[key]
-
-
-def _refusing(cls: type[nn.Module], whole: tuple[str, ...]) -> Callable[..., Any]:
-    """The forward of a class that would take the arguments for some of its own `**kwargs`."""
-
-    @functools.wraps(cls.forward)
-    def forward(self: Adapted, *args: Any, **kwargs: Any) -> Any:
-        for name in whole:
-            if kwargs.get(name):
-                raise StateError(
-                    f"{cls.__name__}.forward({name}=…): a part of the model was called, and rows "
-                    f"and outputs of adapters are known to the whole model only. "
-                    f"Write model(…, {name}=…)."
-                )
-        mixin = _kind_of(self) or Adapted
-        return mixin.forward(self, *args, **kwargs)
-
-    return forward
 
 
 def _changed(layer: Adapted, parameter: str) -> Tensor | None:
@@ -387,8 +355,7 @@ def _set(layer: Adapted, value: object, parameter: str) -> None:
 def _blank(
     cls: type[nn.Module],
     parameters: tuple[str, ...],
-    whole: tuple[str, ...],
     kind: type[Adapted] | None,
 ) -> nn.Module:
-    adapted = _adapted_class(cls, parameters, whole, kind)
+    adapted = _adapted_class(cls, parameters, kind)
     return adapted.__new__(adapted)

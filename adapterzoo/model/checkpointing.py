@@ -124,8 +124,7 @@ def load_adapter(
             f"Write revision={revision!r} alone."
         )
     left_out = check_layers(leave_out, len(anatomy_of(model).blocks), "leave_out")
-    call = f"load_adapter({str(path)!r})"
-    folder = hub.resolve(path, revision or version, source, call=call, **hub_kwargs)
+    folder = hub.resolve(path, revision or version, source, **hub_kwargs)
     hub_name = None if folder == Path(path) else str(path)
     loaded = _fitting(
         model, folder, load_as, with_head, left_out, id2label, set_active, overwrite_ok, dtype,

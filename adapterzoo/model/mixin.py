@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy
+from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.composition import Composition, Fuse
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Adapter
@@ -85,7 +86,7 @@ class AdapterModelMixin:
         """The modules of an adapter with the paths of their layers, in model order.
 
         Raises:
-            UnknownNameError: there is no adapter of this name.
+            UnknownNameError: the adapter is unknown.
         """
         return modules_of(self, name)
 
@@ -96,7 +97,7 @@ class AdapterModelMixin:
         Where one location holds several modules they come as a `ModuleList`.
 
         Raises:
-            UnknownNameError: there is no adapter of this name.
+            UnknownNameError: the adapter is unknown.
         """
         return adapters.by_location(self, name)
 
@@ -150,7 +151,7 @@ class AdapterModelMixin:
         """Delete an adapter; where it was active, what was active beside it stays so.
 
         Raises:
-            UnknownNameError: there is no adapter of this name.
+            UnknownNameError: the adapter is unknown.
             StateError: it is merged, or active in an `AdapterSetup` of this thread; or the model
                 is sharded.
         """
@@ -215,11 +216,11 @@ class AdapterModelMixin:
             set_active: whether the result becomes the active adapter.
             svd_rank: of the result.
             svd_clamp: quantile, 0 to 1, at which entries of A and B are cut.
-            svd_full_matrices: whether singular vectors are computed that nobody reads.
+            svd_full_matrices: whether unused singular vectors are computed too.
             svd_driver: of cuSOLVER: "gesvd", "gesvdj" or "gesvda".
             density: share of the entries that stay, above 0 to 1.
             majority_sign_method: "total": the sign of the sum; "frequency": that of the majority.
-            seed: makes what is kept at random reproducible, on every device; None draws from
+            seed: makes random choices reproducible, on every device; None draws from
                 torch's default generator.
 
         Raises:
@@ -228,7 +229,7 @@ class AdapterModelMixin:
             ConfigError: a value is not legal, or has no effect.
             DuplicateNameError: the name is taken.
             StateError: the model is sharded, or an adapter to be replaced is in use.
-            UnknownNameError: there is no adapter or strategy of a name.
+            UnknownNameError: an adapter or the strategy is unknown.
         """
         averaging.average(
             self, adapter_name, adapter_list, weights, combine_strategy, normalize_weights,
@@ -281,7 +282,7 @@ class AdapterModelMixin:
             UnknownNameError: the same.
         """
         # what the word means to PEFT has another name here
-        strategy = "lora_linear_sqrt" if combination_type == "linear" else combination_type
+        strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type
         averaging.average(
             self, adapter_name, adapters, weights, strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
             svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,
@@ -303,7 +304,7 @@ class AdapterModelMixin:
             dtype: None: what each of its parts has.
 
         Raises:
-            UnknownNameError: there is no adapter of this name.
+            UnknownNameError: the adapter is unknown.
         """
         adapters.move(self, name, device, dtype)
 
@@ -329,10 +330,10 @@ class AdapterModelMixin:
             skip_layers: numbers of blocks in which no adapter acts (AdapterDrop).
 
         Raises:
-            CompositionError: it is no composition, or does not fit where the adapters sit.
+            CompositionError: it is not a composition, or does not fit where the adapters sit.
             ConfigError: the model has no block of a number in `skip_layers`.
-            StateError: there are no layers of a fusion, or it does not fit what is merged.
-            UnknownNameError: there is no adapter of this name.
+            StateError: a fusion has no layers, or merged adapters are in the way.
+            UnknownNameError: the adapter is unknown.
         """
         activation.set_active(self, adapter_setup, skip_layers)
 
@@ -352,7 +353,7 @@ class AdapterModelMixin:
             skip_layers: numbers of blocks in which no adapter acts.
 
         Raises:
-            UnknownNameError: there is no adapter or head of this name.
+            UnknownNameError: an adapter or head is unknown.
         """
         return activation.make_plan(self, setup, head_setup, skip_layers)
 
@@ -373,9 +374,9 @@ class AdapterModelMixin:
                 are not tied are trained with it, and are frozen without it.
 
         Raises:
-            CompositionError: it is no composition.
+            CompositionError: it is not a composition.
             StateError: it names no adapter, or one that cannot have embeddings of its own.
-            UnknownNameError: there is no adapter of this name.
+            UnknownNameError: the adapter is unknown.
         """
         training.train_adapter(self, adapter_setup, train_embeddings)
 
@@ -388,9 +389,9 @@ class AdapterModelMixin:
             unfreeze_adapters: whether its adapters are trained as well.
 
         Raises:
-            CompositionError: it is no composition.
-            StateError: there is no fusion in it, or it has no layers.
-            UnknownNameError: there is no adapter of a name.
+            CompositionError: it is not a composition.
+            StateError: it contains no fusion, or the fusion has no layers.
+            UnknownNameError: an adapter is unknown.
         """
         training.train_fusion(self, adapter_setup, unfreeze_adapters)
 
@@ -448,7 +449,7 @@ class AdapterModelMixin:
             64 hexadecimal digits.
 
         Raises:
-            UnknownNameError: there is no adapter of this name.
+            UnknownNameError: the adapter is unknown.
         """
         return training.adapter_fingerprint(self, adapter_name)
 
@@ -480,10 +481,10 @@ class AdapterModelMixin:
         has of a static head is merged with it: the head of the last one that has one answers.
 
         Raises:
-            UnknownNameError: there is no adapter of this name.
-            StateError: it is merged already, is no change of a weight (a bottleneck), is active
-                in an `AdapterSetup` of this thread, its merged weights are not finite, or the
-                model is sharded or quantised; nothing has changed then.
+            UnknownNameError: the adapter is unknown.
+            StateError: it is merged already, does not equal a changed weight (a bottleneck), is
+                active in an `AdapterSetup` of this thread, its merged weights are not finite, or
+                the model is sharded or quantised; nothing has changed then.
         """
         merging.merge_one(self, name)
 
@@ -506,35 +507,37 @@ class AdapterModelMixin:
         *,
         architecture: str | None = None,
     ) -> Any:
-        """Merge adapters and give a plain model: a new one, of a class of transformers.
+        """Merge adapters and return a plain model of transformers.
 
-        It has the active head as its own, `BertForSequenceClassification` for a classification
-        head; the class is that of the base model's checkpoint where it has such a head. Without
-        an active head it is the base model alone. `save_pretrained` writes what transformers
-        loads alone, with the same outputs. This model stays as it is.
+        A model that `init` made becomes of its own class again: it is this object. Of a model with
+        named heads it is a new one, which has the active head as its own, such as a
+        `BertForSequenceClassification` for a classification head; without an active head it is the
+        base model alone. This model then stays as it is.
+
+        `save_pretrained` writes a checkpoint that transformers loads alone, with the same outputs.
 
         Args:
             adapter_names: which ones, in the order in which they act; None: the active ones.
                 Those that are merged already stay so.
             safe_merge: PEFT's switch; weights that are not finite are refused in any case.
-            architecture: name of the class, where there are several or none is found.
+            architecture: with named heads, the name of the class, where several have such a head.
 
         Raises:
             CheckpointError: transformers has no class with such a head, or not the one asked for.
-            CompositionError: `adapter_names` are no names.
+            CompositionError: `adapter_names` are not names.
             ConfigError: transformers has no class of the name.
-            StateError: nothing is active, the active composition is no stack, an adapter is no
-                change of a weight, several heads are active, or as `merge_adapter`.
-            UnknownNameError: there is no adapter of a name.
+            StateError: nothing is active, the active composition is not a stack, an adapter does
+                not equal a changed weight, several heads are active, or as `merge_adapter`.
+            UnknownNameError: an adapter is unknown.
         """
         return merging.merge_and_unload(self, adapter_names, architecture)
 
     @names_call
     def unload(self, *, architecture: str | None = None) -> Any:
-        """Give a plain model without adapters: a new one, see `merge_and_unload`.
+        """Return a plain model without adapters; see `merge_and_unload`.
 
         Args:
-            architecture: name of the class, where there are several or none is found.
+            architecture: with named heads, the name of the class, where several have such a head.
 
         Raises:
             CheckpointError: transformers has no class with such a head, or not the one asked for.
@@ -562,7 +565,7 @@ class AdapterModelMixin:
             config: a config, "static", "dynamic" or a dict; None: "dynamic".
             name: of the fusion; None: the names with commas between.
             overwrite_ok: whether a fusion of this name may be replaced.
-            set_active: whether it becomes what is active.
+            set_active: whether it becomes active.
 
         Raises:
             CompositionError: with `set_active`, stacks that do not sit in the same places.
@@ -570,7 +573,7 @@ class AdapterModelMixin:
             DuplicateNameError: there is a fusion of this name.
             SiteError: the adapters do not sit in the same places.
             StateError: the model is sharded.
-            UnknownNameError: there is no adapter of a name.
+            UnknownNameError: an adapter is unknown.
         """
         fusion.add(self, adapter_names, config, name, overwrite_ok, set_active)
 
@@ -581,7 +584,7 @@ class AdapterModelMixin:
         Raises:
             StateError: they are active in an `AdapterSetup` of this thread, or the model is
                 sharded.
-            UnknownNameError: there is no fusion of this name.
+            UnknownNameError: the fusion is unknown.
         """
         fusion.delete(self, adapter_names)
 
@@ -590,7 +593,7 @@ class AdapterModelMixin:
         """The fusion layers of a name with the paths of their places, in model order.
 
         Raises:
-            UnknownNameError: there is no fusion of this name.
+            UnknownNameError: the fusion is unknown.
         """
         return fusion_modules(self, name)
 
@@ -627,13 +630,13 @@ class AdapterModelMixin:
             save_directory: the folder; made when missing.
             adapter_name: which adapter.
             with_head: whether the head that goes with it is saved in the same file: the one of
-                the same name, or the only active one; a static head that is no language model.
+                the same name, or the only active one; or the adapter's copy of a static head.
             meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
                 adapter was loaded with.
             format: "native"; "adapterhub" for AdapterHub's `adapters`; "peft" for PEFT.
 
         Raises:
-            UnknownNameError: there is no adapter or format of this name.
+            UnknownNameError: the adapter or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written or has an adapter in another format, or
                 the format cannot say what this adapter is.
@@ -751,7 +754,7 @@ class AdapterModelMixin:
             format: "native" or "adapterhub".
 
         Raises:
-            UnknownNameError: there is no head or format of this name.
+            UnknownNameError: the head or the format is unknown.
             StateError: it cannot be told which head is meant, or there is none.
             CheckpointError: the folder cannot be written, or the format cannot say it.
         """
@@ -821,7 +824,7 @@ class AdapterModelMixin:
             format: "native"; "adapterhub" for AdapterHub's `adapters`.
 
         Raises:
-            UnknownNameError: there is no fusion or format of this name.
+            UnknownNameError: the fusion or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written, or the format cannot say it.
         """
@@ -844,7 +847,7 @@ class AdapterModelMixin:
         Args:
             adapter_fusion_name_or_path: the folder.
             load_as: name to give them; None: the one they were saved under.
-            set_active: whether the fusion becomes what is active.
+            set_active: whether it becomes active.
             overwrite_ok: whether a fusion of that name may be replaced.
             dtype: keep parameters in this dtype; None: that of the adapters.
 
@@ -907,7 +910,7 @@ class AdapterModelMixin:
             The address of the commit, or of the pull request.
 
         Raises:
-            UnknownNameError: there is no adapter of this name.
+            UnknownNameError: the adapter is unknown.
             ConfigError: the card cannot be written.
             StateError: the model is sharded.
             HubError: the Hub may not be asked, or does not take it; without a commit nothing
@@ -963,19 +966,19 @@ class AdapterModelMixin:
         return {**pairs, **ties(self)} if "_adapter_state" in vars(self) else pairs
 
     def _start_adapters(self) -> None:
-        """Called once, when the model gets these methods."""
+        """Start without adapters; called once, when the model gets these methods."""
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
         activation.announce(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copies and unpickled models are models with adapters too."""
+        """Let setups find copies and unpickled models too."""
         cast("Any", super()).__setstate__(state)
         activation.announce(self)
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """What `from_pretrained` does last: the layers are there, their values come now."""
+        """Make the adapters last, when the layers are there and get their values."""
         checkpointing.restore(model, quantised=True)
         return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
 

@@ -218,11 +218,12 @@ def test_a_name_without_a_user_is_the_tokens(hub, model):
     [
         ("bob/a", {}, "HubError", "answers 403 for 'bob/a'.*may not write to it.*settings/tokens"),
         ("ann/a", {"token": READER}, "HubError", "answers 403.*may not write"),
-        ("ann/a", {"token": "hf_wrongWrongWrong"}, "HubError", "answers 401.*missing or not valid"),
-        ("a b", {}, "HubError", "'a b' is no name of a repository"),
-        ("ann/a", {"metrics": {"f1": "good"}}, "ConfigError", r"metrics\['f1'\]='good' is a str"),
-        ("ann/a", {"metrics": {" ": 1.0}}, "ConfigError", "metrics has ' ' in the place of a name"),
-        ("ann/a", {"base_model": "/x/y"}, "ConfigError", "'/x/y' is no name of the Hub"),
+        ("ann/a", {"token": "hf_wrongWrongWrong"}, "HubError", "answers 401.*missing or invalid"),
+        ("a b", {}, "HubError", "'a b' is not a legal name"),
+        ("ann/a", {"metrics": {"f1": "good"}}, "ConfigError",
+         r"metrics\['f1'\]='good' is not a finite"),
+        ("ann/a", {"metrics": {" ": 1.0}}, "ConfigError", "metrics has the name ' '"),
+        ("ann/a", {"base_model": "/x/y"}, "ConfigError", "'/x/y' is not a name of the Hub"),
         ("ann/a", {"adapter_card_kwargs": {"licence": 1}}, "ConfigError", "'licence'.*'license'"),
     ],
 )  # fmt: skip
@@ -230,7 +231,7 @@ def test_what_cannot_be_pushed_says_so(hub, model, repo_id, more, kind, message)
     with pytest.raises(ClientError, match=message) as caught:
         push(model, repo_id, **more)
     assert caught.value.kind == kind
-    assert str(caught.value).startswith(f"push_adapter_to_hub({repo_id!r}, 'a'): ")
+    assert str(caught.value).startswith(f"push_adapter_to_hub({repo_id!r}): ")
     with pytest.raises(ClientError, match=r"there is no adapter 'b'\. Known adapters: 'a'"):
         model.run("source.push_adapter_to_hub('ann/a', 'b')")
     assert list(hub.repos) == [BASE]
@@ -300,7 +301,7 @@ def test_what_a_killed_save_has_left_is_finished_before_it_is_sent(hub, model, t
 
 
 def test_a_result_that_is_not_finite_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"metrics\['f1'\]=nan is not finite"):
+    with pytest.raises(ConfigError, match=r"metrics\['f1'\]=nan is not a finite number"):
         package.push(tmp_path, "ann/a", text=package.CardText(results={"f1": float("nan")}))
 
 
@@ -348,10 +349,10 @@ def test_what_is_no_adapters_folder_is_refused_before_anyone_is_asked(tmp_path):
             (tmp_path / "adapter_config.json").write_bytes(content)
         with pytest.raises(CheckpointError, match=wrong):
             package.push(tmp_path, "ann/a")
-    with pytest.raises(HubError, match="no name of a repository"):
+    with pytest.raises(HubError, match="not a legal name of a repository"):
         package.push(tmp_path, "ann/a/b")
     (tmp_path / "adapter_config.json").write_bytes(b"{}")
-    with pytest.raises(ConfigError, match="is no name of the Hub"):
+    with pytest.raises(ConfigError, match="is not a name of the Hub"):
         package.push(tmp_path, "a", text=package.CardText(base_model="../x"))
 
 

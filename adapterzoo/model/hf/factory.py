@@ -274,6 +274,11 @@ def with_rows(
             run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         model = self.base_model if on_base else self
+        # the one look that a model pays for, whatever acts
+        acting = self._active.plan
+        one_part = acting.rows is None or acting.rows.entered
+        if adapter_names is None and one_part and not acting.stacks:
+            return plain(model, *args, **kwargs)
         if not batches.starts(self, adapter_names):
             return _run(self, plain, model, positions, args, kwargs)
         given = batches.named_inputs(positions, args, kwargs)
