@@ -245,6 +245,7 @@ def test_boft_of_unlike_layers_loads(fields, tmp_path, monkeypatch):
     assert all(same_bits(theirs[key], mine[key]) for key in theirs)
 
 
+@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
 @pytest.mark.parametrize("save_projection", [True, False])
 def test_vera_of_layers_of_unlike_widths(save_projection, tmp_path):
     config = peft.VeraConfig(

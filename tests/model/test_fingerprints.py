@@ -57,7 +57,7 @@ def test_one_flipped_bit_in_the_file_is_found(tmp_path):
     content[-1] ^= 1
     file.write_bytes(content)
     fresh = AutoAdapterModel.from_config(tiny_config("bert"))
-    with pytest.raises(CheckpointError, match="not what was written.*Copy the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"not what was written.*Copy the checkpoint"):
         fresh.load_adapter(tmp_path)
     assert not fresh.has_adapters()
 
