@@ -16,22 +16,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils.generic import ModelOutput
 
 from .errors import ConfigError, StateError, names_call
-from .heads import (
-    CausalLMConfig,
-    ClassificationConfig,
-    DependencyParsingConfig,
-    HeadConfig,
-    ImageClassificationConfig,
-    MaskedLMConfig,
-    MultilabelClassificationConfig,
-    MultipleChoiceConfig,
-    Pooling,
-    PredictionHead,
-    QuestionAnsweringConfig,
-    Seq2SeqLMConfig,
-    TaggingConfig,
-    labels_from,
-)
+from .heads import HeadConfig, PredictionHead, add_methods
 from .inject import AdapterDict
 from .model import batches
 from .model.averaging import average_head
@@ -45,8 +30,6 @@ from .model.heads.tables import list_ties
 from .model.hf.factory import named_class
 from .model.hf.static_checkpoints import keep_static_head
 from .model.mixin import AdapterModelMixin
-
-Labels = Mapping[int, str] | None
 
 
 class AutoAdapterModel:
@@ -235,186 +218,6 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         store.activate(self, head_name_or_list)
 
     # --- add and delete ---
-
-    @names_call
-    def add_classification_head(
-        self,
-        head_name: str,
-        num_labels: int = 2,
-        layers: int = 2,
-        activation_function: str | None = "tanh",
-        overwrite_ok: bool = False,
-        multilabel: bool = False,
-        id2label: Labels = None,
-        use_pooler: bool = False,
-        pooling: Pooling = "auto",
-    ) -> None:
-        """Add a head that judges whole sequences.
-
-        Args:
-            head_name: how it is called.
-            num_labels: number of classes; 1 for a number instead (regression).
-            layers: number of linear layers.
-            activation_function: between them; None for none.
-            overwrite_ok: whether a head of that name may be replaced.
-            multilabel: whether each class is a yes or no of its own.
-            id2label: names of the classes.
-            use_pooler: whether to take the model's own pooled output.
-            pooling: which tokens answer for the sequence; "auto" does what the family does.
-        """
-        config = MultilabelClassificationConfig if multilabel else ClassificationConfig
-        made = config(
-            num_labels=num_labels,
-            layers=layers,
-            activation_function=activation_function,
-            label2id=labels_from(id2label),
-            use_pooler=use_pooler,
-            pooling=pooling,
-        )
-        store.add(self, head_name, made, overwrite_ok)
-
-    @names_call
-    def add_image_classification_head(
-        self,
-        head_name: str,
-        num_labels: int = 2,
-        layers: int = 1,
-        activation_function: str | None = "tanh",
-        overwrite_ok: bool = False,
-        multilabel: bool = False,
-        id2label: Labels = None,
-        use_pooler: bool = False,
-        pooling: Pooling = "auto",
-    ) -> None:
-        """Add a head that judges images; arguments as of `add_classification_head`."""
-        made = ImageClassificationConfig(
-            num_labels=num_labels,
-            layers=layers,
-            activation_function=activation_function,
-            multilabel=multilabel,
-            label2id=labels_from(id2label),
-            use_pooler=use_pooler,
-            pooling=pooling,
-        )
-        store.add(self, head_name, made, overwrite_ok)
-
-    @names_call
-    def add_multiple_choice_head(
-        self,
-        head_name: str,
-        num_choices: int = 2,
-        layers: int = 2,
-        activation_function: str | None = "tanh",
-        overwrite_ok: bool = False,
-        id2label: Labels = None,
-        use_pooler: bool = False,
-        pooling: Pooling = "auto",
-    ) -> None:
-        """Add a head that chooses among sequences; inputs are `[batch, num_choices, tokens]`.
-
-        Args:
-            head_name: how it is called.
-            num_choices: number of sequences to choose from.
-            layers: as of `add_classification_head`, like the rest.
-            activation_function: between the layers.
-            overwrite_ok: whether a head of that name may be replaced.
-            id2label: names of the choices.
-            use_pooler: whether to take the model's own pooled output.
-            pooling: which tokens answer for a sequence.
-        """
-        made = MultipleChoiceConfig(
-            num_choices=num_choices,
-            layers=layers,
-            activation_function=activation_function,
-            label2id=labels_from(id2label),
-            use_pooler=use_pooler,
-            pooling=pooling,
-        )
-        store.add(self, head_name, made, overwrite_ok)
-
-    @names_call
-    def add_tagging_head(
-        self,
-        head_name: str,
-        num_labels: int = 2,
-        layers: int = 1,
-        activation_function: str | None = "tanh",
-        overwrite_ok: bool = False,
-        id2label: Labels = None,
-    ) -> None:
-        """Add a head that gives each token a class; arguments as of `add_classification_head`."""
-        made = TaggingConfig(
-            num_labels=num_labels,
-            layers=layers,
-            activation_function=activation_function,
-            label2id=labels_from(id2label),
-        )
-        store.add(self, head_name, made, overwrite_ok)
-
-    @names_call
-    def add_qa_head(
-        self,
-        head_name: str,
-        num_labels: int = 2,
-        layers: int = 1,
-        activation_function: str | None = "tanh",
-        overwrite_ok: bool = False,
-        id2label: Labels = None,
-    ) -> None:
-        """Add a head that finds the span of an answer; `num_labels` is 2, its start and end."""
-        made = QuestionAnsweringConfig(
-            num_labels=num_labels,
-            layers=layers,
-            activation_function=activation_function,
-            label2id=labels_from(id2label),
-        )
-        store.add(self, head_name, made, overwrite_ok)
-
-    @names_call
-    def add_dependency_parsing_head(
-        self,
-        head_name: str,
-        num_labels: int = 2,
-        overwrite_ok: bool = False,
-        id2label: Labels = None,
-    ) -> None:
-        """Add a head that finds each word's head and relation; `forward` takes `word_starts`."""
-        made = DependencyParsingConfig(num_labels=num_labels, label2id=labels_from(id2label))
-        store.add(self, head_name, made, overwrite_ok)
-
-    @names_call
-    def add_masked_lm_head(
-        self,
-        head_name: str,
-        activation_function: str | None = "gelu",
-        layers: int = 2,
-        overwrite_ok: bool = False,
-    ) -> None:
-        """Add a head that scores masked tokens; it shares the embedding where the model ties."""
-        made = MaskedLMConfig(layers=layers, activation_function=activation_function)
-        store.add(self, head_name, made, overwrite_ok)
-
-    @names_call
-    def add_causal_lm_head(
-        self,
-        head_name: str,
-        activation_function: str | None = "gelu",
-        layers: int = 2,
-        overwrite_ok: bool = False,
-    ) -> None:
-        """Add a head that scores the next token; it shares the embedding where the model ties."""
-        made = CausalLMConfig(
-            layers=layers, activation_function=activation_function, layer_norm=True, bias=True
-        )
-        store.add(self, head_name, made, overwrite_ok)
-
-    @names_call
-    def add_seq2seq_lm_head(
-        self, head_name: str, layers: int = 1, overwrite_ok: bool = False
-    ) -> None:
-        """Add a head that scores a decoder's next token, on encoder–decoder models."""
-        made = Seq2SeqLMConfig(layers=layers)
-        store.add(self, head_name, made, overwrite_ok)
 
     @names_call
     def add_prediction_head_from_config(
@@ -674,6 +477,11 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         sizes = new_num_tokens, pad_to_multiple_of
         resize = functools.partial(super().resize_token_embeddings, *sizes, mean_resizing)
         return store.resize(self, resize, sizes == (None, None), mean_resizing)
+
+
+# `add_classification_head` and its like: each is declared beside the type of its head
+for _name, _add_head in add_methods.items():
+    setattr(AdapterModel, _name, names_call(_add_head))
 
 
 def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:

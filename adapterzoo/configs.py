@@ -404,7 +404,7 @@ class ConfigUnion(AdapterConfig):
         if len(kinds) > 1:
             shown = listing("|".join(kind) for kind in sorted(kinds))
             raise CompositionError(
-                f"{strategy.call}: unions are combined member by member, and these are {shown}. "
+                f"unions are combined member by member, and these are {shown}. "
                 f"Add the adapters with the same methods in the same order."
             )
         members = zip(*unions, strict=True)

@@ -18,11 +18,12 @@ A message says what was asked, what is wrong (with the value), what is legal, an
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -112,12 +113,44 @@ def unknown_name(call: str, kind: str, name: object, known: Iterable[str]) -> Un
 
 
 class _Calls(threading.local):
-    """Whether a public function runs in the calling thread."""
+    """The outermost public call of a thread.
+
+    Attributes:
+        inside: whether one runs.
+        spell: how its caller writes an argument; None: as in Python.
+    """
 
     inside = False
+    spell: Callable[[str, object], str] | None = None
 
 
 _calls = _Calls()
+
+
+@contextlib.contextmanager
+def naming(
+    call: str | Callable[[], str], spell: Callable[[str, object], str] | None = None
+) -> Iterator[None]:
+    """Prefix errors with the call that the user wrote; only the outermost call is named.
+
+    Args:
+        call: that call, e.g. `"add_adapter('a')"`, or a function that returns it.
+        spell: how the user writes an argument, from its name and value; None: as in Python.
+    """
+    if _calls.inside:
+        yield
+        return
+    _calls.inside, _calls.spell = True, spell
+    try:
+        yield
+    except AdapterZooError as error:
+        text = call if isinstance(call, str) else call()
+        # some functions below still name their caller themselves
+        if not str(error).startswith((f"{text}: ", f"{text.partition('(')[0]}(")):
+            error.args = (f"{text}: {error}", *error.args[1:])
+        raise
+    finally:
+        _calls.inside, _calls.spell = False, None
 
 
 def names_call(function: Callable[P, T]) -> Callable[P, T]:
@@ -135,20 +168,34 @@ def names_call(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def named(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _calls.inside:
-            return function(*args, **kwargs)
-        _calls.inside = True
-        try:
-            return function(*args, **kwargs)
-        except AdapterZooError as error:
+        def call() -> str:
             given = [*args[is_method:][:1], *(kwargs[name] for name in first if name in kwargs)]
-            call = f"{function.__name__}({_shortened(given[0]) if given else ''})"
-            error.args = (f"{call}: {error}", *error.args[1:])
-            raise
-        finally:
-            _calls.inside = False
+            return f"{function.__name__}({_shortened(given[0]) if given else ''})"
+
+        with naming(call):
+            return function(*args, **kwargs)
 
     return cast("Callable[P, T]", named)
+
+
+def argument(name: str, value: object) -> str:
+    """Spell an argument as the reader writes it: `format='peft'`, or `--to peft` in a shell.
+
+    Args:
+        name: of the argument in Python.
+        value: to write for it.
+    """
+    return f"{name}={value!r}" if _calls.spell is None else _calls.spell(name, value)
+
+
+def in_python(text: str, otherwise: str = "") -> str:
+    """Return the part of a hint that only a reader who writes Python can use.
+
+    Args:
+        text: that part.
+        otherwise: what stands there for a reader who writes commands.
+    """
+    return text if _calls.spell is None else otherwise
 
 
 def _shortened(value: Any) -> str:

@@ -27,13 +27,14 @@ peft_spellings.register("ia3")(
         config=IA3Config,
         peft_type="IA3",
         tensors={"ia3_l": ("ia3_l",)},
-        read_layer=lambda layer: {"scales_input": layer.tensors["ia3_l"].shape[0] == 1},
-        write_layers=lambda layers: [{} for _ in layers],
+        read_layers=lambda layers: [{"scales_input": …} for layer in layers],
     )
 )
 ```
 
-Functions in a spelling raise `CheckpointError` without naming their caller.
+Functions in a spelling raise `CheckpointError` without naming their caller. A file may lack any
+tensor: a `KeyError` in `Container.read` leaves the file's names as they are, and the comparison
+with the model shows what is missing.
 """
 
 from __future__ import annotations
@@ -52,9 +53,6 @@ from .registry import Registry
 Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
 """Parameter name to tensor, at one place or adapter-wide."""
-
-SHARED = ""
-"""The path of adapter-wide tensors in our checkpoints: `/<parameter>`, that of the base model."""
 
 _RELEASE = re.compile(r"adapters\.(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)")
 
@@ -80,9 +78,11 @@ class Container:
         name: "loras", "adapters", "refts", "prefix_tunings", "shared_parameters", …
         at: what `<path>` leads to. "layer": a linear layer. "sublayer": the attention or
             feed-forward part of a block. "block": a block. "attention": an attention module.
-            "model": the model; these are adapter-wide tensors, ours at the path `SHARED`.
+            "model": the model; these are adapter-wide tensors, our parameters of
+            `AdapterConfig.shared`.
         below: the end of `<path>` beneath that, e.g. "reft_layer", "prefix_tuning".
         locations: at "sublayer": the kind of the sub-layer to `Placement.location`.
+        aliases: other names of the container, in older files.
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
         read: AdapterHub's tensors of one place, and the config, to ours.
@@ -93,6 +93,7 @@ class Container:
     at: Literal["layer", "sublayer", "block", "attention", "model"]
     below: str = ""
     locations: Mapping[SubLayerKind, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
     in_encoder: bool = False
     read: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
@@ -147,7 +148,9 @@ class AdapterHubSpelling:
             to be written; other fields of a file are passed to the config, which refuses them.
         fixed: fields whose values say which method it is; written as they stand.
         required: fields that say which method it is by having a value.
+        constants: further fields, written as they stand and ignored when read.
         implied: fields of ours that every such file means.
+        omitted: fields of ours that need not be written, such as those that the tensors tell.
         containers: where its tensors are.
         fused: why a part of a fused layer cannot be written; None: it can, parts one under the
             other.
@@ -169,7 +172,9 @@ class AdapterHubSpelling:
     containers: tuple[Container, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
+    omitted: tuple[str, ...] = ()
     fused: str | None = None
     feed_forward: tuple[str, str] | None = None
     read_fields: Callable[[Fields, AdapterHubFile], Fields] = _as_they_are
@@ -264,12 +269,14 @@ class PeftSpelling:
         refused: fields that cannot be reproduced, each with the reason, where they are not off.
         wide: parameters that stay in float32 over half-precision layers.
         refuse: the whole config to why it cannot be reproduced; None: it can.
-        read_layer: a layer of a file to the fields of our config there.
-        read_model: PEFT's fields and adapter-wide tensors, by our names, to the fields of our
-            config, and to our tensors.
+        read_layers: all layers of a file to the fields of our config at each; layers that differ
+            in other fields than those of `patterns` become members of a union.
+        read_model: PEFT's fields, its adapter-wide tensors by our names, and all layers, to
+            fields of our config and to our adapter-wide tensors.
         unsayable: why PEFT's format cannot express an adapter; None: it can.
-        join: the adapters at one layer, and what gives the layer's weight `[d_out, d_in]`, to one
-            adapter that computes the same, or to the reason why there is none.
+        join: several adapters at one layer, or those of parts of it, and what gives the layer's
+            weight as it is stored, to one adapter of the layer that computes the same; raises
+            where there is none. None: never.
         write_layers: the fields of PEFT's config for each of all layers; a value of None has no
             say. Fields of `patterns` may differ between layers.
         write_model: our adapter-wide tensors to PEFT's fields, and to its tensors by our names.
@@ -288,12 +295,14 @@ class PeftSpelling:
     refused: Mapping[str, str] = field(default_factory=dict)
     wide: tuple[str, ...] = ()
     refuse: Callable[[Mapping[str, Any]], str | None] = lambda _fields: None
-    read_layer: Callable[[PeftLayer], Fields] = lambda _layer: {}
-    read_model: Callable[[Mapping[str, Any], Tensors], tuple[Fields, Tensors]] = (
-        lambda _fields, tensors: ({}, tensors)
-    )
+    read_layers: Callable[[Sequence[PeftLayer]], Sequence[Fields]] = lambda layers: [
+        {} for _ in layers
+    ]
+    read_model: Callable[
+        [Mapping[str, Any], Tensors, Sequence[PeftLayer]], tuple[Fields, Tensors]
+    ] = lambda _fields, tensors, _layers: ({}, tensors)
     unsayable: Callable[[Placement], str | None] = lambda _placement: None
-    join: Callable[[Sequence[PeftPart], Callable[[], Tensor | None]], Tensors | str] | None = None
+    join: Callable[[Sequence[PeftPart], Callable[[], Tensor | None]], Tensors] | None = None
     write_layers: Callable[[Sequence[PeftOutput]], Sequence[Fields]] = lambda layers: [
         {} for _ in layers
     ]
@@ -302,31 +311,8 @@ class PeftSpelling:
     )
 
 
-# --- heads ---
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadSpelling:
-    """How the peers spell a head type.
-
-    Attributes:
-        peft_task: PEFT's `task_type`; None: PEFT has none, and names the class instead.
-        task_classes: the mapping of `transformers.models.auto.modeling_auto` with the task
-            classes that have such a head, by model type; None: PEFT has no such head.
-        adapterhub_quirk: model type and model config to what `adapters` computes instead, None
-            if the same.
-    """
-
-    peft_task: str | None = None
-    task_classes: str | None = None
-    adapterhub_quirk: Callable[[str, Mapping[str, Any]], str | None] = lambda _type, _config: None
-
-
 adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelling")
 """Our `architecture` to how AdapterHub spells it."""
 
 peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling")
 """Our `architecture` to how PEFT spells it."""
-
-head_spellings: Registry[HeadSpelling] = Registry("head spelling")
-"""A `head_type` to how the peers spell it."""

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent / "adapterzoo"
 LIMITS = Path(__file__).with_suffix(".toml")
 
 # everything else is the core
-EDGES = ("averaging", "checkpoint", "cli", "hub", "kernels", "testing")
+EDGES = ("averaging", "checkpoint", "cli", "hub", "kernels", "spelling", "testing")
 # where no method may be named, and no type of head
 BLIND_TO_METHODS = ("checkpoint", "cli", "model")
 BLIND_TO_HEADS = ("cli", "model", "trainer")

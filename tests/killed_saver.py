@@ -51,8 +51,8 @@ Content = dict[str, bytes]
 
 def replace(folder: Path, content: Content, stale: Any = ()) -> None:
     """What `formats.write` does when everything has been encoded."""
-    with folders.saving("saving", folder):
-        folders.replace_files("saving", folder, content, stale)
+    with folders.saving(folder):
+        folders.replace_files(folder, content, stale)
 
 
 def seen(folder: Path) -> Content:
@@ -83,7 +83,7 @@ def check_others(found: Content, versions: list[Content]) -> None:
 def check_ours(folder: Path, versions: list[Content]) -> int:
     """What this library sees; the number of the version."""
     check_others(seen(folder), versions)
-    with folders.reading("reading", folder):
+    with folders.reading(folder):
         found = seen(folder)
         assert not (folder / ".adapterzoo-ready").exists()
     assert found in versions, sorted(found)
@@ -185,7 +185,7 @@ def at_once(folder: Path, versions: list[Content], save: Callable[..., None]) ->
     children = [forked(lambda name=name: work(name)) for name in NAMES]
     found: set[int] = set()
     while len(found) < len(versions):
-        with folders.reading("reading", folder):
+        with folders.reading(folder):
             found.add(versions.index(seen(folder)))
         # read often, but leave the processors to the savers
         time.sleep(0.002)

@@ -280,11 +280,11 @@ def unsayable(model, *says, folder, name="a", **kwargs):
 
 @pytest.mark.parametrize(
     ("config", "says"),
-    [("boft", ("is no method of adapters", "format='native'")),
-     ("dora", ("only convention='adapterhub'", "format='native'")),
+    [("boft", ("is not a method of adapters", "format='native'")),
+     ("dora", ("which is convention='adapterhub'", "format='native'")),
      ("lora[rank_pattern={'query': 4}]", ("rank_pattern={'query': 4}", "format='native'")),
      ("lora[attn_matrices=['q', 'o']]", ("attn_matrices=['o']", "format='native'")),
-     ("lora[target_modules='all-linear']", ("where", "format='peft'")),
+     ("lora[target_modules='all-linear']", ("of whole blocks", "format='native'")),
      ("seq_bn|lora[lora_bias=True]", ("lora_bias=True", "format='native'"))],
 )  # fmt: skip
 def test_what_the_format_cannot_say_is_an_error_before_anything_is_written(
@@ -297,7 +297,7 @@ def test_what_the_format_cannot_say_is_an_error_before_anything_is_written(
 def test_meta_that_is_called_as_a_field_of_the_format_is_refused(model, tmp_path):
     model.add_adapter("a", "seq_bn")
     meta = {"name": "b", "version": 2, "fine": 1}
-    says = ("'name', 'version'", "another name", "format='native'")
+    says = ("'name', 'version'", "Rename these", "format='native'")
     unsayable(model, *says, folder=tmp_path / "x", meta_dict=meta)
 
 
@@ -311,7 +311,7 @@ def test_heads_and_families_that_the_format_does_not_know(model, tiny, tmp_path)
     unsayable(mixtral, "'mixtral'", "format='native'", folder=tmp_path / "y")
     gpt2 = tiny("gpt2")
     gpt2.add_adapter("a", "dora[convention='adapterhub']")
-    unsayable(gpt2, "DoRA in the fused layer", "format='native'", folder=tmp_path / "y")
+    unsayable(gpt2, "DoRA in a fused layer", "format='native'", folder=tmp_path / "y")
 
 
 def test_folders_are_not_mixed(model, tmp_path):

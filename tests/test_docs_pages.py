@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import re
@@ -84,6 +85,27 @@ def test_every_public_name_has_a_place_in_the_reference():
     text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     named = {n.rpartition(".")[2] for n in re.findall(r"\.\. auto\w+:: ([\w.]+)", text)}
     assert set(adapterzoo.__all__) <= named
+
+
+def defined() -> set[str]:
+    """Names of all classes, functions and type aliases of the package."""
+    found: set[str] = set()
+    for file in Path(adapterzoo.__file__).parent.rglob("*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(ast.unparse(target) for target in targets)
+    return found
+
+
+def test_the_glossary_names_what_is_in_the_code():
+    rows = [row for row in table("glossary.md") if row[0] != "term"]
+    assert len({row[0] for row in rows}) == len(rows) > 30
+    named = [name for row in rows for name in code_of(row[2])]
+    assert len(named) > 25
+    assert set(named) <= defined()
 
 
 LINK = re.compile(r"\]\(([^)#\s]+)(#[\w-]+)?\)")

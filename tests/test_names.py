@@ -33,11 +33,10 @@ def test_legal(name):
 
 
 @pytest.mark.parametrize("name", ILLEGAL)
-def test_illegal_with_value_and_cure(name):
+def test_illegal_with_value_and_hint(name):
     with pytest.raises(ConfigError) as caught:
         check_name(name)
     text = str(caught.value)
-    assert text.startswith("add_adapter:")
     assert repr(name) in text
     hint = re.search(r"Write '([^']*)'\.$", text)
     assert hint is not None, text
@@ -49,7 +48,7 @@ def test_names_are_strings(name):
     with pytest.raises(ConfigError) as caught:
         check_name(name)
     assert repr(name) in str(caught.value)
-    assert "Write add_adapter('my_task'" in str(caught.value)
+    assert "Write 'my_task'" in str(caught.value)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -1,8 +1,8 @@
-"""The arithmetic of several adapters that become one: on tensors, knowing nothing of methods.
+"""Arithmetic for combining adapters into one: on tensors, without knowledge of methods.
 
-An operation is what is left out of each tensor (`pruning`) and how the rest is joined (`joining`);
-a strategy says what the tensors are: parameters, low-rank factors, or whole changes of a weight,
-which `splitting` makes into factors again.
+An operation prunes each tensor (`pruning`) and joins them (`joining`). A strategy chooses the
+tensors: parameters, low-rank factors, or whole changes of a weight, which `splitting` factorises
+again.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from .joining import elected, weighted_sum
 from .pruning import largest, random
 from .splitting import signed_roots, split
-from .strategies import STRATEGIES, Combination, Strategy, combination
+from .strategies import LINEAR_OF_PEFT, STRATEGIES, Combination, Strategy, combination
 from .weights import weighted
 
 __all__ = [
+    "LINEAR_OF_PEFT",
     "STRATEGIES",
     "Combination",
     "Strategy",

@@ -1,4 +1,4 @@
-"""How tensors of several adapters become one tensor.
+"""Join tensors of several adapters into one.
 
 Sum: task arithmetic, Ilharco et al. 2022, arXiv:2212.04089, §2.
 Elected signs: TIES, Yadav et al. 2023, arXiv:2306.01708, §3.2 "elect" and §3.3 "disjoint merge".
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Σᵢ wᵢ τᵢ, added in the order given.
+    """Return Σᵢ wᵢ τᵢ, added in the given order.
 
     Args:
         tensors: at least one, of one shape, dtype and device.
@@ -28,11 +28,10 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def elected(
     tensors: Sequence[Tensor], weights: Sequence[float], majority_sign_method: str = "total"
 ) -> Tensor:
-    """The weighted mean, entry by entry, over those tensors that have the elected sign γ.
+    """Return the elementwise weighted mean over the tensors that have the elected sign γ.
 
-    With A = {i : sign τᵢ = γ} the result is Σ_{i ∈ A} wᵢ τᵢ / max(|A|, 1). As in PEFT the election
-    does not know the weights, a tie elects +, and the sum is divided by how many agree, not by
-    their weights.
+    With A = {i : sign τᵢ = γ} the result is Σ_{i ∈ A} wᵢ τᵢ / max(|A|, 1). As in PEFT, the election
+    ignores the weights, a tie elects +, and the sum is divided by |A|, not by the weights.
 
     Args:
         tensors: at least one, of one shape, dtype and device.

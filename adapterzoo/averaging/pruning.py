@@ -1,4 +1,4 @@
-"""What is left out of a tensor before it is joined with others.
+"""Prune a tensor before it is joined with others.
 
 Keeping the largest: TIES, Yadav et al. 2023, arXiv:2306.01708, §3.1 "trim".
 Keeping at random: DARE, Yu et al. 2023, arXiv:2311.03099, eq. 2 and 3.
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 def largest(tensor: Tensor, density: float) -> Tensor:
-    """The tensor with ⌊density · n⌋ of its n entries, those of largest magnitude; zeros elsewhere.
+    """Keep the ⌊density · n⌋ of n entries with the largest magnitude; set the others to zero.
 
     Args:
-        tensor: of any shape; experts in front are pruned together.
-        density: share of the entries that stay, above 0 to 1.
+        tensor: of any shape; all experts of a stack are pruned together.
+        density: share of the entries to keep, above 0 to 1.
     """
     flat = tensor.reshape(-1)  # [n]
     kept = flat.abs().topk(int(density * flat.numel())).indices
@@ -25,12 +25,12 @@ def largest(tensor: Tensor, density: float) -> Tensor:
 
 
 def random(tensor: Tensor, density: float, source: torch.Generator | None = None) -> Tensor:
-    """δ ↦ m ⊙ δ / density with m ~ Bernoulli(density), whose mean over m is δ.
+    """Return m ⊙ δ / density with m ~ Bernoulli(density); its mean over m is δ.
 
     Args:
         tensor: of any shape.
-        density: probability with which an entry stays, above 0 to 1.
-        source: of the CPU, so that all devices draw the same; None: torch's default one.
+        density: probability of keeping an entry, above 0 to 1.
+        source: on the CPU, so that all devices draw the same; None: torch's default generator.
     """
     shares = torch.full(tensor.shape, density, dtype=tensor.dtype, device="cpu")
     mask = torch.bernoulli(shares, generator=source)

@@ -1,4 +1,4 @@
-"""Low-rank factors for a change of a weight, and for a weight of their product."""
+"""Low-rank factors of a change of a weight, and of a number."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def split(
     full_matrices: bool = False,
     driver: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A = V_rᵀ and B = U_r Σ_r of the singular value decomposition: B A is the nearest of rank r.
+    """Return A = V_rᵀ and B = U_r Σ_r of the SVD: B A is the nearest matrix of rank r.
 
-    Eckart & Young 1936. Where the change has fewer singular values the rest of A and B is zero.
+    Eckart & Young 1936. If the change has fewer singular values, the rest of A and B is zero.
 
     Args:
         change: `[*experts, d_out, d_in]`.
         rank: r.
-        clamp: a quantile of all entries of A and B; what is larger is cut to it, on both sides.
-        full_matrices: whether singular vectors are computed that nobody reads, as PEFT does.
+        clamp: a quantile of all entries of A and B; larger magnitudes are cut to it.
+        full_matrices: whether to compute unused singular vectors, as PEFT does.
         driver: of cuSOLVER, see `torch.linalg.svd`.
 
     Returns:
@@ -43,14 +43,14 @@ def split(
 
 
 def signed_roots(weights: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Factors for A and for B whose product is each weight: ±√|w| and √|w|, the sign on A."""
+    """Return factors for A and B with each weight as product: ±√|w| and √|w|, the sign on A."""
     roots = [math.sqrt(abs(weight)) for weight in weights]
     signed = [math.copysign(root, weight) for root, weight in zip(roots, weights, strict=True)]
     return signed, roots
 
 
 def _quantile(values: Tensor, q: float) -> Tensor:
-    """`torch.quantile`, which takes no more than 16 million values, without that limit."""
+    """Compute `torch.quantile` without its limit of 16 million values."""
     ordered = values.sort().values
     at = q * (len(ordered) - 1)
     low = math.floor(at)

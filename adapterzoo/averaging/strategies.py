@@ -1,38 +1,36 @@
-"""The strategies by name: what is combined, by which operation, and with which options."""
+"""The strategies by name: what is combined, by which operation, with which options."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from adapterzoo.errors import CompositionError, ConfigError, listing, unknown_name
+from adapterzoo.errors import CompositionError, ConfigError, unknown_name
 from adapterzoo.fields import MAX_WIDTH
 
 from .joining import elected, weighted_sum
 from .pruning import largest, random
 
 Target: TypeAlias = Literal["parameters", "only_b", "factors", "ranks", "change"]
-"""What is combined: all parameters; the same with the signs of weights on B alone; the factors A
-and B, each by the root of its weight; the factors side by side; the change of the weight."""
-
-_SIGNS = ("total", "frequency")
-_DRIVERS = (None, "gesvd", "gesvdj", "gesvda")
+"""What is combined: all parameters; the same with the sign of a weight on B only; the factors A and
+B, each times the root of its weight; the factors side by side; the change of the weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A row of the table.
+    """What a strategy combines, and how.
 
     Attributes:
         target: what is combined.
-        prunes: how entries are left out before: "magnitude", "random", or not.
-        elects: whether signs are elected, as TIES does.
-        needs_rank: whether `svd_rank` has to be given.
+        prunes: which entries to keep: largest "magnitude", "random", or None for all.
+        elects: whether signs are elected, as in TIES.
+        needs_rank: whether `svd_rank` is required.
     """
 
     target: Target
@@ -41,13 +39,16 @@ class Strategy:
     needs_rank: bool = False
 
 
+LINEAR_OF_PEFT = "lora_linear_sqrt"
+"""The strategy that PEFT calls "linear"."""
+
 STRATEGIES: Mapping[str, Strategy] = {
     # as adapters defines them
     "linear": Strategy("parameters"),
     "lora_linear_only_negate_b": Strategy("only_b"),
     "lora_delta_w_svd": Strategy("change", needs_rank=True),
-    # as PEFT defines them; the first is its "linear"
-    "lora_linear_sqrt": Strategy("factors"),
+    # as PEFT defines them
+    LINEAR_OF_PEFT: Strategy("factors"),
     "cat": Strategy("ranks"),
     "svd": Strategy("change"),
     "magnitude_prune": Strategy("factors", "magnitude"),
@@ -62,14 +63,115 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 @dataclass(frozen=True, slots=True)
+class _Option:
+    """An option of some strategies.
+
+    Attributes:
+        is_used: whether a strategy uses it.
+        is_legal: whether a value is legal.
+        legal: the legal values, for messages.
+        example: one of them.
+        unset: the default.
+        is_required: whether a strategy that uses it needs another value than the default.
+    """
+
+    is_used: Callable[[Strategy], bool]
+    is_legal: Callable[[Any], bool]
+    legal: str
+    example: object
+    unset: object = None
+    is_required: Callable[[Strategy], bool] = lambda strategy: False
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, (int, float)) and type(value) is not bool else math.nan
+
+
+def _decomposes(strategy: Strategy) -> bool:
+    return strategy.target == "change"
+
+
+def _prunes(strategy: Strategy) -> bool:
+    return strategy.prunes is not None
+
+
+_OPTIONS = {
+    "density": _Option(
+        _prunes, lambda x: 0 < _number(x) <= 1, "a number above 0 to 1", 0.5, is_required=_prunes
+    ),
+    "majority_sign_method": _Option(
+        lambda strategy: strategy.elects,
+        lambda x: x in ("total", "frequency"),
+        "'total' or 'frequency'",
+        "total",
+        unset="total",
+    ),
+    "svd_rank": _Option(
+        _decomposes,
+        lambda x: type(x) is int and 1 <= x <= MAX_WIDTH,
+        f"a whole number from 1 to {MAX_WIDTH}",
+        8,
+        is_required=lambda strategy: strategy.needs_rank,
+    ),
+    "svd_clamp": _Option(_decomposes, lambda x: 0 <= _number(x) <= 1, "a number from 0 to 1", 0.99),
+    "svd_full_matrices": _Option(
+        _decomposes, lambda x: type(x) is bool, "True or False", False, unset=False
+    ),
+    "svd_driver": _Option(
+        _decomposes,
+        lambda x: x in ("gesvd", "gesvdj", "gesvda"),
+        "None, 'gesvd', 'gesvdj' or 'gesvda'",
+        None,
+    ),
+    "seed": _Option(
+        lambda strategy: strategy.prunes == "random", lambda x: type(x) is int, "a whole number", 0
+    ),
+}
+
+
+def combination(name: str, **options: Any) -> Combination:
+    """Return the combination that a user asks for, checked.
+
+    Args:
+        name: of the strategy.
+        **options: `density`, `majority_sign_method`, `svd_rank`, `svd_clamp`, `svd_full_matrices`,
+            `svd_driver` and `seed`, as `average_adapter` takes them.
+
+    Raises:
+        ConfigError: an option is missing, not legal, or has no effect.
+        UnknownNameError: there is no strategy of this name.
+    """
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise unknown_name("", "combination strategy", name, STRATEGIES)
+    strategy = STRATEGIES[name]
+    for field, option in _OPTIONS.items():
+        value = options.setdefault(field, option.unset)
+        is_set = value != option.unset or type(value) is not type(option.unset)
+        if not option.is_used(strategy):
+            if is_set:
+                raise ConfigError(
+                    f"{field}={value!r} has no effect on {name!r}. Write {field}={option.unset!r}."
+                )
+        elif (is_set or option.is_required(strategy)) and not option.is_legal(value):
+            raise ConfigError(
+                f"{field}={value!r} is not legal for {name!r}; legal is {option.legal}. Write "
+                f"{field}={option.example!r}."
+            )
+    # the caller makes generators from it
+    del options["seed"]
+    return Combination(
+        name, strategy, **{field.removeprefix("svd_"): value for field, value in options.items()}
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Combination:
     """A strategy with its options, for one call or for one layer.
 
     Attributes:
-        call: what the user wrote, for messages.
         name: of the strategy.
-        strategy: its row.
-        density: share of the entries that stay; None: all.
+        strategy: what it combines, and how.
+        density: share of the entries that are kept; None: all.
         majority_sign_method: how signs are elected.
         rank: of the result; None: the largest of those combined.
         clamp: quantile at which factors are cut; None: they are not.
@@ -78,7 +180,6 @@ class Combination:
         source: of random numbers; None: torch's default generator.
     """
 
-    call: str
     name: str
     strategy: Strategy
     density: float | None = None
@@ -96,15 +197,15 @@ class Combination:
 
     @property
     def keeps_scaling(self) -> bool:
-        """Whether the result has the scaling of what is combined, and not 1."""
+        """Whether the result keeps the scaling of what is combined, instead of 1."""
         return self.target in ("parameters", "only_b")
 
     def drawing(self, source: torch.Generator | None) -> Combination:
-        """The same with another source of random numbers."""
+        """Return the same combination with another source of random numbers."""
         return replace(self, source=source)
 
     def mix(self, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """One tensor: what is pruned of each, then joined.
+        """Prune each tensor, then join them.
 
         Args:
             tensors: at least one, of one shape and device, float32 or float64.
@@ -121,10 +222,10 @@ class Combination:
         return weighted_sum(tensors, weights)
 
     def fill(self, target: Tensor, value: Tensor, what: str) -> None:
-        """Copy a result to its parameter.
+        """Copy a result into its parameter.
 
         Args:
-            target: of a fresh adapter.
+            target: of a new adapter.
             value: of the same shape.
             what: the parameter's name.
 
@@ -134,8 +235,8 @@ class Combination:
         cast = value.to(target.dtype)
         if not bool(cast.isfinite().all()):
             raise CompositionError(
-                f"{self.call}: the combined {what} is not finite in {target.dtype}; nothing has "
-                f"changed. Look for NaN in the adapters, or write smaller weights."
+                f"the combined {what} is not finite in {target.dtype}; nothing has changed. Look "
+                f"for NaN in the adapters, or write smaller weights."
             )
         target.copy_(cast)
 
@@ -143,19 +244,19 @@ class Combination:
         self,
         configs: Sequence[Mapping[str, Any]],
         but: Iterable[str],
-        hint: str = "set_active_adapters(Average('a', 'b')), which averages what adapters do to x",
+        hint: str = "set_active_adapters(Average('a', 'b')), which averages the adapters' outputs",
     ) -> None:
-        """Check that configs are alike.
+        """Raise if configs differ.
 
         Args:
             configs: at least one, as dicts of JSON types.
             but: fields that may differ.
-            hint: what to write where others do.
+            hint: what to write then.
 
         Raises:
-            CompositionError: they are not.
+            CompositionError: they differ in another field.
         """
-        # the order of layers, matrices and targets means nothing
+        # the order of layers, matrices and targets has no meaning
         dicts = [
             {k: sorted(map(repr, v)) if isinstance(v, list) else v for k, v in config.items()}
             for config in configs
@@ -165,97 +266,18 @@ class Combination:
             if field not in but and any(value != found[0] for value in found):
                 given = [config.get(field) for config in configs]
                 raise CompositionError(
-                    f"{self.call}: {self.name!r} takes one {field}, and these have "
+                    f"{self.name!r} takes one {field}, and these have "
                     f"{' and '.join(map(str, given))}. Write {hint}."
                 )
 
     def refusal(self, why: str) -> CompositionError:
-        """The error of an adapter that has nothing of what the strategy combines.
+        """Make the error for an adapter that lacks what the strategy combines.
 
         Args:
             why: what it has instead.
         """
         return CompositionError(
-            f"{self.call}: {self.name!r} combines low-rank factors, and {why}. Write "
+            f"{self.name!r} combines low-rank factors, and {why}. Write "
             f"average_adapter(…, combine_strategy='linear'), the average of all parameters, or "
             f"set_active_adapters(Average('a', 'b'))."
         )
-
-
-def combination(
-    call: str,
-    name: str,
-    *,
-    density: float | None = None,
-    majority_sign_method: str = "total",
-    svd_rank: int | None = None,
-    svd_clamp: float | None = None,
-    svd_full_matrices: bool = False,
-    svd_driver: str | None = None,
-    seed: int | None = None,
-) -> Combination:
-    """The combination that a user asks for, checked.
-
-    Args:
-        call: what the user wrote, for messages.
-        name: of the strategy.
-        density: above 0 to 1, for strategies that prune.
-        majority_sign_method: "total" or "frequency", for those that elect signs, see `elected`.
-        svd_rank: 1 to 65,536, for those that decompose.
-        svd_clamp: 0 to 1, for those that decompose.
-        svd_full_matrices: for those that decompose, see `split`.
-        svd_driver: the same.
-        seed: for those that prune at random.
-
-    Raises:
-        ConfigError: an option is missing, not legal, or has no effect.
-        UnknownNameError: there is no strategy of this name.
-    """
-    if not isinstance(name, str) or name not in STRATEGIES:
-        raise unknown_name(call, "combination strategy", name, STRATEGIES)
-    strategy = STRATEGIES[name]
-
-    def wrong(field: str, value: object, why: str, hint: str) -> ConfigError:
-        return ConfigError(f"{call}: {field}={value!r} {why}. Write {hint}.")
-
-    decomposes = strategy.target == "change"
-    uses: dict[str, tuple[object, object, bool]] = {
-        "density": (density, None, strategy.prunes is not None),
-        "majority_sign_method": (majority_sign_method, "total", strategy.elects),
-        "svd_rank": (svd_rank, None, decomposes),
-        "svd_clamp": (svd_clamp, None, decomposes),
-        "svd_full_matrices": (svd_full_matrices, False, decomposes),
-        "svd_driver": (svd_driver, None, decomposes),
-        "seed": (seed, None, strategy.prunes == "random"),
-    }
-    for field, (value, unset, used) in uses.items():
-        if value != unset and not used:
-            raise wrong(field, value, f"has no effect on {name!r}", f"{field}={unset!r}")
-    if strategy.prunes is not None and not (_is_number(density) and 0.0 < density <= 1.0):
-        raise wrong("density", density, f"is no share of entries for {name!r}", "density=0.5")
-    if majority_sign_method not in _SIGNS:
-        why = f"is none of {listing(_SIGNS)}"
-        raise wrong(
-            "majority_sign_method", majority_sign_method, why, "majority_sign_method='total'"
-        )
-    if svd_rank is None and strategy.needs_rank:
-        raise wrong("svd_rank", None, f"is no rank, which {name!r} needs", "svd_rank=8")
-    if svd_rank is not None and not (type(svd_rank) is int and 1 <= svd_rank <= MAX_WIDTH):
-        raise wrong("svd_rank", svd_rank, f"is no rank from 1 to {MAX_WIDTH}", "svd_rank=8")
-    if svd_clamp is not None and not (_is_number(svd_clamp) and 0 <= svd_clamp <= 1):
-        raise wrong("svd_clamp", svd_clamp, "is no quantile from 0 to 1", "svd_clamp=0.99")
-    if type(svd_full_matrices) is not bool:
-        why = "is neither True nor False"
-        raise wrong("svd_full_matrices", svd_full_matrices, why, "svd_full_matrices=False")
-    if svd_driver not in _DRIVERS:
-        raise wrong("svd_driver", svd_driver, f"is none of {listing(_DRIVERS)}", "svd_driver=None")
-    if seed is not None and type(seed) is not int:
-        raise wrong("seed", seed, "is no whole number", "seed=0")
-    return Combination(
-        call, name, strategy, density, majority_sign_method, svd_rank, svd_clamp,
-        svd_full_matrices, svd_driver,
-    )  # fmt: skip
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,234 +1,326 @@
-"""Files that are either old or new, never half: safetensors with a JSON document inside.
+"""Read and write the files of checkpoints; what is read may come from a stranger.
 
-The document stands in the metadata of the file with the tensors, so that they and what they mean
-are one file; a JSON copy beside it is for people. Files that belong together are replaced
-together, see `folders`. What is read may come from a stranger: only regular files are opened, and
-of texts no more is read than a config can have.
+Only regular files are opened, no more is read than a config or a header can have, and a pickle is
+read by `torch.load(weights_only=True)` alone, which rebuilds tensors and runs nothing else. Files
+that belong together are replaced together, see `folders`.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import pickle
 import stat
+import struct
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
-from safetensors.torch import save
+import safetensors.torch
+import torch
 from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, ConfigError
 
 from . import folders
 
-_DOCUMENT = "adapterzoo"
-META = "adapterzoo_meta"
-# of safetensors: names, shapes and the document, about 300 bytes for each tensor
+AGAIN = "Copy the checkpoint again from where it was saved"
+# the key of our metadata in our safetensors files, and of `meta_dict` in those of PEFT's format
+NATIVE, META = "adapterzoo", "adapterzoo_meta"
+# of safetensors: names, shapes and metadata, about 300 bytes for each tensor
 _MAX_HEADER = 32 * 2**20
 # configs have some thousand bytes; lists of labels some hundred thousand
 MAX_JSON = 16 * 2**20
+# a damaged pickle raises whatever its bytes say
+_DAMAGED = (
+    safetensors.SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, OSError,
+    EOFError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError,
+    RecursionError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
-def write_tensors(file: Path, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors and their document as one file; equal content gives equal bytes.
-
-    Args:
-        file: its folder is made when missing.
-        document: JSON types.
-        tensors: of any device; shared memory is written apart.
-
-    Raises:
-        CheckpointError: the file cannot be written; an old one is still whole.
-    """
-    write_bytes(file, tensor_bytes(tensors, document))
-
-
-def tensor_bytes(
-    tensors: Mapping[str, Tensor],
-    document: Mapping[str, Any] | None = None,
-    meta: Mapping[str, Any] | None = None,
-) -> bytes:
-    """A safetensors file; equal content gives equal bytes.
-
-    Args:
-        tensors: of any device; shared memory is written apart.
-        document: JSON types, for the files of this library.
-        meta: JSON types, for those of others, which do not look at it.
-
-    Raises:
-        CheckpointError: the document, or what meta says, is larger than what reading takes.
-    """
-    # one metadata key only: safetensors does not fix the order of several
-    text = json.dumps(document, sort_keys=True, allow_nan=False)
-    metadata = {"format": "pt"} if document is None else {_DOCUMENT: text}
-    owned = {key: t.detach().cpu().clone().contiguous() for key, t in sorted(tensors.items())}
-    whole = save(owned, metadata=metadata)
-    if meta:
-        whole = _with_metadata(whole, metadata | {META: json.dumps(meta, sort_keys=True)})
-    _check_size("names, shapes and document", int.from_bytes(whole[:8], "little"), _MAX_HEADER)
-    return whole
-
-
-def _with_metadata(whole: bytes, metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file with these metadata, in their order."""
-    end = 8 + int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8:end]) | {"__metadata__": dict(metadata)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # tensors begin where their numbers may lie in memory
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + whole[end:]
-
-
-def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """A document as people can read it.
-
-    Raises:
-        CheckpointError: it is larger than what reading takes.
-    """
-    text = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
-    _check_size("the config, with what meta_dict says,", len(text), MAX_JSON)
-    return text
+# --- write ---
 
 
 def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
-    """Write the files of a checkpoint, and delete those that an older one left behind.
+    """Replace the files of a checkpoint together.
 
     Args:
         folder: made when missing.
         contents: plain names to contents.
-        stale: names of files that shall not be there, and may not be.
+        stale: names of files that an older checkpoint may have left, to be deleted.
 
     Raises:
         CheckpointError: a file cannot be written; all the old ones are whole.
     """
-    call = f"save to {str(folder)!r}"
-    with folders.saving(call, folder):
-        folders.replace_files(call, folder, contents, stale)
+    with folders.saving(folder):
+        folders.replace_files(folder, contents, stale)
 
 
-def write_bytes(file: Path, content: bytes) -> None:
-    """Replace a file's content, after the new one has reached the disk.
+def write_tensors(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors with our metadata as one safetensors file; its folder is made when missing.
 
     Raises:
         CheckpointError: the file cannot be written; an old one is still whole.
     """
-    write_all(file.parent, {file.name: content})
+    write_all(file.parent, {file.name: tensor_bytes(tensors, {NATIVE: metadata})})
 
 
-def check_regular(file: Path) -> None:
-    """Raise where a file is a pipe or a device, which could be read for ever.
-
-    A link to a regular file is one: the cache of huggingface_hub is made of these.
-
-    Raises:
-        CheckpointError: it is something else than a regular file.
-        OSError: there is none.
-    """
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise CheckpointError(
-            f"{file.name} is no regular file. Copy the checkpoint again from where it was saved"
-        )
-
-
-def holds_document(file: Path) -> bool:
-    """Whether a safetensors file is one of this library's; a damaged one counts as such."""
-    try:
-        check_header(file)
-        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-            return _DOCUMENT in (opened.metadata() or {})
-    except (safetensors.SafetensorError, OSError, ValueError):
-        return True
-
-
-def read_tensors(
-    file: Path, made_by: str = "save_adapter or save_head"
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors of a file, on the CPU.
+def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """A safetensors file; equal content gives equal bytes.
 
     Args:
-        file: that `write_tensors` wrote.
-        made_by: what users call to have such a file, for messages.
+        tensors: on any device; shared memory is written apart.
+        metadata: JSON types by key.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or was not written by `write_tensors`.
+        CheckpointError: the metadata is larger than what is read again.
     """
-    try:
-        check_header(file)
-        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-            metadata = opened.metadata() or {}
-            # cloned: a mapped file must not change under a model, nor keep the file open
-            tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"load from {str(file)!r}: there is no such file. Write the folder that {made_by} "
-            f"was given."
-        ) from error
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"load from {str(file)!r}: the file is damaged or no safetensors file ({error}). "
-            f"Save or download it again."
-        ) from error
-    if _DOCUMENT not in metadata:
-        raise CheckpointError(
-            f"load from {str(file)!r}: the file holds tensors but no adapterzoo document. "
-            f"Write a folder that {made_by} made."
-        )
-    try:
-        document = parse_json(metadata[_DOCUMENT])
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"load from {str(file)!r}: the document in the file is no JSON ({error}). "
-            f"Save it again."
-        ) from error
-    if not isinstance(document, dict):
-        raise CheckpointError(
-            f"load from {str(file)!r}: the document is a {type(document).__name__}, not an object. "
-            f"Save it again."
-        )
-    return document, tensors
+    texts = {key: json.dumps(v, sort_keys=True, allow_nan=False) for key, v in metadata.items()}
+    owned = {key: t.detach().cpu().clone().contiguous() for key, t in sorted(tensors.items())}
+    whole = safetensors.torch.save(owned, metadata={"format": "pt"})
+    # safetensors does not fix the order of several keys
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end]) | {"__metadata__": {"format": "pt", **texts}}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # tensors begin where their numbers may lie in memory
+    text += b" " * (-len(text) % 8)
+    _check_size("names, shapes and metadata", len(text), _MAX_HEADER)
+    return len(text).to_bytes(8, "little") + text + whole[end:]
 
 
-def check_header(file: Path) -> None:
-    """Raise where a file's header asks for more memory than any adapter needs.
+def json_bytes(values: Mapping[str, Any]) -> bytes:
+    """JSON for people to read.
 
     Raises:
-        CheckpointError: it does, or the file is no regular one.
-        OSError: there is none.
+        CheckpointError: it is larger than what is read again.
     """
-    check_regular(file)
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-    if size > _MAX_HEADER:
-        raise CheckpointError(f"its header would have more than {_MAX_HEADER:,} bytes")
+    text = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+    _check_size("the config, with meta_dict,", len(text), MAX_JSON)
+    return text
+
+
+def pickle_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors as `torch.save` writes them."""
+    stream = io.BytesIO()
+    # cloned: a view would bring all the memory that it looks at
+    torch.save({key: t.detach().cpu().clone() for key, t in tensors.items()}, stream)
+    return stream.getvalue()
 
 
 def _check_size(what: str, size: int, limit: int) -> None:
     if size > limit:
         raise CheckpointError(
-            f"save: {what} would have {size:,} bytes, and {limit:,} are the most that is read "
-            f"again; nothing has been written. Write a smaller meta_dict, or tensors for what is "
-            f"large."
+            f"{what} would have {size:,} bytes, and at most {limit:,} are read again; nothing has "
+            f"been written. Write a smaller meta_dict, or tensors for what is large."
         )
 
 
-def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says; NaN and infinities, which Python's reader takes, are none.
+# --- read ---
 
-    1e999 is one, too: it would be an infinity in memory, and nothing that can be written again.
+
+def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        file: not read where it is too large for a config.
+        hint: what to do about a file that is none.
 
     Raises:
-        ValueError: it is no JSON.
-        RecursionError: it has objects in objects without end.
+        CheckpointError: it is missing, too large, not JSON or not an object.
     """
-    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    try:
+        check_regular(file)
+        size = file.stat().st_size
+        if size > MAX_JSON:
+            raise CheckpointError(
+                f"{str(file)!r} has {size:,} bytes; a config has at most {MAX_JSON:,}. {hint}."
+            )
+        values = parse_json(file.read_bytes())
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(file)!r} cannot be read ({error.strerror or error}). {hint}."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{str(file)!r} is not JSON ({error}). {hint}.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            f"{str(file)!r} holds a {type(values).__name__}, not an object. {hint}."
+        )
+    return values
+
+
+def fields_of(file: Path) -> frozenset[str]:
+    """The names of the fields in a JSON file; none where it cannot be read as a config."""
+    try:
+        return frozenset(read_json(file))
+    except CheckpointError:
+        return frozenset()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON; NaN and infinities, which Python's reader takes, are errors.
+
+    1e999 is one, too: it would be an infinity in memory, which cannot be written again.
+
+    Raises:
+        ValueError: it is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
 
 
 def _finite(text: str) -> float:
     number = float(text)
-    return number if math.isfinite(number) else _no_number(text)
+    return number if math.isfinite(number) else _refuse_number(text)
 
 
-def _no_number(text: str) -> float:
-    raise ConfigError(f"{text[:60]} is no number of JSON")
+def _refuse_number(text: str) -> float:
+    raise ConfigError(f"{text[:60]} is not a number of JSON")
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a `.safetensors` file, or of a pickle that torch wrote, on the CPU.
+
+    Raises:
+        CheckpointError: it is damaged, or holds code or anything other than tensors.
+    """
+    if file.suffix == ".safetensors":
+        return read_safetensors(file)[1]
+    try:
+        check_regular(file)
+        _refuse_compressed(file)
+        loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except _DAMAGED as error:
+        raise _damaged(file, error) from error
+    if not isinstance(loaded, dict) or not all(
+        isinstance(key, str) and _is_plain(value) for key, value in loaded.items()
+    ):
+        raise CheckpointError(f"{str(file)!r} does not map names to plain tensors. {AGAIN}.")
+    for key, tensor in loaded.items():
+        # one number can stand for a tensor of any size, until it is copied
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{str(file)!r} has fewer numbers for {key!r} than its shape: file "
+                f"{list(tensor.shape)}; nothing has been loaded. {AGAIN}."
+            )
+    return {key: tensor.detach() for key, tensor in loaded.items()}
+
+
+def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a safetensors file, on the CPU.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        _check_header(file)
+        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+            # cloned: a mapped file must not change under a model, nor keep the file open
+            tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
+            return opened.metadata() or {}, tensors
+    except CheckpointError:
+        raise
+    except _DAMAGED as error:
+        raise _damaged(file, error) from error
+
+
+def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
+    """The object under a key of a safetensors file's metadata; None where there is none.
+
+    Raises:
+        CheckpointError: the file is damaged, or there is something else.
+    """
+    try:
+        _check_header(file)
+        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+            return parse_metadata(file, opened.metadata() or {}, key)
+    except CheckpointError:
+        raise
+    except _DAMAGED as error:
+        raise _damaged(file, error) from error
+
+
+def parse_metadata(file: Path, metadata: Mapping[str, str], key: str) -> dict[str, Any] | None:
+    """The object under a key of a safetensors file's metadata; None where there is none.
+
+    Raises:
+        CheckpointError: there is something else.
+    """
+    if key not in metadata:
+        return None
+    try:
+        values = parse_json(metadata[key])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{str(file)!r}: its metadata {key!r} is not JSON ({error}). {AGAIN}."
+        ) from error
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            f"{str(file)!r}: its metadata {key!r} is a {type(values).__name__}, not an object. "
+            f"{AGAIN}."
+        )
+    return values
+
+
+def check_regular(file: Path) -> None:
+    """Refuse a pipe or a device, which could be read for ever.
+
+    A link to a regular file is fine: the cache of huggingface_hub is made of these.
+
+    Raises:
+        CheckpointError: it is not a regular file.
+        OSError: there is none.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise CheckpointError(f"{str(file)!r} is not a regular file. {AGAIN}.")
+
+
+def _check_header(file: Path) -> None:
+    check_regular(file)
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+    if size > _MAX_HEADER:
+        raise CheckpointError(
+            f"{str(file)!r} is damaged: its header would have more than {_MAX_HEADER:,} bytes. "
+            f"{AGAIN}."
+        )
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{str(file)!r}: there is no such file. {AGAIN}.")
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return CheckpointError(
+        f"{str(file)!r} is damaged, or holds more than tensors ({reason}). {AGAIN}; a file that "
+        f"holds code is not opened."
+    )
+
+
+def _is_plain(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return not (value.is_meta or value.is_quantized or value.is_complex())
+
+
+def _refuse_compressed(file: Path) -> None:
+    # torch.save compresses nothing: what is compressed can be a thousand times its size in memory
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as opened:
+        entries = opened.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise CheckpointError(f"{str(file)!r} is compressed, which torch.save never does. {AGAIN}.")
+    # entries may lie over each other, each as large as the file
+    if sum(entry.file_size for entry in entries) > file.stat().st_size:
+        raise CheckpointError(
+            f"{str(file)!r}: its entries share bytes, so that it holds more than its size, which "
+            f"torch.save never does. {AGAIN}."
+        )

@@ -1,12 +1,13 @@
-"""Folders that hold the old checkpoint or the new one, whenever the power goes.
+"""A folder holds the old checkpoint or the new one, whenever the process or the power dies.
 
-A save writes all its files into a hidden folder beside the old ones, renames that to `_READY`,
-which is the moment when the new checkpoint exists, and then moves the files up. Whoever comes next,
-to read or to write, moves up what a killed save could not. Readers that do not know this (PEFT,
-AdapterHub's adapters) never meet files of two saves either: configs are taken away before the
-tensors change and come back last, so that they find the old, the new, or no config.
+A save writes all files into a hidden folder beside the old ones, renames that to `_READY`, which
+is the moment when the new checkpoint exists, and then moves the files up. The next reader or
+saver moves up what a killed save could not. Other libraries never meet files of two saves either:
+configs are removed before the tensors change and come back last, so that such a reader finds the
+old, the new, or no config.
 
-Savers and readers lock the folder itself against each other, where the file system has locks.
+Savers and readers lock the folder against each other, where the file system has locks; a process
+that dies releases its lock.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import shutil
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -28,74 +28,60 @@ if sys.platform != "win32":
 
 _READY = ".adapterzoo-ready"
 _PART = ".adapterzoo-part-"
-# a save of gigabytes to a slow disk may take minutes
-_PATIENCE = 600.0
-_PAUSE = 0.01
 
 
 @contextlib.contextmanager
-def saving(call: str, folder: Path) -> Iterator[None]:
-    """Nobody else saves to the folder or reads it meanwhile, and it holds one whole checkpoint.
-
-    Args:
-        call: what the user wrote, for messages.
-        folder: made when missing.
+def saving(folder: Path) -> Iterator[None]:
+    """Keep all others out of the folder, which holds one whole checkpoint; make it when missing.
 
     Raises:
-        CheckpointError: the folder cannot be made, or another process keeps it.
+        CheckpointError: the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(call, folder, error) from error
-    with _locked(call, folder, alone=True):
-        _finish_or_raise(call, folder)
+        raise _unwritable(folder, error) from error
+    with _locked(folder, alone=True):
+        _finish_or_raise(folder)
         for litter in folder.glob(f"{_PART}*"):
-            # of a save that was killed; a link is nobody's litter
+            # of a save that was killed; links are not followed
             shutil.rmtree(litter, ignore_errors=True)
         yield
 
 
 @contextlib.contextmanager
-def reading(call: str, folder: Path) -> Iterator[None]:
-    """Nobody saves to the folder meanwhile, and it holds one whole checkpoint.
-
-    Args:
-        call: what the user wrote, for messages.
-        folder: may be missing.
+def reading(folder: Path) -> Iterator[None]:
+    """Keep savers out of the folder, which holds one whole checkpoint or may be missing.
 
     Raises:
-        CheckpointError: a save was interrupted and cannot be finished, or goes on for too long.
+        CheckpointError: a save was interrupted and cannot be finished.
     """
     while True:
-        with _locked(call, folder, alone=False):
+        with _locked(folder, alone=False):
             if not _is_ready(folder):
                 yield
                 return
-        with _locked(call, folder, alone=True):
-            _finish_or_raise(call, folder)
+        with _locked(folder, alone=True):
+            _finish_or_raise(folder)
 
 
-def replace_files(
-    call: str, folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] = ()
-) -> None:
+def replace_files(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
     """Replace files of a folder together; to be called within `saving`.
 
     Args:
-        call: what the user wrote, for messages.
         folder: exists.
         contents: plain names to contents.
-        stale: names of files that shall not be there afterwards, and may not be now.
+        stale: names of files to delete, where they exist.
 
     Raises:
         CheckpointError: a file cannot be written, and the old ones are whole; or the new ones are,
-            and the next reader or saver has to put them in their places.
+            and the next reader or saver has to move them up.
     """
     for name in contents:
         if (folder / name).is_dir():
             raise CheckpointError(
-                f"{call}: there is a folder in the place of the file {str(folder / name)!r}. What "
-                f"was there before is still whole. Write to a folder that has none."
+                f"there is a folder in the place of the file {str(folder / name)!r}. What was "
+                f"there before is still whole. Write to a folder that has none."
             )
     part = None
     try:
@@ -106,24 +92,24 @@ def replace_files(
             # an empty file stands for one that goes
             if name not in contents and (folder / name).is_file():
                 _write(part / name, b"")
-        _settle(part)
+        _sync(part)
         part.rename(folder / _READY)
         part = None
     except OSError as error:
-        raise _unwritable(call, folder, error) from error
+        raise _unwritable(folder, error) from error
     finally:
         if part is not None:
             shutil.rmtree(part, ignore_errors=True)
-    _settle(folder)
-    _finish_or_raise(call, folder)
+    _sync(folder)
+    _finish_or_raise(folder)
 
 
 def _finish(folder: Path) -> None:
-    """Move up what a save has made ready; what was moved before is left alone."""
+    """Move up the files of a save that is ready, as far as they have not been moved."""
     if not _is_ready(folder):
         return
     ready = folder / _READY
-    # a folder may come from a stranger: no link is followed, and nothing hidden is put there
+    # a folder may come from a stranger: follow no link, and move nothing hidden
     names = sorted(file.name for file in ready.iterdir() if stat.S_ISREG(file.lstat().st_mode))
     names = [name for name in names if not name.startswith(".")]
     documents = [name for name in names if name.endswith(".json")]
@@ -135,18 +121,18 @@ def _finish(folder: Path) -> None:
         else:
             (folder / name).unlink(missing_ok=True)
             (ready / name).unlink()
-    _settle(folder)
+    _sync(folder)
     shutil.rmtree(ready)
 
 
-def _finish_or_raise(call: str, folder: Path) -> None:
+def _finish_or_raise(folder: Path) -> None:
     try:
         _finish(folder)
     except OSError as error:
         raise CheckpointError(
-            f"{call}: a save to {str(folder)!r} was interrupted after its files were written, and "
-            f"they cannot be put in their places ({error.strerror or error}). Make the folder "
-            f"writable, or copy it with its hidden files to a place that is, and load from there."
+            f"a save to {str(folder)!r} was interrupted after its files were written, and they "
+            f"cannot be moved into place ({error.strerror or error}). Make the folder writable, or "
+            f"copy it with its hidden files to one that is, and load from there."
         ) from error
 
 
@@ -162,8 +148,8 @@ def _write(file: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _settle(folder: Path) -> None:
-    """Let the names in a folder reach the disk, where that can be asked for."""
+def _sync(folder: Path) -> None:
+    """Write the names in a folder to the disk, where the system can."""
     with contextlib.suppress(OSError), _opened(folder) as handle:
         os.fsync(handle)
 
@@ -178,36 +164,20 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _locked(call: str, folder: Path, alone: bool) -> Iterator[None]:
-    """The lock of a folder; nothing is locked where the file system, or the system, has none."""
+def _locked(folder: Path, alone: bool) -> Iterator[None]:
+    """Hold the lock of a folder; nothing is locked where the system or file system cannot."""
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
             with contextlib.suppress(OSError):
                 handle = stack.enter_context(_opened(folder))
-                _lock(call, folder, handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+                fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
                 # a process that was forked meanwhile has the handle too: closing is not enough
                 stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)
         yield
 
 
-def _lock(call: str, folder: Path, handle: int, kind: int) -> None:
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{call}: another process has saved to {str(folder)!r}, or read from it, for "
-                    f"{_PATIENCE / 60:g} minutes. End it, or write another folder."
-                ) from None
-        time.sleep(_PAUSE)
-
-
-def _unwritable(call: str, folder: Path, error: OSError) -> CheckpointError:
+def _unwritable(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{call}: {str(error.filename or folder)!r} cannot be written: {error.strerror or error}. "
-        f"What was there before is still whole. Write to a folder that can be written and has "
-        f"space."
+        f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}. What was "
+        f"there before is still whole. Write to a folder that can be written and has space."
     )

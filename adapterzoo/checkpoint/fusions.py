@@ -8,16 +8,16 @@ from pathlib import Path
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, unknown_name
 
-from . import adapterhub_fusion, folders, native
-from .formats import Facts
-from .stored import Stored
+from . import folders, native
+from .adapterhub import fusion as adapterhub
+from .formats import Checkpoint, ModelInfo
 
-STEM = "adapter_fusion"
-_NATIVE = f"{STEM}.safetensors"
+KIND = "adapter_fusion"
+_NATIVE = f"{KIND}.safetensors"
 FORMATS = ("native", "adapterhub")
 
 
-def check_format(call: str, format: str) -> None:
+def check_format(format: str) -> None:
     """Raise where fusions cannot be written in a format.
 
     Raises:
@@ -26,69 +26,68 @@ def check_format(call: str, format: str) -> None:
     """
     if format == "peft":
         raise CheckpointError(
-            f"{call}: PEFT has no fusion of adapters, and its format none of its layers. Nothing "
-            f"has been written. Write format='native' or format='adapterhub'."
+            "PEFT has no fusion of adapters, and its format none of its layers. Nothing has been "
+            "written. Write format='native' or format='adapterhub'."
         )
     if format not in FORMATS:
-        raise unknown_name(call, "format", format, FORMATS)
+        raise unknown_name("", "format", format, FORMATS)
 
 
 def write(
     folder: Path,
-    stored: Stored,
+    checkpoint: Checkpoint,
     format: str,
-    facts: Facts,
+    info: ModelInfo,
     fused: Sequence[AdapterConfig],
 ) -> None:
     """Write fusion layers; everything that can be wrong with them is found before.
 
     Args:
         folder: made when missing.
-        stored: what to write, tensors whole.
-        format: one that `check_format` knows.
-        facts: of the model.
+        checkpoint: what to write, tensors whole.
+        format: one that `check_format` accepts.
+        info: of the model.
         fused: the configs of its adapters.
 
     Raises:
-        CheckpointError: the format cannot say it, the folder holds a fusion in another one, or
+        CheckpointError: the format cannot express it, the folder holds a fusion in another one, or
             cannot be written; what was there is still whole.
     """
-    call = facts.call
     if format == "native":
-        contents, owned = native.encode(stored, STEM), [_NATIVE]
+        contents, owned = native.encode(checkpoint, KIND), [_NATIVE]
     else:
-        contents = adapterhub_fusion.encode(facts, stored, fused)
-        owned = list(adapterhub_fusion.TENSORS)
-    with folders.saving(call, folder):
+        contents = adapterhub.encode(info, checkpoint, fused)
+        owned = list(adapterhub.TENSORS)
+    with folders.saving(folder):
         there = _of(folder)
         if there not in (None, format):
             raise CheckpointError(
-                f"{call}: the folder {str(folder)!r} holds a fusion in the format {there!r}; files "
-                f"of both would be mixed. Write another folder, or empty this one."
+                f"the folder {str(folder)!r} holds a fusion in the format {there!r}; files of both "
+                f"would be mixed. Write another folder, or empty this one."
             )
-        folders.replace_files(call, folder, contents, owned)
+        folders.replace_files(folder, contents, owned)
 
 
-def read(folder: Path, facts: Facts, config_of: Callable[[str], AdapterConfig]) -> Stored:
+def read(folder: Path, info: ModelInfo, config_of: Callable[[str], AdapterConfig]) -> Checkpoint:
     """Read fusion layers in whichever format they are.
 
     Args:
         folder: on disk.
-        facts: of the model.
+        info: of the model.
         config_of: the config of the adapter of a name.
 
     Raises:
         CheckpointError: there are none, or a file is missing or damaged.
     """
-    with folders.reading(facts.call, folder):
+    with folders.reading(folder):
         if _of(folder) != "adapterhub":
-            return native.load(folder, STEM)
-        names = adapterhub_fusion.fused_names(facts.call, folder)
-        return adapterhub_fusion.read(facts, folder, [config_of(name) for name in names])
+            return native.load(folder, KIND)
+        names = adapterhub.fused_names(folder)
+        return adapterhub.read(info, folder, [config_of(name) for name in names])
 
 
 def _of(folder: Path) -> str | None:
     # a folder that holds both was mixed by hand: what cannot hold code goes first
     if (folder / _NATIVE).is_file():
         return "native"
-    return "adapterhub" if adapterhub_fusion.recognises(folder) else None
+    return "adapterhub" if adapterhub.recognises(folder) else None

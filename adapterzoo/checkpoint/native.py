@@ -1,243 +1,200 @@
-"""The native format: one folder with one safetensors file, and how it is compared with a model.
+"""Our format: one safetensors file, `<kind>.safetensors`, and `<kind>_config.json` for people.
 
 `adapter.safetensors` holds an adapter, with its head where there is one; `head.safetensors` a
-head alone. Keys are `<path of the layer>/<parameter>`, those of a head `head//<parameter>`; no
-name of an adapter or head stands in them. `adapter_config.json` and `head_config.json` repeat the
-document for people and for the Hub; both must say the same, see `documents`.
+head alone. Keys are `<path of the site>/<parameter>`, those of a head `head//<parameter>`; no
+name of an adapter or head is part of them. The metadata say what the tensors mean, and have one
+SHA-256 of both. The JSON file repeats the metadata; an edit there would have no effect, and is
+therefore an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError
 
-from . import documents, folders
-from .digest import digests, same_bits
-from .files import holds_document, json_bytes, read_tensors, tensor_bytes, write_all
-from .formats import Facts, Stem, formats
-from .stored import Stored
+from . import files, folders
+from .digest import fingerprint
+from .formats import Checkpoint, Kind, ModelInfo, formats
 
 FORMAT = "adapterzoo"
 VERSION = 1
-_SHOWN = 10
-# two slashes: no layer, were it called "head", can have such a key
+# two slashes: no site, were it called "head", can have such a key
 _HEAD = "head//"
+_HASH = "sha256"
+# of files before there was one
+_OLD_HASHES = ("digest", "digests")
+# in an edited config, what is not the editor's to change
+_FIXED = ("format", "version")
+# of a value, in characters, and of lines
+_WIDTH, _LINES = 60, 3
 
 
 class NativeFormat:
-    """The format of this library, as `formats` sees it."""
+    """Our format, as `formats` sees it."""
 
-    def recognises(self, folder: Path, stem: Stem) -> bool:
-        """Whether there is the one file, and no other library wrote it."""
-        file = folder / f"{stem}.safetensors"
-        return file.is_file() and holds_document(file)
+    def recognises(self, folder: Path, kind: Kind) -> bool:
+        """Whether there is the one file, ours or damaged."""
+        file = folder / f"{kind}.safetensors"
+        try:
+            return file.is_file() and files.read_metadata(file, files.NATIVE) is not None
+        except CheckpointError:
+            return True
 
-    def read(self, folder: Path, stem: Stem, facts: Facts) -> Stored:
+    def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
         """What `load` reads."""
-        return load(folder, stem)
+        return load(folder, kind)
 
-    def encode(self, stored: Stored, stem: Stem, facts: Facts) -> dict[str, bytes]:
-        """Tensors and document in one file; the document once more for people."""
-        return encode(stored, stem)
+    def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
+        """Tensors and metadata in one file; the metadata once more for people."""
+        return encode(checkpoint, kind)
 
-    def owned(self, stem: Stem) -> tuple[str, ...]:
+    def owned(self, kind: Kind) -> tuple[str, ...]:
         """Always both."""
-        return f"{stem}.safetensors", f"{stem}_config.json"
+        return f"{kind}.safetensors", f"{kind}_config.json"
 
 
 formats.register("native")(NativeFormat())
 
 
-def encode(stored: Stored, stem: str) -> dict[str, bytes]:
-    """The contents of `<stem>.safetensors` and `<stem>_config.json`."""
-    tensors = keyed(stored)
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        **stored.document,
-        "digests": digests(tensors),
-    }
-    return {
-        f"{stem}.safetensors": tensor_bytes(tensors, documents.sealed(document)),
-        f"{stem}_config.json": json_bytes(documents.copy_of(document)),
-    }
+def encode(checkpoint: Checkpoint, kind: str) -> dict[str, bytes]:
+    """The contents of `<kind>.safetensors` and `<kind>_config.json`."""
+    tensors = keyed(checkpoint)
+    metadata = hashed({"format": FORMAT, "version": VERSION, **checkpoint.metadata}, tensors)
+    written = files.tensor_bytes(tensors, {files.NATIVE: metadata})
+    del metadata[_HASH]
+    return {f"{kind}.safetensors": written, f"{kind}_config.json": files.json_bytes(metadata)}
 
 
-def keyed(stored: Stored) -> dict[str, Tensor]:
+def hashed(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The metadata with the SHA-256 of themselves and the tensors."""
+    # as JSON reads it again: a tuple is a list, a number as a key is a string
+    plain = {k: v for k, v in json.loads(json.dumps(metadata)).items() if k != _HASH}
+    return plain | {_HASH: fingerprint(plain, tensors)}
+
+
+def keyed(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The tensors of an adapter and of its head under the keys of one file."""
-    return stored.adapter | {_HEAD + key: tensor for key, tensor in stored.head.items()}
+    return checkpoint.adapter | {_HEAD + key: tensor for key, tensor in checkpoint.head.items()}
 
 
-def resealed(folder: Path, stem: str) -> dict[str, bytes]:
-    """The files of a checkpoint whose `<stem>_config.json` was edited, which is right from now on.
-
-    Raises:
-        CheckpointError: one of its files is missing or damaged.
-    """
-    return encode(load(folder, stem, edited=True), stem)
-
-
-def save(folder: Path, stem: str, stored: Stored) -> None:
-    """Write `<stem>.safetensors` and `<stem>_config.json`.
+def save(folder: Path, kind: str, checkpoint: Checkpoint) -> None:
+    """Write `<kind>.safetensors` and `<kind>_config.json`.
 
     Raises:
         CheckpointError: the folder cannot be written; an old checkpoint is still whole.
     """
-    write_all(folder, encode(stored, stem))
+    files.write_all(folder, encode(checkpoint, kind))
 
 
-def load(folder: Path, stem: str, edited: bool = False) -> Stored:
+def load(folder: Path, kind: str, edited: bool = False) -> Checkpoint:
     """Read what `save` wrote.
 
     Args:
         folder: that `save` was given.
-        stem: the same.
-        edited: whether `<stem>_config.json`, changed by hand, is what the tensors mean.
+        kind: the same.
+        edited: whether `<kind>_config.json`, changed by hand, replaces the metadata.
 
     Raises:
         CheckpointError: it is missing, damaged, of another format or of a newer version.
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"load from {str(folder)!r}: there is no such folder. Write the folder that "
-            f"save_{stem} was given."
+            f"{str(folder)!r}: there is no such folder. Write the folder that save_{kind} was "
+            f"given."
         )
-    call = f"load from {str(folder)!r}"
-    with folders.reading(call, folder):
-        document, tensors = read_tensors(folder / f"{stem}.safetensors", f"save_{stem}")
-        version = document.get("version")
-        if document.get("format") != FORMAT or not isinstance(version, int):
+    file = folder / f"{kind}.safetensors"
+    with folders.reading(folder):
+        if not file.exists():
             raise CheckpointError(
-                f"{call}: not the native format (format={document.get('format')!r}). Write a "
-                f"folder that save_{stem} made."
+                f"{str(file)!r}: there is no such file. Write the folder that save_{kind} was "
+                f"given."
+            )
+        metadata, tensors = read(file)
+        version = metadata.get("version")
+        if metadata.get("format") != FORMAT or not isinstance(version, int):
+            raise CheckpointError(
+                f"{str(file)!r} is not in the native format (format={metadata.get('format')!r}). "
+                f"Write a folder that save_{kind} made."
             )
         if version > VERSION:
             raise CheckpointError(
-                f"{call}: written in version {version} of the format, this release reads up to "
-                f"{VERSION}. Write pip install -U adapterzoo."
+                f"{str(file)!r} was written in version {version} of the format, and this release "
+                f"reads up to {VERSION}. Write pip install -U adapterzoo."
             )
-        document = documents.checked(call, folder, stem, document, edited)
-    _check_bits(call, document.get("digests"), tensors)
+        metadata = _as_written(file, metadata, tensors, edited)
     head = {k.removeprefix(_HEAD): t for k, t in tensors.items() if k.startswith(_HEAD)}
     adapter = {k: t for k, t in tensors.items() if not k.startswith(_HEAD)}
-    return Stored(document, adapter, head)
+    return Checkpoint(metadata, adapter, head)
 
 
-def differences(
-    file: Mapping[str, Tensor], skeleton: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> list[str]:
-    """How the tensors of a file differ from those of a model in names, shapes and dtypes.
-
-    Args:
-        file: what was read.
-        skeleton: the fresh parameters that it shall fill.
-        dtype: to which the user allows the file to be converted; None: dtypes must agree.
-    """
-    lines = [f"{key}   in the file only" for key in sorted(set(file) - set(skeleton))]
-    lines += [f"{key}   in the model only" for key in sorted(set(skeleton) - set(file))]
-    wrong: dict[tuple[torch.dtype, torch.dtype], int] = {}
-    for key in sorted(set(file) & set(skeleton)):
-        theirs, ours = file[key], skeleton[key]
-        if theirs.shape != ours.shape:
-            lines.append(f"{key}   file {list(theirs.shape)}   model {list(ours.shape)}")
-        elif theirs.dtype != ours.dtype and dtype is None:
-            wrong[theirs.dtype, ours.dtype] = wrong.get((theirs.dtype, ours.dtype), 0) + 1
-    for (theirs_dtype, ours_dtype), count in wrong.items():
-        lines.append(
-            f"dtype of {count} tensors   file {theirs_dtype}   model {ours_dtype}   "
-            f"(pass dtype={ours_dtype} to convert)"
-        )
-    return lines
-
-
-def check_fit(
-    call: str,
-    model: str,
-    file: Mapping[str, Tensor],
-    skeleton: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-) -> None:
-    """Raise one error with every difference between a file and the model that it shall fill.
+def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Our metadata and the tensors of a safetensors file that this library wrote.
 
     Raises:
-        CheckpointError: there is any.
+        CheckpointError: it is missing or damaged, or another library wrote it.
     """
-    lines = differences(file, skeleton, dtype)
-    start = f"{call}: " if call else ""
+    texts, tensors = files.read_safetensors(file)
+    metadata = files.parse_metadata(file, texts, files.NATIVE)
+    if metadata is None:
+        raise CheckpointError(
+            f"{str(file)!r} has tensors, but no metadata of adapterzoo. Write a folder that "
+            f"adapterzoo saved."
+        )
+    return metadata, tensors
+
+
+def _as_written(
+    file: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor], edited: bool
+) -> dict[str, Any]:
+    """The metadata, after comparing them and the tensors with what was written."""
+    expected = metadata.pop(_HASH, None)
+    for old in _OLD_HASHES:
+        metadata.pop(old, None)
+    copy_file = file.with_name(f"{file.stem}_config.json")
+    try:
+        if expected is not None and expected != fingerprint(metadata, tensors):
+            raise CheckpointError(
+                f"{str(file)!r} is not what was written: metadata or tensors have another SHA-256 "
+                f"than {_short(expected)}; nothing has been loaded. {files.AGAIN}."
+            )
+        if not copy_file.exists() and not edited:
+            return metadata
+        copy = files.read_json(copy_file)
+        if edited:
+            return copy | {key: metadata[key] for key in _FIXED}
+        lines = list(_differences("", copy, metadata))
+    except RecursionError as error:
+        raise CheckpointError(
+            f"the metadata of {str(file)!r} are nested too deeply; nothing has been loaded. "
+            f"{files.AGAIN}."
+        ) from error
     if lines:
-        rest = len(lines) - _SHOWN
-        shown = lines[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
+        shown = "; ".join(lines[:_LINES])
+        shown += f"; and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
         raise CheckpointError(
-            f"{start}{len(lines)} difference{'s' * (len(lines) > 1)} from this {model}; nothing "
-            f"has been loaded:\n  " + "\n  ".join(shown)
+            f"{str(copy_file)!r} says {shown}. The tensors' file decides, and nothing has been "
+            f"loaded. If you edited the config on purpose, write adapterzoo convert "
+            f"{str(file.parent)!r} NEW_FOLDER --to native --edited; else delete {copy_file.name}, "
+            f"or copy the checkpoint again from where it was saved."
         )
+    return metadata
 
 
-def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a module the values of a file that fits it, in the dtypes of the module.
-
-    Args:
-        module: where it is on the meta device, and a copy would be lost, it gets the tensors.
-        tensors: those of the module that shall change.
-    """
-    own = module.state_dict(keep_vars=True)
-    values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
-    if any(own[key].is_meta for key in values):
-        module.load_state_dict(values, strict=False, assign=True)
-        _share_again(module, own, values)
-        return
-    with torch.no_grad():
-        for key, value in values.items():
-            own[key].copy_(value)
-    # a copy within the memory that was checked is right
-    far = (key for key in values if own[key].device.type != "cpu")
-    wrong = [key for key in far if not same_bits(own[key], values[key])]
-    _refuse_bits("load", wrong, own)
+def _differences(path: str, copy: Any, own: Any) -> Iterator[str]:
+    if isinstance(copy, dict) and isinstance(own, dict):
+        for key in sorted({*copy, *own}):
+            yield from _differences(f"{path}.{key}".lstrip("."), copy.get(key), own.get(key))
+    # True equals 1, and 1 equals 1.0, but they are written differently
+    elif json.dumps(copy, sort_keys=True) != json.dumps(own, sort_keys=True):
+        yield f"{path}={_short(copy)} where the tensors' file says {_short(own)}"
 
 
-def _share_again(module: nn.Module, own: Mapping[str, Tensor], filled: Iterable[str]) -> None:
-    """Let what was one tensor under several names be one again, after some got another."""
-    first = {id(own[key]): key for key in filled}
-    for key, tensor in own.items():
-        if (source := first.get(id(tensor), key)) != key:
-            _holder(module, key)[_last(key)] = _holder(module, source)[_last(source)]
-
-
-def _holder(module: nn.Module, key: str) -> dict[str, Any]:
-    """The parameters, or the buffers, among which a key of a state dict stands."""
-    holder = module.get_submodule(key.rpartition(".")[0])
-    parameters = _last(key) in holder._parameters
-    return cast("dict[str, Any]", holder._parameters if parameters else holder._buffers)
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _check_bits(call: str, expected: object, tensors: Mapping[str, Tensor]) -> None:
-    if not isinstance(expected, Mapping):
-        raise CheckpointError(f"{call}: the document has no digests. Save the checkpoint again.")
-    lines = [f"{key} in the file, and not written" for key in sorted(set(tensors) - set(expected))]
-    lines += [f"{key} written, and not in the file" for key in sorted(set(expected) - set(tensors))]
-    if lines:
-        raise CheckpointError(
-            f"{call}: the file has other tensors than those that were written: {listing(lines)}. "
-            f"Copy the checkpoint again from where it was saved."
-        )
-    found = digests(tensors)
-    _refuse_bits(call, [key for key in found if found[key] != expected[key]], tensors)
-
-
-def _refuse_bits(call: str, wrong: list[str], tensors: Mapping[str, Tensor]) -> None:
-    if wrong:
-        raise CheckpointError(
-            f"{call}: in {len(wrong)} of {len(tensors)} tensors the bits are not those that were "
-            f"written: {listing(wrong)}. Copy the checkpoint again from where it was saved; if "
-            f"that does not help, look at the memory of {tensors[wrong[0]].device}."
-        )
+def _short(value: object) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"

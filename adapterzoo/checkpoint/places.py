@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, part_names
 from adapterzoo.configs import AdapterConfig, Placement
+
+
+def shared_key(parameter: str, number: int | None = None) -> str:
+    """The key of an adapter-wide tensor: the path is that of the base model.
+
+    Args:
+        parameter: of the module that `AdapterConfig.shared` made.
+        number: of the config in a union, None outside of one.
+    """
+    return f"/{parameter}" if number is None else f"/{number}.{parameter}"
+
+
+def shared_tensors(tensors: Mapping[str, Tensor], number: int | None = None) -> dict[str, Tensor]:
+    """The adapter-wide tensors of a config, by parameter; `number` as in `shared_key`."""
+    start = shared_key("", number)
+    return {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +42,7 @@ class Place:
     part: str
 
     def key(self, parameter: str) -> str:
-        """The key of one of its parameters in `Stored.adapter`."""
+        """The key of one of its parameters in `Checkpoint.adapter`."""
         return f"{self.path}/{self.part}{parameter}"
 
 

@@ -1,7 +1,6 @@
-"""`adapterzoo` itself: its commands, their examples, and how it ends.
+"""`adapterzoo` itself: its commands, their examples, and its exit codes.
 
-It ends with 0 when all went well, with 1 when something was refused or failed, which is said in
-one message on standard error, and with 2 when the command line cannot be understood.
+0: success; 1: an error, with one message on standard error; 2: a wrong command line.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Any, TypeVar
 import click
 
 from adapterzoo import __version__
-from adapterzoo.errors import AdapterZooError
+from adapterzoo.errors import AdapterZooError, naming
 
-from .hints import for_command
+from .hints import respelled, spell, this_call
 from .output import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# where each command lives, in the order in which a user meets them
+# commands to modules, in the order in which users need them
 _HOMES = {
     "train": "learning",
     "predict": "learning",
@@ -40,12 +39,12 @@ class RefusedError(click.ClickException):
     exit_code = 1
 
     def show(self, file: Any = None) -> None:
-        """Print it.
+        """Print the message.
 
         Args:
             file: instead of standard error.
         """
-        # names out of files may stand in it; some messages have several lines
+        # it may quote names from files; some messages have several lines
         message = printable(self.message, kept="\n")
         click.echo(f"adapterzoo: {message}", file=file, err=True)
 
@@ -69,10 +68,10 @@ class ExampleCommand(click.Command):
         self.example = example
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """The first sentence of the help, whole.
+        """Return the first sentence of the help, uncut.
 
         Args:
-            limit: would cut it.
+            limit: ignored.
         """
         return (self.help or "").partition(".")[0].replace("\n", " ") + "."
 
@@ -94,20 +93,20 @@ class ExampleCommand(click.Command):
             ctx: of this call.
 
         Raises:
-            RefusedError: the library refuses.
+            RefusedError: the library raised an error.
         """
         try:
-            return super().invoke(ctx)
+            with naming(this_call(), spell):
+                return super().invoke(ctx)
         except AdapterZooError as error:
-            options = {parameter.name or "" for parameter in self.params}
-            raise RefusedError(for_command(str(error), self.name or "", options)) from error
+            raise RefusedError(respelled(str(error))) from error
 
 
 class App(click.Group):
-    """The commands, each imported when it is asked for."""
+    """The commands, each imported on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Their names.
+        """Return their names.
 
         Args:
             ctx: of this call.
@@ -115,11 +114,11 @@ class App(click.Group):
         return list(_HOMES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a name; None where there is none.
+        """Return the command of a name; None where there is none.
 
         Args:
             ctx: of this call.
-            cmd_name: as the user wrote it.
+            cmd_name: the name that the user wrote.
         """
         if cmd_name not in _HOMES:
             return None
@@ -135,7 +134,7 @@ def main() -> None:
 
 
 def command(name: str, example: str) -> Callable[[Callable[..., None]], ExampleCommand]:
-    """A decorator that makes a command of a function; its docstring is the help.
+    """Decorate a function to make it a command; its docstring is the help.
 
     Args:
         name: of the command.
@@ -158,9 +157,9 @@ def json_option(function: F) -> F:
 
 
 def model_option(function: F) -> F:
-    """`--model`, where a checkpoint may name its base model itself."""
+    """`--model`, where the checkpoint may name its base model."""
     return click.option(
         "--model",
         metavar="MODEL",
-        help="Folder or Hub name of the base model.  [default: the one that the adapter names]",
+        help="Folder or Hub name of the base model.  [default: the one named by the adapter]",
     )(function)

@@ -1,9 +1,8 @@
-"""`convert` and `merge`: an adapter in another format, and a base model with it inside."""
+"""`convert` and `merge`: an adapter in another format, or merged into its base model."""
 
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import click
 
@@ -18,7 +17,7 @@ from .output import be_quiet, note, wants_progress
 @click.option("--to", required=True, type=click.Choice(FORMATS), help="Format to write.")
 @model_option
 @click.option("--name", help="Name of the adapter in DST.  [default: its own]")
-@click.option("--head/--no-head", default=True, help="Whether the head goes with it.")
+@click.option("--head/--no-head", default=True, help="Whether to write the head too.")
 @click.option("--edited", is_flag=True, help="Take SRC's config as it was edited by hand.")
 @click.option("--revision", help="Branch, tag or commit of SRC on the Hub.")
 def convert_command(
@@ -33,15 +32,14 @@ def convert_command(
 ) -> None:
     """Write an adapter in another format: that of adapterzoo, AdapterHub or PEFT.
 
-    SRC is a folder or 'user/repository', DST a folder. The base model's config is needed, as it
-    says which layers there are; its weights are read only where a file has to hold some. What the
-    other format cannot say is an error, and nothing is written then. A native adapter whose
-    adapter_config.json was changed is refused everywhere, but here with --edited.
+    SRC is a folder or 'user/repository', DST a folder. The base model's config is needed to know
+    its layers; its weights are read only if a file must hold some of them. If the format cannot
+    express the adapter, nothing is written. A native adapter whose adapter_config.json was edited
+    is refused everywhere except here with --edited.
     """
-    call = f"convert {src} --to {to}"
-    check_adapter(call, src)
-    check_base(call, model)
-    check_can_write(call, "", Path(dst))
+    check_adapter(src)
+    check_base(model)
+    check_can_write(dst)
 
     from .checkpoints import open_checkpoint
     from .converting import convert, with_edits
@@ -49,9 +47,9 @@ def convert_command(
     be_quiet(wants_progress(False))
     with contextlib.ExitStack() as stack:
         if edited:
-            checkpoint = stack.enter_context(with_edits(call, src, revision))
+            checkpoint = stack.enter_context(with_edits(src, revision))
         else:
-            checkpoint = open_checkpoint(call, src, revision)
+            checkpoint = open_checkpoint(src, revision)
         convert(checkpoint, dst, to, model, name, head)
     click.echo(f"{dst}: {checkpoint.stem} in the format {to!r}, from {checkpoint.format!r}")
 
@@ -65,9 +63,9 @@ def convert_command(
     "architecture",
     metavar="CLASS",
     help="Class of transformers to write, such as BertForSequenceClassification.  "
-    "[default: that of BASE, or the one that has the adapter's head]",
+    "[default: that of BASE, or one that has the adapter's head]",
 )
-@click.option("--head/--no-head", default=True, help="Whether the adapter's head goes with it.")
+@click.option("--head/--no-head", default=True, help="Whether to write the adapter's head too.")
 @click.option("--revision", help="Branch, tag or commit of ADAPTER on the Hub.")
 def merge_command(
     base: str,
@@ -77,27 +75,25 @@ def merge_command(
     head: bool,
     revision: str | None,
 ) -> None:
-    """Write a plain transformers model that does what BASE does with the adapter.
+    """Write a plain transformers model that computes what BASE computes with the adapter.
 
-    OUT is a new folder, for `AutoModel.from_pretrained` and its like; adapterzoo is not needed to
-    load it. LoRA, DoRA and BOFT can be merged. The adapter's head takes the place of that of
-    BASE, and the class is one of transformers that has such a head; where there is none, the class
-    and the head of BASE stay.
+    OUT is a new folder for `AutoModel.from_pretrained`; adapterzoo is not needed to load it. Only
+    methods that change weights can be merged. The adapter's head replaces that of BASE in a class
+    of transformers that has such a head; if there is none, BASE keeps its class and head.
     """
-    call = f"merge {base} {adapter}"
-    check_new(call, Path(out))
-    check_can_write(call, "", Path(out))
-    check_base(call, base)
-    check_adapter(call, adapter)
+    check_new(out)
+    check_can_write(out)
+    check_base(base)
+    check_adapter(adapter)
 
     from .checkpoints import open_checkpoint
     from .converting import merge
 
     be_quiet(wants_progress(False))
-    checkpoint = open_checkpoint(call, adapter, revision)
+    checkpoint = open_checkpoint(adapter, revision)
     merged = merge(checkpoint, base, out, architecture, head)
     click.echo(f"{out}: a {merged.model_class}")
     if merged.lost_head is not None:
-        note(f"The adapter's head is not in it: {merged.lost_head}")
+        note(f"The adapter's head has been left out: {merged.lost_head}")
     if merged.lost_tokenizer is not None:
-        note(f"{merged.lost_tokenizer}; none is in {out!r}.")
+        note(f"{merged.lost_tokenizer}; {out!r} has none.")

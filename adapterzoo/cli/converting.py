@@ -1,4 +1,4 @@
-"""Adapters in another format, and merged into plain transformers models."""
+"""The work of `convert` and `merge`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adapterzoo import hub
 from adapterzoo.checkpoint import files, folders, formats, native
 from adapterzoo.errors import CheckpointError
 from adapterzoo.heads import HeadConfig
-from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.static_table import is_task
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 
@@ -39,7 +39,7 @@ from .models import (
 
 _NAME = "merged"
 _PART = ".adapterzoo-part-"
-_CURE = "To have it, write --as with a class that has such a head."
+_HINT = "To keep it, write --as with a class that has such a head."
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Merged:
 
     Attributes:
         model_class: of transformers.
-        lost_head: why the adapter's head is not in it, where it is not.
-        lost_tokenizer: why no tokenizer is in it, where none is.
+        lost_head: why the adapter's head was left out; None if it was not.
+        lost_tokenizer: why there is no tokenizer; None if there is one.
     """
 
     model_class: str
@@ -59,13 +59,13 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What is to be written.
+    """What to write.
 
     Attributes:
-        name: of a class of transformers; None: the base model alone.
-        head: document of the adapter's head where it becomes that of the class.
-        tensors: of that head by key in the class; none where the file has them by those keys.
-        lost: why the adapter's head does not.
+        name: class of transformers; None: the base model alone.
+        head: description of the adapter's head if it becomes that of the class.
+        tensors: its tensors by their keys in the class; empty if the file has them by these keys.
+        lost: why the adapter's head is left out.
     """
 
     name: str | None
@@ -85,16 +85,16 @@ def convert(
     """Write a checkpoint in another format.
 
     Args:
-        checkpoint: an adapter, or a head alone.
-        folder: made when missing.
+        checkpoint: an adapter, or only a head.
+        folder: created if it is missing.
         to: name of the format.
         model: base model; None: the one that the checkpoint names.
-        name: to give it; None: its own.
-        with_head: whether an adapter's head goes with it.
+        name: new name; None: its own.
+        with_head: whether to write an adapter's head too.
 
     Raises:
-        CheckpointError: the format cannot say it, it does not fit the base model, or the folder
-            cannot be written.
+        CheckpointError: the format cannot express it, it does not fit the base model, or the
+            folder cannot be written.
     """
     found = fitted(checkpoint, base_of(checkpoint, model), name=name, writes=to)
     if checkpoint.stem == "head":
@@ -105,30 +105,29 @@ def convert(
 
 
 @contextlib.contextmanager
-def with_edits(call: str, path: str, revision: str | None) -> Iterator[Checkpoint]:
-    """A native checkpoint as its config, which was edited by hand, describes it.
+def with_edits(path: str, revision: str | None) -> Iterator[Checkpoint]:
+    """Open a native checkpoint whose config was edited by hand.
 
     Args:
-        call: what the user wrote, for messages.
         path: folder or name on the Hub.
         revision: branch, tag or commit on the Hub.
 
     Raises:
-        CheckpointError: it is of another format, whose config is taken as it stands, or damaged.
-        HubError: it cannot be fetched.
+        CheckpointError: it is damaged or in another format.
+        HubError: it cannot be downloaded.
     """
-    folder = hub.resolve(path, revision, call=call)
-    with folders.reading(call, folder):
-        there = [stem for stem in formats.STEMS if formats.of(folder, stem) == "native"]
+    folder = hub.resolve(path, revision)
+    with folders.reading(folder):
+        there = [stem for stem in formats.KINDS if formats.of(folder, stem) == "native"]
         if not there:
             raise CheckpointError(
-                f"{call} --edited: {path!r} holds no checkpoint in the native format; of other "
-                f"formats the config is taken as it stands. Leave --edited out."
+                f"{path!r} holds no native checkpoint; edited configs of other formats need no "
+                f"flag. Leave --edited out."
             )
-        contents = native.resealed(folder, there[0])
+        contents = native.encode(native.load(folder, there[0], edited=True), there[0])
     with tempfile.TemporaryDirectory() as copy:
         files.write_all(Path(copy), contents)
-        yield dataclasses.replace(open_checkpoint(call, copy), path=path)
+        yield dataclasses.replace(open_checkpoint(copy), path=path)
 
 
 def merge(
@@ -140,8 +139,8 @@ def merge(
         checkpoint: of an adapter.
         base: folder or name on the Hub.
         out: a new folder.
-        architecture: class of transformers; None: that of the base model, or where its head is
-            another than the adapter's, the one that has the adapter's.
+        architecture: class of transformers; None: that of the base model, or one with the
+            adapter's head.
         with_head: whether the adapter's head becomes that of the class.
 
     Raises:
@@ -149,29 +148,26 @@ def merge(
         ConfigError: there is no such class.
         StateError: the adapter cannot be merged.
     """
-    call = checkpoint.call
     if checkpoint.stem == "head":
         raise CheckpointError(
-            f"{call}: {checkpoint.path!r} holds a head alone, which changes no weight. Write the "
-            f"folder of an adapter."
+            f"{checkpoint.path!r} holds only a head, which changes no weight. Write the folder of "
+            f"an adapter."
         )
     if architecture is not None:
         task_class(architecture)
-    config = config_of(call, base)
-    tokenizer, lost_tokenizer = _tokenizer(call, base)
+    config = config_of(base)
+    tokenizer, lost_tokenizer = _tokenizer(base)
     own = next(iter(config.architectures or ()), None)
     target = _Target(architecture or own)
     if with_head:
         found = fitted(checkpoint, base, name=_NAME)
-        target = _target(found, call, own, architecture)
+        target = _target(found, own, architecture)
     own_head = target.head is not None and "static" in target.head
     if target.head is not None and not own_head:
         config = with_labels(config, HeadConfig.from_dict(target.head["config"]))
     cls: Any = AutoModel if target.name is None else task_class(target.name)
     replaced = target.head is not None
-    model = with_weights(
-        call, base, cls, config=config, dtype="auto", ignore_mismatched_sizes=replaced
-    )
+    model = with_weights(base, cls, config=config, dtype="auto", ignore_mismatched_sizes=replaced)
     keys = set(model.state_dict())
     load_into(checkpoint, model, _NAME, with_head=own_head)
     model.merge_adapter(_NAME)
@@ -179,37 +175,37 @@ def merge(
     with torch.no_grad():
         for key, tensor in target.tensors.items():
             state[key].copy_(tensor)
-    # the adapter stays where it is in memory, and out of the file
+    # the adapter stays in the model, but not in the file
     plain = {key: tensor for key, tensor in state.items() if key in keys}
     try:
         with _whole(Path(out).resolve()) as part:
             PreTrainedModel.save_pretrained(model, part, state_dict=plain)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
-    # safetensors tells a full disk as an error of its own
+    # safetensors reports a full disk by its own error
     except (OSError, SafetensorError) as error:
-        raise unwritable(call, out, error) from error
+        raise unwritable(out, error) from error
     return Merged(type(model).__name__, target.lost, lost_tokenizer)
 
 
 @contextlib.contextmanager
 def _whole(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when the block ends, and is deleted where the block fails.
+    """Yield a folder that becomes `out` if the block succeeds, and is deleted if it fails.
 
     Raises:
-        OSError: `out` cannot be written; no file of it is left.
+        OSError: `out` cannot be written; it holds no file.
     """
-    # an empty folder stays the one that it is: a disk may be mounted there
+    # keep an empty folder: a disk may be mounted there
     empty = out.is_dir()
     home = out if empty else out.parent
     home.mkdir(parents=True, exist_ok=True)
     if empty:
         for litter in out.iterdir():
-            # of a merge that was killed; the caller has seen that nothing else is there
+            # from a killed merge; the caller has checked that there is nothing else
             shutil.rmtree(litter, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_PART, dir=home) as private:
         part = Path(private, out.name)
-        # with the mode of any new folder, which the private one around it has not
+        # with the mode of a new folder, unlike the private one around it
         part.mkdir()
         yield part
         if not empty:
@@ -219,45 +215,43 @@ def _whole(out: Path) -> Iterator[Path]:
             file.replace(out / file.name)
 
 
-def _target(found: Fitted, call: str, own: str | None, architecture: str | None) -> _Target:
-    """The class that is written, and what becomes of the adapter's head.
+def _target(found: Fitted, own: str | None, architecture: str | None) -> _Target:
+    """Choose the class to write and decide what happens to the adapter's head.
 
     Args:
         found: the adapter in a model of the base model's structure.
-        call: what the user wrote, for messages.
         own: class of the base model.
-        architecture: what the user chose.
+        architecture: the user's choice.
 
     Raises:
-        CheckpointError: the class that the user chose has another head.
+        CheckpointError: the chosen class has another head.
     """
     name = architecture or own
-    head = found.stored.document.get("head")
+    head = found.stored.metadata.get("head")
     if head is None:
         return _Target(name)
     if architecture is not None and not is_task(architecture):
-        return _Target(name, lost=f"a {name} has none. {_CURE}")
+        return _Target(name, lost=f"a {name} has no head. {_HINT}")
     if "static" in head:
         return _Target(architecture or str(head["static"]), head)
-    facts = facts_of(found.model, call)
+    info = info_of(found.model)
     if architecture is not None:
-        return _Target(name, head, facts.to_static(architecture, head, found.stored.head))
+        return _Target(name, head, info.to_static(architecture, head, found.stored.head))
     try:
-        task, tensors = class_for(found.stored, facts, name)
+        task, tensors = class_for(found.stored, info, name)
     except CheckpointError as error:
-        reason = str(error).removeprefix(f"{call}: ")
-        return _Target(name, lost=f"the class is that of the base model, as {reason}")
+        return _Target(name, lost=f"the class is that of the base model, as {error}")
     return _Target(task, head, tensors)
 
 
-def _tokenizer(call: str, base: str) -> tuple[Any, str | None]:
-    """The tokenizer of a base model; or None, and why."""
+def _tokenizer(base: str) -> tuple[Any, str | None]:
+    """Return the tokenizer of a base model, or None and the reason."""
     try:
         cached_file(base, "tokenizer_config.json")
     except OSError as error:
-        # what the Hub answers, or that it does not, is the cause; a missing file has none
+        # an answer of the Hub is the cause of the error; a missing file has no cause
         if error.__cause__ is None and error.errno is None:
             return None, f"No tokenizer of {base!r} was found"
         reason = " ".join(str(error).split())
         return None, f"The tokenizer of {base!r} cannot be had ({reason})"
-    return plain_tokenizer(call, base), None
+    return plain_tokenizer(base), None

@@ -1,4 +1,4 @@
-"""`doctor`: what there is to work with, and what is missing."""
+"""`doctor`: what this machine has, and what is missing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .output import be_quiet, print_facts, print_json
 @command("doctor", example="adapterzoo doctor --json")
 @json_option
 def doctor_command(as_json: bool) -> None:
-    """Say which versions, devices, dtypes and kernels there are, and where the Hub's cache is.
+    """Show versions, devices, dtypes, kernels and the Hub's cache.
 
-    Ends with 1 where a library is too old or missing.
+    Exits with 1 if a library is missing or too old.
     """
     from .health import examine
 

@@ -6,178 +6,165 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from adapterzoo.errors import CheckpointError, ConfigError, listing
+from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.hub.files import known_files, nearest
-from adapterzoo.hub.places import check_repo_id, is_repo_id, place_of
+from adapterzoo.hub.repo_ref import check_repo_id, is_repo_id, locate
 
-# what formats.formats holds; named here so that nothing needs torch
+# the names in checkpoint.formats and heads.Pooling, whose import needs torch; a test compares them
 FORMATS = ("native", "adapterhub", "peft")
-# how the folders that a killed save or merge leaves begin
+POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
+# prefixes of the folders that a killed save or merge leaves
 _HIDDEN = ".adapterzoo-"
 _PART = ".adapterzoo-part-"
 
 
-def check_adapter(call: str, path: str) -> None:
+def check_adapter(path: str) -> None:
     """Check that a path can be that of an adapter, here or on the Hub.
 
     Args:
-        call: what the user wrote, for messages.
         path: a folder, `user/repository` or `user/repository/folder`.
 
     Raises:
-        CheckpointError: there is no such folder, or it has no file of an adapter.
+        CheckpointError: there is no such folder, or it holds no file of an adapter.
         HubError: the Hub cannot have a repository of this name.
     """
-    folder = place_of(call, path, None)
-    if isinstance(folder, Path):
-        check_folder(call, path, on_hub=True)
+    if isinstance(locate(path), Path):
+        check_folder(path, on_hub=True)
 
 
-def check_folder(call: str, path: str, on_hub: bool = False) -> None:
-    """Check that a folder is there and has a file of an adapter.
+def check_folder(path: str, on_hub: bool = False) -> None:
+    """Check that a folder exists and holds a file of an adapter.
 
     Args:
-        call: what the user wrote, for messages.
-        path: of a folder on this machine.
-        on_hub: whether an adapter of the Hub would do too.
+        path: a local folder.
+        on_hub: whether the command takes adapters of the Hub too.
 
     Raises:
-        CheckpointError: it is not there, or has none.
+        CheckpointError: it does not exist or holds none.
     """
     if not os.access(path, os.F_OK) or not Path(path).is_dir():
-        raise CheckpointError(
-            f"{call}: there is no folder {path!r}. Write the folder of an adapter."
-        )
+        raise CheckpointError(f"there is no folder {path!r}. Write the folder of an adapter.")
     if not os.access(path, os.R_OK | os.X_OK):
-        # who reads it says why it cannot be read
+        # reading it will say why it cannot be read
         return
     names = [file.name for file in Path(path).iterdir()]
-    # a reader finishes a save that was killed, and finds its files then
+    # reading completes a save that was killed, and then finds its files
     if not {*names} & {*known_files()} and not any(n.startswith(_HIDDEN) for n in names):
-        raise no_adapter(call, path, names, on_hub)
+        raise no_adapter(path, names, on_hub)
 
 
-def no_adapter(call: str, path: str, names: Iterable[str], on_hub: bool = True) -> CheckpointError:
-    """The error for a folder without an adapter.
+def no_adapter(path: str, names: Iterable[str], on_hub: bool = True) -> CheckpointError:
+    """Make the error for a folder without an adapter.
 
     Args:
-        call: what the user wrote, for messages.
-        path: as the user wrote it.
-        names: of the files that are there.
-        on_hub: whether an adapter of the Hub would do too.
+        path: the folder.
+        names: its files.
+        on_hub: whether the command takes adapters of the Hub too.
     """
-    other = ", or 'user/repository' for an adapter of the Hub" if on_hub else ""
+    other = ", or 'user/repository' for an adapter on the Hub" if on_hub else ""
     return CheckpointError(
-        f"{call}: {path!r} holds no adapter and no head in a format that is known "
-        f"({listing(FORMATS)}); its files: {listing(sorted(names))}. Write the folder that "
-        f"save_adapter was given{other}."
+        f"{path!r} holds no adapter and no head in a known format ({listing(FORMATS)}); its files: "
+        f"{listing(sorted(names))}. Write the folder of an adapter{other}."
     )
 
 
-def check_base(call: str, base: str | None) -> None:
-    """Check that a base model can be there: what its name or its folder tell without the Hub.
+def check_base(base: str | None) -> None:
+    """Check, without asking the Hub, that a base model can exist.
 
     Args:
-        call: what the user wrote, for messages.
-        base: folder or name on the Hub; None: it is not known yet.
+        base: folder or name on the Hub; None: not known yet.
 
     Raises:
-        CheckpointError: it cannot be there.
+        CheckpointError: it cannot exist.
     """
     if base is None or is_repo_id(base):
         return
     if not os.access(base, os.F_OK) or not Path(base).is_dir():
-        raise no_base(call, base, "there is no such folder, and it is no name of the Hub")
+        raise no_base(base, "there is no such folder, and this cannot be a name on the Hub")
 
 
-def no_base(call: str, base: str, reason: str, what: str = "base model") -> CheckpointError:
-    """The error for a base model that cannot be had.
+def no_base(base: str, reason: str, what: str = "base model") -> CheckpointError:
+    """Make the error for a base model that cannot be loaded.
 
     Args:
-        call: what the user wrote, for messages.
-        base: as the user wrote it.
+        base: folder or name on the Hub.
         reason: why.
-        what: of it.
+        what: the part of it that cannot be loaded.
     """
     return CheckpointError(
-        f"{call}: the {what} {base!r} cannot be loaded ({reason}). Write --model with the "
-        f"folder of a transformers model, or its name on the Hub."
+        f"the {what} {base!r} cannot be loaded ({reason}). Write {argument('model', 'MODEL')}, the "
+        f"folder of a transformers model or its name on the Hub."
     )
 
 
-def check_can_write(call: str, shown: str, folder: Path) -> None:
-    """Check that files can be written to a folder, which may be missing yet.
+def check_can_write(folder: str, option: str = "") -> None:
+    """Check that files can be written to a folder, which may not exist yet.
 
     Args:
-        call: what the user wrote, for messages.
-        shown: option before the folder, for messages; may be empty.
-        folder: that is to be written.
+        folder: to write to.
+        option: that names it, for messages.
 
     Raises:
         CheckpointError: they cannot.
     """
-    there = nearest(folder)
+    there = nearest(Path(folder))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise CheckpointError(
-            f"{call}: {shown}{str(folder)!r}: {str(there)!r} is no folder that can be "
-            f"written. Write another folder."
+            f"{option}{folder!r}: {str(there)!r} is not a folder that can be written to. Write "
+            f"another folder."
         )
 
 
-def check_new(call: str, out: Path) -> None:
-    """Check that a folder is missing or empty, and can be written.
+def check_new(out: str) -> None:
+    """Check that a folder is missing or empty.
 
     Args:
-        call: what the user wrote, for messages.
-        out: that is to be made.
+        out: to be created.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: it cannot be read.
         ConfigError: it holds something.
     """
+    folder = Path(out)
     try:
-        there = out.is_file() or (
-            # of a merge that was killed
-            out.is_dir() and any(not file.name.startswith(_PART) for file in out.iterdir())
+        there = folder.is_file() or (
+            # a killed merge leaves parts
+            folder.is_dir() and any(not file.name.startswith(_PART) for file in folder.iterdir())
         )
     except OSError as error:
-        raise unwritable(call, str(out), error) from error
+        raise unwritable(out, error) from error
     if there:
-        raise ConfigError(
-            f"{call}: {str(out)!r} is there already. Write a new folder, or empty this one."
-        )
+        raise ConfigError(f"{out!r} exists already. Write a new folder, or empty this one.")
 
 
-def unwritable(call: str, out: str, error: Exception) -> CheckpointError:
-    """The error for a folder that could not be written.
+def unwritable(out: str, error: Exception) -> CheckpointError:
+    """Make the error for a folder that could not be written.
 
     Args:
-        call: what the user wrote, for messages.
         out: the folder.
-        error: that writing raised.
+        error: raised by writing.
     """
     reason = (isinstance(error, OSError) and error.strerror) or error
     return CheckpointError(
-        f"{call}: {out!r} cannot be written ({reason}); nothing has been left there. Write a "
-        f"folder that can be written and has space."
+        f"{out!r} cannot be written ({reason}); nothing has been left there. Write a folder that "
+        f"can be written to and has space."
     )
 
 
-def check_push(call: str, path: str, repo: str) -> None:
-    """Check what pushing needs here: a folder with an adapter, a legal name, leave to ask the Hub.
+def check_push(path: str, repo: str) -> None:
+    """Check what can be checked locally before a push.
 
     Args:
-        call: what the user wrote, for messages.
-        path: the folder.
+        path: the adapter's folder.
         repo: name of the repository.
 
     Raises:
         CheckpointError: there is no adapter.
         HubError: the name is not legal, or the Hub may not be asked.
     """
-    check_folder(call, path)
-    check_repo_id(call, repo)
+    check_folder(path)
+    check_repo_id(repo)
 
-    from adapterzoo.hub.settings import refuse_if_offline
+    from adapterzoo.hub.client import refuse_if_offline
 
-    refuse_if_offline(call, f"nothing can be sent to {repo!r}")
+    refuse_if_offline(f"nothing can be sent to {repo!r}")

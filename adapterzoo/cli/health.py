@@ -12,18 +12,18 @@ import torch
 from packaging.requirements import Requirement
 
 from adapterzoo import __version__
-from adapterzoo.hub.settings import settings
+from adapterzoo.hub.client import settings
 from adapterzoo.kernels import _launch, mode
 
 _OWN = "adapterzoo"
-# what is not required, and what each is for
+# libraries that are not required
 _OPTIONAL = ("bitsandbytes", "torchao")
 _PEERS = ("adapters", "peft")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def examine() -> dict[str, Any]:
-    """All of it, as JSON types."""
+    """Collect all facts, as JSON types."""
     peers = {name: _obstacle(name) for name in _PEERS if _version(name) is not None}
     return {
         "versions": _versions(),
@@ -35,7 +35,7 @@ def examine() -> dict[str, Any]:
 
 
 def _required() -> list[Requirement]:
-    """What the installed package asks for on this system, without extras."""
+    """Return the requirements of the installed package on this system, without extras."""
     try:
         asked = metadata.requires(_OWN) or []
     except metadata.PackageNotFoundError:
@@ -72,10 +72,10 @@ def _problems() -> list[str]:
 
 
 def _obstacle(name: str) -> str | None:
-    """Why a package cannot be imported beside this transformers; None where it can."""
+    """Return why a package cannot be imported with this transformers; None if it can."""
     try:
         importlib.import_module(name)
-    # a package made for another release fails in its own way
+    # a package for another release may fail in any way
     except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0] or type(error).__name__
     return None
@@ -116,7 +116,7 @@ def _computes(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _kernels(device: torch.device) -> str:
-    """What computes the kernels on a device."""
+    """Return what runs the kernels on a device."""
     x = torch.zeros(1, device=device)
     if mode.is_reference():
         return "their definitions (mode 'reference')"

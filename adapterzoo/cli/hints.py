@@ -1,62 +1,71 @@
-"""Hints in the words of the command line: what is an argument in Python is an option here.
+"""How a command calls itself, and how it writes what the library's hints name.
 
-The library says what to write in Python. `for_command` says the same for those who typed a command,
-and leaves out what no command can do.
+The library names arguments by `errors.argument`; `spell` gives the option that sets it here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
-_NO_HEAD = "--no-head"
-_ELSEWHERE = "`adapterzoo convert` with --no-head, and this command with what it made"
+import click
 
-# Python's words and those of the command line, in the order in which they are looked for
-_WORDS = tuple(
-    (re.compile(pattern), words)
-    for pattern, words in (
-        # what nobody can do here
-        (r", or load it into th\w+ class(?: that it was trained on)? after adapterzoo\S+", "."),
-        (r", or load into (?:that class|AutoAdapterModel\.from_pretrained\(…\))", ""),
-        (r", load it with tie_word_embeddings=False", ""),
-        (r",? or model\.active_head = None(?: for the base model alone)?", ""),
-        (r"   \(pass dtype=\S+ to convert\)", ""),
-        (r" For one of your own write @.*?\.register\(.*", ""),
-        (r"Give such keys of meta_dict another name, or write format=", "Write format="),
-        (r", or train with target_modules=", ", or train with the field target_modules="),
-        # what has another name
-        (r"save_adapter\(…, format='peft'\), or save_head\(…\) in another format",
-         "--to native or --to adapterhub"),
-        (r"(the|a) folder that save_\w+ (?:was given|made)", "the folder of an adapter"),
-        (r"write token='…',? or run 'hf auth login'", "set HF_TOKEN, or run 'hf auth login'"),
-        (r"[Rr]un 'hf auth login', or write token='…'", "Run 'hf auth login', or set HF_TOKEN"),
-        (r"[Ww]rite token='…' with", "Set HF_TOKEN to one with"),
-        (r"write token=False", "set HF_HUB_DISABLE_IMPLICIT_TOKEN=1"),
-        (r"write cache_dir='…' or set", "set"),
-        (r"write AutoAdapterModel\.from_pretrained\((['\"])(.*?)\1\)",
-         r"an adapter's command takes it as --model \2"),
-        (r"\brevision='([^']*)'", r"--revision \1"),
-        (r"\bformat='(\w+)'", r"--to \1"),
-        (r"\bload_as='([^']*)'", r"--name \1"),
-        (r"\barchitecture='…'", "--as"),
-        (r"\bpooling='(\w+)' when you add the head", r"--pooling \1"),
-        (r"add_classification_head\(…, use_pooler=False\)", "--pooling cls"),
-    )
-)  # fmt: skip
+# arguments of Python whose options have another name
+_OPTIONS = {"format": ("to",), "load_as": ("name",), "model": ("model", "base"),
+            "with_head": ("head",)}  # fmt: skip
+# arguments that environment variables replace
+_VARIABLES = {"cache_dir": "HF_HUB_CACHE=…", "token": "HF_TOKEN=…"}
+_NO_TOKEN = "HF_HUB_DISABLE_IMPLICIT_TOKEN=1"
 
 
-def for_command(message: str, command: str, options: Collection[str]) -> str:
-    """A message of the library for those who typed a command.
+def this_call() -> str:
+    """Return the command as the user wrote it, without its options."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return "adapterzoo"
+    given = [
+        str(context.params[parameter.name])
+        for parameter in context.command.params
+        if isinstance(parameter, click.Argument) and parameter.name in context.params
+    ]
+    return " ".join([str(context.info_name), *given])
+
+
+def spell(name: str, value: object) -> str:
+    """Write an argument of Python as an option of the current command.
 
     Args:
-        message: as the library says it.
-        command: its name.
-        options: names of its parameters.
+        name: of the argument.
+        value: to write for it.
     """
-    for pattern, words in _WORDS:
-        message = pattern.sub(words, message)
-    message = message.replace("with_head=False", _NO_HEAD if "head" in options else _ELSEWHERE)
-    if command == "merge":
-        message = message.replace("Write --model with the folder", "Write as BASE the folder")
+    context = click.get_current_context()
+    if (own := _option(context.command, name)) is not None:
+        return _written(own, value)
+    if name in _VARIABLES:
+        return _NO_TOKEN if value is False else _VARIABLES[name]
+    app = context.find_root().command
+    # it writes an adapter that has what the hint asks for
+    convert = app.get_command(context, "convert") if isinstance(app, click.Group) else None
+    if convert is not None and (other := _option(convert, name)) is not None:
+        return f"`adapterzoo convert {_written(other, value)}`"
+    return f"{name}={value!r}"
+
+
+def _option(command: click.Command, name: str) -> click.Parameter | None:
+    parameters = {parameter.name: parameter for parameter in command.params}
+    names = (option for option in _OPTIONS.get(name, (name,)) if option in parameters)
+    return next((parameters[option] for option in names), None)
+
+
+def _written(parameter: click.Parameter, value: object) -> str:
+    if isinstance(parameter, click.Argument):
+        return parameter.human_readable_name
+    if isinstance(value, bool):
+        return parameter.opts[0] if value else parameter.secondary_opts[0]
+    return f"{parameter.opts[0]} {value}"
+
+
+def respelled(message: str) -> str:
+    """Spell the arguments that messages of `checkpoint` still write in Python."""
+    for text, name, value in re.findall(r"(\b(with_head|format)=(False|'\w+'))", message):
+        message = message.replace(text, spell(name, False if value == "False" else value[1:-1]))
     return message

@@ -1,4 +1,4 @@
-"""`info` and `verify`: what an adapter is, and whether it is whole."""
+"""`info` and `verify`: what an adapter is, and whether it is intact."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ _revision = click.option("--revision", help="Branch, tag or commit on the Hub.")
 @_revision
 @json_option
 def info_command(path: str, model: str | None, revision: str | None, as_json: bool) -> None:
-    """Say what an adapter is: format, config, base model, head, sizes, fingerprint.
+    """Describe an adapter: format, config, base model, head, sizes, fingerprint.
 
-    PATH is a folder, or 'user/repository' on the Hub; AdapterHub's and PEFT's formats are
-    recognised. What these say of an adapter is shown as it stands; with --model it is compared
-    with the model, and the config is the one that it has here.
+    PATH is a folder, or 'user/repository' on the Hub, in the native format, AdapterHub's or PEFT's.
+    Configs of other formats are shown unchanged; with --model the adapter is compared with the
+    model, and its config is shown as adapterzoo reads it.
     """
-    call = f"info {path}"
-    check_adapter(call, path)
-    check_base(call, model)
+    check_adapter(path)
+    check_base(model)
 
     from .checkpoints import open_checkpoint
 
     be_quiet(False)
-    facts = _facts(open_checkpoint(call, path, revision), model)
+    facts = _facts(open_checkpoint(path, revision), model)
     if as_json:
         print_json(facts)
     else:
@@ -49,8 +48,8 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
 
 @command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")
 @click.argument("path")
-@click.option("--model", metavar="MODEL", help="Base model: whether every tensor fits it.")
-@click.option("--fingerprint", help="What `info` said where the adapter came from.")
+@click.option("--model", metavar="MODEL", help="Base model to compare every tensor with.")
+@click.option("--fingerprint", help="The fingerprint that `info` showed elsewhere.")
 @_revision
 @json_option
 def verify_command(
@@ -60,26 +59,25 @@ def verify_command(
     revision: str | None,
     as_json: bool,
 ) -> None:
-    """Check an adapter: files whole, bits those of their digests, all values finite.
+    """Check an adapter: complete files, correct digests, finite values.
 
-    Digests are in the native format alone: in AdapterHub's and PEFT's nobody can tell a value
-    that has changed, and a missing tensor only with --model. With it every tensor is compared
-    with that model. Its weights are read only where the adapter's files hold copies of some. Ends
-    with 1 where anything is wrong.
+    Only the native format has digests: in AdapterHub's and PEFT's a changed value cannot be
+    detected, and a missing tensor only with --model, which compares every tensor with that model.
+    Its weights are read only if the adapter's files hold copies of some. Exits with 1 if anything
+    is wrong.
     """
-    call = f"verify {path}"
     try:
-        check_adapter(call, path)
-        check_base(call, model)
+        check_adapter(path)
+        check_base(model)
 
         from .checkpoints import open_checkpoint
 
         be_quiet(False)
-        checkpoint = open_checkpoint(call, path, revision)
+        checkpoint = open_checkpoint(path, revision)
         _check_files(checkpoint)
         _check_finite(checkpoint)
         facts = _facts(checkpoint, model)
-        _check_fingerprint(call, facts["fingerprint"], fingerprint)
+        _check_fingerprint(facts["fingerprint"], fingerprint)
     except AdapterZooError as error:
         if as_json:
             print_json({"ok": False, "path": path, "error": str(error)})
@@ -92,15 +90,15 @@ def verify_command(
         return
     what = f"{path}: {facts['format']} {facts['holds']}, {facts['tensors']:,} tensors"
     if has_digests:
-        click.echo(f"{what}: whole, digests right, all values finite")
+        click.echo(f"{what}: complete, digests correct, all values finite")
     else:
         click.echo(f"{what}: readable, all values finite")
-        without = "" if model is not None else ", and only --model finds missing tensors"
-        click.echo(f"no digests in this format: a changed value cannot be seen{without}")
+        without = "" if model is not None else ", and a missing tensor only with --model"
+        click.echo(f"this format has no digests: a changed value cannot be detected{without}")
     if has_digests and f"{checkpoint.stem}_config.json" not in checkpoint.sizes:
         click.echo(f"{checkpoint.stem}_config.json is missing: `push` needs it, loading does not")
     if facts["compared_with"] is not None:
-        click.echo(f"fits {facts['compared_with']}: each tensor has its place and shape there")
+        click.echo(f"fits {facts['compared_with']}: every tensor has its layer and shape there")
     if facts["fingerprint"] is not None:
         click.echo(f"fingerprint {facts['fingerprint']}")
 
@@ -108,12 +106,11 @@ def verify_command(
 def _check_files(checkpoint: Checkpoint) -> None:
     from adapterzoo.hub.files import is_complete
 
-    # the native format keeps all that loading needs in one file
+    # a native checkpoint needs only one file to load
     if checkpoint.format != "native" and not is_complete(checkpoint.sizes):
         raise CheckpointError(
-            f"{checkpoint.call}: of the files of an adapter or of its head some are missing; there "
-            f"are {listing(checkpoint.sizes)}, and tensors and config go together. Copy it again "
-            f"from where it was saved; of a head that is not wanted delete both."
+            f"the adapter or its head is incomplete: there are only {listing(checkpoint.sizes)}. "
+            f"Copy it again from where it was saved; to drop a head, delete its tensors and config."
         )
 
 
@@ -121,34 +118,33 @@ def _check_finite(checkpoint: Checkpoint) -> None:
     wrong = [k for k, t in checkpoint.tensors.items() if not _is_finite(t)]
     if wrong:
         raise CheckpointError(
-            f"{checkpoint.call}: NaN or infinite values in {len(wrong)} of "
-            f"{len(checkpoint.tensors)} tensors: {listing(wrong)}. Train it "
-            f"again with a smaller learning rate."
+            f"{len(wrong)} of {len(checkpoint.tensors)} tensors have NaN or infinite values: "
+            f"{listing(wrong)}. Train it again with a smaller learning rate."
         )
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # torch answers for no dtype of eight bits
+    # torch.isfinite takes no 8-bit dtype
     asked = tensor.float() if tensor.element_size() == 1 else tensor
     return bool(asked.isfinite().all())
 
 
-def _check_fingerprint(call: str, found: str | None, expected: str | None) -> None:
+def _check_fingerprint(found: str | None, expected: str | None) -> None:
     if expected is None or expected == found:
         return
     if found is None:
         raise CheckpointError(
-            f"{call}: --fingerprint {expected!r} cannot be compared: in this format only a model "
-            f"tells it. Write --model too."
+            f"--fingerprint {expected!r} cannot be compared: this format needs a model for it. "
+            f"Write --model too."
         )
     raise CheckpointError(
-        f"{call}: the fingerprint is {found!r}, and not {expected!r}. It is another adapter, or "
-        f"another state of it; copy it again from where that one is."
+        f"the fingerprint is {found!r}, not {expected!r}: this is another adapter or another state "
+        f"of it. Copy it again from its source."
     )
 
 
 def _facts(checkpoint: Checkpoint, model: str | None) -> dict[str, Any]:
-    """All that is known, as JSON types."""
+    """Collect all facts, as JSON types."""
     facts: dict[str, Any] = {
         "path": checkpoint.path,
         "format": checkpoint.format,
@@ -175,20 +171,20 @@ def _facts(checkpoint: Checkpoint, model: str | None) -> dict[str, Any]:
 
 
 def _compared(checkpoint: Checkpoint, model: str) -> dict[str, Any]:
-    """What only a model tells."""
+    """Collect the facts that need a model."""
     from .models import config_of, fitted
 
-    # what is wrong with the model itself is told first
-    config_of(checkpoint.call, model)
+    # raise errors of the model itself first
+    config_of(model)
     try:
         found = fitted(checkpoint, model, name="compared")
     except CheckpointError as error:
         raise CheckpointError(
-            f"{checkpoint.call}: it does not fit {model!r}. Write --model with the model that it "
-            f"was trained on. {error}"
+            f"it does not fit {model!r}. Write --model with the model that it was "
+            f"trained on. {error}"
         ) from error
-    checkpoint = dataclasses.replace(checkpoint, head=found.stored.document.get("head"))
-    config = found.stored.document.get("config")
+    checkpoint = dataclasses.replace(checkpoint, head=found.stored.metadata.get("head"))
+    config = found.stored.metadata.get("config")
     facts: dict[str, Any] = {
         "compared_with": model,
         "model_type": found.model.config.model_type,

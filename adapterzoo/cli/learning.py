@@ -1,51 +1,51 @@
-"""`train` and `predict`: an adapter that classifies texts, from a file of rows to labels."""
+"""`train` and `predict`: adapters that classify texts, trained on a file of examples."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from adapterzoo.errors import ConfigError
 
 from .app import command, json_option, model_option
-from .early import check_adapter, check_base, check_can_write
+from .early import POOLINGS, check_adapter, check_base, check_can_write
 from .output import be_quiet, note, print_facts, print_json, wants_progress
 from .rows import read_classes, read_rows
 
-# what heads.Pooling holds; named here so that nothing needs torch
-POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
-
 _text_column = click.option("--text-column", default="text", help="Name of the column of texts.")
 _batch_size = click.option(
-    "--batch-size", default=16, type=click.IntRange(min=1), help="Texts at a time."
+    "--batch-size", default=16, type=click.IntRange(min=1), help="Texts per batch."
 )
-_device = click.option("--device", help="cpu or cuda.  [default: cuda if there is one]")
+_device = click.option("--device", help="cpu or cuda.  [default: cuda if available]")
 
 
 @command(
     "train",
     example="adapterzoo train --model bert-base-uncased --train train.csv --eval test.csv "
-    '--method "lora[r=8,alpha=16]" --output runs/reviews',
+    "--output runs/reviews",
 )
 @click.option("--model", required=True, help="Folder or Hub name of the base model.")
-@click.option("--train", "train_file", required=True, metavar="FILE", help="Rows to learn from.")
-@click.option("--eval", "eval_file", metavar="FILE", help="Rows to test on.")
-@click.option("--output", required=True, metavar="FOLDER", help="Where the adapter is saved.")
-@click.option("--method", default="seq_bn", help="Config string of the adapter.")
+@click.option("--train", "train_file", required=True, metavar="FILE", help="Training data.")
+@click.option("--eval", "eval_file", metavar="FILE", help="Test data.")
+@click.option("--output", required=True, metavar="FOLDER", help="Folder for the adapter.")
+@click.option("--method", help="Config string of the adapter.  [default: that of add_adapter]")
 @click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
 @click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
 @click.option("--lr", default=1e-3, type=click.FloatRange(min=0, min_open=True),
-              help="Learning rate at the start; falls to 0.")  # fmt: skip
+              help="Initial learning rate; falls to 0.")  # fmt: skip
 @_batch_size
 @click.option("--max-length", type=click.IntRange(min=1),
               help="Tokens of a text, at most.  [default: 128]")  # fmt: skip
 @click.option("--pooling", default="auto", type=click.Choice(POOLINGS),
-              help="What answers for a text.")  # fmt: skip
+              help="How the head reduces a text to one vector.")  # fmt: skip
 @click.option("--layers", default=1, type=click.IntRange(min=1), help="Layers of the head.")
-@click.option("--seed", default=0, type=click.IntRange(min=0), help="Of weights and row order.")
+@click.option(
+    "--seed", default=0, type=click.IntRange(min=0), help="Seed of weights and row order."
+)
 @_device
 @_text_column
 @click.option("--label-column", default="label", help="Name of the column of labels.")
@@ -55,63 +55,43 @@ def train_command(
     train_file: str,
     eval_file: str | None,
     output: str,
-    method: str,
+    method: str | None,
     name: str | None,
-    epochs: float,
-    lr: float,
-    batch_size: int,
-    max_length: int | None,
-    pooling: str,
-    layers: int,
-    seed: int,
-    device: str | None,
     text_column: str,
     label_column: str,
     as_json: bool,
+    **options: Any,
 ) -> None:
-    """Train an adapter and a head that classify texts; the base model stays as it is.
+    """Train an adapter and a head that classify texts; the base model does not change.
 
-    Rows come from .csv or .tsv files with a line of column names, or .jsonl files with an object
-    in each line: a text and a label in each row. The classes are the labels of the rows to learn
-    from. With --eval the accuracy on those rows is printed.
+    Data are .csv or .tsv files with a line of column names, or .jsonl files with an object in each
+    line; each row has a text and a label. The classes are the labels of the training data. With
+    --eval the accuracy on the test data is printed.
     """
-    call, name = f"train {train_file}", name or Path(output).name
-    check_base(call, model)
-    check_can_write(call, "--output ", Path(output))
+    name = name or Path(output).name
+    check_base(model)
+    check_can_write(output, "--output ")
     files = Path(train_file), None if eval_file is None else Path(eval_file)
-    rows, tested, classes = read_classes(call, *files, text_column, label_column)
+    rows, tested, classes = read_classes(*files, text_column, label_column)
 
     # these need torch, and no transformers yet
     from adapterzoo.configs import AdapterConfig
     from adapterzoo.names import check_name
 
     check_name(name)
+    method = method or str(AdapterConfig.default)
     AdapterConfig.load(method)
 
-    from .training import Plan, train
+    from .training import TrainOptions, train
 
     shown = wants_progress(as_json)
     be_quiet(shown)
-    plan = Plan(
-        call=call,
-        model=model,
-        rows=rows,
-        tested=tested,
-        classes=classes,
-        output=Path(output),
-        method=method,
-        name=name,
-        epochs=epochs,
-        lr=lr,
-        batch_size=batch_size,
-        max_length=max_length,
-        pooling=pooling,
-        layers=layers,
-        seed=seed,
-        device=device,
-        progress=shown,
-    )
-    metrics = train(plan)
+    metrics = train(
+        TrainOptions(
+            model=model, rows=rows, tested=tested, classes=classes, output=Path(output),
+            method=method, name=name, progress=shown, **options,
+        )
+    )  # fmt: skip
     if as_json:
         print_json(metrics)
         return
@@ -122,7 +102,7 @@ def train_command(
     "predict", example='adapterzoo predict runs/reviews --text "A film to remember." --format jsonl'
 )
 @click.argument("path")
-@click.option("--text", "texts", multiple=True, help="A text; several times for several.")
+@click.option("--text", "texts", multiple=True, help="A text; may be repeated.")
 @click.option("--file", metavar="FILE", help="Rows with texts: .csv, .tsv or .jsonl.")
 @click.option("--output", metavar="FILE", help="Where to write.  [default: standard output]")
 @click.option("--format", "written", default="csv", type=click.Choice(("csv", "jsonl")))
@@ -142,37 +122,31 @@ def predict_command(
     written: str,
     as_json: bool,
     model: str | None,
-    batch_size: int,
-    max_length: int | None,
-    device: str | None,
     text_column: str,
     revision: str | None,
+    **options: Any,
 ) -> None:
-    """Give the label of each text by an adapter with its head, and all probabilities.
+    """Predict the label of each text with an adapter and its head, and all probabilities.
 
-    PATH is a folder or 'user/repository'. CSV has the columns text, label and one for each
-    class; JSON lines have text, label and probabilities. A head of one number gives its value.
+    PATH is a folder or 'user/repository'. CSV output has the columns text, label and one for each
+    class; JSON lines have text, label and probabilities. A regression head gives its value.
     """
-    call = f"predict {path}"
     if (file is None) == (not texts):
-        raise click.UsageError("Write --text or --file, one of the two.")
+        raise click.UsageError("Write either --text or --file.")
     if output is not None and not _can_be_written(Path(output)):
-        # found after the work, it would cost all answers
-        raise _unwritable(call, output, "it is a folder, or there is none that can be written")
-    rows = list(texts) if file is None else read_rows(call, Path(file), text_column, None).texts
-    check_adapter(call, path)
-    check_base(call, model)
+        # checked before the work, not after it
+        raise _unwritable(output, "it is a folder, or there is none that can be written")
+    rows = list(texts) if file is None else read_rows(Path(file), text_column, None).texts
+    check_adapter(path)
+    check_base(model)
 
     from .checkpoints import open_checkpoint
     from .predicting import predict, write
 
     shown = wants_progress(as_json)
     be_quiet(shown)
-    checkpoint = open_checkpoint(call, path, revision)
-    answers = predict(
-        checkpoint, rows, model=model, batch_size=batch_size, max_length=max_length,
-        device=device, progress=shown,
-    )  # fmt: skip
+    checkpoint = open_checkpoint(path, revision)
+    answers = predict(checkpoint, rows, model=model, progress=shown, **options)
     kind = "jsonl" if as_json else written
     if output is None:
         write(sys.stdout, answers, kind)
@@ -181,7 +155,7 @@ def predict_command(
         with Path(output).open("w", encoding="utf-8", newline="") as stream:
             write(stream, answers, kind)
     except OSError as error:
-        raise _unwritable(call, output, str(error.strerror or error)) from error
+        raise _unwritable(output, str(error.strerror or error)) from error
     note(f"{output}: {len(rows):,} rows")
 
 
@@ -192,10 +166,9 @@ def _can_be_written(file: Path) -> bool:
     return os.access(file.absolute().parent, os.W_OK | os.X_OK)
 
 
-def _unwritable(call: str, output: str, reason: str) -> ConfigError:
+def _unwritable(output: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"{call}: --output {output!r} cannot be written ({reason}). Write a path in a folder that "
-        f"is there."
+        f"--output {output!r} cannot be written ({reason}). Write a path in a folder that is there."
     )
 
 

@@ -1,4 +1,4 @@
-"""Base models for the commands: with weights, or with their structure alone."""
+"""Base models for the commands: with weights, or only their structure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.checkpoint import formats
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint.formats import Checkpoint as Stored
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.heads import head_types
-from adapterzoo.hub.asking import StrictDataclassError
+from adapterzoo.hub.client import StrictDataclassError
 from adapterzoo.model import init
 from adapterzoo.model.heads.output_layers import FIELD
 from adapterzoo.model.hf.backbone import text_config
-from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import task_class
 
 from .checkpoints import Checkpoint
@@ -34,12 +34,12 @@ _MAX_LENGTH = 128
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A model that holds what a checkpoint holds.
+    """A model with the adapter or head of a checkpoint.
 
     Attributes:
-        model: with the adapter or the head.
-        name: of the adapter or the head.
-        stored: the checkpoint in this library's words.
+        model: the model.
+        name: of the adapter or head in it.
+        stored: the checkpoint, converted to the native form.
     """
 
     model: Any
@@ -48,117 +48,112 @@ class Fitted:
 
 
 def base_of(checkpoint: Checkpoint, model: str | None) -> str:
-    """The base model to take: the user's choice, or the one that the checkpoint names.
+    """Return the base model: the user's choice, or the one that the checkpoint names.
 
     Args:
         checkpoint: of an adapter.
-        model: what the user chose.
+        model: the user's choice.
 
     Raises:
-        ConfigError: neither says one.
+        ConfigError: there is neither.
     """
     base = model or checkpoint.base
     if base is None:
         raise ConfigError(
-            f"{checkpoint.call}: {checkpoint.path!r} does not say for which base model it is. "
-            f"Write --model with that model's folder or its name on the Hub."
+            f"{checkpoint.path!r} does not name its base model. Write --model with the folder of "
+            f"that model or its name on the Hub."
         )
     return base
 
 
-def config_of(call: str, base: str) -> PreTrainedConfig:
-    """The config of a base model.
+def config_of(base: str) -> PreTrainedConfig:
+    """Load the config of a base model.
 
     Args:
-        call: what the user wrote, for messages.
         base: folder or name on the Hub.
 
     Raises:
-        CheckpointError: it cannot be had.
+        CheckpointError: it cannot be loaded.
     """
-    with _told(call, base):
+    with _told(base):
         config: PreTrainedConfig = AutoConfig.from_pretrained(base, trust_remote_code=False)
     return config
 
 
-def with_weights(call: str, base: str, cls: Any = AutoAdapterModel, **kwargs: Any) -> Any:
-    """A base model in eval, its static head too.
+def with_weights(base: str, cls: Any = AutoAdapterModel, **kwargs: Any) -> Any:
+    """Load a base model in evaluation mode, with its static head.
 
     Args:
-        call: what the user wrote, for messages.
         base: folder or name on the Hub.
-        cls: `AutoAdapterModel`, or a class of transformers that then gets adapters.
+        cls: `AutoAdapterModel`, or a class of transformers to initialise for adapters.
         **kwargs: of `from_pretrained`.
 
     Raises:
-        CheckpointError: it cannot be had.
+        CheckpointError: it cannot be loaded.
     """
-    with _told(call, base):
-        # left out, transformers would ask at the terminal whether to run a stranger's code
+    with _told(base):
+        # by default, transformers would ask at the terminal whether to run the code
         model = cls.from_pretrained(base, trust_remote_code=False, **kwargs)
     return init(model).eval()
 
 
-def plain_tokenizer(call: str, base: str) -> Any:
-    """The tokenizer of a base model as it is.
+def plain_tokenizer(base: str) -> Any:
+    """Load the tokenizer of a base model.
 
     Args:
-        call: what the user wrote, for messages.
         base: folder or name on the Hub.
 
     Raises:
-        CheckpointError: it cannot be had.
+        CheckpointError: it cannot be loaded.
     """
-    with _told(call, base, "tokenizer"):
+    with _told(base, "tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
-def tokenizer_of(call: str, base: str) -> Any:
-    """The tokenizer of a base model, which can pad.
+def tokenizer_of(base: str) -> Any:
+    """Load the tokenizer of a base model, and give it a token for padding.
 
     Args:
-        call: what the user wrote, for messages.
         base: folder or name on the Hub.
 
     Raises:
-        CheckpointError: it has none, or nothing to pad with.
+        CheckpointError: it cannot be loaded, or has no token to pad with.
     """
-    tokenizer = plain_tokenizer(call, base)
+    tokenizer = plain_tokenizer(base)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise CheckpointError(
-            f"{call}: the tokenizer of {base!r} has no token for padding and none for the end of "
-            f"a text. Give it one: tokenizer.pad_token = … and tokenizer.save_pretrained(…)."
+            f"the tokenizer of {base!r} has neither a padding token nor an end-of-text token. Add "
+            f"one in Python: tokenizer.pad_token = …; tokenizer.save_pretrained(…)."
         )
     return tokenizer
 
 
-def tokens_of_text(call: str, model: Any, tokenizer: Any, wanted: int | None) -> int:
-    """To how many tokens texts are cut.
+def tokens_of_text(model: Any, tokenizer: Any, wanted: int | None) -> int:
+    """Return the number of tokens at which to cut texts.
 
     Args:
-        call: what the user wrote, for messages.
-        model: says how many it takes.
-        tokenizer: the same.
-        wanted: by the user; None: 128 where the model takes so many.
+        model: limits it.
+        tokenizer: limits it.
+        wanted: the user's choice; None: 128, or the limit if that is smaller.
 
     Raises:
-        ConfigError: the model does not take so many.
+        ConfigError: the choice exceeds the limit.
     """
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
     known = (tokenizer.model_max_length, positions, *_places_after_padding(model, positions))
     limit = min((n for n in known if isinstance(n, int) and n > 0), default=_MAX_LENGTH)
     if wanted is not None and wanted > limit:
         raise ConfigError(
-            f"{call}: --max-length {wanted} is more than the {limit} tokens that the model takes. "
-            f"Write --max-length {limit} or less."
+            f"--max-length {wanted} exceeds the {limit} tokens that the model takes. Write "
+            f"--max-length {limit} or less."
         )
     return min(_MAX_LENGTH, limit) if wanted is None else wanted
 
 
 def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
-    """How many tokens RoBERTa and its like take: positions begin after that of the padding."""
+    """Yield the lengths that RoBERTa and similar models take: positions start after padding."""
     words = model.get_input_embeddings()
     tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words)
     for table in tables:
@@ -169,20 +164,20 @@ def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
 def fitted(
     checkpoint: Checkpoint, base: str, *, name: str | None = None, writes: str | None = None
 ) -> Fitted:
-    """A checkpoint in a model of the base model's structure; without its weights where possible.
+    """Load a checkpoint into a model of the base model's structure, without weights if possible.
 
-    Weights are read where a head's output layer is an embedding of the base model, and where the
-    checkpoint holds copies of weights that have to be compared.
+    Weights are read if a head's output layer is an embedding of the base model, or if the
+    checkpoint holds copies of weights to compare.
 
     Args:
         checkpoint: of an adapter or a head.
         base: folder or name on the Hub.
-        name: to give it; None: its own.
-        writes: the format in which the model shall be able to save it; None: it is not saved.
+        name: new name; None: its own.
+        writes: the format to save it in; None: it is not saved.
 
     Raises:
         CheckpointError: it does not fit the model, with every difference, or the base model
-            cannot be had.
+            cannot be loaded.
     """
     foreign = {checkpoint.format, writes} - {None, "native"}
     left_out = FIELD in (checkpoint.head or {})
@@ -192,20 +187,20 @@ def fitted(
             if writes != "peft" or not _has_part_magnitudes(found.stored):
                 return found
         except NotImplementedError:
-            # what torch says where a weight is looked at that is not there
+            # torch raises it for a read of a weight on the meta device
             pass
     cls = _class_of(checkpoint)
-    whole = with_weights(checkpoint.call, base, cls, dtype=checkpoint.dtype)
+    whole = with_weights(base, cls, dtype=checkpoint.dtype)
     return _filled(checkpoint, whole, name)
 
 
 def load_into(checkpoint: Checkpoint, model: Any, name: str, **kwargs: Any) -> None:
-    """Load an adapter into a model with weights; a note says so where its values are rounded.
+    """Load an adapter into a model with weights; print a note if its values are rounded.
 
     Args:
         checkpoint: of an adapter.
         model: with adapters.
-        name: to give it.
+        name: of the adapter in the model.
         **kwargs: of `load_adapter`.
 
     Raises:
@@ -214,29 +209,28 @@ def load_into(checkpoint: Checkpoint, model: Any, name: str, **kwargs: Any) -> N
     try:
         model.load_adapter(checkpoint.folder, load_as=name, **kwargs)
     except CheckpointError:
-        # nothing has been loaded; what else is wrong is wrong again
+        # nothing has been loaded; any other difference raises again
         model.load_adapter(checkpoint.folder, load_as=name, dtype=model.dtype, **kwargs)
         theirs, own = checkpoint.dtype, model.dtype
         if torch.promote_types(theirs, own) != own:
-            note(f"The adapter's {theirs} has been rounded to {own}, which the base model has.")
+            note(f"The adapter's {theirs} has been rounded to the base model's {own}.")
 
 
 def _structure(checkpoint: Checkpoint, base: str) -> Any:
-    config = config_of(checkpoint.call, base)
+    config = config_of(base)
     cls = _class_of(checkpoint)
     make = cls.from_config if cls is AutoAdapterModel else cls._from_config
-    # what other kinds of attention need is not there on the meta device
-    with _told(checkpoint.call, base), torch.device("meta"):
+    # other implementations of attention need more than the meta device has
+    with _told(base), torch.device("meta"):
         model = make(config, dtype=checkpoint.dtype, attn_implementation="eager")
     return init(model).eval()
 
 
 def _filled(checkpoint: Checkpoint, model: Any, name: str | None) -> Fitted:
-    facts = facts_of(model, checkpoint.call)
-    stored = formats.read(checkpoint.folder, checkpoint.stem, facts)
+    stored = formats.read(checkpoint.folder, checkpoint.stem, info_of(model))
     fetched = checkpoint.folder != Path(checkpoint.path)
-    if name is None and fetched and stored.document.get("name") is None:
-        # the folder in the cache has the name of a commit
+    if name is None and fetched and stored.metadata.get("name") is None:
+        # the folder in the cache is named after a commit
         name = Path(checkpoint.path).name
     if checkpoint.stem == "head":
         return Fitted(model, model.load_head(checkpoint.folder, load_as=name), stored)
@@ -244,7 +238,7 @@ def _filled(checkpoint: Checkpoint, model: Any, name: str | None) -> Fitted:
 
 
 def _class_of(checkpoint: Checkpoint) -> Any:
-    """`AutoAdapterModel`, but the own class of a checkpoint with a static head."""
+    """Return `AutoAdapterModel`, or the class of a static head."""
     static = None
     if checkpoint.format == "native" and checkpoint.head is not None:
         static = checkpoint.head.get("static")
@@ -252,30 +246,30 @@ def _class_of(checkpoint: Checkpoint) -> Any:
 
 
 def _is_onto_vocabulary(checkpoint: Checkpoint) -> bool:
-    """Whether the head ends in an embedding of the base model, of which files have a copy."""
+    """Return whether the head ends in an embedding of the base model, which files copy."""
     head = head_types.get(checkpoint.head_type or "")
     return head is not None and head.scores_vocabulary
 
 
 def _has_part_magnitudes(stored: Stored) -> bool:
-    """Whether DoRA adapts parts of layers: PEFT's has magnitudes for all rows of one."""
+    """Return whether magnitudes cover parts of layers: PEFT has them for all rows."""
     return any(key.partition("/")[2].endswith(".m") for key in stored.adapter)
 
 
 @contextlib.contextmanager
-def _told(call: str, base: str, what: str = "base model") -> Iterator[None]:
-    """Tell what transformers says of a model that cannot be had as one error of this library."""
+def _told(base: str, what: str = "base model") -> Iterator[None]:
+    """Turn errors of transformers about a model into one error of this library."""
     try:
         yield
-    # `fitted` takes up the second
+    # `fitted` handles the second
     except (AdapterZooError, NotImplementedError):
         raise
-    # a name that nobody has, a folder without config, a type that this release does not know,
-    # weights that are cut off, a config of other weights or with values of other types
+    # an unknown name, a folder without config, an unknown model type, truncated weights, a config
+    # of other weights or with values of wrong types
     except (
         safetensors.SafetensorError, StrictDataclassError, ArithmeticError, ImportError, KeyError,
         OSError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = reason if len(reason) <= 200 else f"{reason[:199]}…"
-        raise no_base(call, base, reason, what) from error
+        raise no_base(base, reason, what) from error

@@ -1,4 +1,4 @@
-"""What commands print: results on standard output, progress and notes on standard error."""
+"""Printing: results to standard output, progress and notes to standard error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def print_json(value: Any) -> None:
-    """One JSON value; what JSON has no word for is written as text.
+    """Print a JSON value; other types are printed as text.
 
     Args:
         value: JSON types.
@@ -22,7 +22,7 @@ def print_json(value: Any) -> None:
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
-    """Names and values in two columns; what is None is left out.
+    """Print names and values in two columns, without those that are None.
 
     Args:
         facts: in the order to show them.
@@ -34,11 +34,11 @@ def print_facts(facts: Mapping[str, object]) -> None:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Rows under their titles; columns of numbers are set right.
+    """Print a table; columns of numbers are aligned right.
 
     Args:
         titles: of the columns.
-        rows: as many values each; None is shown as "-".
+        rows: one value for each column; None is shown as "-".
     """
     rows = list(rows)
     columns = list(zip(*rows, strict=True)) or [()] * len(titles)
@@ -54,7 +54,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 
 
 def note(text: str) -> None:
-    """Something to know beside the result.
+    """Print a note.
 
     Args:
         text: one line.
@@ -63,7 +63,7 @@ def note(text: str) -> None:
 
 
 def wants_progress(as_json: bool) -> bool:
-    """Whether progress is shown: to a person at a terminal.
+    """Return whether to show progress: only to a person at a terminal.
 
     Args:
         as_json: whether a program reads the result.
@@ -72,12 +72,12 @@ def wants_progress(as_json: bool) -> bool:
 
 
 def progress(items: Sequence[T], title: str, shown: bool) -> Iterable[T]:
-    """The items, with a bar on standard error while they are worked on.
+    """Iterate with a progress bar on standard error.
 
     Args:
-        items: whose number is known.
+        items: to iterate over.
         title: before the bar.
-        shown: whether there is a bar.
+        shown: whether to show the bar.
     """
     from tqdm import tqdm
 
@@ -86,14 +86,14 @@ def progress(items: Sequence[T], title: str, shown: bool) -> Iterable[T]:
 
 
 def be_quiet(shown: bool) -> None:
-    """Keep what other libraries print out of the results.
+    """Silence other libraries.
 
     Args:
-        shown: whether their progress bars stay.
+        shown: whether to keep their progress bars.
     """
     from transformers.utils import logging
 
-    from adapterzoo.hub.settings import hide_progress
+    from adapterzoo.hub.client import hide_progress
 
     logging.set_verbosity_error()
     if not shown:
@@ -108,10 +108,10 @@ def _shown(value: object) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Text of strangers without what a terminal would obey.
+    """Escape the characters that a terminal would obey.
 
     Args:
-        text: any.
-        kept: of the characters that do not print, those that stay.
+        text: from any source.
+        kept: unprintable characters to keep.
     """
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""The work of `predict`: from texts to labels with their probabilities."""
+"""The work of `predict`: labels of texts and their probabilities."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .models import base_of, load_into, tokenizer_of, tokens_of_text, with_weigh
 from .output import progress as bar
 
 _NAME = "predicting"
-# what heads that classify texts answer with
+# the output class of heads that classify texts
 _OUTPUT = "SequenceClassifierOutput"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an adapter says of a text.
+    """The prediction for a text.
 
     Attributes:
         text: the text.
-        label: the likeliest class; all likely ones of a head with several; None for a number.
-        values: class to probability; the number under "value" where the head gives one.
+        label: the likeliest class; all likely classes for several labels; None for a number.
+        values: probability of each class; the number under "value" for a regression.
     """
 
     text: str
@@ -37,30 +37,29 @@ class Answer:
     values: dict[str, float]
 
 
-def device_named(call: str, name: str | None) -> torch.device:
-    """A device by its name.
+def device_named(name: str | None) -> torch.device:
+    """Return a device by its name.
 
     Args:
-        call: what the user wrote, for messages.
-        name: such as "cpu" or "cuda:1"; None: CUDA where there is one.
+        name: such as "cpu" or "cuda:1"; None: CUDA if available.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no such device.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
     # an unknown name, a device without a driver, a build of torch without the device
     except (RuntimeError, AssertionError) as error:
-        raise _unusable(call, name, str(error).partition("\n")[0]) from error
+        raise _unusable(name, str(error).partition("\n")[0]) from error
     if device.type == "meta":
-        raise _unusable(call, name, "it holds shapes and no values")
+        raise _unusable(name, "it holds shapes without values")
     return device
 
 
-def _unusable(call: str, name: str | None, reason: str) -> ConfigError:
+def _unusable(name: str | None, reason: str) -> ConfigError:
     return ConfigError(
-        f"{call}: --device {name!r} cannot be used ({reason}). Write --device cpu, or see "
+        f"--device {name!r} cannot be used ({reason}). Write --device cpu, or see "
         f"`adapterzoo doctor`."
     )
 
@@ -75,25 +74,24 @@ def predict(
     device: str | None,
     progress: bool,
 ) -> list[Answer]:
-    """What an adapter and its head say of texts.
+    """Return the predictions of an adapter and its head.
 
     Args:
         checkpoint: of an adapter with a head.
-        texts: any number.
+        texts: any number of texts.
         model: base model; None: the one that the checkpoint names.
-        batch_size: texts at a time.
-        max_length: tokens of a text; None: as in the training.
+        batch_size: texts per batch.
+        max_length: tokens of a text; None: as in training.
         device: None for the best one.
-        progress: whether a bar is shown.
+        progress: whether to show a bar.
 
     Raises:
         CheckpointError: the adapter does not fit, or has no head that classifies.
         ConfigError: there is no base model or no such device.
     """
-    call = checkpoint.call
-    place = device_named(call, device)
+    place = device_named(device)
     base = base_of(checkpoint, model)
-    adapted = with_weights(call, base)
+    adapted = with_weights(base)
     for head in adapted.known_heads():
         adapted.delete_head(head)
     load_into(checkpoint, adapted, _NAME, set_active=True)
@@ -101,12 +99,12 @@ def predict(
     if config is None or config.output_class != _OUTPUT:
         has = "no head" if config is None else f"a head of the type {config.head_type!r}"
         raise CheckpointError(
-            f"{call}: {checkpoint.path!r} has {has}, and `predict` needs one that classifies "
-            f"texts. Write the folder of an adapter that `adapterzoo train` made."
+            f"{checkpoint.path!r} has {has}; `predict` needs one that classifies texts. Write the "
+            f"folder of an adapter from `adapterzoo train`."
         )
-    tokenizer = tokenizer_of(call, base)
+    tokenizer = tokenizer_of(base)
     wanted = max_length or _trained_length(checkpoint)
-    length = tokens_of_text(call, adapted, tokenizer, wanted)
+    length = tokens_of_text(adapted, tokenizer, wanted)
     logits = logits_of(adapted.to(place), tokenizer, texts, length, batch_size, progress)
     count = logits.shape[-1]
     labels = config.id2label or {number: str(number) for number in range(count)}
@@ -124,15 +122,15 @@ def logits_of(
     batch_size: int,
     progress: bool,
 ) -> Tensor:
-    """Logits of the active head, `[texts, labels]`, in float32 on the CPU.
+    """Return the logits of the active head, `[texts, labels]`, in float32 on the CPU.
 
     Args:
-        model: in any mode; is in eval after it.
+        model: is put into evaluation mode.
         tokenizer: of its base model.
-        texts: any number.
+        texts: any number of texts.
         max_length: tokens of a text.
-        batch_size: texts at a time, those of similar length together.
-        progress: whether a bar is shown.
+        batch_size: texts per batch; texts of similar length go together.
+        progress: whether to show a bar.
     """
     model.eval()
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
@@ -147,11 +145,11 @@ def logits_of(
 
 
 def write(stream: TextIO, answers: Iterable[Answer], kind: str) -> None:
-    """Write answers, one in each line.
+    """Write predictions, one per line.
 
     Args:
         stream: open for text.
-        answers: all of one head.
+        answers: predictions of one head.
         kind: "csv" or "jsonl".
     """
     answers = list(answers)

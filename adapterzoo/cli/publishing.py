@@ -43,13 +43,12 @@ def push_command(
 ) -> None:
     """Publish the adapter in a folder as REPO ('user/repository') on the Hub, with a card.
 
-    One commit brings all of it. The token is the one of `hf auth login` or of HF_TOKEN; it is no
-    option, as others could read it in the list of processes.
+    Everything goes into one commit. The token is that of `hf auth login` or HF_TOKEN; there is no
+    option for it, because other users could read it in the list of processes.
     """
     results = dict(_metric(metric) for metric in metrics)
 
-    call = f"push {path} {repo}"
-    check_push(call, path, repo)
+    check_push(path, repo)
 
     from adapterzoo import hub
 
@@ -70,7 +69,6 @@ def push_command(
         create_pr=create_pr,
         commit_message=message,
         overwrite_adapter_card=overwrite_card,
-        call=call,
     )
     if as_json:
         print_json({"url": url, "repo": repo})
@@ -96,9 +94,9 @@ def list_command(
     as_json: bool,
 ) -> None:
     """List adapters of the Hub that can be loaded here, the most downloaded first."""
-    from adapterzoo.hub.settings import refuse_if_offline
+    from adapterzoo.hub.client import refuse_if_offline
 
-    refuse_if_offline("list", "nothing can be asked of the Hub")
+    refuse_if_offline("nothing can be asked of the Hub")
 
     from adapterzoo import hub
 
@@ -126,6 +124,6 @@ def _metric(text: str) -> tuple[str, float]:
         number = math.nan
     if not name.strip() or not math.isfinite(number):
         raise click.UsageError(
-            f"--metric {text!r} is no name with a number. Write --metric accuracy=0.91."
+            f"--metric {text!r} is not a name with a number. Write --metric accuracy=0.91."
         )
     return name, number

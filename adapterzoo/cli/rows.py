@@ -1,4 +1,4 @@
-"""Rows of text, and of text with a label, out of CSV, TSV and JSON-lines files."""
+"""Read texts and labels from CSV, TSV and JSON-lines files."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ class Rows:
 
     Attributes:
         texts: none is empty.
-        labels: one for each text; empty where no labels were asked for.
+        labels: one for each text; none if no labels were read.
     """
 
     texts: list[str]
     labels: list[str]
 
 
-def read_rows(call: str, file: Path, text: str, label: str | None) -> Rows:
-    """The rows of a file; blank lines are passed over.
+def read_rows(file: Path, text: str, label: str | None) -> Rows:
+    """Read the rows of a file; blank lines are skipped.
 
     Args:
-        call: what the user wrote, for messages.
-        file: its ending says what it is: `.csv`, `.tsv`, or `.jsonl` with an object in each line.
+        file: `.csv`, `.tsv`, or `.jsonl` with an object in each line.
         text: name of the column of texts.
-        label: name of the column of labels; None: there need not be one.
+        label: name of the column of labels; None: do not read labels.
 
     Raises:
         ConfigError: the file cannot be read, has no rows, or a row lacks a column.
@@ -45,31 +44,31 @@ def read_rows(call: str, file: Path, text: str, label: str | None) -> Rows:
     rows = Rows([], [])
     number = 0
     try:
-        for number, row in _records(call, file):
-            rows.texts.append(_value(call, file, number, row, text))
+        for number, row in _records(file):
+            rows.texts.append(_value(file, number, row, text))
             if label is not None:
-                rows.labels.append(_value(call, file, number, row, label))
+                rows.labels.append(_value(file, number, row, label))
     except OSError as error:
         raise ConfigError(
-            f"{call}: {str(file)!r} cannot be read ({error.strerror or error}). Write the path of "
-            f"a .csv, .tsv or .jsonl file."
+            f"{str(file)!r} cannot be read ({error.strerror or error}). Write the path of a .csv, "
+            f".tsv or .jsonl file."
         ) from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"{call}: {str(file)!r} is damaged after line {number} ({error}). Save it as UTF-8."
+            f"{str(file)!r} is damaged after line {number} ({error}). Save it as UTF-8."
         ) from error
     if not rows.texts:
-        raise ConfigError(f"{call}: {str(file)!r} has no rows. Write a file that has some.")
+        raise ConfigError(f"{str(file)!r} has no rows. Write a file with rows.")
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Texts with the numbers of their classes.
+    """Texts with the ids of their classes.
 
     Attributes:
         texts: none is empty.
-        numbers: one for each text.
+        numbers: one id for each text.
     """
 
     texts: list[str]
@@ -77,31 +76,30 @@ class Numbered:
 
 
 def read_classes(
-    call: str, file: Path, tested: Path | None, text: str, label: str
+    file: Path, tested: Path | None, text: str, label: str
 ) -> tuple[Numbered, Numbered | None, list[str]]:
-    """The rows to learn from, those to test on if any, and the names of the classes.
+    """Read the training data, the test data if any, and the names of the classes.
 
     Args:
-        call: what the user wrote, for messages.
-        file: of the rows to learn from.
-        tested: of the rows to test on, or None.
+        file: the training data.
+        tested: the test data, or None.
         text: name of the column of texts.
         label: name of the column of labels.
 
     Raises:
-        ConfigError: a file cannot be read, or its rows are not to be learnt from.
+        ConfigError: a file cannot be read, there is one class only, or a test label is unknown.
     """
-    rows = read_rows(call, file, text, label)
-    names = class_names(call, file, rows.labels)
-    learnt = Numbered(rows.texts, class_numbers(call, file, rows.labels, names))
+    rows = read_rows(file, text, label)
+    names = class_names(file, rows.labels)
+    training = Numbered(rows.texts, class_numbers(file, rows.labels, names))
     if tested is None:
-        return learnt, None, names
-    judged = read_rows(call, tested, text, label)
-    return learnt, Numbered(judged.texts, class_numbers(call, tested, judged.labels, names)), names
+        return training, None, names
+    test = read_rows(tested, text, label)
+    return training, Numbered(test.texts, class_numbers(tested, test.labels, names)), names
 
 
-def class_names(call: str, file: Path, labels: list[str]) -> list[str]:
-    """The classes in the labels of the rows to train on, sorted; numbers by their value.
+def class_names(file: Path, labels: list[str]) -> list[str]:
+    """Return the sorted classes of the training data; numbers are sorted by value.
 
     Raises:
         ConfigError: there are fewer than two.
@@ -109,81 +107,79 @@ def class_names(call: str, file: Path, labels: list[str]) -> list[str]:
     names = set(labels)
     if len(names) < 2:
         raise ConfigError(
-            f"{call}: all rows of {str(file)!r} have the label {min(names)!r}, so there is nothing "
-            f"to tell apart. Write a file with two labels or more."
+            f"all rows of {str(file)!r} have the label {min(names)!r}. Write a file with two or "
+            f"more labels."
         )
     numbers = all(_NUMBER.fullmatch(name) for name in names)
     return sorted(names, key=(lambda name: (int(name), name)) if numbers else str)
 
 
-def class_numbers(call: str, file: Path, labels: list[str], names: list[str]) -> list[int]:
-    """Labels as the numbers of their classes.
+def class_numbers(file: Path, labels: list[str], names: list[str]) -> list[int]:
+    """Return the class ids of labels.
 
     Raises:
-        ConfigError: a label is no class.
+        ConfigError: a label is not a class.
     """
     if unknown := sorted(set(labels) - set(names)):
         raise ConfigError(
-            f"{call}: {str(file)!r} has the labels {listing(unknown)}, which no row to train on "
-            f"has; those have {listing(names)}. Take these rows out, or train on such rows too."
+            f"{str(file)!r} has the labels {listing(unknown)}, which the training data lack; they "
+            f"have {listing(names)}. Remove these rows, or add such rows to the training data."
         )
     numbers = {name: number for number, name in enumerate(names)}
     return [numbers[label] for label in labels]
 
 
-def _records(call: str, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows with the numbers of the lines in which they end."""
+def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield rows with the numbers of the lines in which they end."""
     ending = file.suffix.lower()
     if ending not in _SEPARATORS and ending not in _LINES:
         raise ConfigError(
-            f"{call}: {str(file)!r} ends in {ending!r}; legal are "
-            f"{listing([*_SEPARATORS, *_LINES])}. Write --help for how a file looks."
+            f"{str(file)!r} ends in {ending!r}; legal are {listing([*_SEPARATORS, *_LINES])}. "
+            f"Write --help for the format of a file."
         )
-    # a mark at the start, as spreadsheets write it, is no part of the first name
+    # spreadsheets write a byte order mark, which is not part of the first name
     with file.open(encoding="utf-8-sig", newline="") as stream:
         if ending in _SEPARATORS:
             reader = csv.DictReader(stream, delimiter=_SEPARATORS[ending], strict=True)
             for row in reader:
-                # what is in no column: a separator stands in a text that is not quoted
+                # values without a column: an unquoted text holds a separator
                 if any(row.get(reader.restkey) or ()):
                     raise ConfigError(
-                        f"{call}: line {reader.line_num} of {str(file)!r} has more values than "
-                        f"there are columns: {listing(reader.fieldnames or ())}. Write texts with "
+                        f"line {reader.line_num} of {str(file)!r} has more values than columns: "
+                        f"{listing(reader.fieldnames or ())}. Write texts with "
                         f"{_SEPARATORS[ending]!r} in double quotes."
                     )
                 yield reader.line_num, row
             return
         for number, line in enumerate(stream, 1):
             if line.strip():
-                yield number, _object(call, file, number, line)
+                yield number, _object(file, number, line)
 
 
-def _object(call: str, file: Path, number: int, line: str) -> dict[str, Any]:
+def _object(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{call}: line {number} of {str(file)!r} is no JSON ({error}). Write one object in "
-            f"each line."
+            f"line {number} of {str(file)!r} is not JSON ({error}). Write one object per line."
         ) from error
     if not isinstance(row, dict):
         raise ConfigError(
-            f"{call}: line {number} of {str(file)!r} holds a {type(row).__name__}. Write one "
-            f"object in each line."
+            f"line {number} of {str(file)!r} is a {type(row).__name__}. Write one object per line."
         )
     return row
 
 
-def _value(call: str, file: Path, number: int, row: dict[str, Any], column: str) -> str:
+def _value(file: Path, number: int, row: dict[str, Any], column: str) -> str:
     if column not in row:
         raise ConfigError(
-            f"{call}: {str(file)!r} has no column {column!r} (line {number}); it has "
+            f"{str(file)!r} has no column {column!r} (line {number}); it has "
             f"{listing(sorted(map(str, row)))}. Write --text-column or --label-column."
         )
     value = row[column]
     if not isinstance(value, (str, int, float)) or not str(value).strip():
         raise ConfigError(
-            f"{call}: line {number} of {str(file)!r} has {value!r} in the column {column!r}. "
-            f"Write a text there, or take the row out."
+            f"line {number} of {str(file)!r} has {value!r} in the column {column!r}. Write a text "
+            f"there, or remove the row."
         )
     return str(value)

@@ -30,30 +30,28 @@ from .rows import Numbered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the command line said.
+class TrainOptions:
+    """The options of the command.
 
     Attributes:
-        call: what the user wrote, for messages.
         model: folder or Hub name of the base model.
-        rows: to learn from.
-        tested: rows to test on, or None.
-        classes: their names, in the order of their numbers.
+        rows: training data.
+        tested: test data, or None.
+        classes: names in the order of their ids.
         output: folder for the adapter.
         method: config string.
         name: of adapter and head.
-        epochs: times that each row is seen.
-        lr: learning rate at the start.
-        batch_size: rows of a step.
-        max_length: tokens of a text, None for the usual number.
+        epochs: passes over the training data.
+        lr: initial learning rate.
+        batch_size: examples per step.
+        max_length: tokens of a text; None for the default.
         pooling: of the head.
         layers: of the head.
         seed: of weights, dropout and order.
-        device: or None for the best one.
-        progress: whether a bar is shown.
+        device: None for the best one.
+        progress: whether to show a bar.
     """
 
-    call: str
     model: str
     rows: Numbered
     tested: Numbered | None
@@ -73,7 +71,7 @@ class Plan:
 
 
 class _Bar(TrainerCallback):
-    """A bar of steps on standard error; results alone go to standard output."""
+    """A progress bar on standard error; only results go to standard output."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
@@ -92,35 +90,35 @@ class _Bar(TrainerCallback):
         self._bar.close()
 
 
-def train(plan: Plan) -> dict[str, Any]:
+def train(options: TrainOptions) -> dict[str, Any]:
     """Train, test and save an adapter.
 
     Args:
-        plan: what to do.
+        options: of the command.
 
     Returns:
-        Rows, steps, losses, accuracy and where the adapter is, as JSON types.
+        Numbers of rows and steps, loss, accuracy and output folder, as JSON types.
 
     Raises:
-        CheckpointError: the base model cannot be had, or the folder cannot be written.
-        ConfigError: rows, method or another value are not legal.
+        CheckpointError: the base model cannot be loaded, or the folder cannot be written.
+        ConfigError: the data, the method or another value is not legal.
     """
-    _check(plan)
-    rows, names, tested = plan.rows, plan.classes, plan.tested
-    tokenizer = tokenizer_of(plan.call, plan.model)
-    set_seed(plan.seed)
-    model = _prepared(plan, names)
-    length = tokens_of_text(plan.call, model, tokenizer, plan.max_length)
+    _check(options)
+    rows, names, tested = options.rows, options.classes, options.tested
+    tokenizer = tokenizer_of(options.model)
+    set_seed(options.seed)
+    model = _prepared(options, names)
+    length = tokens_of_text(model, tokenizer, options.max_length)
     tokens = tokenizer(rows.texts, truncation=True, max_length=length)
     data = [
         {key: tokens[key][i] for key in tokens} | {"labels": label}
         for i, label in enumerate(rows.numbers)
     ]
     start = time.perf_counter()
-    loss, steps = _run(plan, model, tokenizer, data)
+    loss, steps = _run(options, model, tokenizer, data)
     metrics: dict[str, Any] = {
-        "name": plan.name,
-        "method": plan.method,
+        "name": options.name,
+        "method": options.method,
         "labels": names,
         "train_rows": len(rows.texts),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -129,62 +127,64 @@ def train(plan: Plan) -> dict[str, Any]:
         "train_loss": loss,
     }
     if tested is not None:
-        logits = logits_of(model, tokenizer, tested.texts, length, plan.batch_size, plan.progress)
+        logits = logits_of(
+            model, tokenizer, tested.texts, length, options.batch_size, options.progress
+        )
         right = logits.argmax(-1) == torch.tensor(tested.numbers)
         metrics |= {"eval_rows": len(tested.numbers), "accuracy": right.double().mean().item()}
     kept = {key: metrics[key] for key in ("train_rows", "accuracy", "eval_rows") if key in metrics}
-    settings = {
-        "epochs": plan.epochs, "lr": plan.lr, "batch_size": plan.batch_size, "seed": plan.seed,
-        "max_length": length,
-    }  # fmt: skip
-    model.save_adapter(plan.output, plan.name, meta_dict={"train": settings | kept})
+    noted = ("epochs", "lr", "batch_size", "seed")
+    settings = {key: getattr(options, key) for key in noted} | {"max_length": length}
+    model.save_adapter(options.output, options.name, meta_dict={"train": settings | kept})
     return metrics | {
-        "fingerprint": model.adapter_fingerprint(plan.name),
-        "output": str(plan.output),
+        "fingerprint": model.adapter_fingerprint(options.name),
+        "output": str(options.output),
     }
 
 
-def _check(plan: Plan) -> None:
-    """What can be wrong before anything is read."""
-    device_named(plan.call, plan.device)
-    held = formats.of(plan.output, "adapter") if plan.output.is_dir() else None
+def _check(options: TrainOptions) -> None:
+    """Check what can be checked before anything is read."""
+    device_named(options.device)
+    held = formats.of(options.output, "adapter") if options.output.is_dir() else None
     if held not in (None, "native"):
         raise ConfigError(
-            f"{plan.call}: --output {str(plan.output)!r} holds an adapter in the format {held!r}. "
+            f"--output {str(options.output)!r} holds an adapter in the format {held!r}. "
             f"Write another folder."
         )
 
 
-def _prepared(plan: Plan, names: list[str]) -> Any:
-    """The base model with a fresh adapter and a fresh head, these two trainable."""
-    model = with_weights(plan.call, plan.model)
+def _prepared(options: TrainOptions, names: list[str]) -> Any:
+    """Return the base model with a new adapter and a new head, the only trainable parts."""
+    model = with_weights(options.model)
     for head in model.known_heads():
         model.delete_head(head)
-    model.add_adapter(plan.name, config=plan.method)
+    model.add_adapter(options.name, config=options.method)
     model.add_classification_head(
-        plan.name,
+        options.name,
         num_labels=len(names),
-        layers=plan.layers,
-        # one layer has nothing between
-        activation_function="tanh" if plan.layers > 1 else None,
-        pooling=plan.pooling,
+        layers=options.layers,
+        # a single layer has no activation
+        activation_function="tanh" if options.layers > 1 else None,
+        pooling=options.pooling,
         id2label=dict(enumerate(names)),
     )
-    model.train_adapter(plan.name)
-    return model.to(device_named(plan.call, plan.device))
+    model.train_adapter(options.name)
+    return model.to(device_named(options.device))
 
 
-def _run(plan: Plan, model: Any, tokenizer: Any, data: list[dict[str, Any]]) -> tuple[float, int]:
-    """Train; the mean loss and the number of steps."""
+def _run(
+    options: TrainOptions, model: Any, tokenizer: Any, data: list[dict[str, Any]]
+) -> tuple[float, int]:
+    """Train, and return the mean loss and the number of steps."""
     with tempfile.TemporaryDirectory() as scratch:
         trainer = AdapterTrainer(
             model=model,
             args=TrainingArguments(
                 output_dir=scratch,
-                num_train_epochs=plan.epochs,
-                per_device_train_batch_size=plan.batch_size,
-                learning_rate=plan.lr,
-                seed=plan.seed,
+                num_train_epochs=options.epochs,
+                per_device_train_batch_size=options.batch_size,
+                learning_rate=options.lr,
+                seed=options.seed,
                 use_cpu=model.device.type == "cpu",
                 dataloader_pin_memory=model.device.type != "cpu",
                 logging_strategy="no",
@@ -194,7 +194,7 @@ def _run(plan: Plan, model: Any, tokenizer: Any, data: list[dict[str, Any]]) -> 
             ),
             train_dataset=data,
             data_collator=DataCollatorWithPadding(tokenizer),
-            callbacks=[_Bar(plan.progress)],
+            callbacks=[_Bar(options.progress)],
         )
         trainer.remove_callback(PrinterCallback)
         done = trainer.train()

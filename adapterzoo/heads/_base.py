@@ -20,7 +20,7 @@ from adapterzoo.registry import Registry
 
 from ._backbone import Backbone
 from ._labels import checked, find_labels, labels_from, recounted
-from ._losses import IGNORED
+from ._losses import IGNORED, Count, Logits
 from ._pooling import Pooling
 from ._static import Static, StaticHead
 
@@ -48,6 +48,8 @@ class HeadConfig(Config):
         scores_vocabulary: whether its heads have `output_embeddings`.
         pipeline_tag: the task's name on the Hub.
         peft_task: the task's name in PEFT's files.
+        peft_classes: for tasks without a name in PEFT, which names the class instead: the mapping
+            of `transformers.models.auto.modeling_auto` with the classes.
         task_classes: ends of the names of transformers' classes whose heads `from_static` reads.
         count_field: the field with the number of labels, if there is one.
         label2id: names of the labels to their numbers; None without labels.
@@ -66,6 +68,7 @@ class HeadConfig(Config):
     scores_vocabulary: ClassVar[bool] = False
     pipeline_tag: ClassVar[str | None] = None
     peft_task: ClassVar[str | None] = None
+    peft_classes: ClassVar[str | None] = None
     task_classes: ClassVar[tuple[str, ...]] = ()
     count_field: ClassVar[str] = "num_labels"
 
@@ -78,6 +81,11 @@ class HeadConfig(Config):
         Raises:
             ConfigError: a value does not fit the backbone.
         """
+
+    @classmethod
+    def adapterhub_quirk(cls, model_type: str, config: Mapping[str, Any]) -> str | None:
+        """Return what AdapterHub computes instead in such a model; None if the same."""
+        return None
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
@@ -247,12 +255,7 @@ class PredictionHead(Head):
         """
 
     @abstractmethod
-    def loss(
-        self,
-        logits: Tensor | tuple[Tensor, ...],
-        labels: Tensor,
-        count: Tensor | int | None = None,
-    ) -> Tensor:
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the training loss, a scalar.
 
         Args:

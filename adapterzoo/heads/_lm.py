@@ -17,7 +17,7 @@ from ._backbone import Backbone
 from ._base import HeadConfig
 from ._layers import LAYERS, Activation, number
 from ._lm_static import lm_fields
-from ._losses import IGNORED, cross_entropy
+from ._losses import IGNORED, Count, Logits, cross_entropy
 from ._static import Static, StaticHead
 from ._vocabulary import VocabularyHead
 
@@ -163,12 +163,7 @@ class LMHead(VocabularyHead):
         """Return logits `[batch, tokens, vocab_size]`. `hidden` `[batch, tokens, d_model]`."""
         return self.decode(self.features(hidden))
 
-    def loss(
-        self,
-        logits: Tensor | tuple[Tensor, ...],
-        labels: Tensor,
-        count: Tensor | int | None = None,
-    ) -> Tensor:
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the cross entropy of `labels` `[batch, tokens]`."""
         if isinstance(logits, tuple):
             (logits,) = logits

@@ -7,6 +7,8 @@ device-side assertion. Dtype and shape are always checked.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,9 +17,13 @@ from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import ConfigError
 
 IGNORED = -100
+Logits: TypeAlias = Tensor | tuple[Tensor, ...]
+"""What a head's `forward` returns."""
+Count: TypeAlias = Tensor | int | None
+"""A number of labels, to divide a sum by; None for those of the batch."""
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor | int | None = None) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor:
     """Return the mean of −log softmax(logits)[label] over the labels that count.
 
     Args:
@@ -46,9 +52,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor | int | None = N
     return total / _count(labels != IGNORED, count)
 
 
-def binary_cross_entropy(
-    logits: Tensor, labels: Tensor, count: Tensor | int | None = None
-) -> Tensor:
+def binary_cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor:
     """Return the mean binary cross entropy of σ(logits) over the labels that count.
 
     Args:
@@ -67,7 +71,7 @@ def binary_cross_entropy(
     return each.where(counts, 0.0).sum() / _count(counts, count)
 
 
-def squared_error(logits: Tensor, labels: Tensor, count: Tensor | int | None = None) -> Tensor:
+def squared_error(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor:
     """Return the mean of (logits − labels)²; every value is a target, −100 too.
 
     Args:
@@ -119,7 +123,7 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(compute_dtype(logits.dtype))
 
 
-def _count(counts: Tensor, given: Tensor | int | None) -> Tensor | int:
+def _count(counts: Tensor, given: Count) -> Tensor | int:
     if given is None:
         # at least 1: a batch whose labels are all ignored has the loss 0
         return counts.sum().clamp(min=1)

@@ -16,7 +16,7 @@ from adapterzoo.fields import Choice, field
 
 from ._backbone import Backbone
 from ._layers import LayersConfig, LayersHead
-from ._losses import LOSSES
+from ._losses import LOSSES, Count, Logits
 from ._pooling import POOLINGS, Pooling, pool
 from ._static import InexpressibleError, Static, StaticHead, activation_after
 
@@ -67,7 +67,7 @@ class PooledConfig(LayersConfig):
         """The kind of labels; it decides the loss, and how pipelines read the logits."""
         return "regression" if self.label_count == 1 else "single_label_classification"
 
-    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+    def loss(self, logits: Tensor, labels: Tensor, count: Count) -> Tensor:
         """Return the loss for the kind of labels."""
         return LOSSES[self.problem_type](logits, labels, count)
 
@@ -145,12 +145,7 @@ class PooledHead(LayersHead):
         """
         return self.score(pool(hidden, mask, self.pooling or "cls"))
 
-    def loss(
-        self,
-        logits: Tensor | tuple[Tensor, ...],
-        labels: Tensor,
-        count: Tensor | int | None = None,
-    ) -> Tensor:
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the loss of the task. `logits` `[batch, num_labels]`, `labels` `[batch]`."""
         scores = logits[0] if isinstance(logits, tuple) else logits
         return self.config.loss(scores, labels, count)

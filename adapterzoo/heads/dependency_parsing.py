@@ -25,7 +25,7 @@ from ._adding import Labels, Model, adds_head
 from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types
 from ._labels import labels_from
-from ._losses import IGNORED, check_range, cross_entropy
+from ._losses import IGNORED, Count, Logits, check_range, cross_entropy
 
 
 @head_types.register("dependency_parsing")
@@ -123,12 +123,7 @@ class DependencyParsingHead(PredictionHead):
         rels = self.biaffine_rels(words, heads).permute(0, 2, 3, 1)  # [batch, n, n + 1, labels]
         return rels, arcs
 
-    def loss(
-        self,
-        logits: Tensor | tuple[Tensor, ...],
-        labels: Tensor,
-        count: Tensor | int | None = None,
-    ) -> Tensor:
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the cross entropy of the arcs plus that of the relations at the right arcs.
 
         Args:

@@ -45,6 +45,7 @@ class ImageClassificationConfig(PooledConfig):
     head_type: ClassVar[str] = "image_classification"
     output_class: ClassVar[str] = "ImageClassifierOutput"
     pipeline_tag: ClassVar[str | None] = "image-classification"
+    peft_classes: ClassVar[str | None] = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
     task_classes: ClassVar[tuple[str, ...]] = ("ForImageClassification",)
 
     num_labels: int = field(2, COUNT)

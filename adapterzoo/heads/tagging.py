@@ -19,7 +19,7 @@ from ._backbone import Backbone
 from ._base import head_types
 from ._labels import labels_from
 from ._layers import COUNT, LayersConfig, LayersHead
-from ._losses import cross_entropy
+from ._losses import Count, Logits, cross_entropy
 from ._static import InexpressibleError, Static, StaticHead
 
 # encoder–decoders whose token classifiers have the encoder only
@@ -78,12 +78,7 @@ class TaggingHead(LayersHead):
         """Return logits `[batch, tokens, num_labels]`. `hidden` `[batch, tokens, d_model]`."""
         return self.score(hidden)
 
-    def loss(
-        self,
-        logits: Tensor | tuple[Tensor, ...],
-        labels: Tensor,
-        count: Tensor | int | None = None,
-    ) -> Tensor:
+    def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the cross entropy of `labels` `[batch, tokens]`."""
         if isinstance(logits, tuple):
             (logits,) = logits

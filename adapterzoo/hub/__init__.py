@@ -1,4 +1,4 @@
-"""The Hub: adapters are found, fetched and published there, by `huggingface_hub` and nothing else.
+"""The Hub: search, download and upload of adapters by `huggingface_hub`.
 
 Nothing that this package raises, logs or writes holds a token.
 """
@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .card import CardText
-    from .listing import AdapterInfo, adapter_info, list_adapters
-    from .pulling import resolve
-    from .pushing import push
+    from .download import resolve
+    from .search import AdapterInfo, adapter_info, list_adapters
+    from .upload import push
 
-# imported when first asked for: names of folders and repositories are checked before torch and
-# huggingface_hub are there
+# imported on first use: the command line checks names before it imports huggingface_hub
 _HOMES = {
-    "AdapterInfo": "listing",
+    "AdapterInfo": "search",
     "CardText": "card",
-    "adapter_info": "listing",
-    "list_adapters": "listing",
-    "push": "pushing",
-    "resolve": "pulling",
+    "adapter_info": "search",
+    "list_adapters": "search",
+    "push": "upload",
+    "resolve": "download",
 }
 
 __all__ = ["AdapterInfo", "CardText", "adapter_info", "list_adapters", "push", "resolve"]

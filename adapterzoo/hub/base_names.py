@@ -1,4 +1,4 @@
-"""Which base model the files of an adapter name: one that others can load, never a path of here."""
+"""The base model that the files of an adapter name: one that others can load, not a local path."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from adapterzoo.checkpoint import native
-from adapterzoo.checkpoint.files import json_bytes
-from adapterzoo.checkpoint.foreign import read_json
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint.files import json_bytes, read_json
+from adapterzoo.checkpoint.formats import Checkpoint
 
-from .places import is_public_name
+from .repo_ref import is_public_name
 
 # of configs of this library and AdapterHub's, and of PEFT's
 BASE_NAMES = ("model_name", "base_model_name_or_path")
 
 
 def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
-    """The name of the base model on the Hub, None where it is not known.
+    """Return the name of the base model on the Hub; None where it is not known.
 
     Args:
         document: a config of any format.
-        given: what the author says, which goes before.
+        given: the author's name for it, which goes first.
     """
     written = next((document[key] for key in BASE_NAMES if document.get(key)), None)
     return given or (written if is_public_name(written) else None)
 
 
 def with_base_name(
-    call: str, folder: Path, contents: Mapping[str, bytes], given: str | None
+    folder: Path, contents: Mapping[str, bytes], given: str | None
 ) -> dict[str, bytes]:
-    """The files of an adapter, with that name in place of another one.
+    """Replace every other name of the base model in the files of an adapter.
 
     Args:
-        call: what the user wrote, for messages.
-        folder: from which they were read; configs and the native format are read once more.
+        folder: where the files are; configs and native checkpoints are read again.
         contents: names to contents.
         given: as for `base_name`.
 
@@ -44,7 +42,7 @@ def with_base_name(
     """
     named = dict(contents)
     for file in [name for name in contents if name.endswith("_config.json")]:
-        document = read_json(call, folder / file)
+        document = read_json(folder / file)
         base = base_name(document, given)
         others = [key for key in BASE_NAMES if key in document and document[key] != base]
         if not others:
@@ -52,9 +50,9 @@ def with_base_name(
         if document.get("format") != native.FORMAT:
             named[file] = json_bytes(document | dict.fromkeys(others, base))
             continue
-        # the file with the tensors says it too, and has a digest of what it says
+        # the native tensor file holds the name too, and a digest
         stem = file.removesuffix("_config.json")
         stored = native.load(folder, stem)
-        renamed = {**stored.document, **dict.fromkeys(others, base)}
-        named |= native.encode(Stored(renamed, stored.adapter, stored.head), stem)
+        renamed = {**stored.metadata, **dict.fromkeys(others, base)}
+        named |= native.encode(Checkpoint(renamed, stored.adapter, stored.head), stem)
     return named

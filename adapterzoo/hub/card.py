@@ -11,46 +11,31 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from adapterzoo.checkpoint.foreign import read_json
-from adapterzoo.errors import ConfigError, listing
+from adapterzoo.checkpoint.files import read_json
+from adapterzoo.errors import ConfigError, in_python, listing
+from adapterzoo.heads import head_types
 
 from .base_names import BASE_NAMES, base_name
 from .files import ADAPTER_CONFIG
-from .places import is_public_name
+from .repo_ref import is_public_name
 
-# what a head, or PEFT's task_type, is called among the Hub's tasks
-_TASKS = {
-    "causal_lm": "text-generation",
-    "classification": "text-classification",
-    "image_classification": "image-classification",
-    "masked_lm": "fill-mask",
-    "multilabel_classification": "text-classification",
-    "multiple_choice": "multiple-choice",
-    "question_answering": "question-answering",
-    "tagging": "token-classification",
-    "CAUSAL_LM": "text-generation",
-    "FEATURE_EXTRACTION": "feature-extraction",
-    "QUESTION_ANS": "question-answering",
-    "SEQ_CLS": "text-classification",
-    "TOKEN_CLS": "token-classification",
-}
 _INSTALL = "pip install adapterzoo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardText:
-    """What only the author of an adapter can say.
+    """What only the author of an adapter knows.
 
     Attributes:
-        base_model: name on the Hub; None: the one in the checkpoint, where it is such a name.
+        base_model: name on the Hub; None: the one in the checkpoint, if it is on the Hub.
         datasets: names on the Hub.
-        results: name of a metric to its value.
+        results: metric names and values.
         language: codes, as `"en"`.
         license: the Hub's identifier, as `"apache-2.0"`.
-        tags: more of them.
-        metrics: names of metrics beside those of `results`.
-        architecture_training: text on the training.
-        evaluation: text below the results.
+        tags: further tags.
+        metrics: names of metrics besides those in `results`.
+        architecture_training: text about the training.
+        evaluation: text after the results.
         citation: text, BibTeX for example.
     """
 
@@ -66,50 +51,44 @@ class CardText:
     citation: str | None = None
 
 
-def check_card(call: str, text: CardText) -> None:
-    """Raise before anything is sent where the card could not be written.
+def check_card(text: CardText) -> None:
+    """Raise before anything is sent if the card cannot be written.
 
     Raises:
-        ConfigError: a result is no finite number, a metric has no name, a text stands where
-            several belong, or the base model is no name of the Hub.
+        ConfigError: a result is not a finite number, a metric has no name, a field that takes
+            several texts has one, or the base model is not a name of the Hub.
     """
     for field_name in ("datasets", "tags", "metrics"):
-        # a text is a sequence too: of letters
+        # a text is a sequence too, of letters
         if isinstance(value := getattr(text, field_name), str):
             raise ConfigError(
-                f"{call}: {field_name}={value!r} is one text, and several are legal. Write "
+                f"{field_name}={value!r} is one text instead of a list. Write "
                 f"{field_name}=[{value!r}]."
             )
     for metric in (*text.results, *text.metrics):
         if not isinstance(metric, str) or not metric.strip():
             raise ConfigError(
-                f"{call}: metrics has {metric!r} in the place of a name. Write one, as "
-                f"metrics={{'accuracy': 0.91}}."
+                f"metrics has the name {metric!r}. Write a text, as metrics={{'accuracy': 0.91}}."
             )
     for metric, value in text.results.items():
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ConfigError(
-                f"{call}: metrics[{metric!r}]={value!r} is a {type(value).__name__}. Write a "
-                f"number, as metrics={{'accuracy': 0.91}}."
-            )
-        if not math.isfinite(value):
-            raise ConfigError(
-                f"{call}: metrics[{metric!r}]={value!r} is not finite. Write a number that is, as "
+                f"metrics[{metric!r}]={value!r} is not a finite number. Write one, as "
                 f"metrics={{'accuracy': 0.91}}, or leave it out."
             )
     if text.base_model is not None and not is_public_name(text.base_model):
         raise ConfigError(
-            f"{call}: base_model={text.base_model!r} is no name of the Hub. Write it as "
+            f"base_model={text.base_model!r} is not a name of the Hub. Write it as "
             f"'google-bert/bert-base-uncased', or leave it out."
         )
 
 
 def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardText) -> ModelCard:
-    """The card for an adapter's folder.
+    """Return the card for an adapter's folder.
 
     Args:
         folder: holds `adapter_config.json` of the native format, AdapterHub's or PEFT's.
-        repo_id: where it will be loaded from.
+        repo_id: the repository of the card.
         revision: the branch; None: the default one.
         text: the author's words.
 
@@ -132,7 +111,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
         library_name="adapterzoo",
         license=text.license,
         metrics=list(dict.fromkeys([*text.results, *text.metrics])) or None,
-        pipeline_tag=_TASKS.get(str(head_type or document.get("task_type"))),
+        pipeline_tag=_pipeline_tag(head_type or document.get("task_type")),
         tags=list(
             dict.fromkeys(["adapterzoo", "adapter", *([model_type] if model_type else []),
                            *text.tags])
@@ -143,14 +122,14 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
     trained = f", trained on {' and '.join(map(_dataset, text.datasets))}" if text.datasets else ""
     kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
     inner = document.get("config")
-    # PEFT's config names the base model too, by a path of here perhaps
+    # PEFT's config names the base model too, perhaps by a local path
     config = inner if isinstance(inner, Mapping) else _without(document, *BASE_NAMES)
     parts = [
         f"# `{name}`",
         f"An adapter for {_model(base, document)}{kind}{trained}. Made with adapterzoo.",
         "## How to load it",
         f"```\n{_INSTALL}\n```",
-        f"```python\n{load_code(repo_id, base, document, head, revision)}\n```",
+        f"```python\n{load_code(repo_id, base, head, revision)}\n```",
         "## Config",
         f"```json\n{json.dumps(config, indent=2, sort_keys=True)}\n```",
     ]
@@ -170,17 +149,15 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
 def load_code(
     repo_id: str,
     base: str | None,
-    document: Mapping[str, Any],
     head: Mapping[str, Any] | None,
     revision: str | None,
 ) -> str:
-    """The lines that load an adapter from the Hub, as they run.
+    """Return the lines that load an adapter from the Hub.
 
     Args:
-        repo_id: where the adapter is.
+        repo_id: the adapter's repository.
         base: name of the base model; None: the reader has to know it.
-        document: of `adapter_config.json`.
-        head: what is known of the head.
+        head: description of the head.
         revision: the branch; None: the default one.
     """
     name = json.dumps(base) if base else "base_model"
@@ -201,30 +178,26 @@ def load_code(
 
 
 def _document(file: Path) -> dict[str, Any]:
-    call = f"model card of {str(file.parent)!r}"
-    return read_json(call, file, "Write a folder that save_adapter made")
+    hint = in_python("Write a folder that save_adapter wrote", "Write the folder of an adapter")
+    return read_json(file, hint)
 
 
-def card_text(call: str, words: Mapping[str, Any], **more: Any) -> CardText:
-    """The author's words out of a mapping with the keys that AdapterHub knows.
+def card_text(words: Mapping[str, Any], **more: Any) -> CardText:
+    """Read the author's texts from a mapping with AdapterHub's keys.
 
     Args:
-        call: what the user wrote, for messages.
         words: tags, language, license, metrics, architecture_training, results, citation.
         **more: fields of `CardText`.
 
     Raises:
         ConfigError: there is another key.
     """
+    same = ("tags", "language", "license", "metrics", "architecture_training", "citation")
     # "results" is a text there
-    names = {
-        "tags": "tags", "language": "language", "license": "license", "metrics": "metrics",
-        "architecture_training": "architecture_training", "results": "evaluation",
-        "citation": "citation",
-    }  # fmt: skip
+    names = {name: name for name in same} | {"results": "evaluation"}
     if unknown := sorted(set(words) - set(names)):
         raise ConfigError(
-            f"{call}: adapter_card_kwargs has no key {listing(unknown)}. Legal are "
+            f"adapter_card_kwargs has the unknown key {listing(unknown)}. Legal are "
             f"{listing(sorted(names))}."
         )
     return CardText(**{names[key]: value for key, value in words.items()}, **more)
@@ -242,7 +215,7 @@ def _model(base: str | None, document: Mapping[str, Any]) -> str:
     if base is not None:
         return f"[{base}](https://huggingface.co/{base})"
     kind = document.get("model_type")
-    return f"a model of type `{kind}`" if kind else "a model that its author does not name"
+    return f"a model of type `{kind}`" if kind else "a base model that its author does not name"
 
 
 def _dataset(name: str) -> str:
@@ -253,3 +226,11 @@ def _dataset(name: str) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def _pipeline_tag(task: object) -> str | None:
+    """Return the Hub's name for a type of head, or for a `task_type` of PEFT."""
+    if task == "FEATURE_EXTRACTION":
+        return "feature-extraction"
+    tags = (t.pipeline_tag for t in head_types.values() if task in (t.head_type, t.peft_task))
+    return None if task is None else next(tags, None)

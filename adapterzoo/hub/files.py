@@ -1,4 +1,4 @@
-"""Which files of a repository are an adapter's, of the native format, AdapterHub's or PEFT's."""
+"""The files of an adapter in a repository: native, AdapterHub's or PEFT's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
 
-# of two files with the same tensors the first is taken: a safetensors file runs no code
+# the first existing file of each tuple is used: a safetensors file runs no code
 _WEIGHTS = {
     ADAPTER_CONFIG: (
         ("adapter.safetensors", "pytorch_adapter.bin"),
@@ -26,7 +26,7 @@ _WEIGHTS = {
         ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
     ),
 }
-# the adapter's config stands last: where it is, an earlier download came to its end
+# the adapter's config comes last: where it exists, the download was complete
 _CONFIGS = (
     "adapter_interface.json",
     "adapter_fusion_config.json",
@@ -40,10 +40,10 @@ _BLOCK = 1 << 20
 
 
 def wanted(names: Iterable[str]) -> list[str]:
-    """The files to fetch out of those of a folder, in the order in which to fetch them.
+    """Select the files of a folder to download, in the order in which to download them.
 
     Returns:
-        Weights, then configs, the adapter's config last; empty where the folder has no weights.
+        Weights, then configs, the adapter's config last; none where the folder has no weights.
     """
     there = set(names)
     pairs = (pair for group in _WEIGHTS.values() for pair in group)
@@ -52,7 +52,7 @@ def wanted(names: Iterable[str]) -> list[str]:
 
 
 def is_complete(names: Iterable[str]) -> bool:
-    """Whether a folder that was filled in the order of `wanted` was filled to the end."""
+    """Return whether a folder that is filled in the order of `wanted` is complete."""
     there = set(names)
     parts = [
         (config in there, any(there & {*pair} for pair in pairs))
@@ -62,23 +62,23 @@ def is_complete(names: Iterable[str]) -> bool:
 
 
 def known_files() -> list[str]:
-    """Every name that a file of an adapter may have."""
+    """Return every name that a file of an adapter may have."""
     pairs = (pair for group in _WEIGHTS.values() for pair in group)
     return [*(name for pair in pairs for name in pair), *_CONFIGS]
 
 
 def is_digest(text: str | None) -> bool:
-    """Whether a text can be the Hub's digest of a file's content."""
+    """Return whether a text can be the Hub's digest of a file."""
     return text is not None and bool(_SHA256.fullmatch(text) or _GIT.fullmatch(text))
 
 
 def has_digest(file: Path, expected: str) -> bool:
-    """Whether a file has the content that the Hub's digest of it says.
+    """Return whether a file has the Hub's digest.
 
     Args:
         file: is read once.
-        expected: 64 hexadecimal digits: SHA-256 of the content, for large files; 40: the SHA-1
-            that git gives a blob, for small ones.
+        expected: 64 hexadecimal digits: SHA-256 of the content, for large files; 40: git's SHA-1
+            of a blob, for small ones.
     """
     hashed = hashlib.sha256()
     if len(expected) == 40:
@@ -90,10 +90,10 @@ def has_digest(file: Path, expected: str) -> bool:
 
 
 def nearest(path: Path) -> Path:
-    """The path, or of the folders above it the first that is there and that may be looked at.
+    """Return the path, or its nearest parent that exists and may be looked at.
 
     Args:
-        path: of what may be missing.
+        path: of a file or folder that may be missing.
     """
-    # unlike Path.exists, it raises nothing where a folder above may not be entered
+    # unlike Path.exists, it does not raise where a parent may not be entered
     return next(p for p in (path, *path.absolute().parents) if os.access(p, os.F_OK))

@@ -253,7 +253,7 @@ def combine(
     if any(type(other) is not type(adapter) for other in others):
         kinds = sorted({type(other).__name__ for other in others})
         raise CompositionError(
-            f"{strategy.call}: at one layer these are {', '.join(kinds)}, which have no parameters "
+            f"at one layer these are {', '.join(kinds)}, which have no parameters "
             f"in common. Add the adapters with the same targets, or write "
             f"set_active_adapters(Stack('a', 'b'))."
         )

@@ -58,7 +58,7 @@ class FusedAdapters(WeightAdapter):
         empty = torch.empty(0)
         if any(adapter.rows != self.rows for adapter in adapters):
             raise CompositionError(
-                f"{strategy.call}: the adapters have other parts at one layer: "
+                f"the adapters have other parts at one layer: "
                 f"{', '.join(str(list(adapter.rows)) for adapter in adapters)}. Add them with the "
                 f"same targets, or write set_active_adapters(Stack('a', 'b'))."
             )

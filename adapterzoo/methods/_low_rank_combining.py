@@ -64,13 +64,13 @@ def products(factors: Sequence[_Factors]) -> list[Tensor]:
 def _split(change: Tensor, strategy: Combination, rank: int) -> _Factors:
     if strategy.driver is not None and not change.is_cuda:
         raise CompositionError(
-            f"{strategy.call}: svd_driver={strategy.driver!r} is one of cuSOLVER, and the adapters "
+            f"svd_driver={strategy.driver!r} is one of cuSOLVER, and the adapters "
             f"are on {change.device}. Write svd_driver=None."
         )
     if not bool(change.isfinite().all()):
         raise CompositionError(
-            f"{strategy.call}: the combined change of a weight is not finite; nothing has changed. "
-            f"Look for NaN in their lora_A and lora_B, and load another checkpoint."
+            "the combined change of a weight is not finite; nothing has changed. "
+            "Look for NaN in their lora_A and lora_B, and load another checkpoint."
         )
     return split(change, rank, strategy.clamp, strategy.full_matrices, strategy.driver)
 

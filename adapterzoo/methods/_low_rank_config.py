@@ -156,7 +156,7 @@ def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
     if strategy.target == "ranks":
         if sum(ranks) > MAX_WIDTH:
             raise CompositionError(
-                f"{strategy.call}: {strategy.name!r} puts the ranks side by side, {sum(ranks)} of "
+                f"{strategy.name!r} puts the ranks side by side, {sum(ranks)} of "
                 f"them at {path!r}, and {MAX_WIDTH} are legal. Write combine_strategy='svd', "
                 f"svd_rank={max(ranks)}."
             )
@@ -165,7 +165,7 @@ def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
         return strategy.rank or max(ranks)
     if len(set(ranks)) > 1:
         raise CompositionError(
-            f"{strategy.call}: {strategy.name!r} takes adapters of one rank, and at {path!r} these "
+            f"{strategy.name!r} takes adapters of one rank, and at {path!r} these "
             f"have {', '.join(map(str, ranks))}. Write {_ANY_RANK}."
         )
     return ranks[0]
@@ -186,7 +186,7 @@ def _at_all(
     if sorted(found) != sorted(paths):
         why = f"parts of {parts[0].path!r}" if parts else "layers that no list of names tells apart"
         raise CompositionError(
-            f"{strategy.call}: the adapters sit at different places, among them {why}, so that no "
+            f"the adapters sit at different places, among them {why}, so that no "
             f"config has all of them. Add them with the same targets, or write "
             f"set_active_adapters(Stack('a', 'b'))."
         )

@@ -31,7 +31,9 @@ from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
+from adapterzoo.spelling import peft_spellings
 
+from . import _boft_spelling
 from ._blocks import BlockConfig, rotation
 from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._rows import features, restored, taken
@@ -182,3 +184,6 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         """Widths, factors and block size."""
         m, blocks, b = self.boft_R.shape[-4:-1]
         return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
+
+
+peft_spellings.register("boft")(_boft_spelling.peft(BOFTConfig))

@@ -29,19 +29,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer, SubLayerKind
+from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
 from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import BaseLayer
+from adapterzoo.spelling import adapterhub_spellings
 
+from . import _bottleneck_spelling
 from ._bottleneck_fields import BottleneckFields
 from ._bottleneck_layer import Added, BottleneckLayer
+from ._bottleneck_spelling import LOCATIONS
 from ._sublayers import stream_site, sublayers
-
-_FIELDS: dict[SubLayerKind, str] = {
-    "attention": "mh_adapter",
-    "cross": "cross_adapter",
-    "mlp": "output_adapter",
-}
 
 
 @architectures.register("bottleneck")
@@ -53,10 +50,12 @@ class BnConfig(BottleneckFields):
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return one placement for each sub-layer that the config names."""
-        wanted = {kind: field for kind, field in _FIELDS.items() if getattr(self, field)}
+        wanted = {kind: field for kind, field in LOCATIONS.items() if getattr(self, field)}
         found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
         self.warn_of_idle(len(anatomy.blocks))
-        return [Placement(self._site(block, sub), self, _FIELDS[sub.kind]) for block, sub in found]
+        return [
+            Placement(self._site(block, sub), self, LOCATIONS[sub.kind]) for block, sub in found
+        ]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> BottleneckLayer:
         """Return a fresh bottleneck for the site."""
@@ -195,3 +194,6 @@ class NormBottleneck(BottleneckLayer):
         else:
             to = x if self.residual_before_ln == "post_add" else y
         return add(y, to) + inp
+
+
+adapterhub_spellings.register("bottleneck")(_bottleneck_spelling.adapterhub(BnConfig))

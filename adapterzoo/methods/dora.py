@@ -31,7 +31,9 @@ from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, row_norm
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
+from adapterzoo.spelling import adapterhub_spellings, peft_spellings
 
+from . import _dora_spelling
 from ._init import constant, drawn
 from ._keep_in_fp32 import KeepInFP32
 from ._low_rank import LowRank
@@ -198,3 +200,7 @@ class DoRA(KeepInFP32, LowRank):
         # a row of zeros has no direction to change: it stays as it is
         zero = norm == 0
         return torch.where(zero, 1.0, self.m.to(norm.dtype) / norm.masked_fill(zero, 1.0))
+
+
+adapterhub_spellings.register("dora")(_dora_spelling.adapterhub(DoRAConfig))
+peft_spellings.register("dora")(_dora_spelling.peft(DoRAConfig))

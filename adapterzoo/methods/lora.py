@@ -35,7 +35,9 @@ from adapterzoo.kernels.grouped import (
     stacked,
 )
 from adapterzoo.kernels.low_rank import expand
+from adapterzoo.spelling import Container, adapterhub_spellings, peft_spellings, same
 
+from . import _low_rank_adapterhub, _low_rank_peft
 from ._gate import Gate
 from ._init import constant, drawn, generator
 from ._low_rank import LowRank
@@ -181,3 +183,19 @@ class LoRA(LowRank):
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias b + s · B's bias, `[d_out]`."""
         return b if self.lora_B_bias is None else b + self.scaling * self.lora_B_bias.to(b.dtype)
+
+
+adapterhub_spellings.register("lora")(
+    _low_rank_adapterhub.spelling(
+        LoRAConfig,
+        {"use_dora": False},
+        Container("loras", "layer"),
+        fields=_low_rank_adapterhub.FIELDS | same("use_gating"),
+    )
+)
+peft_spellings.register("lora")(
+    _low_rank_peft.spelling(
+        LoRAConfig, {"use_dora": False}, {"lora_B_bias": ("lora_B.bias",)},
+        optional={"lora_B_bias": "lora_bias"},
+    )
+)  # fmt: skip

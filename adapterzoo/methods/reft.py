@@ -49,7 +49,9 @@ from adapterzoo.fields import (
     Share,
     field,
 )
+from adapterzoo.spelling import adapterhub_spellings
 
+from . import _reft_spelling
 from ._bottleneck_layer import Affine
 from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
 from ._sublayers import block_sites
@@ -285,3 +287,6 @@ class Reft(Adapter):
         module = cast("ReftUnit", self.units[unit if unit in self.units else "0"])
         new = module(old.to(module.projection.dtype)).to(h.dtype)  # [rows, size, d_model]
         return out.scatter(1, at, torch.where(exists.unsqueeze(-1), new, out.gather(1, at)))
+
+
+adapterhub_spellings.register("reft")(_reft_spelling.adapterhub(ReftConfig))

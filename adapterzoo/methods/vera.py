@@ -30,7 +30,9 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, MAX_WIDTH, Choice, Range, Share, field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
+from adapterzoo.spelling import adapterhub_spellings, peft_spellings
 
+from . import _vera_spelling
 from ._init import DTYPE, DTYPES, constant, drawn
 from ._targets import TargetedConfig
 
@@ -210,3 +212,7 @@ class Vera(WeightAdapter):
     def extra_repr(self) -> str:
         """Widths and rank."""
         return f"d_in={self.d_in}, d_out={self.d_out}, rank={self.lambda_d.shape[-1]}"
+
+
+adapterhub_spellings.register("vera")(_vera_spelling.adapterhub(VeraConfig))
+peft_spellings.register("vera")(_vera_spelling.peft(VeraConfig))

@@ -54,8 +54,8 @@ def average(
         CompositionError: the adapters have nothing in common.
     """
     check_name(name)
-    names, own = weighted("", adapters, weights, normalize)
-    strategy = combination("", strategy_name, **options)
+    names, own = weighted(adapters, weights, normalize)
+    strategy = combination(strategy_name, **options)
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     configs = [model._adapter_state.find(each).config for each in names]
     refuse_taken(model, name, overwrite_ok)
@@ -138,8 +138,8 @@ def average_head(
     Raises:
         CompositionError: the heads differ in more than dropout, or the result is not finite.
     """
-    names, own = weighted("", heads, weights, normalize)
-    strategy = combination("", "linear")
+    names, own = weighted(heads, weights, normalize)
+    strategy = combination("linear")
     found = [store.find(model, each) for each in names]
     checked = store.free_name(model, name, overwrite_ok)
     kinds = dict.fromkeys(str(head.config.head_type) for head in found)

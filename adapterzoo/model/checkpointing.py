@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from adapterzoo import hub
-from adapterzoo.checkpoint import folders, formats, fusions, native
+from adapterzoo.checkpoint import fit, folders, formats, fusions
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.checkpoint.native import FORMAT
-from adapterzoo.checkpoint.stored import Stored
 from adapterzoo.composition import Fuse, from_json, to_json
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
@@ -37,7 +37,7 @@ from . import adapters, fusion, sharding
 from .activation import check_layers, make_plan, refuse_taken
 from .heads import tables
 from .heads.interface import HeadRecord
-from .hf.info import facts_of
+from .hf.info import info_of
 from .state import (
     AdaptedModel,
     anatomy_of,
@@ -93,7 +93,7 @@ def save_adapter(
     }
     if embeddings is not None:
         document["embeddings"] = embeddings
-    stored = Stored(document, tensors, {} if head is None else head.tensors)
+    stored = Checkpoint(document, tensors, {} if head is None else head.tensors)
     _write(model, folder, stored, "adapter", format, f"save_adapter({name!r})")
 
 
@@ -124,8 +124,7 @@ def load_adapter(
             f"Write revision={revision!r} alone."
         )
     left_out = check_layers(leave_out, len(anatomy_of(model).blocks), "leave_out")
-    call = f"load_adapter({str(path)!r})"
-    folder = hub.resolve(path, revision or version, source, call=call, **hub_kwargs)
+    folder = hub.resolve(path, revision or version, source, **hub_kwargs)
     hub_name = None if folder == Path(path) else str(path)
     loaded = _fitting(
         model, folder, load_as, with_head, left_out, id2label, set_active, overwrite_ok, dtype,
@@ -149,12 +148,12 @@ def _fitting(
 ) -> _Loaded:
     """Read what `load_adapter` loads and check it in every way; the model has not changed."""
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    facts = facts_of(model, f"load_adapter({hub_name or str(path)!r})", with_head)
-    stored = formats.read(Path(path), "adapter", facts)
+    info = info_of(model, with_head)
+    stored = formats.read(Path(path), "adapter", info)
     name = _name_in(load_as, stored, hub_name or path)
     refuse_taken(model, name, overwrite_ok, "load_as='another_name'")
     config, made = _filled(model, stored, leave_out, dtype)
-    has_head = with_head and stored.document.get("head") is not None
+    has_head = with_head and stored.metadata.get("head") is not None
     if id2label is not None and not has_head:
         raise ConfigError(
             f"id2label={id2label!r} names the labels of a head, and none is loaded. "
@@ -165,7 +164,7 @@ def _fitting(
         enter_head = model._head_strategy.fitting(
             model, _head_in(stored), name, id2label, set_active, overwrite_ok, dtype
         )
-    meta = stored.document.get("meta")
+    meta = stored.metadata.get("meta")
     kept = dict(meta) if isinstance(meta, Mapping) else {}
     return _Loaded(name, config, made, kept, enter_head)
 
@@ -189,7 +188,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         # a hidden one is what a save has not finished, or not an adapter
         if each.name.startswith("."):
             continue
-        with folders.reading(f"load_all_adapters({str(folder)!r})", each):
+        with folders.reading(each):
             found += [each] if formats.of(each, "adapter") else []
     if not found:
         raise CheckpointError(
@@ -209,12 +208,12 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
 
 def _filled(
     model: AdaptedModel,
-    stored: Stored,
+    stored: Checkpoint,
     leave_out: tuple[int, ...],
     dtype: torch.dtype | None,
 ) -> tuple[AdapterConfig, adapters.Made]:
     """Return the adapter's modules with the values of a checkpoint, not yet in the model."""
-    document = stored.document.get("config")
+    document = stored.metadata.get("config")
     if not isinstance(document, Mapping):
         raise CheckpointError("the checkpoint has no adapter config. Save it again.")
     config = AdapterConfig.from_dict(document)
@@ -225,7 +224,7 @@ def _filled(
         gone = everywhere - _paths(model, config)
         tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
     # a stranger's config may ask for more memory than there is: compare before any is taken
-    paths, tensors = tables.expand(model, stored.document.get("embeddings"), tensors)
+    paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), tensors)
     made = adapters.make(model, config, torch.device("meta"))
     if both := sorted(made.keys() & {*paths}):
         raise CheckpointError(
@@ -234,7 +233,7 @@ def _filled(
         )
     made |= tables.make_tables(model, config, paths, torch.device("meta"))
     skeleton = named_tensors({path: m for path, (m, _) in made.items()}, keep_vars=True)
-    native.check_fit("", type(model).__name__, tensors, skeleton, dtype)
+    fit.check_fit(type(model).__name__, tensors, skeleton, dtype)
     by_path = _by_path(tensors)
     for path, (module, placements) in made.items():
         if path in paths[1:]:
@@ -242,7 +241,7 @@ def _filled(
             made[path] = made[paths[0]][0], placements
             continue
         real = _with_memory(model, module, path, placements)
-        native.fill(real if dtype is None else real.to(dtype), by_path.get(path, {}))
+        fit.fill(real if dtype is None else real.to(dtype), by_path.get(path, {}))
         made[path] = real, placements
     return config, made
 
@@ -309,7 +308,7 @@ def save_head(
         record = strategy.shortened(model, name, record)
     own_name = name if name and strategy.is_named else sharding.class_name(model)
     document = {**_provenance(model, own_name), "head": record.document}
-    stored = Stored(document, {}, record.tensors)
+    stored = Checkpoint(document, {}, record.tensors)
     _write(model, folder, stored, "head", format, f"save_head({head_name!r})")
 
 
@@ -324,8 +323,8 @@ def load_head(
     """Load a head; it becomes the active one."""
     strategy = model._head_strategy
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    facts = facts_of(model, f"load_head({str(folder)!r})")
-    stored = formats.read(Path(folder), "head", facts)
+    info = info_of(model)
+    stored = formats.read(Path(folder), "head", info)
     name = _name_in(load_as, stored, folder)
     target = name if strategy.is_named else strategy.active_name(model)
     record = _head_in(stored)
@@ -333,8 +332,8 @@ def load_head(
     return name
 
 
-def _head_in(stored: Stored) -> HeadRecord:
-    document = stored.document.get("head")
+def _head_in(stored: Checkpoint) -> HeadRecord:
+    document = stored.metadata.get("head")
     if not isinstance(document, Mapping):
         raise CheckpointError(
             f"the checkpoint describes its head by {document!r}, which is not an object. "
@@ -356,10 +355,9 @@ def save_fusion(
     """Save fusion layers, without their adapters, to a folder."""
     state = model._adapter_state
     name = fusion.as_fuse(adapter_names, None).name
-    call = f"save_adapter_fusion({name!r})"
     found = state.find_fusion(name)
     _check_meta(meta)
-    fusions.check_format(call, format)
+    fusions.check_format(format)
     sharding.reshard(model)
     document = {
         **_provenance(model, name),
@@ -368,10 +366,10 @@ def save_fusion(
         "meta": dict(meta or {}),
     }
     layers = dict(fusion_modules(model, name))
-    stored = Stored(document, named_tensors(layers, keep_vars=True))
-    facts = facts_of(model, call)
+    stored = Checkpoint(document, named_tensors(layers, keep_vars=True))
+    info = info_of(model)
     configs = [state.find(adapter).config for adapter in found.adapters]
-    sharding.save(model, stored, lambda s: fusions.write(Path(folder), s, format, facts, configs))
+    sharding.save(model, stored, lambda s: fusions.write(Path(folder), s, format, info, configs))
 
 
 def load_fusion(
@@ -388,24 +386,24 @@ def load_fusion(
         CheckpointError: the file holds no fusion.
     """
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    facts = facts_of(model, f"load_adapter_fusion({str(folder)!r})")
+    info = info_of(model)
     find = model._adapter_state.find
-    stored = fusions.read(Path(folder), facts, lambda name: find(name).config)
-    names, values = stored.document.get("adapter_names"), stored.document.get("config")
+    stored = fusions.read(Path(folder), info, lambda name: find(name).config)
+    names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")
     are_names = isinstance(names, list) and names and all(isinstance(n, str) for n in names)
     if not isinstance(names, list) or not are_names or not isinstance(values, Mapping):
         raise CheckpointError("the checkpoint holds no fusion. Save it again.")
-    name = load_as or str(stored.document.get("name"))
+    name = load_as or str(stored.metadata.get("name"))
     fuse = Fuse(*names, name=None if name == ",".join(names) else check_name(name))
     fusion.check_free(model, fuse.name, overwrite_ok)
     config = AdapterFusionConfig.load(values)
     with torch.random.fork_rng(devices=()):
         made = fusion.make(model, tuple(names), config)
     fits = named_tensors(made, keep_vars=True)
-    native.check_fit("", type(model).__name__, stored.adapter, fits, dtype)
+    fit.check_fit(type(model).__name__, stored.adapter, fits, dtype)
     by_path = _by_path(stored.adapter)
     for path, layer in made.items():
-        native.fill(layer.to(dtype), by_path.get(path, {}))
+        fit.fill(layer.to(dtype), by_path.get(path, {}))
     fusion.enter(model, fuse, config, made, set_active)
     return fuse.name
 
@@ -416,31 +414,31 @@ def load_fusion(
 def _write(
     model: AdaptedModel,
     folder: StrPath,
-    stored: Stored,
-    kind: formats.Stem,
+    stored: Checkpoint,
+    kind: formats.Kind,
     format: str,
     call: str,
 ) -> None:
-    facts = facts_of(model, call)
+    info = info_of(model)
     if format != "native":
         # these look at weights of the base model, in one process
         hint = "Write format='native', load it into a whole model, and save it from there."
         sharding.refuse_if_sharded(model, hint)
-    sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, facts))
+    sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
 
 
 def _provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
-    facts = facts_of(model, "save")
+    info = info_of(model)
     return {
         "name": name,
-        "model_type": facts.model_type,
-        "model_class": facts.model_class,
-        "model_name": facts.model_name,
-        "hidden_size": facts.hidden_size,
+        "model_type": info.model_type,
+        "model_class": info.model_class,
+        "model_name": info.model_name,
+        "hidden_size": info.hidden_size,
     }
 
 
-def _name_in(load_as: str | None, stored: Stored, path: StrPath) -> str:
+def _name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
     """Return the name that a checkpoint's adapter or head gets.
 
     Args:
@@ -450,7 +448,7 @@ def _name_in(load_as: str | None, stored: Stored, path: StrPath) -> str:
     """
     if load_as is not None:
         return check_name(load_as)
-    name = stored.document.get("name")
+    name = stored.metadata.get("name")
     try:
         return check_name(PurePath(path).name if name is None else name)
     except ConfigError as error:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy
+from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.composition import Composition, Fuse
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Adapter
@@ -281,7 +282,7 @@ class AdapterModelMixin:
             UnknownNameError: the same.
         """
         # what the word means to PEFT has another name here
-        strategy = "lora_linear_sqrt" if combination_type == "linear" else combination_type
+        strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type
         averaging.average(
             self, adapter_name, adapters, weights, strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
             svd_full_matrices=svd_full_matrices, svd_driver=svd_driver, density=density,

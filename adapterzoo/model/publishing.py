@@ -10,7 +10,7 @@ from typing import Any
 
 from adapterzoo import hub
 from adapterzoo.hub.card import card_text, check_card
-from adapterzoo.hub.settings import refuse_if_offline
+from adapterzoo.hub.client import refuse_if_offline
 
 from . import checkpointing, sharding
 from .state import AdaptedModel
@@ -52,18 +52,16 @@ def push(
     sharding.refuse_if_sharded(
         model, "Write save_adapter(folder, …) in all processes, then hub.push(folder, …) in one."
     )
-    call = f"push_adapter_to_hub({repo_id!r}, {name!r})"
     text = card_text(
-        call,
         adapter_card_kwargs or {},
         base_model=base_model,
         datasets=() if datasets_tag is None else (datasets_tag,),
         results=dict(metrics or {}),
     )
-    check_card(call, text)
-    refuse_if_offline(call, f"nothing can be sent to {repo_id!r}")
+    check_card(text)
+    refuse_if_offline(f"nothing can be sent to {repo_id!r}")
     message = commit_message or f"Upload adapter {name!r}"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary if local_path is None else local_path)
         checkpointing.save_adapter(model, folder, name, **saving)
-        return hub.push(folder, repo_id, text=text, commit_message=message, call=call, **options)
+        return hub.push(folder, repo_id, text=text, commit_message=message, **options)

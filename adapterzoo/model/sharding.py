@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 
 
@@ -99,7 +99,7 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: whole(tensor) for key, tensor in tensors.items()}
 
 
-def save(model: Any, stored: Stored, write: Callable[[Stored], None]) -> None:
+def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) -> None:
     """Gather the tensors of a checkpoint and write it in one process, the first of the mesh.
 
     The others wait for it and share its error. Where the model is not sharded each process writes.
@@ -112,7 +112,7 @@ def save(model: Any, stored: Stored, write: Callable[[Stored], None]) -> None:
     Raises:
         CheckpointError: what `write` raised; an old checkpoint is still whole.
     """
-    whole = Stored(stored.document, gathered(stored.adapter), gathered(stored.head))
+    whole = Checkpoint(stored.metadata, gathered(stored.adapter), gathered(stored.head))
     mesh = mesh_of(model)
     if mesh is None:
         write(whole)

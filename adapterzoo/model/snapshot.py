@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint import files, fusions, native
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint import files, fit, fusions, native
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.composition import Fuse, fusion_key
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
@@ -87,7 +87,10 @@ def restore(model: AdaptedModel, folder: Path) -> None:
     """
     parts = list(_parts(model, folder))
     for part in parts:
-        native.check_fit(part.what, type(model).__name__, part.file, part.model, None)
+        try:
+            fit.check_fit(type(model).__name__, part.file, part.model, None)
+        except CheckpointError as error:
+            raise CheckpointError(f"{part.what}: {error}") from error
     with torch.no_grad():
         for part in parts:
             for key, tensor in part.file.items():
@@ -135,10 +138,10 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
     for kind, names in (
         ("adapter", list(state.records)),
         ("head", [_folder_of(name) for name in apart]),
-        (fusions.STEM, list(state.fusions)),
+        (fusions.KIND, list(state.fusions)),
     ):
         there = sorted(path.parent.name for path in folder.glob(f"*/{kind}.safetensors"))
-        kinds = "fusions" if kind == fusions.STEM else f"{kind}s"
+        kinds = "fusions" if kind == fusions.KIND else f"{kind}s"
         if there != sorted(names):
             raise CheckpointError(
                 f"the checkpoint has the {kinds} {listing(there)}, the model has "
@@ -148,17 +151,17 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
     heads = model._head_strategy.saved_names(model)
     for name, record in state.records.items():
         stored = native.load(folder / name, "adapter")
-        if (family := stored.document.get("model_type")) != model.config.model_type:
+        if (family := stored.metadata.get("model_type")) != model.config.model_type:
             raise CheckpointError(
                 f"it was saved from a model of type {family!r}, this one is of type "
                 f"{model.config.model_type!r}; nothing has been loaded. Load the model that it "
                 f"was saved from."
             )
-        saved = AdapterConfig.from_dict(stored.document["config"])
+        saved = AdapterConfig.from_dict(stored.metadata["config"])
         if saved != record.config:
             raise _other_config("adapter", name, saved, record.config)
         tensors = named_tensors(dict(modules_of(model, name)), keep_vars=True)
-        _, in_file = expand(model, stored.document.get("embeddings"), stored.adapter)
+        _, in_file = expand(model, stored.metadata.get("embeddings"), stored.adapter)
         yield Part(f"adapter {name!r}", in_file, tensors)
         if name in heads:
             yield _head_part(model, name, stored)
@@ -170,21 +173,21 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
     for name in apart:
         yield _head_part(model, name, native.load(folder / _folder_of(name), "head"))
     for name, fusion in state.fusions.items():
-        stored = native.load(folder / name, fusions.STEM)
+        stored = native.load(folder / name, fusions.KIND)
         # the classes of configs are names for their fields
-        saved_fusion, mine = stored.document["config"], fusion.config.to_dict()
-        names, own = stored.document["adapter_names"], list(fusion.adapters)
+        saved_fusion, mine = stored.metadata["config"], fusion.config.to_dict()
+        names, own = stored.metadata["adapter_names"], list(fusion.adapters)
         if (saved_fusion, names) != (mine, own):
             raise _other_config("fusion", name, (names, saved_fusion), (own, mine))
         layers = named_tensors(dict(fusion_modules(model, name)), keep_vars=True)
         yield Part(f"fusion {name!r}", stored.adapter, layers)
     file = folder / UNFROZEN
-    saved_base = files.read_tensors(file)[1] if file.is_file() else {}
+    saved_base = native.read(file)[1] if file.is_file() else {}
     yield Part("parameters of the base model that are not frozen", saved_base, unfrozen(model))
 
 
-def _head_part(model: AdaptedModel, name: str, stored: Stored) -> Part:
-    strategy, document = model._head_strategy, stored.document.get("head")
+def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> Part:
+    strategy, document = model._head_strategy, stored.metadata.get("head")
     record, saved = strategy.record(model, name), dict(stored.head)
     if document is not None:
         saved = dict(strategy.lengthened(model, name, document, saved))

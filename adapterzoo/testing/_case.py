@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class ConformanceError(AssertionError):
-    """A method does not do what every method must."""
+    """A method fails a check that every method must pass."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Case:
     """A config on one kind of layer, in a dtype, on a device.
 
     Attributes:
-        config: what is checked.
+        config: the config to check.
         kind: one of `KINDS`: how the layers of the model are stored.
         dtype: of the model.
         device: of the model.
@@ -45,12 +45,12 @@ class Case:
     device: str = "cpu"
 
     def __str__(self) -> str:
-        """For messages and test names: `linear, float32`; the device where it is not the CPU."""
+        """Return `linear, float32`, and the device if it is not the CPU."""
         shown = f"{self.kind}, {str(self.dtype).removeprefix('torch.')}"
         return shown if self.device == "cpu" else f"{shown}, {self.device}"
 
     def host(self, *names: str, config: AdapterConfig | None = None) -> Host:
-        """A model in eval mode with fresh adapters of these names, none of them active.
+        """Return a model in evaluation mode with new, inactive adapters of these names.
 
         Equal calls give equal bits.
 
@@ -66,35 +66,35 @@ class Case:
         return model
 
     def trained(self, *names: str, config: AdapterConfig | None = None) -> Host:
-        """The same, as if each adapter had been trained: no parameter has its first value."""
+        """Return the same with every parameter changed, as if the adapters had been trained."""
         model = self.host(*names, config=config)
         for i, name in enumerate(names):
             stir(model, name, seed=i)
         return model
 
     def exact(self, *names: str) -> Callable[[Tensor], Tensor]:
-        """The model with a stack of these adapters, with the same values, in float64."""
+        """Return the model with a stack of these adapters in float64, with the same values."""
         model = copy.deepcopy(self.trained(*names)).double()
         model.set_active_adapters(Stack(*names))
         return lambda x: run(model, x.double() if x.is_floating_point() else x)
 
     def silent(self, model: Host) -> frozenset[str]:
-        """Paths of the modules that no gradient of the model's output reaches: here there are none.
+        """Return the paths of the modules that no gradient of the output reaches: none here.
 
         Args:
-            model: with adapters, as they are active.
+            model: with its active adapters.
         """
         return frozenset()
 
     def fitted(self, config: AdapterConfig | None = None) -> AdapterConfig:
-        """The config, aimed at the embedding where that is the kind."""
+        """Return the config, targeting the embedding if that is the kind."""
         config = config or self.config
         if self.kind == "embedding":
             return config.replace(target_modules=("embed_tokens",))
         return config
 
     def input(self, *batch: int, seed: int = 0) -> Tensor:
-        """Token numbers `[*batch]` for embeddings, else hidden states `[*batch, d_model]`."""
+        """Return token ids `[*batch]` for embeddings, else hidden states `[*batch, d_model]`."""
         source = torch.Generator().manual_seed(seed)
         if self.kind == "embedding":
             tokens = torch.randint(VOCABULARY, batch, generator=source, device="cpu")
@@ -104,13 +104,13 @@ class Case:
 
 
 def cases(config: AdapterConfig, kinds: Iterable[str] = KINDS) -> Iterator[Case]:
-    """Every case that a config can be checked on: kinds × dtypes × devices.
+    """Yield every case on which a config can be checked: kinds × dtypes × devices.
 
-    A kind that the config refuses by a `ConfigError` or `SiteError` is left out.
+    Kinds that raise a `ConfigError` or `SiteError` for the config are skipped.
 
     Args:
-        config: what is checked.
-        kinds: which of `KINDS` to look at.
+        config: the config to check.
+        kinds: those of `KINDS` to consider.
     """
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     fitting = [kind for kind in kinds if _fits(Case(config, kind, device="meta"))]
@@ -123,13 +123,13 @@ def cases(config: AdapterConfig, kinds: Iterable[str] = KINDS) -> Iterator[Case]
 
 @dataclass(frozen=True)
 class Check:
-    """A named check; calling it with a case raises `ConformanceError` when the case fails.
+    """A named check; call it with a case to raise `ConformanceError` if the case fails.
 
     Attributes:
-        name: under which it is registered.
-        run: the check itself; its docstring says what must hold.
-        dtypes: in which it says something.
-        kinds: on which it says something.
+        name: in the registry.
+        run: the check itself; its docstring states what must hold.
+        dtypes: to which it applies.
+        kinds: to which it applies.
     """
 
     name: str
@@ -142,23 +142,23 @@ class Check:
         self.run(case)
 
     def wants(self, case: Case) -> bool:
-        """Whether the check says something about the case."""
+        """Return whether the check applies to the case."""
         kinds = (*self.kinds, ATTENTION) if self.kinds == KINDS else self.kinds
         return case.dtype in self.dtypes and case.kind in kinds
 
 
 checks: Registry[Check] = Registry("check")
-"""Every check by name, in the order in which they are run."""
+"""Every check by name, in the order in which they run."""
 
 
 def check(
     *dtypes: torch.dtype, kinds: tuple[str, ...] = KINDS
 ) -> Callable[[Callable[[Case], None]], Check]:
-    """A decorator that enters a function of a case as a check of the same name.
+    """Decorate a function of a case to register it as a check of the same name.
 
     Args:
-        dtypes: in which it is run; none: float32 only.
-        kinds: on which it is run.
+        *dtypes: to which it applies; none: float32 only.
+        kinds: to which it applies.
     """
 
     def enter(run: Callable[[Case], None]) -> Check:
@@ -169,7 +169,7 @@ def check(
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Fail with a message unless something holds.
+    """Raise with a message unless a condition holds.
 
     Raises:
         ConformanceError: it does not hold.
@@ -180,14 +180,14 @@ def require(holds: bool, otherwise: str) -> None:
 
 @torch.no_grad()
 def run(model: Host, x: Tensor) -> Tensor:
-    """The model's output without a graph."""
+    """Run the model without gradients."""
     out: Tensor = model(x)
     return out
 
 
 @torch.no_grad()
 def stir(model: Host, name: str, seed: int = 0, size: float = 0.1) -> None:
-    """Move every parameter of an adapter by normal noise, the same for every dtype and device."""
+    """Add normal noise to every parameter of an adapter, the same for every dtype and device."""
     source = torch.Generator().manual_seed(1000 + seed)
     for _, module in model.adapter_modules(name):
         for parameter in module.parameters():
@@ -197,14 +197,14 @@ def stir(model: Host, name: str, seed: int = 0, size: float = 0.1) -> None:
 
 
 def like(tensor: Tensor, seed: int = 1) -> Tensor:
-    """Random numbers to weigh a tensor with: behind a norm its sum of squares is constant."""
+    """Return random weights for a loss: after a norm, the sum of squares is constant."""
     source = torch.Generator().manual_seed(seed)
     drawn = torch.randn(tensor.shape, generator=source, device="cpu", dtype=torch.float64)
     return drawn.to(tensor.device, tensor.dtype)
 
 
 def bits(model: Host, name: str) -> dict[str, Tensor]:
-    """Copies of all tensors of an adapter, by path and key."""
+    """Copy all tensors of an adapter, by path and key."""
     return {
         f"{path}/{key}": tensor.detach().clone()
         for path, module in model.adapter_modules(name)
@@ -213,7 +213,7 @@ def bits(model: Host, name: str) -> dict[str, Tensor]:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors agree in shape, dtype and every bit."""
+    """Return whether two tensors agree in shape, dtype and every bit."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     raw = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
@@ -221,7 +221,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The largest absolute difference, infinite where one has NaN or another shape."""
+    """Return the largest absolute difference; infinite for NaN or different shapes."""
     if one.shape != other.shape:
         return float("inf")
     if one.numel() == 0:
@@ -231,12 +231,12 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def fields_of(config: AdapterConfig) -> set[str]:
-    """Names of the fields of a config."""
+    """Return the names of a config's fields."""
     return {f.name for f in dataclasses.fields(config)}
 
 
 def _fits(case: Case) -> bool:
-    # a config that names its layers says itself whether embeddings are among them
+    # a config that names its layers decides itself about embeddings
     if case.kind == "embedding" and getattr(case.config, "target_modules", ()) is not None:
         return False
     try:

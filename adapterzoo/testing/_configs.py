@@ -1,4 +1,4 @@
-"""Checks of a config as data: its text, its dict, its refusals."""
+"""Checks of a config as data: repr, dict, and errors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def unknown_fields_raise(case: Case) -> None:
 
 @check(kinds=("linear",))
 def config_is_frozen(case: Case) -> None:
-    """A config cannot be changed, and is the same after all the work that it was used for."""
+    """A config cannot be changed, and building adapters does not change it."""
     config = case.config
     before = repr(config)
     for field in dataclasses.fields(config):
@@ -83,7 +83,7 @@ def _configs(base: type[AdapterConfig] = AdapterConfig) -> Iterator[type[Adapter
 
 
 def _varied(config: AdapterConfig) -> AdapterConfig | None:
-    """A config with one other value; None where no other value is found that is legal."""
+    """Return a config with one other value; None if no other legal value is found."""
     named = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     for name, value in (
         ("init_weights_seed", 7),

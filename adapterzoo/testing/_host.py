@@ -1,7 +1,7 @@
-"""The models that the checks run on: two blocks each, one for every way to store a layer.
+"""The models on which the checks run: two blocks each, one for every way to store a layer.
 
-They mix no tokens, so that any leading shape goes through them, and their weights are numbers
-that float16, bfloat16, float32 and float64 all hold exactly.
+Except for the one with attention they do not mix tokens, so that any leading shape works. Their
+weights are exact in float16, bfloat16, float32 and float64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH = 32
 INNER = 48
 VOCABULARY = 11
 KINDS = ("linear", "linear without bias", "conv1d", "embedding")
-# tokens see one another there: for methods that sit at attention and nowhere else
+# tokens attend to one another: for methods that sit only at attention
 ATTENTION = "attention"
 
 
@@ -83,7 +83,7 @@ def _attend(*args: Any, **kwargs: Any) -> Any:
 
 
 class _AttentionBlock(nn.Module):
-    """As in LLaMA: norms in front, attention between tokens."""
+    """As in LLaMA: norms first, attention between tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _FusedMlp(nn.Module):
 
 
 class _PostNormBlock(nn.Module):
-    """As in BERT and BART: each norm behind its addition."""
+    """As in BERT and BART: each norm after its addition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _PostNormBlock(nn.Module):
 
 
 class _PreNormBlock(nn.Module):
-    """As in LLaMA: each norm in front of its sub-layer, no biases."""
+    """As in LLaMA: each norm before its sub-layer, no biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _PreNormBlock(nn.Module):
 
 
 class _FusedBlock(nn.Module):
-    """As in GPT-2: fused projections, and a tuple for a result."""
+    """As in GPT-2: fused projections, and a tuple as result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,16 +179,16 @@ _BLOCKS: dict[str, type[nn.Module]] = {
 
 
 class Host(AdapterModelMixin, nn.Module):
-    """A small model with adapters; always the same weights for a kind.
+    """A small model with adapters; the weights depend only on its kind.
 
     Attributes:
-        reentrant: None, or the variant of gradient checkpointing that the blocks run under.
+        reentrant: the variant of gradient checkpointing of the blocks, or None.
     """
 
     base_model_prefix = ""
 
     def __init__(self, kind: str, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Make it.
+        """Create it.
 
         Args:
             kind: one of `KINDS`.
@@ -210,24 +210,24 @@ class Host(AdapterModelMixin, nn.Module):
 
     @property
     def base_model(self) -> Host:
-        """The model itself: there is no head around it."""
+        """The model itself: it has no head."""
         return self
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """The device of the parameters."""
         return self.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
+        """The dtype of the parameters."""
         return self.embed_tokens.weight.dtype
 
     def get_output_embeddings(self) -> None:
         """There are none."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token numbers `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`."""
+        """Token ids `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`."""
         if not self._active.plan.stacks:
             return self._run(x)
         with recorded(self, ("x",), self._active, "", (x,), {}):

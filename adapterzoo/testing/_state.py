@@ -1,4 +1,4 @@
-"""Checks of what an adapter leaves behind: in the model, in files, in copies, in others."""
+"""Checks of state: in the model, in files, in copies, in other adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HALF_TOO = (torch.float32, torch.bfloat16)
 
 @check(*_HALF_TOO)
 def take_leaves_no_trace(case: Case) -> None:
-    """After adding, using and deleting it the model is what it was: classes, keys and bits."""
+    """Adding, using and deleting an adapter restores the model: classes, keys and bits."""
     model, x = case.host(), case.input(2, 5)
     before, base = _census(model), run(model, x)
     with torch.random.fork_rng(devices=()):
@@ -47,7 +47,7 @@ def take_leaves_no_trace(case: Case) -> None:
 
 @check(*_HALF_TOO)
 def inactive_is_base(case: Case) -> None:
-    """Nothing active is the base model bit for bit, also after training and after an exception."""
+    """With nothing active, the model is the base bit for bit, after training or errors too."""
     base, model, x = run(case.host(), case.input(2, 5)), case.trained("a"), case.input(2, 5)
     require(same_bits(base, run(model, x)), "an adapter that is only there changes the output")
     model.set_active_adapters("a")
@@ -70,7 +70,7 @@ def inactive_is_base(case: Case) -> None:
 
 @check()
 def two_adapters_do_not_meet(case: Case) -> None:
-    """Adding, training, using and deleting one changes no bit of another, nor shares memory."""
+    """Adding, training, using and deleting one adapter changes no bit of another."""
     model, x = case.trained("a"), case.input(2, 5)
     model.set_active_adapters("a")
     values, first = bits(model, "a"), run(model, x)
@@ -102,7 +102,7 @@ def two_adapters_do_not_meet(case: Case) -> None:
 
 @check(*_HALF_TOO)
 def save_and_load(case: Case) -> None:
-    """A file gives the same bits under another name, holds no name and no base weight."""
+    """A file loads with the same bits under another name, and holds no name or base weight."""
     model, x = case.trained("n4me"), case.input(2, 5)
     model.set_active_adapters("n4me")
     values = bits(model, "n4me")
@@ -134,7 +134,7 @@ def copies_are_independent(case: Case) -> None:
     model, x = case.trained("a"), case.input(2, 5)
     model.set_active_adapters("a")
     first = run(model, x)
-    # what was pickled here may be trusted
+    # pickled right here, so safe to load
     for how, made in (
         ("deepcopy", copy.deepcopy(model)),
         ("pickle", pickle.loads(pickle.dumps(model))),
@@ -178,7 +178,7 @@ def state_is_registered(case: Case) -> None:
 
 @check()
 def counts_parameters(case: Case) -> None:
-    """The parameters that it adds, those it reports and those of a meta model are the same."""
+    """The added parameters equal those reported and those on the meta device."""
     base = {n for n, _ in case.host().named_parameters()}
     counts = {}
     for device in (case.device, "meta"):
@@ -199,7 +199,7 @@ def counts_parameters(case: Case) -> None:
 
 @check()
 def leaves_input_alone(case: Case) -> None:
-    """No layer's input, weight or bias is changed in place by a forward or backward."""
+    """A forward or backward does not change a layer's input, weight or bias in place."""
     model, x = case.trained("a"), case.input(2, 5)
     model.set_active_adapters("a")
     seen: list[tuple[str, Tensor, Tensor]] = []
@@ -229,7 +229,7 @@ _REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
 def _tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """Tensors in a value, its items, attributes and closure."""
+    """Yield the tensors in a value, its items, attributes and closure."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
@@ -257,5 +257,5 @@ def _storages(model: Host, name: str) -> set[int]:
 
 
 def _census(model: Host) -> dict[str, tuple[type, set[str]]]:
-    """Class and attributes of every module."""
+    """Return the class and attributes of every module."""
     return {path: (type(m), set(vars(m))) for path, m in model.named_modules()}

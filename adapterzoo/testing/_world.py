@@ -1,4 +1,4 @@
-"""Checks of what surrounds an adapter: shapes, dtypes, devices, replicas, modes, compilers."""
+"""Checks of the environment: shapes, dtypes, devices, replicas, modes, compilers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHAPES = ((), (1,), (3,), (0,), (2, 0), (2, 3), (1, 1), (2, 2, 3), (2, 1, 2, 3)
 
 @check()
 def any_leading_shape(case: Case) -> None:
-    """Any number of leading dimensions, none and empty ones too; strides change nothing.
+    """Any leading dimensions work, none and empty ones too; strides change nothing.
 
     An adapter that reads the call of its model counts tokens, and is given rows of tokens only.
     """
@@ -57,7 +57,7 @@ def any_leading_shape(case: Case) -> None:
 
 @check(*DTYPES)
 def dtype_follows(case: Case) -> None:
-    """Every adapted layer gives the dtype of the base model, finite and near to float64."""
+    """Every adapted layer returns the base model's dtype, finite and close to float64."""
     model, x = case.trained("a"), case.input(2, 5)
     if "dtype" not in fields_of(case.config):
         for _, module in model.adapter_modules("a"):

@@ -10,12 +10,20 @@ import torch
 from transformers import AutoConfig
 
 from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig
-from adapterzoo.checkpoint.adapterhub_keys import LOCATIONS, take_apart
-from adapterzoo.checkpoint.adapterhub_names import LAYOUTS, find_block, find_layer, find_sublayer
-from adapterzoo.checkpoint.adapterhub_write import _name_of
+from adapterzoo.checkpoint.adapterhub.names import (
+    LAYOUTS,
+    find_block,
+    find_layer,
+    find_spot,
+    find_sublayer,
+    name_of,
+    spot_of,
+)
+from adapterzoo.checkpoint.adapterhub.read import take_apart
 from adapterzoo.checkpoint.places import places_of
 from adapterzoo.errors import CheckpointError
-from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.info import info_of
+from adapterzoo.spelling import adapterhub_spellings
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "adapterhub_names.json"
 FAMILIES = json.loads(FILE.read_text())["families"]
@@ -28,7 +36,7 @@ def test_every_family_that_is_written_was_seen_at_the_peer():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_names_of_the_peer_lead_to_all_places_and_back(family):
     theirs = FAMILIES[family]
-    facts = facts_about(family)
+    info = info_about(family)
     cross = (
         family in ("bart", "mbart", "mt5", "t5", "encoder-decoder")
         or "encoder_layers" in theirs["config"]
@@ -39,64 +47,60 @@ def test_the_names_of_the_peer_lead_to_all_places_and_back(family):
                                  reduction_factor=4, non_linearity="relu")),
         ("lora", lora),
     ):  # fmt: skip
-        places = places_of(asked, facts.anatomy)
+        container = adapterhub_spellings[asked.architecture].containers[0]
+        places = places_of(asked, info.anatomy)
         found = set()
         for name in theirs[kind]:
-            for path in (name, name.removeprefix(f"{facts.prefix}.")):
-                key = take_apart(f"{path}.a.w", "a")
+            for path in (name, name.removeprefix(f"{info.prefix}.")):
+                key = take_apart(f"{path}.a.w", "a", [container])
+                assert key is not None
                 assert key.parameter == "w"
-                located = find_block(facts, key.path)
-                assert located is not None, path
-                block, rest = located
-                if kind == "lora":
-                    site = find_layer(block, rest)
-                    assert site is not None, path
-                    found.add((block.layer, site.path))
-                else:
-                    sub = find_sublayer(block, rest)
-                    assert sub is not None, path
-                    found.add((block.layer, LOCATIONS[sub.kind]))
+                spot = find_spot(info, container, key.path)
+                assert spot is not None, path
+                found.add(spot)
         assert len(found) == len(theirs[kind])
-        mine = {(p.placement.site.layer, p.placement.location or p.path) for p in places}
-        assert found == mine
+        assert found == {spot_of(container, place) for place in places}
         if family in LAYOUTS:
-            names = {_name_of(facts, place, LAYOUTS[family]) for place in places}
+            names = {
+                f"{name_of(info, container, place, LAYOUTS[family])}.{container.name}"
+                for place in places
+            }
             # what the peer hangs into a plain base model has no prefix
-            expected = {name.removeprefix(f"{facts.prefix}.") for name in theirs[kind]}
+            expected = {name.removeprefix(f"{info.prefix}.") for name in theirs[kind]}
             assert names == expected
 
 
-def facts_about(family, call="x"):
+def info_about(family):
     with torch.device("meta"):
         config = AutoConfig.for_model(family, **FAMILIES[family]["config"])
-        return facts_of(AutoAdapterModel.from_config(config), call)
+        return info_of(AutoAdapterModel.from_config(config))
 
 
 def test_what_is_nowhere_leads_nowhere():
-    facts = facts_about("t5")
+    info = info_about("t5")
     far = "encoder.block." + "9" * 5000
     for path in ("", "pooler", "encoder", "encoder.block.9.layer.0", "block.0.layer.0",
                  "transformer.block.0", "0", "encoder.block.-1", far):  # fmt: skip
-        assert find_block(facts, path) is None, path
-    block = facts.anatomy.blocks[0]
+        assert find_block(info, path) is None, path
+    block = info.anatomy.blocks[0]
     for rest in ("", "layer", "layer.9", "layer.0.Other", "cross_attention_adapters"):
         assert find_sublayer(block, rest) is None, rest
         assert find_layer(block, rest) is None, rest
 
 
 def test_stacks_that_were_renamed_are_told_apart():
-    facts = facts_about("t5")
+    info = info_about("t5")
     for path, layer in (("encoder.layers.1.x", 1), ("transformer.decoder.h.0.x", 2)):
-        located = find_block(facts, path)
+        located = find_block(info, path)
         assert located is not None, path
         assert (located[0].layer, located[1]) == (layer, "x")
     # neither, and both
-    assert find_block(facts, "layers.1.x") is None
-    assert find_block(facts, "encoder.decoder.1.x") is None
+    assert find_block(info, "layers.1.x") is None
+    assert find_block(info, "encoder.decoder.1.x") is None
 
 
 def test_a_place_without_a_name_is_an_error():
-    facts = facts_about("bert", "save_adapter('a')")
-    place = places_of(LoRAConfig(target_modules=["word_embeddings"]), facts.anatomy)[0]
+    info = info_about("bert")
+    place = places_of(LoRAConfig(target_modules=["word_embeddings"]), info.anatomy)[0]
     with pytest.raises(CheckpointError, match=r"embeddings\.word_embeddings.*format='native'"):
-        _name_of(facts, place, LAYOUTS["bert"])
+        name_of(info, adapterhub_spellings["lora"].containers[0], place, LAYOUTS["bert"])

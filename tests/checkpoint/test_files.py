@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapterzoo.checkpoint import files, native
+from adapterzoo.checkpoint.fit import check_fit, differences
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import CheckpointError
 
 FP16, FP32 = torch.float16, torch.float32
@@ -34,7 +36,7 @@ def content(folder):
 def test_what_is_written_is_read(tmp_path):
     file = tmp_path / "new" / "deep" / "x.safetensors"
     files.write_tensors(file, DOCUMENT, tensors())
-    document, read = files.read_tensors(file)
+    document, read = native.read(file)
     assert document == DOCUMENT
     assert sorted(read) == sorted(tensors())
     for key, tensor in tensors().items():
@@ -48,7 +50,7 @@ def test_views_and_shared_memory_are_written_apart(tmp_path):
     w = torch.arange(12.0).view(3, 4)
     odd = {"t": w.T, "row": w[1], "same": w, "expanded": torch.ones(1).expand(3)}
     files.write_tensors(tmp_path / "x", {}, {**odd, "grad": torch.nn.Parameter(w)})
-    read = files.read_tensors(tmp_path / "x")[1]
+    read = native.read(tmp_path / "x")[1]
     assert all(torch.equal(read[key], tensor) for key, tensor in odd.items())
     assert not read["grad"].requires_grad
 
@@ -66,7 +68,7 @@ def test_files_have_the_mode_that_open_gives(tmp_path):
     for mask in (0o022, 0o077):
         before = os.umask(mask)
         try:
-            files.write_bytes(tmp_path / "x.json", b"{}")
+            files.write_all(tmp_path, {"x.json": b"{}"})
             Path(tmp_path / "plain").write_text("")
         finally:
             os.umask(before)
@@ -79,12 +81,12 @@ def test_files_have_the_mode_that_open_gives(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("millions", "what"), [(17, "the config, with what meta_dict says,"), (40, "names, shapes and")]
+    ("millions", "what"), [(17, "the config, with meta_dict,"), (40, "names, shapes and")]
 )
 def test_what_would_not_be_read_again_is_not_written(tmp_path, millions, what):
-    native.save(tmp_path, "adapter", native.Stored(DOCUMENT, tensors()))
+    native.save(tmp_path, "adapter", Checkpoint(DOCUMENT, tensors()))
     document = {**DOCUMENT, "meta": {"log": "x" * (millions * 10**6)}}
-    large = native.Stored(document, tensors(2.0))
+    large = Checkpoint(document, tensors(2.0))
     before = content(tmp_path)
     with pytest.raises(CheckpointError, match=f"{what}.*nothing has been written.*smaller meta"):
         native.save(tmp_path, "adapter", large)
@@ -95,8 +97,8 @@ def test_what_would_not_be_read_again_is_not_written(tmp_path, millions, what):
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(CheckpointError, match=r"there is no such file\. Write the folder"):
-        files.read_tensors(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"there is no such file\. Copy the checkpoint"):
+        native.read(tmp_path / "x")
     with pytest.raises(CheckpointError, match=r"there is no such folder\. Write the folder"):
         native.load(tmp_path / "x", "adapter")
     for stem in ("adapter", "head", "adapter_fusion"):
@@ -112,8 +114,8 @@ def test_no_file(tmp_path):
 )  # fmt: skip
 def test_damage(tmp_path, data):
     (tmp_path / "x").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"Save or download it again|Write a folder"):
-        files.read_tensors(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"Copy the checkpoint again|Write a folder"):
+        native.read(tmp_path / "x")
 
 
 def test_every_cut_is_noticed(tmp_path):
@@ -121,17 +123,17 @@ def test_every_cut_is_noticed(tmp_path):
     whole = (tmp_path / "x").read_bytes()
     for size in range(0, len(whole), 5):
         (tmp_path / "x").write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="Save or download it again"):
-            files.read_tensors(tmp_path / "x")
+        with pytest.raises(CheckpointError, match="Copy the checkpoint again"):
+            native.read(tmp_path / "x")
 
 
 @pytest.mark.parametrize(
     ("metadata", "says"),
-    [(None, "no adapterzoo document. Write a folder"),
-     ({"format": "pt"}, "no adapterzoo document. Write a folder"),
-     ({"adapterzoo": "{"}, "is no JSON"),
-     ({"adapterzoo": "[1]"}, "is a list, not an object. Save it again"),
-     ({"adapterzoo": "{}"}, "not the native format")],
+    [(None, "no metadata of adapterzoo. Write a folder"),
+     ({"format": "pt"}, "no metadata of adapterzoo. Write a folder"),
+     ({"adapterzoo": "{"}, "is not JSON"),
+     ({"adapterzoo": "[1]"}, "is a list, not an object. Copy the checkpoint"),
+     ({"adapterzoo": "{}"}, "is not in the native format")],
 )  # fmt: skip
 def test_files_of_others(tmp_path, metadata, says):
     save_file(tensors(), tmp_path / "adapter.safetensors", metadata=metadata)
@@ -144,20 +146,19 @@ def test_files_of_others(tmp_path, metadata, says):
 
 
 def test_adapter_and_head_are_told_apart(tmp_path):
-    stored = native.Stored(
+    stored = Checkpoint(
         {"name": "a"}, tensors(), {"0.weight": torch.ones(2), "head/x": torch.ones(1)}
     )
     native.save(tmp_path, "adapter", stored)
     read = native.load(tmp_path, "adapter")
     assert sorted(read.adapter) == sorted(tensors())
     assert sorted(read.head) == ["0.weight", "head/x"]
-    assert set(read.document.pop("digests")) == {*tensors(), "head//0.weight", "head//head/x"}
-    assert read.document == {"format": "adapterzoo", "version": 1, "name": "a"}
-    assert json.loads((tmp_path / "adapter_config.json").read_text()) == read.document
+    assert read.metadata == {"format": "adapterzoo", "version": 1, "name": "a"}
+    assert json.loads((tmp_path / "adapter_config.json").read_text()) == read.metadata
 
 
 def test_a_layer_called_head_is_a_layer(tmp_path):
-    stored = native.Stored({}, {"head/w": torch.ones(1)}, {"w": torch.ones(2)})
+    stored = Checkpoint({}, {"head/w": torch.ones(1)}, {"w": torch.ones(2)})
     native.save(tmp_path, "adapter", stored)
     read = native.load(tmp_path, "adapter")
     assert (list(read.adapter), list(read.head)) == (["head/w"], ["w"])
@@ -173,12 +174,12 @@ def test_differences_are_listed_by_kind_and_name():
         "b   file [3]   model [2]",
         f"dtype of 1 tensors   file {FP32}   model {FP16}   (pass dtype={FP16} to convert)",
     ]
-    assert native.differences(theirs, ours, None) == lines
-    assert native.differences(theirs, ours, torch.float16) == lines[:3]
-    assert native.differences(ours, ours, None) == []
-    native.check_fit("f()", "Model", ours, ours, None)
+    assert differences(theirs, ours, None) == lines
+    assert differences(theirs, ours, torch.float16) == lines[:3]
+    assert differences(ours, ours, None) == []
+    check_fit("Model", ours, ours, None)
     with pytest.raises(CheckpointError) as caught:
-        native.check_fit("f()", "Model", theirs, ours, None)
+        check_fit("Model", theirs, ours, None)
     assert str(caught.value) == (
-        "f(): 4 differences from this Model; nothing has been loaded:\n  " + "\n  ".join(lines)
+        "4 differences from this Model; nothing has been loaded:\n  " + "\n  ".join(lines)
     )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
-from adapterzoo.checkpoint.peft_patterns import (
+from adapterzoo.checkpoint.peft.patterns import (
     by_name,
     by_path,
     exactly,
@@ -63,7 +63,7 @@ def test_patterns_give_each_path_its_value(values, favourite):
     assert default == favourite or favourite not in values.values()
     for patterns in (by_name(values, default), by_path(values, default)):
         assert {p: patterns.get(get_pattern_key(patterns, p), default) for p in values} == values
-        found = values_at("load", "rank_pattern", patterns, values)
+        found = values_at("rank_pattern", patterns, values)
         assert {path: found.get(path, default) for path in values} == values
 
 
@@ -71,7 +71,7 @@ def test_patterns_give_each_path_its_value(values, favourite):
 def test_patterns_are_read_as_peft_reads_them(patterns):
     numbers = {pattern: number for number, pattern in enumerate(patterns)}
     expected = {p: get_pattern_key(patterns, p) for p in PATHS}
-    found = values_at("load", "rank_pattern", numbers, PATHS)
+    found = values_at("rank_pattern", numbers, PATHS)
     assert found == {p: numbers[key] for p, key in expected.items() if key in numbers}
 
 
@@ -82,8 +82,7 @@ def test_patterns_are_read_as_peft_reads_them(patterns):
 )  # fmt: skip
 def test_expressions_that_could_search_for_hours_do_not_run(pattern):
     with pytest.raises(CheckpointError, match=r"alpha_pattern has .*search for hours") as raised:
-        values_at("load_adapter('x')", "alpha_pattern", {"q_proj": 1, pattern: 2}, ["a" * 40] * 9)
-    assert "load_adapter('x')" in str(raised.value)
+        values_at("alpha_pattern", {"q_proj": 1, pattern: 2}, ["a" * 40] * 9)
     assert pattern[:80] in str(raised.value).replace("\\\\", "\\")
 
 
@@ -93,12 +92,12 @@ def test_expressions_that_could_search_for_hours_do_not_run(pattern):
      r".*?(attn|mlp).*?proj", r"[a-z]+\.[0-9]{1,2}\.x", "(self_attn)?.q_proj", r"a\+b", "[+*]x"],
 )  # fmt: skip
 def test_expressions_that_people_write_run(pattern):
-    values_at("load", "rank_pattern", {pattern: 1}, [f"model.layers.{i}.mlp.up" for i in range(99)])
+    values_at("rank_pattern", {pattern: 1}, [f"model.layers.{i}.mlp.up" for i in range(99)])
 
 
 def test_many_keys_take_no_time():
     # one key for each layer, as EVA writes them
     paths = [f"model.layers.{i}.{part}_proj" for i in range(80) for part in "qkvogud"]
     values = {path: number for number, path in enumerate(paths)}
-    assert values_at("load", "rank_pattern", values, paths) == values
+    assert values_at("rank_pattern", values, paths) == values
     assert len(by_name({path: n % 5 for path, n in values.items()}, 0)) == 4

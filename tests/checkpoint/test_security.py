@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adapterzoo
 from adapterzoo import AdapterZooError, AutoAdapterModel, LoRAConfig
-from adapterzoo.checkpoint import documents, files
-from adapterzoo.checkpoint.digest import digest
+from adapterzoo.checkpoint import files, native
 from adapterzoo.checkpoint.formats import formats
 from adapterzoo.errors import CheckpointError
 from adapterzoo.hub.card import CardText, adapter_card
@@ -111,26 +110,20 @@ def changed(document, path, value):
 
 def document_of(folder, kind, name):
     if kind == "native":
-        document = files.read_tensors(folder / TENSORS[kind][0])[0]
-        # one digest says no more than another: the others come back where it is written
-        document["digests"] = dict(list(document["digests"].items())[:1])
-        return document
+        return native.read(folder / TENSORS[kind][0])[0]
     return dict(json.loads((folder / name).read_text()))
 
 
 def write_document(folder, kind, name, document):
     if kind == "native":
-        tensors = files.read_tensors(folder / TENSORS[kind][0])[1]
+        tensors = files.read_tensors(folder / TENSORS[kind][0])
         written = document
         if isinstance(document, dict):
-            if isinstance(document.get("digests"), dict):
-                others = {key: digest(t) for key, t in tensors.items() if key != min(tensors)}
-                document = {**document, "digests": others | document["digests"]}
-            # a stranger can make digests, too; of what is no JSON there is none
+            # a stranger can make a hash, too; of what is no JSON there is none
             with contextlib.suppress(ValueError):
-                written = documents.sealed(document)
-            copy = json.dumps(documents.copy_of(document))
-            (folder / "adapter_config.json").write_text(copy)
+                written = native.hashed(document, tensors)
+            copy = {key: value for key, value in document.items() if key != "sha256"}
+            (folder / "adapter_config.json").write_text(json.dumps(copy))
         metadata = {"adapterzoo": json.dumps(written)}
         save_file(tensors, folder / TENSORS[kind][0], metadata=metadata)
     else:
@@ -360,16 +353,16 @@ def test_a_gigabyte_of_spaces_is_not_read(world, copied, kind, name):
 )
 def test_a_model_card_is_not_made_from_a_bomb(tmp_path, content):
     (tmp_path / "adapter_config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json (is|has) .*Write a"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json' (is|has) .*Write a"):
         adapter_card(tmp_path, "ann/a", None, CardText())
 
 
 def test_a_native_document_is_bounded_too(world, copied):
     folder = copied("native")
-    tensors = files.read_tensors(folder / "adapter.safetensors")[1]
+    tensors = files.read_tensors(folder / "adapter.safetensors")
     for text in ("[" * 100_000, '{"a":' * 100_000, '{"a": ' + "9" * 5000 + "}", '{"a": NaN}'):
         save_file(tensors, folder / "adapter.safetensors", metadata={"adapterzoo": text})
-        with refused(world[0], CheckpointError, "is no JSON", "Save it again"):
+        with refused(world[0], CheckpointError, "is not JSON", "Copy the checkpoint"):
             world[0].load_adapter(folder, load_as="x")
 
 

@@ -154,7 +154,7 @@ from pathlib import Path
 from click.testing import CliRunner
 from adapterzoo.cli import early, main
 from adapterzoo.errors import CheckpointError
-from adapterzoo.hub.settings import settings
+from adapterzoo.hub.client import settings
 if os.geteuid() == 0:
     os.setuid(65534)
 said = [settings()]
@@ -167,7 +167,7 @@ for options in (
     result = CliRunner().invoke(main, options)
     said.append([result.exit_code, result.stderr])
 try:
-    early.check_new("merge", Path(locked, "in/it"))
+    early.check_new(f"{locked}/in/it")
 except CheckpointError as error:
     said.append(str(error))
 print(json.dumps(said))
@@ -193,4 +193,4 @@ def test_a_folder_that_may_not_be_entered_is_told(tmp_path):
         assert f"--output {str(locked / 'in/it')!r}" in message
         assert "can be written" in message
     assert (info[0], "there is no such folder" in info[1]) == (1, True)
-    assert f"merge: {str(locked / 'in/it')!r} cannot be written (Permission denied)" in merge
+    assert f"{str(locked / 'in/it')!r} cannot be written (Permission denied)" in merge

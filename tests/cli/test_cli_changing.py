@@ -159,7 +159,7 @@ def test_an_edited_config_is_refused_but_where_it_is_taken(run, trained, tmp_pat
     assert not (tmp_path / "new").exists()
     for to in ("native", "peft"):
         run("convert", folder, tmp_path / to, "--to", to, "--edited", "--no-head", "--model", base)
-    assert "whole" in run("verify", tmp_path / "native").stdout
+    assert "complete" in run("verify", tmp_path / "native").stdout
     taken = json.loads((tmp_path / "native/adapter_config.json").read_text())
     assert (taken["config"]["alpha"], taken["name"]) == (2 * alpha, document["name"])
     assert taken["meta"] == document["meta"]
@@ -168,8 +168,7 @@ def test_an_edited_config_is_refused_but_where_it_is_taken(run, trained, tmp_pat
     # the edited folder is as it was left
     assert json.loads(file.read_text()) == document
     said = run("convert", tmp_path / "peft", "x", "--to", "native", "--edited", code=1).stderr
-    assert "--edited: " in said
-    assert "Leave --edited out" in said
+    assert "Leave --edited out." in said
     document["config"]["alpha"] = "much"
     file.write_text(json.dumps(document))
     said = run("convert", folder, tmp_path / "x", "--to", "native", "--edited", code=1).stderr
@@ -211,7 +210,7 @@ def test_meta_goes_there_and_back(run, base, tmp_path, to):
             close(theirs(**inputs).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize(("text", "says"), [("[1]", "no object"), ("{", "no JSON")])
+@pytest.mark.parametrize(("text", "says"), [("[1]", "not an object"), ("{", "not JSON")])
 def test_meta_that_is_none_is_refused(run, tmp_path, text, says):
     folder = shutil.copytree(PEFT / "bert/lora", tmp_path / "a")
     file = folder / "adapter_model.safetensors"
@@ -223,7 +222,7 @@ def test_meta_that_is_none_is_refused(run, tmp_path, text, says):
 
 
 REFUSED = {
-    "a folder without an adapter": (["."], "holds no adapter and no head in a format"),
+    "a folder without an adapter": (["."], "holds no adapter and no head in a known format"),
     "no folder and no name": (["./none"], "there is no such folder"),
     "a base that is not there": ([PEFT / "bert/lora"], "the base model 'bert/base' cannot be"),
     "another model": (
@@ -261,7 +260,7 @@ def test_a_merged_golden_is_a_plain_model_with_the_golden_outputs(run, tmp_path,
     folder, inputs, expected = golden(f"golden_peft/{case}")
     base, out = folder.parent / "base", tmp_path / "out"
     result = run("merge", base, folder, out)
-    assert result.stderr == f"No tokenizer of {str(base)!r} was found; none is in {str(out)!r}.\n"
+    assert result.stderr == f"No tokenizer of {str(base)!r} was found; {str(out)!r} has none.\n"
     name = json.loads((base / "config.json").read_text())["architectures"][0]
     assert result.stdout == f"{out}: a {name}\n"
     cls = getattr(transformers, name)
@@ -274,7 +273,9 @@ def test_a_merged_golden_is_a_plain_model_with_the_golden_outputs(run, tmp_path,
 
 def test_merge_tells_of_a_head_that_has_no_place(run, trained, base, tmp_path):
     result = run("merge", base, trained["folder"], tmp_path / "m", "--as", "BertModel")
-    assert "The adapter's head is not in it: a BertModel has none. To have it" in result.stderr
+    assert (
+        "The adapter's head has been left out: a BertModel has no head. To keep it" in result.stderr
+    )
     assert result.stdout == f"{tmp_path / 'm'}: a BertModel\n"
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "m").pad_token == "[PAD]"
     assert run("merge", base, trained["folder"], tmp_path / "n", "--no-head").stderr == ""
@@ -321,7 +322,7 @@ def test_merge_keeps_the_class_of_the_base_where_none_has_the_head(run, masked, 
     result = run("merge", masked, tmp_path / "a", tmp_path / "m")
     assert result.stdout == f"{tmp_path / 'm'}: a BertForMaskedLM\n"
     assert result.stderr.startswith(
-        "The adapter's head is not in it: the class is that of the base model, as the head, a "
+        "The adapter's head has been left out: the class is that of the base model, as the head, a "
         "'classification', cannot be that of a BertForSequenceClassification: "
     )
     run("merge", masked, tmp_path / "a", tmp_path / "n", "--no-head")
@@ -351,8 +352,7 @@ def test_merge_rounds_no_adapter_without_saying_so(run, base, tmp_path, format):
     a, b = (next(t for k, t in ours.items() if key in k and f"lora_{x}" in k) for x in "AB")
     if format == "native":
         assert said == (
-            "The adapter's torch.float32 has been rounded to torch.bfloat16, which the base "
-            "model has.\n"
+            "The adapter's torch.float32 has been rounded to the base model's torch.bfloat16.\n"
         )
         a, b = a.bfloat16().float(), b.bfloat16().float()
     else:
@@ -405,7 +405,7 @@ def test_merge_tells_of_a_tokenizer_that_cannot_be_fetched(
     out = tmp_path / "m"
     said = run("merge", "me/base", trained["folder"], out).stderr
     assert said.startswith("The tokenizer of 'me/base' cannot be had (We couldn't connect to ")
-    assert said.endswith(f"); none is in {str(out)!r}.\n")
+    assert said.endswith(f"); {str(out)!r} has none.\n")
     assert len(said.splitlines()) == 1
     assert not list(out.glob("tokenizer*"))
 
@@ -414,7 +414,7 @@ def test_merge_refuses(run, trained, base, tmp_path):
     folder = trained["folder"]
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
-    assert "is there already" in run("merge", base, folder, tmp_path / "full", code=1).stderr
+    assert "exists already" in run("merge", base, folder, tmp_path / "full", code=1).stderr
     said = run("merge", base, folder, tmp_path / "o", "--as", "BertForEverything", code=1).stderr
     assert "transformers has no model 'BertForEverything'" in said
     said = run("merge", base, folder, tmp_path / "o", "--as", "BertForMaskedLM", code=1).stderr
@@ -441,7 +441,7 @@ def test_a_damaged_base_model_is_told(run, trained, base, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
     said = run(*convert, code=1).stderr
     assert "cannot be loaded (Validation error for field 'hidden_size'" in said
-    assert "Write --model with the folder of a transformers model" in said
+    assert "Write --model MODEL, the folder of a transformers model" in said
     assert not (tmp_path / "o").exists()
 
 

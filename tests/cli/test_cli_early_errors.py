@@ -65,7 +65,7 @@ CASES = {
     ),
     "train: a file for a folder": (
         ("train", "--model", "m", "--train", "rows.csv", "--output", "rows.csv"),
-        "--output 'rows.csv': 'rows.csv' is no folder that can be written",
+        "--output 'rows.csv': 'rows.csv' is not a folder that can be written",
     ),
     "predict: no folder": (("predict", "nope", "--text", "a"), NO_FOLDER),
     "predict: no base": (("predict", "adapter", "--text", "a", "--model", "./base"), NO_BASE),
@@ -79,9 +79,9 @@ CASES = {
         ("convert", "adapter", "out", "--to", "peft", "--model", "./base"), NO_BASE
     ),
     "convert: a file for a folder": (
-        ("convert", "adapter", "rows.csv", "--to", "peft"), "is no folder that can be written"
+        ("convert", "adapter", "rows.csv", "--to", "peft"), "is not a folder that can be written"
     ),
-    "merge: a folder that is there": (("merge", "m", "adapter", "full"), "'full' is there already"),
+    "merge: a folder that is there": (("merge", "m", "adapter", "full"), "'full' exists already"),
     "merge: no base": (("merge", "./base", "adapter", "out"), NO_BASE),
     "merge: no folder": (("merge", "m", "nope", "out"), NO_FOLDER),
     "push: no folder": (("push", "nope", "me/a"), "there is no folder 'nope'"),
@@ -89,7 +89,7 @@ CASES = {
         ("push", "empty", "me/a"), "its files: none. Write the folder of an adapter.\n"
     ),
     "push: no name of the Hub": (
-        ("push", "adapter", "me--you/a"), "'me--you/a' is no name of a repository"
+        ("push", "adapter", "me--you/a"), "'me--you/a' is not a legal name"
     ),
 }  # fmt: skip
 

@@ -109,8 +109,8 @@ def test_verify_says_what_was_looked_at(run, trained, base):
     text = run("verify", folder, "--model", base, "--fingerprint", mark).stdout
     count = len(load_file(folder / "adapter.safetensors"))
     assert text.splitlines() == [
-        f"{folder}: native adapter, {count} tensors: whole, digests right, all values finite",
-        f"fits {base}: each tensor has its place and shape there",
+        f"{folder}: native adapter, {count} tensors: complete, digests correct, all values finite",
+        f"fits {base}: every tensor has its layer and shape there",
         f"fingerprint {mark}",
     ]
     found = json.loads(run("verify", folder, "--json").stdout)
@@ -123,7 +123,7 @@ def test_verify_promises_no_more_than_a_format_can_show(run, trained, tmp_path):
     folder = shutil.copytree(PEFT / "bert/lora", tmp_path / "a")
     count = len(load_file(folder / "adapter_model.safetensors"))
     first = f"{folder}: peft adapter, {count} tensors: readable, all values finite"
-    unseen = "no digests in this format: a changed value cannot be seen"
+    unseen = "this format has no digests: a changed value cannot be detected"
     said = run("verify", folder, "--model", PEFT / "bert/base").stdout.splitlines()
     assert said[:2] == [first, unseen]
     assert said[2].startswith(f"fits {PEFT / 'bert/base'}: ")
@@ -132,7 +132,7 @@ def test_verify_promises_no_more_than_a_format_can_show(run, trained, tmp_path):
     del tensors[key]
     save_file(tensors, folder / "adapter_model.safetensors")
     said = run("verify", folder).stdout.splitlines()
-    assert said[1:] == [f"{unseen}, and only --model finds missing tensors"]
+    assert said[1:] == [f"{unseen}, and a missing tensor only with --model"]
     assert not json.loads(run("verify", folder, "--json").stdout)["digests"]
     said = run("verify", folder, "--model", PEFT / "bert/base", code=1).stderr
     assert f"it does not fit {str(PEFT / 'bert/base')!r}. Write --model with" in said
@@ -150,8 +150,8 @@ def test_verify_misses_half_a_head(run, tmp_path, gone):
     assert "readable" in run("verify", folder).stdout
     (folder / gone).unlink()
     said = run("verify", folder, code=1).stderr
-    assert "tensors and config go together" in said
-    assert "of a head that is not wanted delete both" in said
+    assert "is incomplete: there are only" in said
+    assert "to drop a head, delete its tensors and config" in said
 
 
 def spoiled(folder: Path, to: Path, spoil: str) -> Path:
@@ -179,7 +179,7 @@ def spoiled(folder: Path, to: Path, spoil: str) -> Path:
     ("whose", "spoil", "message"),
     [
         ("ours", "cut", "damaged"),
-        ("ours", "a bit", "the bits are not those that were"),
+        ("ours", "a bit", "not what was written"),
         ("ours", "gone", "no tensors"),
         ("PEFT's", "cut", "damaged"),
         ("PEFT's", "inf", "NaN or infinite"),
@@ -211,7 +211,7 @@ def test_verify_compares_every_tensor_with_the_model(run, trained, tmp_path):
 
 def test_verify_compares_fingerprints(run, trained):
     said = run("verify", trained["folder"], "--fingerprint", "0" * 64, code=1).stderr
-    assert f"the fingerprint is '{trained['fingerprint']}', and not" in said
+    assert f"the fingerprint is '{trained['fingerprint']}', not" in said
     said = run("verify", PEFT / "bert/lora", "--fingerprint", "0" * 64, code=1).stderr
     assert "Write --model too" in said
 

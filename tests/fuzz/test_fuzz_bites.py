@@ -14,7 +14,7 @@ from weight_rules import WeightRules
 
 from adapterzoo import AdapterSetup
 from adapterzoo.auto import AdapterModel
-from adapterzoo.checkpoint import native
+from adapterzoo.checkpoint import fit
 from adapterzoo.errors import AdapterZooError
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model import AdapterModelMixin, batches, checkpointing
@@ -107,12 +107,12 @@ def a_save_drops_a_tensor(patch):
 
 @bug(WithFiles)
 def a_load_rounds_values(patch):
-    right = native.fill
+    right = fit.fill
 
     def fill(module, tensors):
         right(module, {k: t.half().to(t.dtype) for k, t in tensors.items()})
 
-    patch.setattr(native, "fill", fill)
+    patch.setattr(fit, "fill", fill)
 
 
 @bug(WithCalls)

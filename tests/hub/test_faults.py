@@ -15,7 +15,7 @@ from huggingface_hub import ModelInfo
 from server import OWNER, Fault, git, sha256
 
 from adapterzoo.errors import HubError
-from adapterzoo.hub.asking import Caller
+from adapterzoo.hub.client import Client as HubClient
 
 LOADED = "the adapter is loaded"
 DOCS = Path(__file__).parents[2] / "docs" / "hub.md"
@@ -157,5 +157,5 @@ def test_json_that_is_no_answer_is_told(answer):
         return ModelInfo(**answer)  # type: ignore[arg-type]
 
     with pytest.raises(HubError, match=r"for 'ann/a' cannot be used \(TypeError: .*HF_ENDPOINT"):
-        Caller("load_adapter('ann/a')", "ann/a").ask(ask)
+        HubClient("ann/a").ask(ask)
     assert len(asked) == 1

@@ -97,9 +97,9 @@ def test_the_facts_of_other_libraries(listed, name, model, library):
         ("list_adapters(limit=-1)", "ConfigError", "limit=-1 is negative. Write limit=100"),
         ("adapter_info('ann/zzz')", "HubError", "answers 404 for 'ann/zzz'"),
         ("adapter_info('ann/c', token=reader)", "HubError", "answers 404 for 'ann/c'.*private"),
-        ("adapter_info('a/b/c')", "HubError", "'a/b/c' is no name of a repository"),
+        ("adapter_info('a/b/c')", "HubError", "'a/b/c' is not a legal name"),
         ("adapter_info('ann/a', 'v9')", "HubError", "has no revision 'v9'"),
-        ("adapter_info('ann/bad')", "HubError", "adapter_config.json is no JSON.*Tell its author"),
+        ("adapter_info('ann/bad')", "HubError", "is not JSON.*Tell its author"),
         ("adapter_info('ann/list')", "HubError", "holds a list, not an object. Tell its author"),
     ],
 )  # fmt: skip

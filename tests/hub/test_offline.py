@@ -23,7 +23,7 @@ def test_a_push_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(HubError) as caught:
         model.push_adapter_to_hub("me/a", "a", local_path=tmp_path / "a")
     assert str(caught.value) == (
-        "push_adapter_to_hub('me/a', 'a'): the Hub may not be asked (HF_HUB_OFFLINE=1 or "
+        "push_adapter_to_hub('me/a'): the Hub may not be asked (HF_HUB_OFFLINE=1 or "
         "TRANSFORMERS_OFFLINE=1), so nothing can be sent to 'me/a'. Unset that variable and start "
         "again with a network."
     )

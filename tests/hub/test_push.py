@@ -158,7 +158,7 @@ def test_an_adapter_that_is_damaged_is_not_made_whole_by_another_name(hub, model
     file = tmp_path / "mine" / "adapter.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="the bits are not those that were written"):
+    with pytest.raises(CheckpointError, match="not what was written"):
         package.push(tmp_path / "mine", "ann/a", text=package.CardText(base_model="ann/other"))
     assert "ann/a" not in hub.repos
 
@@ -218,11 +218,12 @@ def test_a_name_without_a_user_is_the_tokens(hub, model):
     [
         ("bob/a", {}, "HubError", "answers 403 for 'bob/a'.*may not write to it.*settings/tokens"),
         ("ann/a", {"token": READER}, "HubError", "answers 403.*may not write"),
-        ("ann/a", {"token": "hf_wrongWrongWrong"}, "HubError", "answers 401.*missing or not valid"),
-        ("a b", {}, "HubError", "'a b' is no name of a repository"),
-        ("ann/a", {"metrics": {"f1": "good"}}, "ConfigError", r"metrics\['f1'\]='good' is a str"),
-        ("ann/a", {"metrics": {" ": 1.0}}, "ConfigError", "metrics has ' ' in the place of a name"),
-        ("ann/a", {"base_model": "/x/y"}, "ConfigError", "'/x/y' is no name of the Hub"),
+        ("ann/a", {"token": "hf_wrongWrongWrong"}, "HubError", "answers 401.*missing or invalid"),
+        ("a b", {}, "HubError", "'a b' is not a legal name"),
+        ("ann/a", {"metrics": {"f1": "good"}}, "ConfigError",
+         r"metrics\['f1'\]='good' is not a finite"),
+        ("ann/a", {"metrics": {" ": 1.0}}, "ConfigError", "metrics has the name ' '"),
+        ("ann/a", {"base_model": "/x/y"}, "ConfigError", "'/x/y' is not a name of the Hub"),
         ("ann/a", {"adapter_card_kwargs": {"licence": 1}}, "ConfigError", "'licence'.*'license'"),
     ],
 )  # fmt: skip
@@ -230,7 +231,7 @@ def test_what_cannot_be_pushed_says_so(hub, model, repo_id, more, kind, message)
     with pytest.raises(ClientError, match=message) as caught:
         push(model, repo_id, **more)
     assert caught.value.kind == kind
-    assert str(caught.value).startswith(f"push_adapter_to_hub({repo_id!r}, 'a'): ")
+    assert str(caught.value).startswith(f"push_adapter_to_hub({repo_id!r}): ")
     with pytest.raises(ClientError, match=r"there is no adapter 'b'\. Known adapters: 'a'"):
         model.run("source.push_adapter_to_hub('ann/a', 'b')")
     assert list(hub.repos) == [BASE]
@@ -300,7 +301,7 @@ def test_what_a_killed_save_has_left_is_finished_before_it_is_sent(hub, model, t
 
 
 def test_a_result_that_is_not_finite_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"metrics\['f1'\]=nan is not finite"):
+    with pytest.raises(ConfigError, match=r"metrics\['f1'\]=nan is not a finite number"):
         package.push(tmp_path, "ann/a", text=package.CardText(results={"f1": float("nan")}))
 
 
@@ -310,12 +311,12 @@ def test_a_text_is_no_list_of_letters(tmp_path, field):
         package.push(tmp_path, "ann/a", text=package.CardText(**{field: "glue"}))
 
 
-@pytest.mark.parametrize(("content", "wrong"), [(b"{", "no JSON"), (b"[1]", "not an object")])
+@pytest.mark.parametrize(("content", "wrong"), [(b"{", "not JSON"), (b"[1]", "not an object")])
 def test_no_damaged_config_is_sent(tmp_path, content, wrong):
     (tmp_path / "adapter.safetensors").write_bytes(b"")
     (tmp_path / "adapter_config.json").write_bytes(b"{}")
     (tmp_path / "adapter_fusion_config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"adapter_fusion_config\.json .*{wrong}"):
+    with pytest.raises(CheckpointError, match=rf"adapter_fusion_config\.json' .*{wrong}"):
         package.push(tmp_path, "ann/a")
 
 
@@ -343,15 +344,15 @@ def test_what_is_no_adapters_folder_is_refused_before_anyone_is_asked(tmp_path):
     with pytest.raises(CheckpointError, match=r"no adapter in one file.*00001-of-00002.*Write the"):
         package.push(parts, "ann/a")
     (tmp_path / "adapter.safetensors").write_bytes(b"")
-    for content, wrong in [(None, "cannot be read"), (b"[1]", "not an object"), (b"{", "no JSON")]:
+    for content, wrong in [(None, "cannot be read"), (b"[1]", "not an object"), (b"{", "not JSON")]:
         if content is not None:
             (tmp_path / "adapter_config.json").write_bytes(content)
         with pytest.raises(CheckpointError, match=wrong):
             package.push(tmp_path, "ann/a")
-    with pytest.raises(HubError, match="no name of a repository"):
+    with pytest.raises(HubError, match="not a legal name of a repository"):
         package.push(tmp_path, "ann/a/b")
     (tmp_path / "adapter_config.json").write_bytes(b"{}")
-    with pytest.raises(ConfigError, match="is no name of the Hub"):
+    with pytest.raises(ConfigError, match="is not a name of the Hub"):
         package.push(tmp_path, "a", text=package.CardText(base_model="../x"))
 
 

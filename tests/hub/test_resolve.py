@@ -128,7 +128,7 @@ def test_a_download_that_broke_off_is_not_taken_offline(hub, client, broken):
     fault = Fault("head", "status", status=403, path=broken)
     with hub.broken(fault), pytest.raises(ClientError, match="answers 403"):
         resolve(client, "ann/a")
-    with pytest.raises(ClientError, match="not wholly, in the cache"):
+    with pytest.raises(ClientError, match="not completely, in the cache"):
         resolve(client, "ann/a", revision=hub.repos["ann/a"].branches["main"],
                 local_files_only=True)  # fmt: skip
     assert names(resolve(client, "ann/a")) == sorted([*FILES, *more])
@@ -139,7 +139,7 @@ def test_a_damaged_cache_is_not_taken_offline_and_is_mended_online(hub, client, 
     hub.repo("ann/a", FILES)
     file = resolve(client, "ann/a") / name
     file.write_bytes(bytes(len(FILES[name])))
-    with pytest.raises(ClientError, match="not wholly, in the cache"):
+    with pytest.raises(ClientError, match="not completely, in the cache"):
         resolve(client, "ann/a", local_files_only=True)
     assert (resolve(client, "ann/a") / name).read_bytes() == FILES[name]
 
@@ -187,22 +187,22 @@ def test_a_gated_repository_says_where_to_ask(hub, client):
         (["ann/empty"], "HubError", "'ann/empty' has no adapter: none of 'adapter.safetensors'"),
         (["ann/model"], "HubError", r"AutoAdapterModel.from_pretrained\('ann/model'\)"),
         (["ann/a/none"], "HubError", "'ann/a/none' has no adapter"),
-        (["ann/a..b"], "HubError", "'ann/a..b' is no name of a repository.*'user/repository'"),
-        (["ann/a/../b"], "HubError", "'../b' is no folder of a repository.*'ann/a/b'"),
-        (["ann/a b"], "HubError", "'ann/a b' is no name of a repository"),
+        (["ann/a..b"], "HubError", "'ann/a..b' is not a legal name.*'user/repository'"),
+        (["ann/a/../b"], "HubError", "'../b' is not a folder of a repository.*'ann/a/b'"),
+        (["ann/a b"], "HubError", "'ann/a b' is not a legal name of a repository"),
         (["runs/review"], "HubError", "there is no such folder here, and the Hub answers 404"),
         (["runs/review", None, "hf"], "HubError", r"'runs/review'\): the Hub answers"),
         (["x" * 300], "CheckpointError", "more than 255 bytes.*'user/repository'"),
         (["ann/" + "x" * 300], "CheckpointError", "more than 255 bytes"),
-        (["ann/" + "x" * 200], "HubError", "is no name of a repository.*96 at most"),
-        (["u" * 200 + "/a"], "HubError", "is no name of a repository.*96 at most"),
+        (["ann/" + "x" * 200], "HubError", "is not a legal name of a repository: up to 96"),
+        (["u" * 200 + "/a"], "HubError", "is not a legal name of a repository: up to 96"),
         (["nowhere"], "CheckpointError", "no such folder.*'user/repository'"),
         (["./ann/a"], "CheckpointError", "there is no such folder"),
         (["/no/such/folder"], "CheckpointError", "there is no such folder"),
         (["~/ann/a"], "CheckpointError", "there is no such folder"),
         (["C:\\ann\\a"], "CheckpointError", "there is no such folder"),
         (["log.txt"], "CheckpointError", "is a file"),
-        (["https://x.y/ann/a"], "CheckpointError", "an address is not read"),
+        (["https://x.y/ann/a"], "CheckpointError", "addresses cannot be loaded"),
         (["ann/a", None, "ah"], "ConfigError", "source='ah'.*'AdapterHub/<name>'"),
     ],
 )  # fmt: skip
@@ -213,13 +213,14 @@ def test_what_cannot_be_had_says_so(hub, client, args, kind, message):
     with pytest.raises(ClientError, match=message) as caught:
         resolve(client, *args)
     assert caught.value.kind == kind
-    assert str(caught.value).startswith(f"load_adapter({args[0]!r}): ")
+    # long arguments are cut
+    assert str(caught.value).startswith(f"resolve({args[0]!r}"[:60])
 
 
 def test_a_path_object_is_never_a_repository():
     with pytest.raises(CheckpointError, match="there is no such folder"):
         package.resolve(Path("ann/a"))
-    with pytest.raises(HubError, match="is no name of the Hub"):
+    with pytest.raises(HubError, match="cannot be a repository of the Hub"):
         package.resolve("/ann/a", source="hf")
 
 
@@ -231,9 +232,11 @@ def test_a_disk_that_is_full_or_closed_says_so(hub, tmp_path):
     try:
         # as a full disk does, this lets a write begin and not end
         alone.run("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))")
-        with pytest.raises(ClientError, match=r"'ann/a' cannot be kept: File too large.*Make room"):
+        with pytest.raises(
+            ClientError, match=r"'ann/a' cannot be stored: File too large.*Make room"
+        ):
             resolve(alone, "ann/a")
-        with pytest.raises(ClientError, match=r"kept: Not a directory.*/file.*cache_dir="):
+        with pytest.raises(ClientError, match=r"stored: Not a directory.*/file.*cache_dir="):
             resolve(alone, "ann/a", cache_dir=str(tmp_path / "file" / "x"))
     finally:
         alone.close()
@@ -248,14 +251,14 @@ def test_a_hub_that_refuses_leaves_what_is_in_the_cache(hub, client):
     for fault in (Fault("info", "status", status=404), Fault("info", "html")):
         with hub.broken(fault):
             assert resolve(client, "ann/a") == folder
-        assert "What is in the cache is used." in client.said().splitlines()[-1]
+        assert "Using the files in the cache." in client.said().splitlines()[-1]
 
 
 def test_an_update_that_breaks_off_leaves_the_old_adapter_for_offline(hub, client):
     repo = hub.repo("ann/a", FILES)
     old = resolve(client, "ann/a")
     repo.commit({"adapter.safetensors": b"new", "adapter_config.json": b"{}"})
-    says = "came twice with a content"
+    says = "arrived twice with another content"
     with hub.broken(Fault("text", "corrupted")), pytest.raises(ClientError, match=says):
         resolve(client, "ann/a")
     assert resolve(client, "ann/a", local_files_only=True) == old

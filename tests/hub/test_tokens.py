@@ -63,7 +63,7 @@ def test_no_token_is_shown_or_kept(hub, loud, tmp_path):
     assert {kind for kind, _, _ in raised} == {"HubError"}
     assert tokens_in(str(raised)) == []
     assert any("the token <token> is refused" in message for _, message, _ in raised)
-    assert any("push('" in message for _, message, _ in raised)
+    assert any("push(" in message for _, message, _ in raised)
     sent = {token for _, _, token in hub.requests}
     assert {f"Bearer {OWNER}", f"Bearer {OTHER}", f"Bearer {ODD}"} <= sent
     # something was logged, the requests too
@@ -78,20 +78,20 @@ def test_the_check_bites(tmp_path):
     assert tokens_in(f"Bearer {OTHER}") == [OTHER]
 
 
-def test_a_caller_does_not_show_its_token():
-    from adapterzoo.hub.asking import Caller
+def test_a_client_does_not_show_its_token():
+    from adapterzoo.hub.client import Client as HubClient
 
-    assert tokens_in(repr(Caller("load_adapter('ann/a')", "ann/a", token=OWNER))) == []
+    assert tokens_in(repr(HubClient("ann/a", token=OWNER))) == []
 
 
 def test_an_error_does_not_keep_one_that_shows_a_token():
     from adapterzoo.errors import HubError
-    from adapterzoo.hub.asking import Caller
+    from adapterzoo.hub.client import Client as HubClient
 
     def refuse():
         raise ValueError(f"{OWNER} is refused")
 
     with pytest.raises(HubError, match="<token> is refused") as caught:
-        Caller("load_adapter('ann/a')", "ann/a", token=OWNER).ask(refuse)
+        HubClient("ann/a", token=OWNER).ask(refuse)
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None

@@ -571,7 +571,7 @@ def test_names_are_checked(tiny):
         model.average_adapter("a", ["a", "b"])
     with refused(model, ConfigError, "average_adapter", "'../c'"):
         model.average_adapter("../c", ["a", "b"])
-    with refused(model, ConfigError, "1 weights stand for 2 names", "weights=[1.0, 1.0]"):
+    with refused(model, ConfigError, "weights=[1.0] is not a list of 2", "weights=[1.0, 1.0]"):
         model.add_weighted_adapter(["a", "b"], [1.0], "c", "linear")
     model.merge_adapter("a")
     with refused(model, StateError, "'a' is merged", "reset_adapter()"):

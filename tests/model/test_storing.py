@@ -18,8 +18,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from adapterzoo import AdapterSetup, AutoAdapterModel, LoRAConfig, SeqBnConfig, init
-from adapterzoo.checkpoint import documents, files, native
-from adapterzoo.checkpoint.digest import digests
+from adapterzoo.checkpoint import files, fit, native
 from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
@@ -92,8 +91,7 @@ def test_the_file_holds_the_adapter_and_nothing_else(model, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "adapter_config.json"]
     with safe_open(tmp_path / FILE, framework="pt") as opened:
         document = json.loads(opened.metadata()["adapterzoo"])
-    assert set(document.pop("digests")) == set(tensors)
-    assert len(document.pop("digest")) == 32
+    assert len(document.pop("sha256")) == 64
     assert document == json.loads((tmp_path / "adapter_config.json").read_text())
     assert document["name"] == "n4me"
     assert document["model_type"] == "bert"
@@ -199,16 +197,16 @@ def test_meta_values_are_json(model, saved, value):
 
 def rewrite(folder, change=None, document=None, stem="adapter"):
     """Change the tensors and the document of a checkpoint as if they had been saved so."""
-    found, tensors = files.read_tensors(folder / f"{stem}.safetensors")
+    found, tensors = native.read(folder / f"{stem}.safetensors")
     if change is not None:
         change(tensors)
     if document is not None:
         document(found)
-    if document is None:
-        # a file that says what it holds: only the model can find it wrong
-        found["digests"] = digests(tensors)
-    files.write_tensors(folder / f"{stem}.safetensors", documents.sealed(found), tensors)
-    (folder / f"{stem}_config.json").write_text(json.dumps(documents.copy_of(found)))
+    # a file that says what it holds: only the model can find it wrong
+    found = native.hashed(found, tensors)
+    files.write_tensors(folder / f"{stem}.safetensors", found, tensors)
+    del found["sha256"]
+    (folder / f"{stem}_config.json").write_text(json.dumps(found))
 
 
 def test_every_difference_is_named_in_one_error(model, saved):
@@ -254,7 +252,7 @@ NATIVE = "Write a folder that save_adapter made"
     ({"name": "../evil"}, ConfigError, ("'../evil'", "Write 'evil'")),
     ({"format": "else"}, CheckpointError, ("format='else'", NATIVE)),
     ({"version": 99}, CheckpointError, ("version 99", "pip install -U adapterzoo")),
-    ({"version": "1"}, CheckpointError, ("not the native format", NATIVE)),
+    ({"version": "1"}, CheckpointError, ("not in the native format", NATIVE)),
     ({"config": None}, CheckpointError, ("no adapter config", "Save it again")),
     ({"config": {"architecture": "lroa"}}, UnknownNameError, ("'lroa'", "Did you mean 'lora'?")),
     ({"config": {"rank": 8}}, ConfigError, ("'rank'", "Its fields: ")),
@@ -283,8 +281,8 @@ def test_what_is_no_checkpoint_is_refused(model, tmp_path):
         model.load_adapter(tmp_path)
     with refused(model, CheckpointError, str(tmp_path), "Write the folder that save_all_adapters"):
         model.load_all_adapters(tmp_path)
-    files.write_bytes(tmp_path / FILE, b"{}")
-    with refused(model, CheckpointError, str(tmp_path / FILE), "Save or download it again"):
+    (tmp_path / FILE).write_bytes(b"{}")
+    with refused(model, CheckpointError, str(tmp_path / FILE), "Copy the checkpoint again"):
         model.load_adapter(tmp_path)
 
 
@@ -410,7 +408,7 @@ def test_loading_all_is_all_or_nothing(model, tmp_path, tiny):
         other.load_all_adapters(tmp_path)
     other.delete_adapter("c")
     (tmp_path / "c" / FILE).write_bytes(b"")
-    with refused(other, CheckpointError, "damaged", "Save or download it again"):
+    with refused(other, CheckpointError, "damaged", "Copy the checkpoint again"):
         other.load_all_adapters(tmp_path)
     # a copy of a folder holds the same name
     for file in (tmp_path / "b").iterdir():
@@ -575,7 +573,7 @@ def test_a_static_head_without_values_gets_those_of_the_file(tmp_path):
     other.classifier.to("meta")
     other.add_module("twin", torch.nn.Linear(1, 1))
     other.twin.weight, other.twin.bias = other.classifier.weight, None
-    native.fill(other, copies.tensors_of(model, None))
+    fit.fill(other, copies.tensors_of(model, None))
     assert other.twin.weight is other.classifier.weight
     del other.twin
     for load in (lambda: None, lambda: other.load_head(tmp_path)):
@@ -651,7 +649,7 @@ def test_two_threads_may_save_to_one_folder(model, tmp_path):
         thread.join(timeout=60)
     assert not failed
     model.load_adapter(tmp_path, load_as="c")
-    name = files.read_tensors(tmp_path / FILE)[0]["name"]
+    name = native.read(tmp_path / FILE)[0]["name"]
     assert adapter_bits(model, "c") == adapter_bits(model, name)
     assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "adapter_config.json"]
 

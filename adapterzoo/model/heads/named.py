@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.checkpoint import native
+from adapterzoo.checkpoint import fit
 from adapterzoo.composition import Composition
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.heads import PredictionHead, labels_from
@@ -260,13 +260,13 @@ class NamedHeads(HeadStrategy):
         heads = store.all_heads(model).values()
         tensors = with_output(empty, heads, record.document, record.tensors, dtype)
         fits = store.own_tensors(model, empty)
-        native.check_fit("", type(model).__name__, tensors, fits, dtype)
+        fit.check_fit(type(model).__name__, tensors, fits, dtype)
         head = store.built(model, config)
         refuse_unreadable(model, head)
         if dtype is not None:
             for tensor in store.own_tensors(model, head).values():
                 tensor.data = tensor.data.to(dtype)
-        native.fill(head, tensors)
+        fit.fill(head, tensors)
         if dtype is None:
             head.of_checkpoint = FIELD in record.document
         return lambda: store.enter(model, checked, head, set_active)

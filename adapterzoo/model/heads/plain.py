@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.model.adapters import remove_all
-from adapterzoo.model.hf.info import facts_of
+from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 
 from . import store
@@ -47,15 +47,15 @@ def head_to_keep(
             )
         return None, None, {}
     record = model._head_strategy.record(model, names[0])
-    facts = facts_of(model, "merge_and_unload()")
+    info = info_of(model)
     try:
         if architecture is not None:
             task_class(architecture)
-            tensors = facts.to_static(architecture, record.document, record.tensors)
+            tensors = info.to_static(architecture, record.document, record.tensors)
             return names[0], architecture, tensors
         own = next(iter(model.config.architectures or ()), None)
-        stored = Stored({"head": record.document}, {}, record.tensors)
-        return names[0], *class_for(stored, facts, own)
+        stored = Checkpoint({"head": record.document}, {}, record.tensors)
+        return names[0], *class_for(stored, info, own)
     except CheckpointError as error:
         # what it says of files is not what a user can write here
         reason = str(error).replace(" Write with_head=False.", "")

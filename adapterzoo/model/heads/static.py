@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.generic import find_labels
 
 from adapterzoo import inject
-from adapterzoo.checkpoint import native
+from adapterzoo.checkpoint import fit
 from adapterzoo.checkpoint.digest import same_bits
 from adapterzoo.composition import Composition, Step
 from adapterzoo.errors import CheckpointError, ConfigError, StateError
@@ -196,9 +196,9 @@ class StaticHead(HeadStrategy):
                 "in model.config.id2label. Leave id2label out."
             )
         mine = copies.tensors_of(model, None)
-        native.check_fit("", type(model).__name__, record.tensors, mine, dtype)
+        fit.check_fit(type(model).__name__, record.tensors, mine, dtype)
         if name is None:
-            return lambda: native.fill(model, record.tensors)
+            return lambda: fit.fill(model, record.tensors)
         _refuse_shared(model, record)
         layers = copies.made(model)
         for path, layer in layers.items():
@@ -206,7 +206,7 @@ class StaticHead(HeadStrategy):
             own = {
                 k.removeprefix(inside): t for k, t in record.tensors.items() if k.startswith(inside)
             }
-            native.fill(layer, own)
+            fit.fill(layer, own)
         return lambda: copies.put(model, name, layers)
 
     def restore(self, model: Any, owners: Iterable[str]) -> None:

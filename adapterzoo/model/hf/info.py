@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from adapterzoo.checkpoint.formats import Facts
+from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.tied import shared_or_own
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.heads import HeadConfig
@@ -22,20 +22,18 @@ from .layout import renamer, task_modules, tensor_of
 from .static_table import StaticHead, from_static, is_task, to_static
 
 
-def facts_of(model: Any, call: str, with_head: bool = True) -> Facts:
+def info_of(model: Any, with_head: bool = True) -> ModelInfo:
     """The facts of a model.
 
     Args:
         model: with adapters.
-        call: what the user wrote, for messages.
         with_head: whether the user wants the head too.
     """
     config = model.config
     text = text_config(config)
-    tasks = _Tasks(model, call)
+    tasks = _Tasks(model)
     strategy = model._head_strategy
-    return Facts(
-        call=call,
+    return ModelInfo(
         anatomy=model.anatomy,
         prefix=prefix_of(model),
         model_type=config.model_type,
@@ -77,11 +75,10 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
 class _Tasks:
     """Named heads of a model as the heads of transformers' task classes, and back."""
 
-    def __init__(self, model: Any, call: str) -> None:
+    def __init__(self, model: Any) -> None:
         text = text_config(model.config)
         self.config: Mapping[str, Any] = {**_as_dict(model.config), **_as_dict(text)}
         self._model = model
-        self._call = call
 
     def read(
         self, architecture: str, tensors: Mapping[str, Tensor], label2id: Mapping[str, int] | None
@@ -95,7 +92,7 @@ class _Tasks:
         found = self._named(architecture, shapes, label2id)
         if isinstance(found, str):
             raise CheckpointError(
-                f"{self._call}: the checkpoint's head has no equivalent among named heads: "
+                f"the checkpoint's head has no equivalent among named heads: "
                 f"{found}. Write with_head=False, or load it into that class after "
                 f"adapterzoo.init(model)."
             )
@@ -119,12 +116,12 @@ class _Tasks:
         keys = found if isinstance(found, str) else to_static(found, config)
         if isinstance(keys, str):
             raise CheckpointError(
-                f"{self._call}: the head, a {config.head_type!r}, cannot be that of a "
+                f"the head, a {config.head_type!r}, cannot be that of a "
                 f"{architecture}: {keys}. Write with_head=False."
             )
         if rest := sorted(set(tensors) - set(keys.values())):
             raise CheckpointError(
-                f"{self._call}: the head has {listing(rest)}, and a {architecture} takes these "
+                f"the head has {listing(rest)}, and a {architecture} takes these "
                 f"from its embeddings. Write with_head=False."
             )
         missing = sorted(set(keys.values()) - set(tensors))

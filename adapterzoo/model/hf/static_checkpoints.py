@@ -24,7 +24,7 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.model.heads import store
 
 from .backbone import describe, text_config
-from .info import facts_of
+from .info import info_of
 from .static_table import from_static, is_task
 
 _LOG = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def keep_static_head(
         return
     mine = {ours: tensors[theirs] for theirs, ours in found.keys.items()}
     # a family may tie its embeddings in general, and a checkpoint have an output layer of its own
-    head, own = facts_of(model, "from_pretrained()").untied(found.config.to_dict(), mine)
+    head, own = info_of(model).untied(found.config.to_dict(), mine)
     try:
         store.add(model, DEFAULT_HEAD, store.config_from(model, head))
     except ConfigError as error:

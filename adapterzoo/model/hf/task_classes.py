@@ -9,9 +9,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from adapterzoo.checkpoint.formats import Facts
-from adapterzoo.checkpoint.peft_heads import head_for
-from adapterzoo.checkpoint.stored import Stored
+from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
+from adapterzoo.checkpoint.peft.heads import head_for
 from adapterzoo.errors import CheckpointError, ConfigError
 from adapterzoo.heads import HeadConfig
 
@@ -36,25 +35,27 @@ def task_class(name: str) -> type[PreTrainedModel]:
     return cls
 
 
-def class_for(stored: Stored, facts: Facts, own: str | None) -> tuple[str, Mapping[str, Tensor]]:
+def class_for(
+    stored: Checkpoint, info: ModelInfo, own: str | None
+) -> tuple[str, Mapping[str, Tensor]]:
     """Return a class that has a head, and the head's tensors by key there.
 
     Args:
         stored: has the head.
-        facts: of the model that it belongs to.
+        info: of the model that it belongs to.
         own: name of the class of the base model's checkpoint, which comes first.
 
     Raises:
         CheckpointError: transformers has none.
     """
-    head = stored.document["head"]
+    head = stored.metadata["head"]
     if own is not None and is_task(own):
         try:
-            return own, facts.to_static(own, head, stored.head)
+            return own, info.to_static(own, head, stored.head)
         except CheckpointError:
             # another class may have such a head
             pass
-    task, tensors = head_for(stored, facts)
+    task, tensors = head_for(stored, info)
     return task.model_class, tensors
 
 

@@ -1,8 +1,8 @@
-"""AdapterHub's names of places in a model: from its keys to places of the anatomy, and back.
+"""AdapterHub's paths: from its keys to places in a model, and back.
 
-Its keys are paths of modules in transformers 4.57, and names of its own for what it hangs into
-blocks. They are read by block number and by what the layer or sub-layer is; a path that the model
-has is trusted as it is. Written are the names of the families that `adapters` knows.
+Its keys are paths of modules in transformers 4.57, and names of its own for what it adds to
+blocks. Reading goes by block number and by what the layer or sub-layer is; a path that the model
+has is trusted as it is. Writing knows the families that `adapters` knows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ from dataclasses import dataclass, field
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
+from adapterzoo.checkpoint.formats import ModelInfo
+from adapterzoo.checkpoint.places import Place
 from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.spelling import Container
 
-from .formats import Facts
+Spot = tuple[int, str]
+"""A place in a model: number of the block and what it is there, or -1 and the path of a layer."""
+
+PART_ORDER: tuple[Role, ...] = ("query", "key", "value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,39 +104,126 @@ _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.|$)")
 _INSIDE_ATTENTION = re.compile(r"(^|\.)\w*att(ention|n)\w*\.", re.IGNORECASE)
 
 
-def layout_of(facts: Facts) -> Layout:
+def layout_of(info: ModelInfo) -> Layout:
     """How `adapters` calls the places of a model.
 
     Raises:
         CheckpointError: it does not have the family.
     """
-    layout = LAYOUTS.get(facts.model_type)
+    layout = LAYOUTS.get(info.model_type)
     if layout is None:
         raise CheckpointError(
-            f"{facts.call}: AdapterHub's format has no names for models of type "
-            f"{facts.model_type!r}; it has for {listing(sorted(LAYOUTS), limit=30)}. Nothing has "
-            f"been written. Write format='native'."
+            f"AdapterHub's format has no names for models of type {info.model_type!r}; it has "
+            f"names for {listing(sorted(LAYOUTS), limit=30)}. Nothing has been written. Write "
+            f"format='native'."
         )
     return layout
 
 
-def find_block(facts: Facts, path: str) -> tuple[Block, str] | None:
+def spot_of(container: Container, place: Place) -> Spot | None:
+    """The spot of a place of ours, where it is one of those that the container is for."""
+    site = place.placement.site
+    match container.at:
+        case "layer" if site.kind in ("linear", "embedding", "experts"):
+            return -1, place.path
+        case "sublayer" if place.placement.location in container.locations.values():
+            return site.layer, place.placement.location
+        case "block" | "attention" if site.kind == container.at:
+            return site.layer, "cross" if site.cross else container.at
+    return None
+
+
+def find_spot(info: ModelInfo, container: Container, path: str) -> Spot | None:
+    """The spot that a path of AdapterHub leads to; None where there is none in the model."""
+    if container.at == "model":
+        inside = path.removeprefix(info.prefix).removeprefix(".")
+        return (-1, "") if inside == below_model(info, container) else None
+    located = find_block(info, path)
+    if located is None:
+        return None
+    block, rest = located
+    if container.at == "layer":
+        site = find_layer(block, rest)
+        return None if site is None else (-1, site.path)
+    if container.at == "sublayer":
+        sub = find_sublayer(block, rest)
+        location = None if sub is None else container.locations.get(sub.kind)
+        return None if location is None else (block.layer, location)
+    if container.at == "block":
+        return (block.layer, "block") if rest == container.below else None
+    module, end = _split(rest, container.below)
+    if not end or not module:
+        return None
+    return block.layer, "cross" if CROSS.search(f"{module}.") else "attention"
+
+
+def find_layer_site(info: ModelInfo, path: str) -> Site | None:
+    """The linear layer that a path of AdapterHub leads to."""
+    located = find_block(info, path)
+    return None if located is None else find_layer(*located)
+
+
+def below_model(info: ModelInfo, container: Container) -> str:
+    """AdapterHub's path, without the prefix, of what holds adapter-wide tensors."""
+    in_encoder = container.in_encoder and info.config.get("is_encoder_decoder")
+    return ".".join(filter(None, ("encoder" * bool(in_encoder), container.below)))
+
+
+def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout) -> str:
+    """AdapterHub's path, without the prefix, of what holds the tensors of a place.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    site = place.placement.site
+    block = next((b for b in info.anatomy.blocks if b.layer == site.layer), None)
+    found = None if block is None else _name_in(block, container, place, layout)
+    if found is None:
+        raise CheckpointError(
+            f"AdapterHub's format has no name for an adapter at {place.path!r} of a "
+            f"{info.model_type}. Nothing has been written. Write format='native'."
+        )
+    return found
+
+
+def _name_in(block: Block, container: Container, place: Place, layout: Layout) -> str | None:
+    if container.at == "sublayer":
+        location = place.placement.location
+        sub = next(s for s in block.sublayers if container.locations.get(s.kind) == location)
+        return name_of_sublayer(block, sub, layout)
+    if container.at == "layer":
+        return name_of_layer(block, place.placement.site, layout)
+    if container.at == "block":
+        return f"{_block_path(block, layout)}.{container.below}"
+    cross = place.placement.site.cross
+    asked = [s for s in block.sites if s.role in ("query", "qkv") and s.cross == cross]
+    if not asked:
+        return None
+    module = name_of_layer(block, asked[0], layout).rpartition(".")[0]
+    return f"{module}.{container.below}"
+
+
+def _split(path: str, end: str) -> tuple[str, str]:
+    return (path[: -len(end) - 1], end) if path.endswith(f".{end}") else (path, "")
+
+
+def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
     """The block that a path of AdapterHub leads into, and the rest of the path.
 
     Args:
-        facts: of the model.
+        info: of the model.
         path: with or without the prefix of the base model.
     """
-    inside = path.removeprefix(f"{facts.prefix}.") if facts.prefix else path
+    inside = path.removeprefix(f"{info.prefix}.") if info.prefix else path
     for candidate in dict.fromkeys((inside, path)):
-        for block in facts.anatomy.blocks:
+        for block in info.anatomy.blocks:
             if candidate == block.path or candidate.startswith(f"{block.path}."):
                 return block, candidate[len(block.path) + 1 :]
     match = _NUMBER.search(inside)
     if match is None:
         return None
-    stack = _find_stack(facts.anatomy, inside[: match.start()])
-    blocks = [block for block in facts.anatomy.blocks if block.stack == stack]
+    stack = _find_stack(info.anatomy, inside[: match.start()])
+    blocks = [block for block in info.anatomy.blocks if block.stack == stack]
     number = int(match[1])
     return (blocks[number], inside[match.end() + 1 :]) if number < len(blocks) else None
 

@@ -20,13 +20,10 @@ _T = TypeVar("_T")
 _PLAIN = re.compile(r"[\w.\-]*")
 
 
-def values_at(
-    call: str, field: str, patterns: Mapping[str, _T], paths: Collection[str]
-) -> dict[str, _T]:
+def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) -> dict[str, _T]:
     """The value of the first pattern that matches each path; paths without one are left out.
 
     Args:
-        call: what the user wrote, for messages.
         field: of the config, for messages.
         patterns: keys as PEFT has them.
         paths: of layers.
@@ -38,7 +35,7 @@ def values_at(
     if (found_fault := fault(whole, max(map(len, paths), default=0), len(paths))) is not None:
         expression, reason = found_fault
         raise CheckpointError(
-            f"{call}: {field} has the key {whole[expression][:80]!r}: {reason}. Write names of "
+            f"{field} has the key {whole[expression][:80]!r}: {reason}. Write names of "
             f"layers as its keys: {{'q_proj': …}}."
         )
     compiled = {pattern: re.compile(expression) for expression, pattern in whole.items()}

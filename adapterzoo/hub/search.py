@@ -1,4 +1,4 @@
-"""What the Hub has: adapters by base model and task, and the facts about one of them."""
+"""Search the Hub for adapters, and ask for the facts about one of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo
 
-from adapterzoo.checkpoint.foreign import read_json
-from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing
+from adapterzoo.checkpoint.files import read_json
+from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing, names_call
 
-from .asking import Caller
+from .client import Client
+from .download import fetch_file, repository
 from .files import ADAPTER_CONFIG
-from .places import Place, check_repo_id
-from .pulling import fetch_file, repository
+from .repo_ref import RepoRef, check_repo_id
 
 # the library that wrote an adapter, and the tag by which the Hub finds it
 LIBRARIES = {"adapterzoo": "adapterzoo", "adapters": "adapter-transformers", "peft": "peft"}
@@ -27,21 +27,21 @@ class AdapterInfo:
 
     Attributes:
         adapter_id: `user/repository`, as `load_adapter` takes it.
-        model_name: the base model it was trained for; None: its author does not say.
+        model_name: the base model; None: its author does not name it.
         task: the Hub's name of the task, as `"text-classification"`.
-        username: who published it.
+        username: the user or organisation that published it.
         source: always `"hf"`.
-        library: which library wrote it: `"adapterzoo"`, `"adapters"` or `"peft"`.
+        library: the library that wrote it: `"adapterzoo"`, `"adapters"` or `"peft"`.
         tags: all of them.
         datasets: what it was trained on.
         license: name of the licence.
         downloads: in the last month.
         likes: of users.
-        private: whether only its owners see it.
-        gated: whether access has to be asked for.
+        private: whether only its owners can see it.
+        gated: whether readers must ask for access.
         revision: the commit.
         files: paths in the repository.
-        adapter_config: its `adapter_config.json`; None where it was not asked for, or has none.
+        adapter_config: its `adapter_config.json`; None in a search, or where it has none.
     """
 
     adapter_id: str
@@ -62,6 +62,7 @@ class AdapterInfo:
     adapter_config: dict[str, Any] | None = None
 
 
+@names_call
 def list_adapters(
     base_model: str | None = None,
     task: str | None = None,
@@ -72,12 +73,12 @@ def list_adapters(
     limit: int | None = 100,
     token: bool | str | None = None,
 ) -> list[AdapterInfo]:
-    """Adapters of the Hub that `load_adapter` can read, the most downloaded first.
+    """List adapters of the Hub that `load_adapter` can read, the most downloaded first.
 
     Args:
         base_model: only those for this model, as `"google-bert/bert-base-uncased"`.
         task: only those for this task of the Hub, as `"text-classification"`.
-        library: only those that this one wrote: `"adapterzoo"`, `"adapters"` or `"peft"`.
+        library: only those that this library wrote: `"adapterzoo"`, `"adapters"` or `"peft"`.
         search: words in the repository's name.
         author: user or organisation.
         limit: how many at most; None: all, which may take minutes.
@@ -87,18 +88,16 @@ def list_adapters(
         ConfigError: the library is unknown, or the limit is negative.
         HubError: the Hub does not answer as it should.
     """
-    call = "list_adapters()" if base_model is None else f"list_adapters({base_model!r})"
     if library is not None and library not in LIBRARIES:
         raise ConfigError(
-            f"{call}: library={library!r} is not known. Legal are {listing(LIBRARIES)} and None "
-            f"for all of them."
+            f"library={library!r} is unknown. Write one of {listing(LIBRARIES)}, or None for all."
         )
     if limit is not None and limit < 0:
-        raise ConfigError(f"{call}: limit={limit} is negative. Write limit=100, or None for all.")
-    caller = Caller(call, token=token)
+        raise ConfigError(f"limit={limit} is negative. Write limit=100, or None for all.")
+    client = Client(token=token)
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:
-        answers = caller.ask(
+        answers = client.ask(
             lambda name=name: list(  # type: ignore[misc]
                 itertools.islice(_search(name, base_model, task, search, author, token), limit)
             )
@@ -109,10 +108,11 @@ def list_adapters(
     return ranked[:limit]
 
 
+@names_call
 def adapter_info(
     adapter_id: str, revision: str | None = None, *, token: bool | str | None = None
 ) -> AdapterInfo:
-    """The facts about one adapter of the Hub, with its config.
+    """Return the facts about one adapter of the Hub, with its config.
 
     Args:
         adapter_id: `user/repository`.
@@ -122,16 +122,15 @@ def adapter_info(
     Raises:
         HubError: there is no such repository, it may not be read, or the Hub does not answer.
     """
-    call = f"adapter_info({adapter_id!r})"
-    check_repo_id(call, adapter_id)
-    caller = Caller(call, adapter_id, revision, token)
-    model, digests = repository(caller, adapter_id)
+    check_repo_id(adapter_id)
+    client = Client(adapter_id, revision, token)
+    model, digests = repository(client, adapter_id)
     document: dict[str, Any] | None = None
     if ADAPTER_CONFIG in digests and model.sha is not None:
         digest = digests[ADAPTER_CONFIG]
-        file = fetch_file(caller, Place(adapter_id), ADAPTER_CONFIG, model.sha, digest)
+        file = fetch_file(client, RepoRef(adapter_id), ADAPTER_CONFIG, model.sha, digest)
         try:
-            document = read_json(call, file, "Tell its author")
+            document = read_json(file, "Tell its author")
         except CheckpointError as error:
             raise HubError(str(error)) from error
     return _info(model, document)

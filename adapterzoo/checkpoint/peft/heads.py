@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
+from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.heads import head_types
 
-from .formats import Facts
-from .peft_config import CONFIG, MERGE, PeftConfig
-from .stored import Stored
+from .config import CONFIG, MERGE, PeftConfig
 
 # PEFT's words for tasks, and the classes of transformers for them by type of model
 _TASKS: Mapping[str, Mapping[str, Any]] = {
@@ -28,17 +28,6 @@ _TASKS: Mapping[str, Mapping[str, Any]] = {
     "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
 }
-# PEFT has no word for images: the config names the class
-_IMAGES: Mapping[str, Any] = modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-_HEAD_TASKS: Mapping[str, str] = {
-    "classification": "SEQ_CLS",
-    "multilabel_classification": "SEQ_CLS",
-    "tagging": "TOKEN_CLS",
-    "question_answering": "QUESTION_ANS",
-    "causal_lm": "CAUSAL_LM",
-    "seq2seq_lm": "SEQ_2_SEQ_LM",
-}
-_IMAGE_HEAD = "image_classification"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +44,14 @@ class Task:
 
 
 def head_from(
-    theirs: PeftConfig, rest: Mapping[str, Tensor], facts: Facts
+    theirs: PeftConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Document and tensors of the head in a file; None where there is none.
+    """Metadata and tensors of the head in a file; None where there is none.
 
     Args:
         theirs: the config.
         rest: tensors that are no adapter's, by key in the task class.
-        facts: of the model that is filled.
+        info: of the model that is filled.
 
     Raises:
         CheckpointError: a weight of the base model was trained too, or the head has no equivalent.
@@ -74,7 +63,7 @@ def head_from(
             continue
         name = key.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
         name = name.replace(".base_layer.", ".")
-        own = _base_tensor(name, facts)
+        own = _base_tensor(name, info)
         if own is None:
             head[name] = tensor
         # PEFT saves embeddings beside adapters that sit there: the same as here cost nothing
@@ -82,77 +71,80 @@ def head_from(
             trained.append(key)
     if trained:
         raise CheckpointError(
-            f"{facts.call}: the file holds weights of the base model that differ from those here: "
+            f"the file holds weights of the base model that differ from those here: "
             f"{listing(sorted(trained))}; of what PEFT saves whole, only heads can be loaded "
             f"beside an adapter. {MERGE}"
         )
-    if not head or not facts.with_head:
+    if not head or not info.with_head:
         return None, {}
-    if not facts.named_heads:
+    if not info.named_heads:
         # what the file leaves out stays what it is
-        kept = {key: facts.tensor(key) for key in facts.static_head() if key not in head}
+        kept = {key: info.tensor(key) for key in info.static_head() if key not in head}
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
-        return {"static": facts.model_class}, head
+        return {"static": info.model_class}, head
     # PEFT keeps no labels: they are those of the model
-    return facts.from_static(_class_in(theirs, facts), head, facts.config.get("label2id"))
+    return info.from_static(_class_in(theirs, info), head, info.config.get("label2id"))
 
 
-def _base_tensor(key: str, facts: Facts) -> Tensor | None:
+def _base_tensor(key: str, info: ModelInfo) -> Tensor | None:
     """The tensor of the base model that a key of some task class names."""
-    if key in facts.static_head():
+    if key in info.static_head():
         return None
-    for name in (key, facts.renamed(key)):
-        for place in (name, f"{facts.prefix}.{name}", _below(name, facts)):
-            found = facts.tensor(place)
+    for name in (key, info.renamed(key)):
+        for place in (name, f"{info.prefix}.{name}", _below(name, info)):
+            found = info.tensor(place)
             if found is not None:
                 return found
     return None
 
 
-def _below(key: str, facts: Facts) -> str:
+def _below(key: str, info: ModelInfo) -> str:
     first, _, below = key.partition(".")
-    return f"{facts.prefix}.{below}" if facts.prefix and first != facts.prefix else below
+    return f"{info.prefix}.{below}" if info.prefix and first != info.prefix else below
 
 
-def _class_in(theirs: PeftConfig, facts: Facts) -> str:
+def _class_in(theirs: PeftConfig, info: ModelInfo) -> str:
     if theirs.base_class is not None:
         return theirs.base_class
     task = theirs.task_type
     if task is None or task not in _TASKS:
         raise CheckpointError(
-            f"{facts.call}: the file has a head, and {CONFIG} says task_type={task!r}, so that it "
+            f"the file has a head, and {CONFIG} says task_type={task!r}, so that it "
             f"is not known what the head does; legal are {listing(_TASKS)}. Write with_head=False, "
             f"or load it into the class that it was trained on after adapterzoo.init(model)."
         )
-    return next(_classes(_TASKS[task], facts), task)
+    return next(_classes(_TASKS[task], info), task)
 
 
-def _classes(mapping: Mapping[str, Any], facts: Facts) -> Iterator[str]:
-    found = mapping.get(facts.model_type)
+def _classes(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:
+    found = mapping.get(info.model_type)
     yield from (found,) if isinstance(found, str) else found or ()
 
 
-def head_for(stored: Stored, facts: Facts) -> tuple[Task, dict[str, Tensor]]:
+def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
     """The task class that an adapter is written for, and its head's tensors by key there.
 
     Raises:
         CheckpointError: PEFT has no such head.
     """
-    document = stored.document.get("head")
-    if not facts.named_heads:
-        return Task(facts.model_class, _task_of(facts.model_class)), dict(stored.head)
-    if document is None:
-        return _without_head(facts), {}
-    head_type = dict(document.get("config") or {}).get("head_type")
-    task_type = _HEAD_TASKS.get(str(head_type))
-    mapping = _IMAGES if head_type == _IMAGE_HEAD else _TASKS.get(str(task_type), {})
-    model_class = next(iter(_classes(mapping, facts)), None)
+    metadata = checkpoint.metadata.get("head")
+    if not info.named_heads:
+        return Task(info.model_class, _task_of(info.model_class)), dict(checkpoint.head)
+    if metadata is None:
+        return _without_head(info), {}
+    head_type = dict(metadata.get("config") or {}).get("head_type")
+    known = head_types.get(str(head_type))
+    task_type = None if known is None else known.peft_task
+    mapping = _TASKS.get(str(task_type), {})
+    if known is not None and known.peft_classes is not None:
+        mapping = getattr(modeling_auto, known.peft_classes)
+    model_class = next(iter(_classes(mapping, info)), None)
     if model_class is None:
         raise CheckpointError(
-            f"{facts.call}: transformers has no class with a {head_type!r} head for "
-            f"{facts.model_type!r} that PEFT could load this one into. Write with_head=False."
+            f"transformers has no class with a {head_type!r} head for "
+            f"{info.model_type!r} that PEFT could load this one into. Write with_head=False."
         )
-    return Task(model_class, task_type), facts.to_static(model_class, document, stored.head)
+    return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 
 
 def _task_of(model_class: str) -> str | None:
@@ -163,9 +155,9 @@ def _task_of(model_class: str) -> str | None:
     return None
 
 
-def _without_head(facts: Facts) -> Task:
+def _without_head(info: ModelInfo) -> Task:
     """The class that adapters without a head are used with: what generates, or the base model."""
-    encodes = facts.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
         ("SEQ_2_SEQ_LM", _TASKS["SEQ_2_SEQ_LM"]),
         # PEFT's word for these tasks would ask for `input_ids`
@@ -174,5 +166,5 @@ def _without_head(facts: Facts) -> Task:
         (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
         ("FEATURE_EXTRACTION", _TASKS["FEATURE_EXTRACTION"]),
     )
-    found = [Task(c, task) for task, mapping in generating for c in _classes(mapping, facts)]
-    return found[0] if found else Task(facts.model_class, None)
+    found = [Task(c, task) for task, mapping in generating for c in _classes(mapping, info)]
+    return found[0] if found else Task(info.model_class, None)

@@ -1,0 +1,115 @@
+"""AdapterHub's format: folders of `adapters`, and of adapter-transformers before it.
+
+`adapter_config.json` with `pytorch_adapter.bin` or `adapter.safetensors`; with a head
+`head_config.json` and `pytorch_model_head.bin` or `model_head.safetensors`. Written is what
+`adapters` 1.3 writes by default: pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from adapterzoo.checkpoint.files import (
+    AGAIN,
+    fields_of,
+    json_bytes,
+    pickle_bytes,
+    read_json,
+    read_tensors,
+)
+from adapterzoo.checkpoint.formats import Checkpoint, Kind, ModelInfo, formats
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError
+
+from .config import VERSION
+from .heads import read_head, write_head
+from .meta import meta_for, meta_in
+from .read import read_adapter
+from .write import write_adapter
+
+__all__ = ["AdapterHubFormat", "meta_in"]
+
+_ADAPTER = ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin")
+_HEAD = ("head_config.json", "model_head.safetensors", "pytorch_model_head.bin")
+_COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
+
+
+class AdapterHubFormat:
+    """The format of AdapterHub, as `formats` sees it."""
+
+    def recognises(self, folder: Path, kind: Kind) -> bool:
+        """Whether there are tensors under AdapterHub's names, or a config that is its own."""
+        config, safe, pickled = _ADAPTER if kind == "adapter" else _HEAD
+        if (folder / safe).is_file() or (folder / pickled).is_file():
+            return True
+        return {"config", "model_class"} <= fields_of(folder / config)
+
+    def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
+        """The adapter, and the head where there is one; or the head alone.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or needs what does not exist here.
+        """
+        head: tuple[dict[str, Any] | None, dict[str, Tensor]] = None, {}
+        name = None
+        if kind == "head" or (info.with_head and any((folder / f).is_file() for f in _HEAD)):
+            metadata, tensors = _read(folder, _HEAD)
+            name = metadata.get("name")
+            head = read_head(info, metadata, tensors)
+        if kind == "head":
+            return Checkpoint({"name": name, "head": head[0]}, {}, head[1])
+        metadata, tensors = _read(folder, _ADAPTER)
+        config, adapter = read_adapter(info, metadata, tensors)
+        described = {
+            "name": metadata.get("name"),
+            "model_type": metadata.get("model_type"),
+            "config": config.to_dict(),
+            "head": head[0],
+            "meta": meta_in(metadata),
+        }
+        return Checkpoint(described, adapter, head[1])
+
+    def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
+        """Configs and pickled tensors.
+
+        Raises:
+            CheckpointError: `adapters` has no such adapter or head, or not for such a model.
+        """
+        metadata = checkpoint.metadata
+        name = str(metadata["name"])
+        common = {key: metadata.get(key) for key in _COMMON} | {"version": VERSION}
+        contents: dict[str, bytes] = {}
+        if kind == "adapter":
+            config = AdapterConfig.from_dict(metadata["config"])
+            fields, tensors = write_adapter(info, config, name, checkpoint.adapter)
+            meta = meta_for(metadata.get("meta") or {})
+            contents[_ADAPTER[2]] = pickle_bytes(tensors)
+            contents[_ADAPTER[0]] = json_bytes({**meta, **common, "config": fields})
+        if metadata.get("head") is not None:
+            more, tensors = write_head(info, name, metadata["head"], checkpoint.head)
+            contents[_HEAD[2]] = pickle_bytes(tensors)
+            contents[_HEAD[0]] = json_bytes({**common, **more})
+        return contents
+
+    def owned(self, kind: Kind) -> tuple[str, ...]:
+        """Both kinds of tensors; those of a head too."""
+        return (*_ADAPTER, *_HEAD) if kind == "adapter" else _HEAD
+
+
+formats.register("adapterhub")(AdapterHubFormat())
+
+
+def _read(folder: Path, names: tuple[str, str, str]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    config, safe, pickled = names
+    metadata = read_json(folder / config)
+    # of two files with the same tensors the one that cannot hold code
+    file = next((folder / n for n in (safe, pickled) if (folder / n).is_file()), None)
+    if file is None:
+        raise CheckpointError(
+            f"{str(folder)!r} has {config}, but neither {safe} nor {pickled}. {AGAIN}."
+        )
+    return metadata, read_tensors(file)

@@ -1,0 +1,155 @@
+"""Fusion layers in AdapterHub's format: `adapter_fusion_config.json` and the tensors beside it.
+
+`<path>.adapter_fusion_layer.<name>.{query,key,value}.{weight,bias}` is the fusion of the adapters
+at that path, as `adapters` 1.3 writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adapterzoo.checkpoint.files import AGAIN, json_bytes, pickle_bytes, read_json, read_tensors
+from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
+from adapterzoo.checkpoint.places import Place, places_of
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError
+from adapterzoo.spelling import Container
+
+from .config import VERSION, spelling_of
+from .meta import meta_for, meta_in
+from .names import Spot, find_spot, layout_of, name_of, spot_of
+from .read import refuse_quirks
+
+_CONFIG = "adapter_fusion_config.json"
+# of two files with the same tensors the one that cannot hold code goes first
+TENSORS = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin")
+
+
+def recognises(folder: Path) -> bool:
+    """Whether a folder holds fusion layers under AdapterHub's names."""
+    return any((folder / name).is_file() for name in TENSORS)
+
+
+def fused_names(folder: Path) -> list[str]:
+    """The adapters that the fusion in a folder fuses, in their order.
+
+    Args:
+        folder: one that `recognises` knows.
+
+    Raises:
+        CheckpointError: the config is missing or damaged, or does not say.
+    """
+    metadata = read_json(folder / _CONFIG)
+    names = metadata.get("adapter_names")
+    if names is None and isinstance(metadata.get("name"), str):
+        # adapter-transformers: the name is that of the adapters with commas between
+        names = metadata["name"].split(",")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise CheckpointError(
+            f"{_CONFIG} has adapter_names={names!r}; it is a list of names. {AGAIN}."
+        )
+    return names
+
+
+def read(info: ModelInfo, folder: Path, fused: Sequence[AdapterConfig]) -> Checkpoint:
+    """The fusion, in our terms.
+
+    What has no place in the model keeps its key of AdapterHub, so that the comparison with the
+    model names it.
+
+    Args:
+        info: of the model.
+        folder: one that `recognises` knows.
+        fused: the configs of `fused_names`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or `adapters` computes something else.
+    """
+    places = _places(info, fused)
+    names = fused_names(folder)
+    metadata = read_json(folder / _CONFIG)
+    config = metadata.get("config")
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{_CONFIG} has no 'config' of a fusion. {AGAIN}.")
+    name = metadata.get("name") if isinstance(metadata.get("name"), str) else ",".join(names)
+    file = next(folder / n for n in TENSORS if (folder / n).is_file())
+    containers = {container.name: container for container, _ in places.values()}
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in read_tensors(file).items():
+        path, _, parameter = key.partition(f".adapter_fusion_layer.{name}.")
+        spots = (find_spot(info, c, path) for c in containers.values() if parameter)
+        place = next((places[spot][1] for spot in spots if spot in places), None)
+        tensors[key if place is None else f"{place.path}/{parameter}"] = tensor
+    if config.get("temperature"):
+        # adapters starts anew from the highest one too
+        steps = torch.zeros((), dtype=torch.int64)
+        tensors |= {f"{place.path}/steps": steps for _, place in places.values()}
+    described = {
+        "name": name,
+        "adapter_names": names,
+        "config": dict(config),
+        "meta": meta_in(metadata),
+    }
+    return Checkpoint(described, tensors)
+
+
+def encode(
+    info: ModelInfo, checkpoint: Checkpoint, fused: Sequence[AdapterConfig]
+) -> dict[str, bytes]:
+    """The names and contents of the files to write.
+
+    Args:
+        info: of the model.
+        checkpoint: the fusion.
+        fused: the configs of its adapters.
+
+    Raises:
+        CheckpointError: `adapters` has no fusion in such a model, or computes something else.
+    """
+    metadata = checkpoint.metadata
+    layout = layout_of(info)
+    tensors: dict[str, Tensor] = {}
+    for container, place in _places(info, fused).values():
+        named = name_of(info, container, place, layout)
+        start = f"{info.prefix}.{named}" if info.prefix else named
+        at = f"{place.path}/"
+        own = {k.removeprefix(at): t for k, t in checkpoint.adapter.items() if k.startswith(at)}
+        steps = own.pop("steps", None)
+        if steps is not None and int(steps):
+            raise CheckpointError(
+                f"the temperature of this fusion has decayed for {int(steps)} steps, and adapters "
+                f"starts anew from the highest one. Nothing has been written. Write "
+                f"format='native'."
+            )
+        start = f"{start}.adapter_fusion_layer.{metadata['name']}."
+        tensors |= {start + parameter: tensor for parameter, tensor in own.items()}
+    fields = {key: value for key, value in metadata.items() if key != "meta"}
+    meta = meta_for(metadata.get("meta") or {})
+    return {
+        TENSORS[1]: pickle_bytes(tensors),
+        _CONFIG: json_bytes({**meta, **fields, "version": VERSION}),
+    }
+
+
+def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple[Container, Place]]:
+    """The places of the fused adapters, which sit in the same ones."""
+    found: dict[Spot, tuple[Container, Place]] = {}
+    for config in fused:
+        places = places_of(config, info.anatomy)
+        refuse_quirks(info, [place.placement for place in places])
+        for member in config.members:
+            if (what := spelling_of(member).fusion_quirk(member)) is not None:
+                raise CheckpointError(
+                    f"adapters {what}: the same tensors give other outputs there than here. "
+                    f"Nothing has been done. Fuse other adapters, or write "
+                    f"format='native' to save a fusion of this library."
+                )
+        for place in places:
+            for container in spelling_of(place.placement.config).containers:
+                if container.at == "sublayer" and (spot := spot_of(container, place)):
+                    found[spot] = container, place
+    return found

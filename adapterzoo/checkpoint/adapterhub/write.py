@@ -1,0 +1,104 @@
+"""An adapter of this library as AdapterHub's config and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapterzoo.checkpoint.formats import ModelInfo
+from adapterzoo.checkpoint.places import Place, places_of, shared_tensors
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError
+from adapterzoo.spelling import Container, Tensors
+
+from .config import joined, spelling_of, unsayable, write_config
+from .names import PART_ORDER, below_model, layout_of, name_of, spot_of
+from .read import check_fused, refuse_quirks
+
+
+def write_adapter(
+    info: ModelInfo, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The fields of the config, and the tensors by AdapterHub's keys.
+
+    Raises:
+        CheckpointError: `adapters` does not have the family, the method or the places.
+    """
+    layout = layout_of(info)
+    members = [_as_flags(info, member) for member in config.members]
+    written = write_config(joined([_swapped(m) for m in members] if layout.swapped else members))
+    places = places_of(joined(members), info.anatomy)
+    refuse_quirks(info, [place.placement for place in places])
+    by_path: dict[str, tuple[Container, list[Place]]] = {}
+    for place in places:
+        for container in spelling_of(place.placement.config).containers:
+            if spot_of(container, place) is not None:
+                path = _joined_path(info.prefix, name_of(info, container, place, layout))
+                by_path.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
+    found: dict[str, Tensor] = {}
+    for path, (container, here) in by_path.items():
+        for parameter, tensor in _tensors(container, here, tensors).items():
+            found[f"{path}.{name}.{parameter}"] = tensor
+    for number, member in enumerate(members):
+        shared = shared_tensors(tensors, number if len(members) > 1 else None)
+        for container in spelling_of(member).containers if shared else ():
+            if container.at == "model":
+                path = _joined_path(info.prefix, below_model(info, container), container.name)
+                theirs = container.write(shared, member)
+                found |= {f"{path}.{name}.{key}": tensor for key, tensor in theirs.items()}
+    return written, found
+
+
+def _joined_path(*parts: str) -> str:
+    return ".".join(filter(None, parts))
+
+
+def _as_flags(info: ModelInfo, config: AdapterConfig) -> AdapterConfig:
+    """The same adapter, with its places in AdapterHub's fields."""
+    flagged = spelling_of(config).as_flags(config, info.anatomy)
+    if flagged is None:
+        raise unsayable(
+            config,
+            "AdapterHub knows queries, keys and values, and the first and last feed-forward layer, "
+            "of whole blocks",
+        )
+    return flagged
+
+
+def _swapped(config: AdapterConfig) -> AdapterConfig:
+    """The config with the names that `adapters` has for the feed-forward layers of this family."""
+    names = spelling_of(config).feed_forward
+    if names is None:
+        return config
+    first, last = names
+    values = config.to_dict()
+    return config.replace(**{first: values[last], last: values[first]})
+
+
+def _tensors(
+    container: Container, places: Sequence[Place], tensors: Mapping[str, Tensor]
+) -> Tensors:
+    """The tensors of one container at one path; those of a fused layer one under the other."""
+    if places[0].placement.site.output_slice is not None:
+        check_fused(places)
+        places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
+        reason = spelling_of(places[0].placement.config).fused
+        if reason is not None:
+            raise CheckpointError(
+                f"{reason}, such as {places[0].path!r}. Nothing has been written. Write "
+                f"format='native' or format='peft'."
+            )
+    elif len(places) > 1:
+        raise CheckpointError(
+            f"{len(places)} adapters sit at {places[0].path!r}, and AdapterHub has one name for "
+            f"them. Nothing has been written. Write format='native'."
+        )
+    each = []
+    for place in places:
+        start = place.key("")
+        own = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
+        each.append(container.write(own, place.placement.config))
+    return {name: torch.cat([part[name] for part in each]) for name in each[0]}

@@ -1,0 +1,110 @@
+"""Compare the tensors of a checkpoint with the modules that they shall fill, and fill these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo.errors import CheckpointError, listing
+
+from .digest import same_bits
+
+_SHOWN = 10
+
+
+def differences(
+    file: Mapping[str, Tensor], skeleton: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> list[str]:
+    """How the tensors of a file differ from those of a model in names, shapes and dtypes.
+
+    Args:
+        file: what was read.
+        skeleton: the fresh parameters that it shall fill.
+        dtype: what the user allows the file to be converted to; None: dtypes must agree.
+    """
+    lines = [f"{key}   in the file only" for key in sorted(set(file) - set(skeleton))]
+    lines += [f"{key}   in the model only" for key in sorted(set(skeleton) - set(file))]
+    wrong: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    for key in sorted(set(file) & set(skeleton)):
+        theirs, ours = file[key], skeleton[key]
+        if theirs.shape != ours.shape:
+            lines.append(f"{key}   file {list(theirs.shape)}   model {list(ours.shape)}")
+        elif theirs.dtype != ours.dtype and dtype is None:
+            wrong[theirs.dtype, ours.dtype] = wrong.get((theirs.dtype, ours.dtype), 0) + 1
+    for (theirs_dtype, ours_dtype), count in wrong.items():
+        lines.append(
+            f"dtype of {count} tensors   file {theirs_dtype}   model {ours_dtype}   "
+            f"(pass dtype={ours_dtype} to convert)"
+        )
+    return lines
+
+
+def check_fit(
+    model: str,
+    file: Mapping[str, Tensor],
+    skeleton: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> None:
+    """Raise one error with every difference between a file and the model that it shall fill.
+
+    Raises:
+        CheckpointError: there is any.
+    """
+    lines = differences(file, skeleton, dtype)
+    if lines:
+        rest = len(lines) - _SHOWN
+        shown = lines[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
+        raise CheckpointError(
+            f"{len(lines)} difference{'s' * (len(lines) > 1)} from this {model}; nothing "
+            f"has been loaded:\n  " + "\n  ".join(shown)
+        )
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a module the values of a file that fits it, in the dtypes of the module.
+
+    Args:
+        module: where it is on the meta device, and a copy would be lost, it gets the tensors.
+        tensors: those of the module that shall change.
+
+    Raises:
+        CheckpointError: a device holds other bits than were copied to it.
+    """
+    own = module.state_dict(keep_vars=True)
+    values = {key: tensor.to(own[key].dtype) for key, tensor in tensors.items()}
+    if any(own[key].is_meta for key in values):
+        module.load_state_dict(values, strict=False, assign=True)
+        _share_again(module, own, values)
+        return
+    with torch.no_grad():
+        for key, value in values.items():
+            own[key].copy_(value)
+    # a copy within the memory that was checked is right
+    far = (key for key in values if own[key].device.type != "cpu")
+    if wrong := [key for key in far if not same_bits(own[key], values[key])]:
+        raise CheckpointError(
+            f"after copying to {own[wrong[0]].device} the bits of {listing(wrong)} are not those "
+            f"of the file. Load again; if that does not help, check the memory of the device."
+        )
+
+
+def _share_again(module: nn.Module, own: Mapping[str, Tensor], filled: Iterable[str]) -> None:
+    """Let what was one tensor under several names be one again, after some got another."""
+    first = {id(own[key]): key for key in filled}
+    for key, tensor in own.items():
+        if (source := first.get(id(tensor), key)) != key:
+            _holder(module, key)[_last(key)] = _holder(module, source)[_last(source)]
+
+
+def _holder(module: nn.Module, key: str) -> dict[str, Any]:
+    """The parameters, or the buffers, among which a key of a state dict stands."""
+    holder = module.get_submodule(key.rpartition(".")[0])
+    parameters = _last(key) in holder._parameters
+    return cast("dict[str, Any]", holder._parameters if parameters else holder._buffers)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,0 +1,236 @@
+"""From PEFT's tensors to an adapter of this library, its config taken from the tensors.
+
+Where adapters sit, and of which size, the tensors say exactly; PEFT's config says it by patterns
+that may match nothing, or by a number that PEFT did not keep to. Only what tensors cannot say is
+taken from the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from adapterzoo.anatomy import Site
+from adapterzoo.checkpoint.files import AGAIN
+from adapterzoo.checkpoint.formats import ModelInfo
+from adapterzoo.checkpoint.places import shared_key
+from adapterzoo.configs import AdapterConfig, ConfigUnion
+from adapterzoo.contracts import compute_dtype
+from adapterzoo.errors import CheckpointError, ConfigError, listing
+from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_spellings
+
+from .config import CONFIG, PeftConfig
+from .patterns import by_name, exactly, most_common, short_names, values_at
+
+_PREFIX = "base_model.model."
+# PEFT writes no name of the adapter, other tools do
+_NAME = "default"
+
+Layers = Mapping[str, PeftLayer]
+
+
+def read_adapter(
+    theirs: PeftConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
+    """Config and tensors of the adapter, and the tensors that are not the adapter's.
+
+    Raises:
+        CheckpointError: adapters sit where this model cannot have any; tensors are missing, or
+            contradict each other or the config.
+    """
+    spelling = theirs.spelling
+    layers, shared, rest = _sorted(theirs, tensors, info)
+    _check_complete(theirs, layers)
+    dtype, layers, shared = _in_one_dtype(spelling, layers, shared, info)
+    try:
+        fields, shared = spelling.read_model(theirs.fields, shared, [*layers.values()])
+        configs = [
+            spelling.config.from_dict({"dtype": dtype, **member, **fields})
+            for member in _members(theirs, layers, info)
+        ] or [spelling.config.from_dict(fields)]
+        config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
+        # the widths of the sites are part of what is legal
+        config.placements(info.anatomy)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the config of the checkpoint is not legal; nothing has been loaded. {error}"
+        ) from error
+    found = {f"{path}/{name}": t for path, at in layers.items() for name, t in at.tensors.items()}
+    return config, found | {shared_key(name): t for name, t in shared.items()}, rest
+
+
+def _sorted(
+    theirs: PeftConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+) -> tuple[dict[str, PeftLayer], Tensors, dict[str, Tensor]]:
+    """The layers by path in this model, the adapter-wide tensors, and all others by key."""
+    spelling = theirs.spelling
+    ends = _ends(spelling)
+    wide = {key: name for name, key in spelling.shared.items()}
+    # what other methods, and other versions of this one, call their tensors
+    stems = {f".{end.partition('_')[0]}_" for s in peft_spellings.values() for end in _ends(s)}
+    sites = {site.path: site for site in info.anatomy if site.parameter is None}
+    layers: dict[str, PeftLayer] = {}
+    shared: Tensors = {}
+    rest: dict[str, Tensor] = {}
+    lost: set[str] = set()
+    for key, tensor in tensors.items():
+        if key in wide:
+            shared[wide[key]] = tensor
+            continue
+        place = key.removeprefix(_PREFIX)
+        named, parameter = _split(place, ends)
+        if parameter is None:
+            if any(stem in place for stem in stems):
+                raise CheckpointError(
+                    f"the tensor {place!r} is not of a known kind; {spelling.peft_type} has "
+                    f"{listing(sorted(ends), limit=20)}. Save the adapter again with PEFT, alone."
+                )
+            rest[place] = tensor
+            continue
+        path = _here(named, sites, info)
+        if path is None:
+            lost.add(named)
+            continue
+        layer = layers.setdefault(path, PeftLayer(named, sites[path], theirs.fields))
+        if parameter in layer.tensors:
+            raise CheckpointError(
+                f"the file has two tensors {parameter!r} for {path!r}. Save the adapter again, "
+                f"alone."
+            )
+        layer.tensors[parameter] = tensor
+    if lost:
+        names = listing(sorted({path.rpartition(".")[2] for path in sites}), limit=30)
+        raise CheckpointError(
+            f"the file has adapters at {listing(sorted(lost))}, where this {info.model_class} has "
+            f"no layers that can have adapters. Its base model has layers named {names}; layers of "
+            f"heads and convolutions have no adapters. Load the file into the model that it was "
+            f"trained on."
+        )
+    if not layers and not shared:
+        raise CheckpointError(
+            f"the file holds no tensors of {spelling.peft_type} ({listing(sorted(ends))}); it "
+            f"holds {listing(sorted(tensors))}. {AGAIN}."
+        )
+    for name in theirs.patterns:
+        _resolve(name, theirs, layers)
+    return layers, shared, rest
+
+
+def _ends(spelling: PeftSpelling) -> dict[str, str]:
+    """The ends of PEFT's keys to our parameters."""
+    tables = (spelling.tensors, spelling.embedding_tensors)
+    return {end: ours for table in tables for ours, ends in table.items() for end in ends}
+
+
+def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
+    """The path of the layer in a key, and our name of the parameter."""
+    words = place.split(".")
+    for count in (1, 2, 3):
+        end = ".".join(word for word in words[-count:] if word != _NAME)
+        if end in ends and len(words) > count:
+            return ".".join(words[:-count]), ends[end]
+    return place, None
+
+
+def _here(named: str, sites: Mapping[str, Site], info: ModelInfo) -> str | None:
+    """The path in this model of what a file names."""
+    # the file may be of another release of transformers
+    for name in (named, info.renamed(named)):
+        for path in _candidates(name, info):
+            if path in sites:
+                return path
+    return None
+
+
+def _candidates(named: str, info: ModelInfo) -> Iterable[str]:
+    yield named
+    # or of another task class: with a base model below it, or without
+    cls = getattr(transformers, info.model_class, None)
+    prefix = info.prefix or getattr(cls, "base_model_prefix", "")
+    yield named.removeprefix(f"{prefix}.")
+
+
+def _resolve(name: str, theirs: PeftConfig, layers: Layers) -> None:
+    """Give each layer the number that a pattern has for it."""
+    field, _ = theirs.spelling.patterns[name]
+    found = values_at(name, theirs.patterns[name], [layer.name for layer in layers.values()])
+    for layer in layers.values():
+        if layer.name in found:
+            layer.fields = {**layer.fields, field: found[layer.name]}
+
+
+def _check_complete(theirs: PeftConfig, layers: Layers) -> None:
+    spelling = theirs.spelling
+    off = {name for name, flag in spelling.optional.items() if not theirs.fields[flag]}
+    needed = set(spelling.tensors) - off
+    for layer in layers.values():
+        missing, surplus = needed - set(layer.tensors), set(layer.tensors) - needed
+        if missing or surplus:
+            which = f"no {listing(sorted(missing))}" if missing else listing(sorted(surplus))
+            flags = {name: theirs.fields[flag] for name, flag in spelling.optional.items()}
+            said = {**spelling.fixed, **{spelling.optional[n]: v for n, v in flags.items()}}
+            shown = "".join(f", {k}={v!r}" for k, v in said.items())
+            raise CheckpointError(
+                f"the file has {which} at {layer.name!r}; with peft_type="
+                f"{spelling.peft_type!r}{shown} in {CONFIG} it has {listing(sorted(needed))}. Copy "
+                f"both files again from where they were saved."
+            )
+
+
+def _in_one_dtype(
+    spelling: PeftSpelling, layers: Layers, shared: Tensors, info: ModelInfo
+) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
+    """What the config shall say of the dtype, and the tensors in it; no bit is lost."""
+    each = [*(layer.tensors for layer in layers.values()), shared]
+    found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
+    if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
+        raise CheckpointError(
+            f"the file has tensors of {wrong[0]}; those of adapters have a floating-point dtype. "
+            f"Save the adapter again in float32."
+        )
+    own, dtype = info.dtype, torch.float32
+    # widening is exact; over halves PEFT, too, keeps in float32 what has another dtype
+    if found == {own} or own is torch.float64:
+        dtype = own
+    elif torch.float64 in found:
+        # more than the model has: loading asks whether to round
+        dtype = torch.float64
+    for tensors in each:
+        for name in tensors:
+            to = compute_dtype(dtype) if name in spelling.wide else dtype
+            tensors[name] = tensors[name].to(to)
+    said = None if dtype in (own, torch.float64) else str(dtype).removeprefix("torch.")
+    return said, dict(layers), shared
+
+
+def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
+    """The fields of our configs: one for all layers that differ in nothing but patterns."""
+    patterns = theirs.spelling.patterns
+    varying = {ours for _, ours in patterns.values()}
+    groups: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
+    read = theirs.spelling.read_layers([*layers.values()]) if layers else ()
+    for path, fields in zip(layers, read, strict=True):
+        alike = {name: value for name, value in fields.items() if name not in varying}
+        paths = next((paths for known, paths in groups if known == alike), None)
+        if paths is None:
+            groups.append((alike, paths := {}))
+        paths[path] = {name: fields[name] for name in varying}
+    members = []
+    for alike, paths in groups:
+        numbers = {}
+        for pattern, (field, ours) in patterns.items():
+            values = {path: own[ours] for path, own in paths.items()}
+            numbers[ours] = most_common(values, theirs.fields[field])
+            numbers[pattern] = by_name(values, numbers[ours])
+        members.append({**alike, **numbers, "target_modules": _targets(paths, info)})
+    return members
+
+
+def _targets(paths: Iterable[str], info: ModelInfo) -> str | list[str]:
+    paths = list(paths)
+    names = short_names(paths, (site.path for site in info.anatomy if site.parameter is None))
+    return exactly(paths) if names is None else list(names)

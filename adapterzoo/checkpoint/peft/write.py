@@ -1,0 +1,220 @@
+"""From an adapter of this library to PEFT's config and tensors, exactly or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import transformers
+from torch import Tensor
+
+from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
+from adapterzoo.checkpoint.places import places_of, shared_tensors
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.spelling import (
+    PeftOutput,
+    PeftPart,
+    PeftSpelling,
+    peft_spellings,
+)
+
+from .heads import Task
+from .patterns import by_path, most_common, short_names
+
+# names that layers of heads have too: as ends of paths they would reach into one
+_IN_HEADS = """
+    classifier decoder dense fc lm_head out_proj pre_classifier proj projector qa_outputs score
+    summary vocab_projector vocab_transform
+"""
+_HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+_PREFIX = "base_model.model."
+
+
+def encode_adapter(
+    checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """PEFT's config, and all tensors by PEFT's keys.
+
+    Args:
+        checkpoint: the adapter.
+        head: tensors of its head by key in the task class.
+        task: for which PEFT shall load it.
+        info: of the model.
+
+    Raises:
+        CheckpointError: PEFT has no such adapter, or its config says once for all what differs
+            between layers.
+    """
+    config = AdapterConfig.from_dict(checkpoint.metadata["config"])
+    spelling, parts = _parts(config, checkpoint.adapter, info)
+    layers = {path: _output(path, here, spelling, info) for path, here in parts.items()}
+    modules = info.modules(task.model_class)
+    paths = {path: _path_in_task(path, modules, info, task) for path in layers}
+    fields, shared = spelling.write_model(config.members[0], shared_tensors(checkpoint.adapter))
+    fields |= _layer_fields(spelling, {paths[path]: layer for path, layer in layers.items()})
+    tensors = {spelling.shared[name]: tensor for name, tensor in shared.items()}
+    for path, layer in layers.items():
+        embedded = layer.parts[0].placement.site.kind == "embedding"
+        table = {**spelling.tensors, **(spelling.embedding_tensors if embedded else {})}
+        for name, tensor in layer.tensors.items():
+            tensors[f"{_PREFIX}{paths[path]}.{table[name][0]}"] = tensor
+    tensors |= {f"{_PREFIX}{key}": tensor for key, tensor in head.items()}
+    return _common_fields(layers, paths, head, modules, task, info) | fields, tensors
+
+
+def _parts(
+    config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+) -> tuple[PeftSpelling, dict[str, list[PeftPart]]]:
+    """The method, and its adapters by path of the layer."""
+    by_path: dict[str, list[PeftPart]] = {}
+    at: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        at.setdefault(key.partition("/")[0], {})[key] = tensor
+    methods: dict[str, PeftSpelling] = {}
+    for place in places_of(config, info.anatomy):
+        member = place.placement.config
+        name = type(member).__name__
+        spelling = peft_spellings.get(member.architecture)
+        reason: str | None = f"a {name}, which is not a method of PEFT"
+        if spelling is not None:
+            reason = spelling.unsayable(place.placement)
+            methods[member.architecture] = spelling
+        if reason is not None or spelling is None:
+            raise CheckpointError(
+                f"the adapter has {reason}. PEFT's format can express {listing(peft_spellings)}. "
+                f"Write format='native'."
+            )
+        start = place.key("")
+        here = at.get(place.path, {}).items()
+        own = {key.removeprefix(start): t for key, t in here if key.startswith(start)}
+        by_path.setdefault(place.path, []).append(PeftPart(place.placement, own))
+    if not methods:
+        methods = {config.architecture: peft_spellings[config.architecture]}
+    if len(methods) > 1:
+        raise CheckpointError(
+            f"the adapter has several architectures ({listing(sorted(methods))}), and a file of "
+            f"PEFT has one. Write format='native'."
+        )
+    return next(iter(methods.values())), by_path
+
+
+def _output(
+    path: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
+) -> PeftOutput:
+    """The adapters of a layer as one of the whole layer."""
+    if len(parts) == 1 and parts[0].placement.site.output_slice is None:
+        return PeftOutput(parts, parts[0].tensors)
+    if spelling.join is None:
+        roles = listing([str(part.placement.site.role) for part in parts])
+        raise CheckpointError(
+            f"at {path!r} {len(parts)} adapters sit at parts of the layer ({roles}), and PEFT has "
+            f"one for the whole layer, which cannot compute the same. Write format='native', or "
+            f"train with target_modules={[path.rpartition('.')[2]]!r}."
+        )
+    key = f"{info.prefix}.{path}.weight".removeprefix(".")
+    return PeftOutput(parts, spelling.join(parts, lambda: info.tensor(key)))
+
+
+def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> dict[str, Any]:
+    """The fields of PEFT's config that the layers ask for.
+
+    Args:
+        spelling: of the method.
+        layers: by path in the task class.
+    """
+    found: dict[str, Any] = {"peft_type": spelling.peft_type, **spelling.fixed}
+    if not layers:
+        return found
+    for parameter, flag in spelling.optional.items():
+        have = {parameter in layer.tensors for layer in layers.values()}
+        found[flag] = _same(flag, have)
+    written = spelling.write_layers([*layers.values()])
+    patterns = {base: (name, ours) for name, (base, ours) in spelling.patterns.items()}
+    first = next(iter(layers.values())).parts[0].placement.config.to_dict()
+    for name in written[0]:
+        values = {path: own[name] for path, own in zip(layers, written, strict=True)}
+        said = {path: value for path, value in values.items() if value is not None}
+        if not said:
+            found[name] = spelling.fields[name].default
+        elif name in patterns:
+            pattern, ours = patterns[name]
+            found[name] = most_common(said, first[ours])
+            found[pattern] = by_path(said, found[name])
+        else:
+            found[name] = _same(name, {*said.values()})
+    return found
+
+
+def _same(name: str, values: set[Any]) -> Any:
+    if len(values) > 1:
+        raise CheckpointError(
+            f"parts of the adapter differ in {name} ({listing(sorted(values))}), and PEFT's config "
+            f"says it once for all. Write format='native'."
+        )
+    return next(iter(values))
+
+
+def _common_fields(
+    layers: Mapping[str, PeftOutput],
+    paths: Mapping[str, str],
+    head: Mapping[str, Tensor],
+    modules: Mapping[str, tuple[str, ...]],
+    task: Task,
+    info: ModelInfo,
+) -> dict[str, Any]:
+    """The fields that configs of all methods have."""
+    targets = short_names(paths.values(), modules)
+    if targets is None or any(name in _IN_HEADS.split() for name in targets):
+        # only whole paths are sure to name nothing else
+        targets = tuple(sorted(paths.values()))
+    # PEFT looks for the heads of these tasks in the file
+    task_type = None if not head and task.task_type in _HEADED else task.task_type
+    fields: dict[str, Any] = {
+        "auto_mapping": None,
+        "base_model_name_or_path": info.model_name,
+        "bias": "none",
+        "fan_in_fan_out": any(
+            part.placement.site.transposed for layer in layers.values() for part in layer.parts
+        ),
+        "inference_mode": True,
+        "modules_to_save": _modules_to_save(head, modules) or None,
+        "revision": None,
+        "target_modules": list(targets),
+        "task_type": task_type,
+    }
+    if task_type is None:
+        library = getattr(getattr(transformers, task.model_class, None), "__module__", None)
+        fields["auto_mapping"] = {"base_model_class": task.model_class, "parent_library": library}
+    return fields
+
+
+def _path_in_task(
+    path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
+) -> str:
+    """The path in the task class of a layer that is at a path in the base model."""
+    found = next((p for p in (f"{info.prefix}.{path}", path) if p in modules), None)
+    if found is None:
+        raise CheckpointError(
+            f"a {task.model_class}, for which PEFT would load the adapter, has no layer {path!r}. "
+            f"Write format='native', or with_head=False for the base model."
+        )
+    return found
+
+
+def _modules_to_save(
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]]
+) -> list[str]:
+    names = sorted({key.partition(".")[0] for key in head})
+    expected = {
+        f"{path}.{name}"
+        for path, own in modules.items()
+        if path.partition(".")[0] in names
+        for name in own
+    }
+    if wrong := sorted(expected ^ set(head)):
+        raise CheckpointError(
+            f"PEFT saves the modules of a head whole, and {listing(wrong)} do not belong to this "
+            f"head alone. Write with_head=False."
+        )
+    return names

@@ -1,0 +1,239 @@
+"""Download the files of an adapter, and compare them with the Hub's digests.
+
+The cache is that of `huggingface_hub`, which checks the size of a file but not its content. A file
+that differs from its digest is downloaded once more, then removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from pathlib import Path
+
+from huggingface_hub import (
+    HfApi,
+    ModelInfo,
+    constants,
+    hf_hub_download,
+    try_to_load_from_cache,
+)
+
+from adapterzoo.errors import HubError, in_python, listing, names_call
+
+from .client import Client
+from .files import has_digest, is_complete, is_digest, known_files, wanted
+from .repo_ref import RepoRef, locate
+
+_LOG = logging.getLogger(__name__)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@names_call
+def resolve(
+    adapter_name_or_path: str | os.PathLike[str],
+    revision: str | None = None,
+    source: str | None = None,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    token: bool | str | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+) -> Path:
+    """Return the folder of an adapter; download it to the cache if it is on the Hub.
+
+    Only the files of an adapter are downloaded, and each is compared with the Hub's digest. Where
+    the Hub cannot be reached or refuses, the cached files are used and a warning is logged; with
+    `HF_HUB_OFFLINE=1` it is not asked at all.
+
+    Args:
+        adapter_name_or_path: a folder, `user/repository` or `user/repository/folder`.
+        revision: branch, tag or commit; None: the default branch.
+        source: `"hf"`: the Hub, even where there is a folder of that name; None: a folder first.
+        cache_dir: of `huggingface_hub`; None: its default.
+        token: a token, True for the stored one, False for none; None: the stored one if any.
+        local_files_only: whether to use the cache only.
+        force_download: whether to download cached files again.
+
+    Returns:
+        A folder; for the Hub its files are links into the cache and must not be written to.
+
+    Raises:
+        CheckpointError: there is no such folder, and the name cannot be on the Hub.
+        ConfigError: the source is unknown.
+        HubError: the files cannot be had; the message says why and what to do.
+    """
+    ref = locate(adapter_name_or_path, source)
+    if isinstance(ref, Path):
+        return ref
+    client = Client(ref.repo_id, revision, token, cached=True, no_folder=source is None)
+    cache = _Cache(client, ref, cache_dir)
+    if local_files_only or constants.HF_HUB_OFFLINE:
+        return cache.folder_or_raise()
+    found = None if force_download else cache.folder()
+    if found is not None and revision is not None and _COMMIT.fullmatch(revision):
+        return found
+    try:
+        commit, digests = _listing(client, ref)
+    except HubError as error:
+        if found is None:
+            raise
+        _LOG.warning("%s Using the files in the cache.", error)
+        return found
+    names = wanted(digests)
+    files = [cache.fetch(name, commit, digests[name], force_download) for name in names]
+    cache.remember(names[-1], commit)
+    return files[-1].parent
+
+
+def fetch_file(client: Client, ref: RepoRef, name: str, commit: str, digest: str | None) -> Path:
+    """Download one file of a commit and compare it with its digest.
+
+    Raises:
+        HubError: it cannot be had.
+    """
+    return _Cache(client, ref, None).fetch(name, commit, digest, force=False)
+
+
+def repository(client: Client, repo_id: str) -> tuple[ModelInfo, dict[str, str | None]]:
+    """Return the Hub's facts on a repository at the client's revision, and each file's digest.
+
+    Raises:
+        HubError: there are none.
+    """
+    info = client.ask(
+        lambda: HfApi().model_info(
+            repo_id,
+            revision=client.revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+            token=client.token,
+        )
+    )
+    digests = {
+        file.rfilename: file.blob_id if file.lfs is None else file.lfs.sha256
+        for file in info.siblings or ()
+    }
+    return info, digests
+
+
+def _listing(client: Client, ref: RepoRef) -> tuple[str, dict[str, str | None]]:
+    """Return the commit of a revision, and the digests of the adapter's files there."""
+    info, files = repository(client, ref.repo_id)
+    digests = {name: files[path] for name in known_files() if (path := ref.path(name)) in files}
+    if info.sha is None or not wanted(digests):
+        hint = "Write 'user/repository/folder' for the folder that has one."
+        if "config.json" in files and not ref.subfolder:
+            load = f"AutoAdapterModel.from_pretrained({ref.repo_id!r})"
+            hint = f"It is a base model: write {in_python(load, f'--model {ref.repo_id}')}."
+        raise HubError(
+            f"{f'{ref.repo_id}/{ref.subfolder}'.rstrip('/')!r} has no adapter: none of "
+            f"{listing(known_files(), limit=4)} is among its files {listing(sorted(files))}. {hint}"
+        )
+    return info.sha, digests
+
+
+class _Cache:
+    """The files of one reference in the cache of `huggingface_hub`."""
+
+    def __init__(
+        self, client: Client, ref: RepoRef, cache_dir: str | os.PathLike[str] | None
+    ) -> None:
+        self._client = client
+        self._ref = ref
+        self._dir = None if cache_dir is None else Path(cache_dir)
+
+    def folder(self) -> Path | None:
+        """Return the folder in the cache if it is complete and its files have their digests."""
+        files = {name: f for name in known_files() if (f := self._find(name)) is not None}
+        if not is_complete(files):
+            return None
+        if not all(_is_intact(file, _digest_in_cache(file)) for file in files.values()):
+            return None
+        return next(iter(files.values())).parent
+
+    def folder_or_raise(self) -> Path:
+        """Return the same folder.
+
+        Raises:
+            HubError: there is none.
+        """
+        found = self.folder()
+        if found is None:
+            raise self._client.not_cached(str(self._dir or constants.HF_HUB_CACHE))
+        return found
+
+    def fetch(self, name: str, commit: str, digest: str | None, force: bool) -> Path:
+        """Return a file of a commit, from the cache or the Hub, compared with its digest.
+
+        Raises:
+            HubError: it cannot be had; it is not in the cache then.
+        """
+        for again in (force, True):
+            file = self._download(name, commit, again)
+            expected = digest if is_digest(digest) else _digest_in_cache(file)
+            if _is_intact(file, expected):
+                return file
+        _drop(file)
+        raise HubError(
+            f"{self._ref.path(name)!r} of {self._ref.repo_id!r} arrived twice with another content "
+            f"than its digest {expected}; it has been removed from the cache. Check proxies and "
+            f"HF_ENDPOINT, and try again."
+        )
+
+    def remember(self, name: str, commit: str) -> None:
+        """Tell the cache which commit the revision is, once all its files are there."""
+        revision = self._client.revision or constants.DEFAULT_REVISION
+        known = self._find(name)
+        if _COMMIT.fullmatch(revision) or (known is not None and commit in known.parts):
+            return
+        # the adapter is there; only a later load without a network would miss this
+        with contextlib.suppress(HubError):
+            self._download(name, revision, False)
+
+    def _find(self, name: str) -> Path | None:
+        found = try_to_load_from_cache(
+            self._ref.repo_id,
+            self._ref.path(name),
+            cache_dir=self._dir,
+            revision=self._client.revision,
+        )
+        return Path(found) if isinstance(found, str) else None
+
+    def _download(self, name: str, revision: str, force: bool) -> Path:
+        file = self._client.ask(
+            lambda: hf_hub_download(
+                self._ref.repo_id,
+                self._ref.path(name),
+                revision=revision,
+                cache_dir=self._dir,
+                token=self._client.token,
+                force_download=force,
+                etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
+                library_name="adapterzoo",
+            )
+        )
+        return Path(file)
+
+
+def _is_intact(file: Path, digest: str | None) -> bool:
+    return file.is_file() and (digest is None or has_digest(file, digest))
+
+
+def _blob(file: Path) -> Path | None:
+    """Return the cache's file with the content; None where the system has no links."""
+    return file.parent / file.readlink() if file.is_symlink() else None
+
+
+def _digest_in_cache(file: Path) -> str | None:
+    """Return the digest that is the name of a file's content in the cache."""
+    blob = _blob(file)
+    return blob.name if blob is not None and is_digest(blob.name) else None
+
+
+def _drop(file: Path) -> None:
+    blob = _blob(file)
+    file.unlink(missing_ok=True)
+    if blob is not None:
+        blob.unlink(missing_ok=True)

@@ -1,0 +1,126 @@
+"""Upload an adapter and its model card from a folder, in one commit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+
+from adapterzoo.checkpoint import folders
+from adapterzoo.errors import CheckpointError, in_python, listing, names_call
+
+from .base_names import with_base_name
+from .card import CardText, adapter_card, check_card
+from .client import Client, refuse_if_offline
+from .files import CARD, known_files, wanted
+from .repo_ref import check_repo_id
+
+
+@names_call
+def push(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    text: CardText | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    overwrite_adapter_card: bool = False,
+) -> str:
+    """Publish the adapter in a folder: its files and a model card, and no other file.
+
+    The repository is created if it is missing. One commit adds everything and deletes the files of
+    an earlier adapter, so that readers see the old adapter or the new one. A local path is not sent
+    as the name of the base model; the folder does not change.
+
+    Args:
+        folder: written by `save_adapter`, in any format.
+        repo_id: `user/repository`; without a user: that of the token.
+        text: what only the author knows, for the card; its `base_model` goes into the configs too.
+        private: whether a new repository is private; None: the account's default.
+        token: a token that may write; True or None: the stored one.
+        revision: the branch, created if it is missing; None: the default branch.
+        create_pr: propose the commit as a pull request.
+        commit_message: first line of the commit.
+        commit_description: text of the commit.
+        overwrite_adapter_card: whether to replace a card in the repository, by the folder's
+            `README.md` or else by a generated one.
+
+    Returns:
+        The address of the commit or of the pull request.
+
+    Raises:
+        CheckpointError: the folder holds no adapter, or a damaged one.
+        ConfigError: the card cannot be written.
+        HubError: the Hub may not be asked or refuses; nothing has changed there.
+    """
+    folder = Path(folder)
+    check_repo_id(repo_id)
+    text = text or CardText()
+    check_card(text)
+    branch = None if create_pr else revision
+    contents = _contents(folder, repo_id, branch, text)
+    refuse_if_offline(f"nothing can be sent to {repo_id!r}")
+    client = Client(repo_id, revision, token, writes=True)
+    api = HfApi(token=token, library_name="adapterzoo")
+    made = client.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
+    if made != repo_id:
+        # the card names the repository and belongs to the files that it was made from
+        contents = _contents(folder, made, branch, text)
+    if branch is not None:
+        client.ask(lambda: api.create_branch(made, branch=branch, exist_ok=True))
+    there = {
+        file.rfilename
+        for file in client.ask(
+            lambda: api.model_info(made, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        ).siblings
+        or ()
+    }
+    stale = sorted(there & {*known_files()} - {*contents})
+    if CARD in there and not overwrite_adapter_card:
+        del contents[CARD]
+
+    def commit() -> str:
+        # new ones for each attempt: huggingface_hub writes into them
+        files: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(name, content) for name, content in contents.items()
+        ]
+        files += [CommitOperationDelete(name) for name in stale]
+        info = api.create_commit(
+            made,
+            files,
+            commit_message=commit_message or "Upload adapter",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+        return info.pr_url or info.commit_url
+
+    return client.ask(commit, once=True)
+
+
+def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) -> dict[str, bytes]:
+    """Return the files of an adapter by name, all of one save, with its card or a new one."""
+    # another process may save to the folder during the upload
+    with folders.reading(folder):
+        there = sorted(file.name for file in folder.glob("*") if file.is_file())
+        names = wanted(there)
+        if not names:
+            raise CheckpointError(
+                f"{str(folder)!r} holds no adapter in one file; its files: {listing(there)}. Write "
+                f"{in_python('the folder that save_adapter wrote', 'the folder of an adapter')}."
+            )
+        card = adapter_card(folder, repo_id, revision, text).content.encode()
+        own = [CARD] if (folder / CARD).is_file() else []
+        try:
+            contents = {name: (folder / name).read_bytes() for name in [*names, *own]}
+        except OSError as error:
+            raise CheckpointError(
+                f"{str(error.filename or folder)!r} cannot be read: {error.strerror or error}. "
+                f"Make it readable, or write another folder."
+            ) from error
+        return {CARD: card} | with_base_name(folder, contents, text.base_model)

@@ -1,0 +1,161 @@
+"""Bottlenecks in AdapterHub's files, those of adapter-transformers included."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+
+from adapterzoo.anatomy import SubLayerKind
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.errors import CheckpointError
+from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
+
+from ._bottleneck_fields import BottleneckFields
+
+LOCATIONS: Mapping[SubLayerKind, str] = {
+    "attention": "mh_adapter",
+    "cross": "cross_adapter",
+    "mlp": "output_adapter",
+}
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
+_FIELDS = same(*(name for name in _DEFAULTS if name != "dtype"))
+# without a meaning since adapter-transformers 2.0
+_FORGOTTEN = ("attention_type", "new_attention_norm")
+_OLD_NAMES = {"LN_after": "ln_after", "LN_before": "ln_before", "MH_Adapter": "mh_adapter",
+              "Output_Adapter": "output_adapter"}  # fmt: skip
+_OLD_ACTIVATIONS = {"gelu": "gelu_new", "gelu_orig": "gelu"}
+_INVERTIBLE = {"invertible_adapters", "invertible_lang_adapters"}
+
+
+def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
+    """The fields of a file in our terms.
+
+    Raises:
+        CheckpointError: the file has invertible adapters.
+    """
+    fields = {_OLD_NAMES.get(k, k): v for k, v in fields.items() if k not in _FORGOTTEN}
+    inverse = fields.pop("invertible_adapter", None) or fields.pop("inv_adapter", None)
+    # in old files task adapters name invertible adapters that they do not have
+    if inverse is not None and file.words & _INVERTIBLE:
+        raise CheckpointError(
+            f"the checkpoint needs invertible adapters (inv_adapter={inverse!r}), which do not "
+            f"exist here; nothing has been loaded. Load an adapter without them."
+        )
+    for name in ("inv_adapter", "inv_adapter_reduction_factor"):
+        fields.pop(name, None)
+    without_effect = [k for k in fields if "phm" in k or k == "hypercomplex_nonlinearity"]
+    if not fields.get("ln_after"):
+        without_effect.append("adapter_residual_before_ln")
+    if not fields.get("original_ln_before"):
+        without_effect.append("residual_before_ln")
+    fields |= {k: _DEFAULTS[k] for k in without_effect if k in fields and k in _DEFAULTS}
+    activation = fields.get("non_linearity")
+    if file.version is None and isinstance(activation, str):
+        fields["non_linearity"] = _OLD_ACTIVATIONS.get(activation, activation)
+    return fields | {"leave_out": fields.get("leave_out") or ()}
+
+
+# --- tensors: AdapterHub saves the norm before a bottleneck under two names ---
+
+_NORM, _DOWN = "adapter_norm_before.", "adapter_down.0."
+
+
+def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    found = {name: t for name, t in tensors.items() if not name.startswith(_NORM)}
+    for name in tensors.keys() - found.keys():
+        first = found.get(name.replace(_NORM, _DOWN))
+        if first is None or not torch.equal(first, tensors[name]):
+            raise CheckpointError(
+                f"{name!r} differs from {_DOWN[:-1]!r}, and both are the norm before one "
+                f"bottleneck. Copy the checkpoint again from where it was saved."
+            )
+    return found
+
+
+def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
+    if not config.to_dict()["ln_before"]:
+        return tensors
+    norm = {k.replace(_DOWN, _NORM): t for k, t in tensors.items() if k.startswith(_DOWN)}
+    return norm | tensors
+
+
+_CONTAINER = Container(
+    "adapters",
+    "sublayer",
+    locations=LOCATIONS,
+    aliases=tuple(
+        f"{part}_text_{kind}_adapters"
+        for part in ("attention", "layer")
+        for kind in ("task", "lang")
+    ),
+    read=_read,
+    write=_write,
+)
+
+# --- what adapters 1.3 computes otherwise than its documentation says, seen in its outputs ---
+
+
+def _always(_placement: Placement) -> bool:
+    return True
+
+
+def _reads_norm(placement: Placement) -> bool:
+    return bool(placement.config.to_dict()["original_ln_before"])
+
+
+def _at_output(placement: Placement) -> bool:
+    return placement.site.kind == "output"
+
+
+def _in_attention(placement: Placement) -> bool:
+    return _at_output(placement) and placement.location == LOCATIONS["attention"]
+
+
+def _is_parallel(placement: Placement) -> bool:
+    return bool(placement.config.to_dict()["is_parallel"])
+
+
+_LAST_NORMS = (_always, "with the norms of the last block in all blocks")
+_QUIRKS: Mapping[str, tuple[Callable[[Placement], bool], str]] = {
+    "albert": (_in_attention, "behind attention on the residual stream instead of its output"),
+    "beit": (_at_output, "behind the learned scaling of a sub-layer's output, not before it"),
+    "gemma2": _LAST_NORMS,
+    "gemma3": _LAST_NORMS,
+    "gemma3_text": _LAST_NORMS,
+    "gptj": (_is_parallel, "on the stream behind attention, which its blocks do not have"),
+    "modernbert": _LAST_NORMS,
+    "xmod": (_reads_norm, "without the norm behind the feed-forward part"),
+}
+
+
+def _quirk(model_type: str, placement: Placement) -> str | None:
+    """What `adapters` computes instead at a place of such a model."""
+    applies, what = _QUIRKS.get(model_type, (None, None))
+    return what if applies is not None and applies(placement) else None
+
+
+def _fusion_quirk(config: AdapterConfig) -> str | None:
+    """What `adapters` computes instead where it fuses such bottlenecks."""
+    if not config.to_dict()["is_parallel"]:
+        return None
+    return (
+        "adds the residual stream once more where it fuses parallel bottlenecks "
+        "(is_parallel=True, unlike 'seq_bn')"
+    )
+
+
+def adapterhub(config: type[BottleneckFields]) -> AdapterHubSpelling:
+    """How AdapterHub spells bottlenecks."""
+    return AdapterHubSpelling(
+        config=config,
+        architecture=(None, "", "bottleneck"),
+        fixed={"phm_layer": False},
+        fields=_FIELDS,
+        omitted=("dtype",),
+        containers=(_CONTAINER,),
+        read_fields=_read_fields,
+        quirk=_quirk,
+        fusion_quirk=_fusion_quirk,
+    )

@@ -1,0 +1,79 @@
+"""What LoRA and its relatives have in common in AdapterHub's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from adapterzoo.anatomy import Anatomy
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, same
+
+from . import _layer_flags
+from ._low_rank_config import LowRankConfig
+
+FIELDS = _layer_flags.FLAGS | same(
+    "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"
+)
+"""AdapterHub's LoRAConfig, but for the fields that make another method of it."""
+
+
+def read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
+    """The fields of a file in our terms."""
+    # how values were drawn does not matter once they are there
+    if fields.get("init_weights") not in ("lora", "bert"):
+        fields.pop("init_weights", None)
+    # adapters before 1.1 scaled by 1, and it multiplies a gated update by the gate alone
+    if (file.is_before(1, 1, 0) or fields.get("use_gating")) and "r" in fields:
+        fields["alpha"] = fields["r"]
+    return fields | {"leave_out": fields.get("leave_out") or ()}
+
+
+def as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
+    """The config with its places and its scaling in AdapterHub's fields."""
+    config = cast("LowRankConfig", config)
+    if config.use_rslora:
+        config = config.replace(alpha=config.scaling_at("") * config.r, use_rslora=False)
+    return _layer_flags.as_flags(config, anatomy)
+
+
+def unsayable(config: AdapterConfig) -> str | None:
+    """Why AdapterHub's format cannot express the config."""
+    values = config.to_dict()
+    unknown = [m for m in values["attn_matrices"] if m not in _layer_flags.MATRICES.values()]
+    if unknown:
+        return f"adapters has no attn_matrices={unknown!r}"
+    if values.get("use_gating") and values["alpha"] != values["r"]:
+        return (
+            f"adapters does not scale a gated update, and this one is scaled by alpha / r = "
+            f"{values['alpha']} / {values['r']}"
+        )
+    return None
+
+
+def spelling(
+    config: type[AdapterConfig], fixed: Mapping[str, Any], *containers: Container, **more: Any
+) -> AdapterHubSpelling:
+    """How AdapterHub spells a method that it calls LoRA.
+
+    Args:
+        config: of the method.
+        fixed: the fields that tell it from the others.
+        containers: of its tensors.
+        **more: as in `AdapterHubSpelling`.
+    """
+    return AdapterHubSpelling(
+        config=config,
+        architecture=("lora",),
+        fixed={"composition_mode": "add", "vera_b": None, "vera_d": None, **fixed},
+        containers=containers,
+        **{
+            "fields": FIELDS,
+            "feed_forward": _layer_flags.FEED_FORWARD,
+            "read_fields": read_fields,
+            "place": _layer_flags.place,
+            "unsayable": unsayable,
+            "as_flags": as_flags,
+            **more,
+        },
+    )

@@ -1,0 +1,210 @@
+"""What LoRA and its relatives have in common in PEFT's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import OutputSlice
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.spelling import (
+    Fields,
+    PeftField,
+    PeftLayer,
+    PeftOutput,
+    PeftPart,
+    PeftSpelling,
+    Tensors,
+)
+
+from ._low_rank_config import LowRankConfig
+
+_EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
+_FIELDS = {
+    "r": PeftField(8, 1, MAX_WIDTH),
+    "lora_alpha": PeftField(8.0, -1e9, 1e9),
+    "lora_dropout": PeftField(0.0, 0.0, 1.0 - 1e-9),
+    "use_rslora": PeftField(False),
+}
+_PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}
+_INERT = frozenset(
+    ("corda_config", "ensure_weight_tying", "eva_config", "init_lora_weights", "loftq_config",
+     "lora_ga_config", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config",
+     "velora_config")
+)  # fmt: skip
+_REFUSED = {
+    "use_qalora": "it pools the input of each group before A",
+    "alora_invocation_tokens": "it acts only after certain tokens",
+    "layer_replication": "it has more layers than the model",
+    "target_parameters": "it adapts parameters of fused experts one by one",
+    "trainable_token_indices": "it replaces rows of the embedding",
+    "use_bdlora": "its factors are block-diagonal and packed",
+    "arrow_config": "it routes each token among several adapters",
+    "kasa_config": "it removes singular values from the base weights",
+    "monteclora_config": "it draws its factors at random in each forward",
+    "megatron_config": "it belongs to layers that Megatron has split",
+    "enable_lora": "it was written by PEFT before 0.3, for parts of fused layers",
+}
+# initial values that leave the base weights unchanged
+_PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+def _refuse(fields: Mapping[str, Any]) -> str | None:
+    """Why a config of PEFT's LoRA cannot be reproduced."""
+    init = fields.get("init_lora_weights")
+    if any(init is pure or (isinstance(init, str) and init == pure) for pure in _PURE_INITS):
+        return None
+    return (
+        f"it says init_lora_weights={str(init)[:80]!r}: that initialisation changed the base "
+        f"weights, so A and B belong to weights that this model does not have. Save it with PEFT "
+        f"as a plain LoRA: peft_model.save_pretrained(…, "
+        f"path_initial_model_for_weight_conversion=…)."
+    )
+
+
+def read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
+    """The fields of our config at each layer.
+
+    Raises:
+        CheckpointError: the factors do not fit each other or the rank in the file.
+    """
+    return [_read_layer(layer) for layer in layers]
+
+
+def _read_layer(layer: PeftLayer) -> Fields:
+    fields = layer.fields
+    a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
+        raise CheckpointError(
+            f"at {layer.name!r} lora_A is {list(a.shape)} and lora_B {list(b.shape)}; one adapter "
+            f"has [rank, d_in] and [d_out, rank]. Copy the file again from where it was saved."
+        )
+    if a.shape[0] != fields["r"]:
+        raise CheckpointError(
+            f"adapter_config.json says rank {fields['r']} for {layer.name!r}, and the tensors have "
+            f"{a.shape[0]}, so it is not known how they are scaled. Correct 'r' or 'rank_pattern' "
+            f"in adapter_config.json."
+        )
+    return {
+        **{name: fields[name] for name in ("use_rslora", "lora_bias") if name in fields},
+        "r": a.shape[0],
+        "alpha": fields["lora_alpha"],
+        # embeddings have no dropout
+        "dropout": 0.0 if layer.site.kind == "embedding" else fields["lora_dropout"],
+    }
+
+
+def unsayable(placement: Placement) -> str | None:
+    """Why PEFT's format cannot express an adapter."""
+    config, site = placement.config, placement.site
+    if site.parameter is not None:
+        return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
+    if config.to_dict().get("use_gating"):
+        return f"{type(config).__name__}(use_gating=True), and PEFT's LoRA has no gate"
+    return None
+
+
+def write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
+    """The fields of PEFT's config for each layer.
+
+    Raises:
+        CheckpointError: adapters of one layer are scaled differently.
+    """
+    return [_write_layer(layer.parts, layer.tensors["lora_A"].shape[0]) for layer in layers]
+
+
+def _write_layer(parts: Sequence[PeftPart], rank: int) -> Fields:
+    configs = [cast("LowRankConfig", part.placement.config) for part in parts]
+    site, one = parts[0].placement.site, configs[0]
+    said = {(c.scaling_at(site.path), c.use_rslora, c.dropout) for c in configs}
+    if len(said) > 1:
+        raise CheckpointError(
+            f"the adapters at {site.path!r} differ in scaling or dropout (scaling, use_rslora, "
+            f"dropout: {listing(sorted(said))}), and PEFT has one of each per layer. Write "
+            f"format='native'."
+        )
+    alpha = one.alpha_at(site.path)
+    if len(parts) > 1:
+        alpha = one.scaling_at(site.path) * (rank**0.5 if one.use_rslora else rank)
+        alpha = int(alpha) if alpha == int(alpha) else alpha
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        # embeddings have no dropout
+        "lora_dropout": None if site.kind == "embedding" else one.dropout,
+        "use_rslora": one.use_rslora,
+        "init_lora_weights": True,
+    }
+
+
+def spelling(
+    config: type[AdapterConfig],
+    fixed: Mapping[str, Any],
+    tensors: Mapping[str, tuple[str, ...]],
+    **more: Any,
+) -> PeftSpelling:
+    """How PEFT spells a method that it calls LORA.
+
+    Args:
+        config: of the method.
+        fixed: the fields that tell it from the others.
+        tensors: what it has beside A and B.
+        **more: as in `PeftSpelling`.
+    """
+    return PeftSpelling(
+        config=config,
+        peft_type="LORA",
+        fixed=fixed,
+        tensors={"lora_A": ("lora_A.weight",), "lora_B": ("lora_B.weight",), **tensors},
+        embedding_tensors=_EMBEDDING_TENSORS,
+        fields=_FIELDS,
+        patterns=_PATTERNS,
+        inert=_INERT,
+        refused=_REFUSED,
+        refuse=_refuse,
+        read_layers=read_layers,
+        write_layers=write_layers,
+        **{"unsayable": unsayable, "join": join, **more},
+    )
+
+
+def join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
+    """One low-rank update of a whole layer that computes what its parts do.
+
+    The factors A lie below each other, the factors B beside each other in the rows of their part.
+
+    Raises:
+        CheckpointError: a row has two magnitudes, or an unadapted one has none.
+    """
+    site = parts[0].placement.site
+    rows = site.output_slice
+    d_out = site.d_out if rows is None else rows.groups * rows.width
+    rank = sum(part.tensors["lora_A"].shape[0] for part in parts)
+    joined = {
+        "lora_A": torch.cat([part.tensors["lora_A"] for part in parts]),  # [rank, d_in]
+        "lora_B": parts[0].tensors["lora_B"].new_zeros(d_out, rank),
+    }
+    start = 0
+    for part in parts:
+        own = part.placement.site.output_slice
+        mine = slice(None) if own is None else row_numbers(own)
+        stop = start + part.tensors["lora_A"].shape[0]
+        joined["lora_B"][mine, start:stop] = part.tensors["lora_B"]
+        start = stop
+        for name in part.tensors.keys() & {"lora_B_bias", "m"}:
+            tensor = part.tensors[name]
+            whole = joined.setdefault(name, tensor.new_zeros(d_out))
+            # biases of several adapters of one row add
+            whole[mine] = whole[mine] + tensor
+    return joined
+
+
+def row_numbers(rows: OutputSlice) -> Tensor:
+    """The numbers of the output features that a part has."""
+    every = torch.arange(rows.groups * rows.width)
+    return every.view(rows.groups, rows.width)[:, rows.start : rows.stop].reshape(-1)

@@ -1,0 +1,87 @@
+"""ReFT in AdapterHub's files."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.spelling import AdapterHubSpelling, Container, Tensors, same
+
+_ORIGINAL = "projection.parametrizations.weight.original"
+_PREFIX, _SUFFIX = "units.0.", "units.1."
+_BASE = "projection.parametrizations.weight.0.base"
+
+
+def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    """How AdapterHub spells ReFT."""
+    return AdapterHubSpelling(
+        config=config,
+        architecture=("reft",),
+        fields=same(
+            "layers", "prefix_positions", "suffix_positions", "r", "orthogonality", "tied_weights",
+            "dropout", "non_linearity", "dtype", "output_reft", "init_weights_seed",
+        ),
+        # files do not say which of NoReFT and DiReFT they are
+        omitted=("subtract_projection",),
+        containers=(Container("refts", "block", below="reft_layer", read=_read, write=_write),),
+    )  # fmt: skip
+
+
+def _units(tensors: Tensors) -> dict[str, Tensors]:
+    """The tensors by unit, e.g. "units.0."."""
+    found: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        unit, number, parameter = name.split(".", 2)
+        found.setdefault(f"{unit}.{number}.", {})[parameter] = tensor
+    return found
+
+
+def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
+    found: Tensors = {}
+    for unit, own in _units(tensors).items():
+        if unit == _SUFFIX and not config.to_dict()["suffix_positions"]:
+            # adapters makes a unit that nothing uses
+            continue
+        for end in ("weight", "bias"):
+            found[f"{unit}source.{end}"] = own[f"learned_source.{end}"]
+        if _ORIGINAL in own:
+            rows = _rows(own[_ORIGINAL].double(), own[_BASE].double()).to(own[_ORIGINAL].dtype)
+        else:
+            rows = own["projection.weight"]
+        found[f"{unit}projection"] = rows
+    return found
+
+
+def _rows(original: Tensor, base: Tensor) -> Tensor:
+    """R `[r, d]` of torch's orthogonal parametrization."""
+    below = original.T.tril(-1)  # [d, r]
+    scale = original.T.diagonal().int().to(below)  # [r]
+    tau = 2 / (1 + below.square().sum(0))  # [r]
+    Q = torch.linalg.householder_product(below, tau) * scale  # [d, r]
+    rows: Tensor = (base @ Q).T
+    return rows
+
+
+def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
+    found: Tensors = {}
+    units = _units(tensors)
+    values = config.to_dict()
+    if not values["suffix_positions"] and not values["tied_weights"]:
+        units[_SUFFIX] = units[_PREFIX]
+    for unit, own in units.items():
+        for end in ("weight", "bias"):
+            found[f"{unit}learned_source.{end}"] = own[f"source.{end}"]
+        if not values["orthogonality"]:
+            found[f"{unit}projection.weight"] = own["projection"]
+            continue
+        R = own["projection"]
+        # as the forward pass makes the rows orthonormal, and completed to a basis
+        wide = R.double()
+        L = torch.linalg.cholesky(wide @ wide.T)  # [r, r]
+        rows = torch.linalg.solve_triangular(L, wide, upper=False)  # [r, d]
+        base = torch.linalg.qr(rows.T, mode="complete").Q  # [d, d]
+        base[:, : len(R)] = rows.T
+        found[f"{unit}{_ORIGINAL}"] = -torch.eye(*R.shape, dtype=R.dtype)
+        found[f"{unit}{_BASE}"] = base.to(R.dtype)
+    return found

@@ -1,0 +1,134 @@
+"""VeRA in the peers' files: A and B once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.spelling import (
+    AdapterHubFile,
+    AdapterHubSpelling,
+    Container,
+    Fields,
+    PeftField,
+    PeftLayer,
+    PeftOutput,
+    PeftSpelling,
+    Tensors,
+    same,
+)
+
+from . import _layer_flags
+
+_NAMES = {"vera_D": "lambda_d", "vera_B": "lambda_b"}
+
+
+def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    """How AdapterHub spells VeRA: dense matrices, times alpha / r."""
+    return AdapterHubSpelling(
+        config=config,
+        architecture=("lora",),
+        fixed={"composition_mode": "add", "use_dora": False, "use_gating": False},
+        constants={"init_weights": "vera", "init_weights_seed": None},
+        required=("vera_d", "vera_b"),
+        implied={"convention": "adapterhub"},
+        fields=_layer_flags.FLAGS | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype"),
+        omitted=("projection_prng_key",),
+        containers=(
+            Container("loras", "layer", read=_read, write=_write),
+            Container("shared_parameters", "model"),
+        ),
+        fused="adapters cannot run VeRA in a fused layer",
+        feed_forward=_layer_flags.FEED_FORWARD,
+        read_fields=_read_fields,
+        place=_layer_flags.place,
+        as_flags=_layer_flags.as_flags,
+    )
+
+
+def peft(config: type[AdapterConfig]) -> PeftSpelling:
+    """How PEFT spells VeRA: vectors, as in the paper."""
+    return PeftSpelling(
+        config=config,
+        peft_type="VERA",
+        tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
+        shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
+        fields={
+            "r": PeftField(256, 1, MAX_WIDTH),
+            "projection_prng_key": PeftField(0, 0, 2**63 - 1),
+            "vera_dropout": PeftField(0.0, 0.0, 1.0 - 1e-9),
+            "d_initial": PeftField(0.1, -1e9, 1e9),
+        },
+        inert=frozenset(("init_weights", "save_projection")),
+        read_layers=_read_layers,
+        read_model=_read_model,
+        unsayable=_unsayable,
+        write_layers=_write_layers,
+    )
+
+
+def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
+    return [
+        {
+            "r": layer.tensors["lambda_d"].shape[0],
+            "dropout": layer.fields["vera_dropout"],
+            "vera_d": layer.fields["d_initial"],
+            "projection_prng_key": layer.fields["projection_prng_key"],
+        }
+        for layer in layers
+    ]
+
+
+def _read_model(
+    fields: Mapping[str, Any], tensors: Tensors, layers: Sequence[PeftLayer]
+) -> tuple[Fields, Tensors]:
+    if tensors or not layers:
+        return {}, tensors
+    # files with save_projection=False: drawn again, A then B, as large as the largest layer
+    source = torch.Generator().manual_seed(fields["projection_prng_key"])
+    r, dtype = fields["r"], layers[0].tensors["lambda_d"].dtype
+    widest = max(layer.site.d_in for layer in layers), max(layer.site.d_out for layer in layers)
+    a, b = torch.empty(r, widest[0]), torch.empty(widest[1], r)
+    for drawn in (a, b):
+        torch.nn.init.kaiming_uniform_(drawn, generator=source)
+    return {}, {"lora_A": a.to(dtype), "lora_B": b.to(dtype)}
+
+
+def _unsayable(placement: Placement) -> str | None:
+    if placement.config.to_dict()["convention"] != "paper":
+        return "VeraConfig(convention='adapterhub'), and PEFT's VeRA is that of the paper"
+    if placement.site.parameter is not None:
+        return f"an adapter at the parameter {placement.site.parameter!r}"
+    return None
+
+
+def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
+    configs = [layer.parts[0].placement.config.to_dict() for layer in layers]
+    return [
+        {
+            "r": config["r"],
+            "vera_dropout": config["dropout"],
+            "d_initial": config["vera_d"],
+            "projection_prng_key": config["projection_prng_key"],
+            "save_projection": True,
+            "init_weights": True,
+        }
+        for config in configs
+    ]
+
+
+def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
+    return fields | {"leave_out": fields.get("leave_out") or ()}
+
+
+def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    return {_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _write(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    theirs = {ours: name for name, ours in _NAMES.items()}
+    return {theirs[name]: tensor for name, tensor in tensors.items()}
