@@ -95,7 +95,7 @@ def save_adapter(
     if embeddings is not None:
         document["embeddings"] = embeddings
     stored = Checkpoint(document, tensors, {} if head is None else head.tensors)
-    _write(model, folder, stored, "adapter", format, f"save_adapter({name!r})")
+    _write(model, folder, stored, "adapter", format)
 
 
 def load_adapter(
@@ -310,7 +310,7 @@ def save_head(
     own_name = name if name and strategy.is_named else sharding.class_name(model)
     document = {**_provenance(model, own_name), "head": record.document}
     stored = Checkpoint(document, {}, record.tensors)
-    _write(model, folder, stored, "head", format, f"save_head({head_name!r})")
+    _write(model, folder, stored, "head", format)
 
 
 def load_head(
@@ -418,7 +418,6 @@ def _write(
     stored: Checkpoint,
     kind: formats.Kind,
     format: str,
-    call: str,
 ) -> None:
     info = info_of(model)
     if format != "native":
