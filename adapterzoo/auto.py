@@ -21,12 +21,12 @@ from .inject import AdapterDict
 from .model import batches
 from .model.averaging import average_head
 from .model.batches import RowNames
-from .model.checkpointing import restore
 from .model.fusion import recorded
 from .model.heads import forward, store
 from .model.heads.interface import HeadStrategy
 from .model.heads.named import NamedHeads
-from .model.heads.tables import list_ties
+from .model.heads.ties import list_ties
+from .model.hf.config_entry import restore
 from .model.hf.factory import named_class
 from .model.hf.static_checkpoints import keep_static_head
 from .model.mixin import AdapterModelMixin
