@@ -76,15 +76,15 @@ class AdapterModelMixin:
         return anatomy_of(self)
 
     def has_adapters(self) -> bool:
-        """Whether there is any adapter."""
+        """Return whether there is any adapter."""
         return bool(self._adapter_state.records)
 
     def known_heads(self) -> tuple[str, ...]:
-        """Names of the model's heads; a model without named heads has none."""
+        """Return the names of the model's heads; a model without named heads has none."""
         return self._head_strategy.names(self)
 
     def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
-        """The modules of an adapter with the paths of their layers, in model order.
+        """Return the modules of an adapter with the paths of their layers, in model order.
 
         Raises:
             UnknownNameError: the adapter is unknown.
@@ -92,7 +92,7 @@ class AdapterModelMixin:
         return modules_of(self, name)
 
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
-        """The modules of an adapter: `{block number: {location: module}}`; −1 is outside blocks.
+        """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
         Where one location holds several modules they come as a `ModuleList`.
 
@@ -107,7 +107,7 @@ class AdapterModelMixin:
     def adapter_summary(self, as_dict: Literal[False] = False) -> str: ...
 
     def adapter_summary(self, as_dict: bool = False) -> str | list[dict[str, Any]]:
-        """All adapters: name, architecture, parameters, their share, active, trained.
+        """Return a table of all adapters: name, architecture, parameters, share, active, trained.
 
         Of an active adapter the table also names the blocks that `skip_layers` leaves out.
 
@@ -427,7 +427,7 @@ class AdapterModelMixin:
         return self
 
     def adapter_fingerprint(self, adapter_name: str) -> str:
-        """A digest of an adapter's config and exact bits, equal on all devices.
+        """Return a digest of an adapter's config and exact bits, equal on all devices.
 
         It does not depend on the adapter's name, on the device or on how tensors lie in memory.
         On a model that `fully_shard` has split it is that of the whole model, and this is a
@@ -570,7 +570,7 @@ class AdapterModelMixin:
         fusion.delete(self, adapter_names)
 
     def fusion_modules(self, name: str) -> Iterator[tuple[str, Fusion]]:
-        """The fusion layers of a name with the paths of their places, in model order.
+        """Return the fusion layers of a name with the paths of their places, in model order.
 
         Raises:
             UnknownNameError: the fusion is unknown.
@@ -578,7 +578,7 @@ class AdapterModelMixin:
         return fusion_modules(self, name)
 
     def get_fusion_regularization_loss(self) -> Tensor | None:
-        """What the trainer adds to the loss so that V stays near the identity.
+        """Return what the trainer adds to the loss so that V stays near the identity.
 
         None where no fusion that is trained asks for it.
         """
@@ -913,7 +913,7 @@ class AdapterModelMixin:
     # --- what transformers and torch ask of a model ---
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it; adapters at the embedding would not fit any more.
+        """Resize as transformers does; refused where adapters sit at the embedding.
 
         Args:
             *args: as `PreTrainedModel.resize_token_embeddings` takes them.
@@ -979,7 +979,7 @@ def _checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **
 
 
 def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs of a block, one of them with a gradient.
+    """Return the inputs of a block, one of them with a gradient.
 
     The reentrant kind of checkpointing gives a block no gradients where its inputs have none, as
     above a frozen part; transformers sees to that for models of tokens only.
