@@ -131,7 +131,7 @@ def test_where_a_checkpoint_comes_from(model, monkeypatch):
     model.load_adapter(str(BERT), load_as="local", version="main", revision="main")
     with refused(model, ConfigError, "version='a'", "revision='b'", "Write revision='b' alone"):
         model.load_adapter(BERT, load_as="other", version="a", revision="b")
-    with refused(model, ConfigError, "source='ah'", "Legal are 'hf' and None"):
+    with refused(model, ConfigError, "source='ah'", "Write source='hf' for the Hub"):
         model.load_adapter(BERT, load_as="other", source="ah")
     with pytest.raises(TypeError, match="use_safetensor"):
         model.load_adapter(BERT, load_as="other", use_safetensor=True)
@@ -376,3 +376,37 @@ def test_the_feed_forward_layers_have_each_others_names_in_llama(tiny, tmp_path)
     other.load_adapter(tmp_path)
     assert adapter_bits(other, "a") == adapter_bits(model, "a")
     assert other.adapters_config["a"] == model.adapters_config["a"]
+
+
+# --- methods whose files the peer wrote with padded batches ---
+
+ZOO = [
+    pytest.param(SHARED / family / method, id=f"{family}-{method}")
+    for family in ("bert", "roberta", "gpt2", "llama", "t5", "vit")
+    for method in ("vera", "vera_kv", "noreft", "loreft", "loreft_prefix")
+    if (SHARED / family / method).is_dir()
+]
+INPUTS = {"attention_mask", "decoder_input_ids", "input_ids", "pixel_values"}
+
+
+@pytest.mark.parametrize("folder", ZOO)
+def test_golden_checkpoints_of_the_zoo(folder, tmp_path):
+    model = base_of(folder)
+    name = model.load_adapter(folder, with_head=False, set_active=True)
+    model.save_adapter(tmp_path / "written", name, with_head=False, format="adapterhub")
+    theirs, ours = (pickled(f / TENSORS[0]) for f in (folder, tmp_path / "written"))
+    assert theirs.keys() == ours.keys()
+    said = [json.loads((f / CONFIGS[0]).read_text()) for f in (folder, tmp_path / "written")]
+    assert said[0]["config"] == said[1]["config"]
+    again = base_of(folder)
+    again.load_adapter(tmp_path / "written", set_active=True)
+    expected = load_file(folder / "expected.safetensors")
+    inputs = {k: t for k, t in expected.items() if k in INPUTS}
+    counts = expected.get("compare", torch.ones(expected["hidden"].shape[:2])).bool()
+    for each in (model.double(), again.double()):
+        hidden = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
+        with torch.no_grad():
+            found = each.base_model(**hidden)[0]
+        torch.testing.assert_close(
+            found[counts], expected["hidden"].double()[counts], rtol=0, atol=1e-5
+        )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import OutputSlice
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.fields import MAX_WIDTH
 from adapterzoo.spelling import (
     Fields,
@@ -67,16 +67,8 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
     )
 
 
-def read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
-    """The fields of our config at each layer.
-
-    Raises:
-        CheckpointError: the factors do not fit each other or the rank in the file.
-    """
-    return [_read_layer(layer) for layer in layers]
-
-
 def _read_layer(layer: PeftLayer) -> Fields:
+    """The fields of our config at a layer, if its factors fit each other and the file's rank."""
     fields = layer.fields
     a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
@@ -109,16 +101,9 @@ def unsayable(placement: Placement) -> str | None:
     return None
 
 
-def write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
-    """The fields of PEFT's config for each layer.
-
-    Raises:
-        CheckpointError: adapters of one layer are scaled differently.
-    """
-    return [_write_layer(layer.parts, layer.tensors["lora_A"].shape[0]) for layer in layers]
-
-
-def _write_layer(parts: Sequence[PeftPart], rank: int) -> Fields:
+def _write_layer(layer: PeftOutput) -> Fields:
+    """The fields of PEFT's config for a layer, whose adapters must be scaled alike."""
+    parts, rank = layer.parts, layer.tensors["lora_A"].shape[0]
     configs = [cast("LowRankConfig", part.placement.config) for part in parts]
     site, one = parts[0].placement.site, configs[0]
     said = {(c.scaling_at(site.path), c.use_rslora, c.dropout) for c in configs}
@@ -126,7 +111,7 @@ def _write_layer(parts: Sequence[PeftPart], rank: int) -> Fields:
         raise CheckpointError(
             f"the adapters at {site.path!r} differ in scaling or dropout (scaling, use_rslora, "
             f"dropout: {listing(sorted(said))}), and PEFT has one of each per layer. Write "
-            f"format='native'."
+            f"{argument('format', 'native')}."
         )
     alpha = one.alpha_at(site.path)
     if len(parts) > 1:
@@ -148,14 +133,7 @@ def spelling(
     tensors: Mapping[str, tuple[str, ...]],
     **more: Any,
 ) -> PeftSpelling:
-    """How PEFT spells a method that it calls LORA.
-
-    Args:
-        config: of the method.
-        fixed: the fields that tell it from the others.
-        tensors: what it has beside A and B.
-        **more: as in `PeftSpelling`.
-    """
+    """How PEFT spells a method that it calls LORA; `tensors` are what it has beside A and B."""
     return PeftSpelling(
         config=config,
         peft_type="LORA",
@@ -167,8 +145,8 @@ def spelling(
         inert=_INERT,
         refused=_REFUSED,
         refuse=_refuse,
-        read_layers=read_layers,
-        write_layers=write_layers,
+        read_layers=lambda layers: [_read_layer(layer) for layer in layers],
+        write_layers=lambda layers: [_write_layer(layer) for layer in layers],
         **{"unsayable": unsayable, "join": join, **more},
     )
 

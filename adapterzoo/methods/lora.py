@@ -187,12 +187,10 @@ class LoRA(LowRank):
 
 adapterhub_spellings.register("lora")(
     _low_rank_adapterhub.spelling(
-        LoRAConfig,
-        {"use_dora": False},
-        Container("loras", "layer"),
+        LoRAConfig, {"use_dora": False}, Container("loras", "layer"),
         fields=_low_rank_adapterhub.FIELDS | same("use_gating"),
     )
-)
+)  # fmt: skip
 peft_spellings.register("lora")(
     _low_rank_peft.spelling(
         LoRAConfig, {"use_dora": False}, {"lora_B_bias": ("lora_B.bias",)},

@@ -31,7 +31,9 @@ from adapterzoo.configs import AdapterConfig, Placement, architectures, config_s
 from adapterzoo.contracts import AttentionAdapter, BaseLayer, Prefix
 from adapterzoo.errors import SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
+from adapterzoo.spelling import adapterhub_spellings
 
+from . import _prefix_tuning_spelling
 from ._bottleneck_layer import Affine
 from ._init import constant, drawn, generator, kaiming, normal, uniform
 
@@ -118,6 +120,11 @@ class PrefixTuningConfig(AdapterConfig):
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PrefixTuning:
         """What takes the site's keys and values out of the table."""
         return PrefixTuning(self, site, device, dtype)
+
+
+adapterhub_spellings.register("prefix_tuning")(
+    _prefix_tuning_spelling.adapterhub(PrefixTuningConfig)
+)
 
 
 class PrefixTable(nn.Module):

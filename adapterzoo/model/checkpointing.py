@@ -23,6 +23,7 @@ from adapterzoo.errors import (
     ConfigError,
     DuplicateNameError,
     StateError,
+    argument,
     listing,
     unknown_name,
 )
@@ -147,7 +148,7 @@ def _fitting(
     info = info_of(model, with_head)
     stored = formats.read(Path(path), "adapter", info)
     name = _name_in(load_as, stored, hub_name or path)
-    refuse_taken(model, name, overwrite_ok, "load_as='another_name'")
+    refuse_taken(model, name, overwrite_ok, argument("load_as", "another_name"))
     left_out = check_layers(leave_out, len(anatomy_of(model).blocks), "leave_out")
     config, made = _filled(model, stored, left_out, dtype)
     has_head = with_head and stored.metadata.get("head") is not None
@@ -336,7 +337,7 @@ def _head_in(stored: Checkpoint) -> HeadRecord:
     if not isinstance(document, Mapping):
         raise CheckpointError(
             f"the checkpoint describes its head by {document!r}, which is not an object. "
-            f"Save it again, or write with_head=False."
+            f"Save it again, or write {argument('with_head', False)}."
         )
     return HeadRecord(dict(document), stored.head)
 
@@ -420,7 +421,10 @@ def _write(
     info = info_of(model)
     if format != "native":
         # these look at weights of the base model, in one process
-        hint = "Write format='native', load it into a whole model, and save it from there."
+        hint = (
+            f"Write {argument('format', 'native')}, load it into a whole model, and save it from "
+            f"there."
+        )
         sharding.refuse_if_sharded(model, hint)
     sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
 
@@ -451,7 +455,8 @@ def _name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
         return check_name(PurePath(path).name if name is None else name)
     except ConfigError as error:
         raise ConfigError(
-            f"{error} The checkpoint brought this one: write load_as='my_task' to give another."
+            f"{error} The checkpoint brought this one: write "
+            f"{argument('load_as', 'my_task')} to give another."
         ) from error
 
 

