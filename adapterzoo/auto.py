@@ -21,12 +21,12 @@ from .inject import AdapterDict
 from .model import batches
 from .model.averaging import average_head
 from .model.batches import RowNames
-from .model.checkpointing import restore
 from .model.fusion import recorded
 from .model.heads import forward, store
 from .model.heads.interface import HeadStrategy
 from .model.heads.named import NamedHeads
-from .model.heads.tables import list_ties
+from .model.heads.ties import list_ties
+from .model.hf.config_entry import restore
 from .model.hf.factory import named_class
 from .model.hf.static_checkpoints import keep_static_head
 from .model.mixin import AdapterModelMixin
@@ -44,7 +44,7 @@ class AutoAdapterModel:
     """
 
     def __init__(self) -> None:
-        """Not to be called.
+        """Refuse: there is no object of this class.
 
         Raises:
             StateError: always.
@@ -85,7 +85,7 @@ class AutoAdapterModel:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> AdapterModel:
-        """A model with fresh weights.
+        """Make a model with fresh weights.
 
         Args:
             config: of any model type that `AutoModel` knows.
@@ -168,7 +168,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @names_call
     def get_head(self, head_name: str) -> PredictionHead:
-        """The head of this name.
+        """Return the head of this name.
 
         Raises:
             UnknownNameError: there is none.
@@ -176,12 +176,12 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         return store.find(self, head_name)
 
     def get_prediction_heads_config(self) -> dict[str, dict[str, Any]]:
-        """Names of the heads to the dicts of their configs."""
+        """Return the names of the heads with the dicts of their configs."""
         return {name: head.config.to_dict() for name, head in store.all_heads(self).items()}
 
     @names_call
     def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:
-        """Class numbers to their names; None where a head has no classes.
+        """Return class numbers with their names; None where a head has no classes.
 
         Args:
             head_name: which head; None for the active one.
@@ -194,7 +194,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @names_call
     def get_labels(self, head_name: str | None = None) -> list[str] | None:
-        """The names of the classes; arguments and errors as of `get_labels_dict`."""
+        """Return the names of the classes; arguments and errors as of `get_labels_dict`."""
         labels = self.get_labels_dict(head_name)
         return None if labels is None else list(labels.values())
 
@@ -435,7 +435,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Ignore the one that transformers sets by the class's name; the heads say better."""
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The last layer of the first active language modelling head, None without one."""
+        """Return the last layer of the first active language modelling head, None without one."""
         heads = self._head_strategy.answering(self).values()
         return next((layer for head in heads if (layer := head.output_embeddings)), None)
 

@@ -177,6 +177,14 @@ def names_call(function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", named)
 
 
+def names_calls(cls: type[T]) -> type[T]:
+    """Decorate a class: `names_call` for each of its own public methods."""
+    for name, member in list(vars(cls).items()):
+        if inspect.isfunction(member) and not name.startswith("_"):
+            setattr(cls, name, names_call(member))
+    return cls
+
+
 def argument(name: str, value: object) -> str:
     """Spell an argument as the reader writes it: `format='peft'`, or `--to peft` in a shell.
 

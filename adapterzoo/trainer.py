@@ -152,7 +152,7 @@ class AdapterTrainer(Trainer):
             )
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A fresh model, with `adapter_names` active.
+        """Make a fresh model, with `adapter_names` active.
 
         Raises:
             StateError: it has no adapters, or none is active.
@@ -162,13 +162,13 @@ class AdapterTrainer(Trainer):
         return model
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The accelerator, as `Trainer` makes it."""
+        """Make the accelerator, as `Trainer` does."""
         super().create_accelerator_and_postprocess()
         # the losses are divided here; older releases of transformers let accelerate do it again
         self.accelerator.gradient_accumulation_steps = 1
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer, as `Trainer` makes it, of a model that is ready to be trained.
+        """Make the optimizer, as `Trainer` does, of a model that is ready to be trained.
 
         Raises:
             StateError: the base model is not frozen, no active adapter is trained, or nothing
@@ -226,7 +226,7 @@ class AdapterTrainer(Trainer):
         return None
 
     def _over_processes(self, numbers: list[int], device: torch.device) -> list[int]:
-        """The sums over all processes, so that each of them goes the same way."""
+        """Return the sums over all processes, so that all of them take the same branch."""
         if self.args.world_size == 1 or not self.args.average_tokens_across_devices:
             return numbers
         mine = torch.tensor([numbers], device=device)  # [1, numbers]
@@ -245,7 +245,7 @@ class AdapterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The loss of a batch, as its share of the batches that are accumulated.
+        """Return the loss of a batch, as its share of the batches that are accumulated.
 
         Args:
             model: perhaps wrapped.
@@ -278,7 +278,7 @@ class AdapterTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _regularised(self, loss: Tensor, is_share: bool) -> Tensor:
-        """The loss with what keeps the V of fusions near the identity, once for each step."""
+        """Return the loss with the penalty on the V of fusions, once for each step."""
         penalty = self._adapted.get_fusion_regularization_loss()
         if penalty is None:
             return loss

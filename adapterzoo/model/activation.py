@@ -450,7 +450,7 @@ class AdapterSetup:
         stack.close()
 
     def __repr__(self) -> str:
-        """As it is written, without what was left out."""
+        """Show the call, without the arguments that were left out."""
         call = repr(self.adapter_setup)
         if self.head_setup is not None:
             call += f", head_setup={self.head_setup!r}"

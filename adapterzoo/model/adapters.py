@@ -6,7 +6,8 @@ out; everything else that adds or replaces adapters goes through `bring_in`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
@@ -31,6 +32,7 @@ from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
 from .activation import refuse_taken, refuse_used, replan, set_active
+from .heads.ties import list_ties
 from .sharding import refuse_if_sharded
 from .state import (
     AdaptedModel,
@@ -111,48 +113,52 @@ def bring_in(
     Raises:
         AdapterZooError: it cannot act, or not beside what is merged.
     """
-    state, strategy = model._adapter_state, model._head_strategy
-    plan, records = model._active.default.plan, dict(state.records)
-    replaced = records.get(name)
+    replaced = model._adapter_state.records.get(name)
     old = dict(modules_of(model, name)) if replaced is not None else {}
-    head = strategy.kept(model, name)
-    orders = order_at(model, old)
-    if replaced is not None:
-        remove(model, name)
-    install(model, name, config, made, meta)
-    try:
-        if active:
-            set_active(model, name)
-        else:
-            replan(model)
-    except AdapterZooError:
+
+    def undo() -> None:
         remove(model, name)
         if replaced is not None:
             before = {path: (old[path], list(ps)) for path, ps in replaced.places.items()}
             install(model, name, replaced.config, before, replaced.meta)
-        reorder(model, orders)
-        strategy.put_back(model, name, head)
-        state.records = records
-        model._active.default.plan = plan
-        raise
+
+    with undone(model, name, old, undo):
+        if replaced is not None:
+            remove(model, name)
+        install(model, name, config, made, meta)
+        if active:
+            set_active(model, name)
+        else:
+            replan(model)
 
 
-def order_at(model: AdaptedModel, paths: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the names of the adapters at some layers, in the order of the state dict."""
-    backbone = backbone_of(model)
-    return {path: list(cast("Any", backbone.get_submodule(path)).adapters) for path in paths}
-
-
-def reorder(model: AdaptedModel, orders: Mapping[str, list[str]]) -> None:
-    """Undo what removing and installing did to the order of the state dict.
+@contextmanager
+def undone(
+    model: AdaptedModel, owner: str, paths: Iterable[str], undo: Callable[[], None]
+) -> Iterator[None]:
+    """Leave the model as it was where an adapter or a fusion cannot be replaced by another.
 
     Args:
         model: with adapters.
-        orders: what `order_at` returned.
+        owner: the name under which layers keep it.
+        paths: of the layers that have one of that name already.
+        undo: removes the new one and installs the old one.
     """
-    for path, order in orders.items():
-        adapters = cast("Any", backbone_of(model).get_submodule(path)).adapters
-        adapters._modules = {name: adapters._modules[name] for name in order}
+    state, strategy, default = model._adapter_state, model._head_strategy, model._active.default
+    plan, records, fusions = default.plan, dict(state.records), dict(state.fusions)
+    head = strategy.kept(model, owner)
+    layers = [cast("Any", backbone_of(model).get_submodule(path)) for path in paths]
+    orders = [(layer, list(layer.adapters)) for layer in layers]
+    try:
+        yield
+    except AdapterZooError:
+        undo()
+        # in the state dict, and in the records
+        for layer, order in orders:
+            layer.adapters._modules = {name: layer.adapters._modules[name] for name in order}
+        strategy.put_back(model, owner, head)
+        state.records, state.fusions, default.plan = records, fusions, plan
+        raise
 
 
 # --- make, install, remove ---
@@ -223,6 +229,7 @@ def install(
             inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
     model._head_strategy.installed(model, name)
+    list_ties(model, name)
 
 
 def _reads_calls(adapter: nn.Module, name: str) -> bool:
@@ -255,7 +262,7 @@ def remove(model: AdaptedModel, name: str) -> None:
         inject.release_input(stack, path, name)
         if not state.records:
             _unguard(stack)
-    model._head_strategy.removed(model, name)
+    list_ties(model, name)
 
 
 def remove_all(model: AdaptedModel) -> None:

@@ -20,7 +20,7 @@ from adapterzoo.names import check_name
 from .activation import refuse_taken
 from .adapters import Made, bring_in, make
 from .heads import store
-from .heads.tables import tables_of
+from .heads.ties import tables_of
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, anatomy_of, backbone_of, modules_of
 

@@ -1,8 +1,7 @@
-"""Saving and loading of adapters, heads and fusions, and of whole models with them."""
+"""Saving and loading of adapters, heads and fusions."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +15,7 @@ from torch import Tensor
 from adapterzoo import hub
 from adapterzoo.checkpoint import fit, folders, formats, fusions
 from adapterzoo.checkpoint.formats import Checkpoint
-from adapterzoo.checkpoint.native import FORMAT
-from adapterzoo.composition import Fuse, from_json, to_json
+from adapterzoo.composition import Fuse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import (
@@ -35,7 +33,7 @@ from adapterzoo.methods.fusion import AdapterFusionConfig
 from adapterzoo.names import check_name
 
 from . import adapters, fusion, sharding
-from .activation import check_layers, make_plan, refuse_taken
+from .activation import check_layers, refuse_taken
 from .heads import tables
 from .heads.interface import HeadRecord
 from .hf.info import info_of
@@ -59,6 +57,7 @@ class _Loaded:
     config: AdapterConfig
     made: adapters.Made
     meta: Mapping[str, Any]
+    set_active: bool
     enter_head: Callable[[], None] | None
 
 
@@ -101,20 +100,22 @@ def save_adapter(
 def load_adapter(
     model: AdaptedModel,
     path: StrPath,
-    *,
-    load_as: str | None,
-    with_head: bool,
-    leave_out: Iterable[int] | None,
-    id2label: Mapping[int, str] | None,
-    set_active: bool,
-    overwrite_ok: bool,
-    dtype: torch.dtype | None,
     version: str | None,
     revision: str | None,
     source: str | None,
-    **hub_kwargs: Any,
+    hub_options: Mapping[str, Any],
+    **options: Any,
 ) -> str:
     """Load an adapter, and its head, from a folder or from the Hub.
+
+    Args:
+        model: with adapters.
+        path: a folder, or a name on the Hub.
+        version: the same as `revision`.
+        revision: branch, tag or commit on the Hub.
+        source: "hf" for the Hub.
+        hub_options: as `hub.resolve` takes them.
+        **options: those of `AdapterModelMixin.load_adapter` about what is loaded.
 
     Raises:
         ConfigError: an argument is not legal.
@@ -124,36 +125,32 @@ def load_adapter(
             f"version={version!r} and revision={revision!r} mean the same thing and differ. "
             f"Write revision={revision!r} alone."
         )
-    left_out = check_layers(leave_out, len(anatomy_of(model).blocks), "leave_out")
-    folder = hub.resolve(path, revision or version, source, **hub_kwargs)
-    hub_name = None if folder == Path(path) else str(path)
-    loaded = _fitting(
-        model, folder, load_as, with_head, left_out, id2label, set_active, overwrite_ok, dtype,
-        hub_name,
-    )  # fmt: skip
-    _enter(model, loaded, set_active)
-    return loaded.name
+    folder = hub.resolve(path, revision or version, source, **hub_options)
+    name = None if folder == Path(path) else str(path)
+    return _enter(model, _fitting(model, folder, name, **options))
 
 
 def _fitting(
     model: AdaptedModel,
     path: StrPath,
+    hub_name: str | None = None,
+    *,
     load_as: str | None = None,
     with_head: bool = True,
-    leave_out: tuple[int, ...] = (),
+    leave_out: Iterable[int] | None = None,
     id2label: Mapping[int, str] | None = None,
     set_active: bool = False,
     overwrite_ok: bool = False,
     dtype: torch.dtype | None = None,
-    hub_name: str | None = None,
 ) -> _Loaded:
     """Read what `load_adapter` loads and check it in every way; the model has not changed."""
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     info = info_of(model, with_head)
     stored = formats.read(Path(path), "adapter", info)
     name = _name_in(load_as, stored, hub_name or path)
-    refuse_taken(model, name, overwrite_ok, f"{argument('load_as', 'another_name')}")
-    config, made = _filled(model, stored, leave_out, dtype)
+    refuse_taken(model, name, overwrite_ok, argument("load_as", "another_name"))
+    left_out = check_layers(leave_out, len(anatomy_of(model).blocks), "leave_out")
+    config, made = _filled(model, stored, left_out, dtype)
     has_head = with_head and stored.metadata.get("head") is not None
     if id2label is not None and not has_head:
         raise ConfigError(
@@ -167,14 +164,16 @@ def _fitting(
         )
     meta = stored.metadata.get("meta")
     kept = dict(meta) if isinstance(meta, Mapping) else {}
-    return _Loaded(name, config, made, kept, enter_head)
+    return _Loaded(name, config, made, kept, set_active, enter_head)
 
 
-def _enter(model: AdaptedModel, loaded: _Loaded, active: bool = False) -> None:
+def _enter(model: AdaptedModel, loaded: _Loaded) -> str:
+    name, active = loaded.name, loaded.set_active
     # what may fail comes first
-    adapters.bring_in(model, loaded.name, loaded.config, loaded.made, active, loaded.meta)
+    adapters.bring_in(model, name, loaded.config, loaded.made, active, loaded.meta)
     if loaded.enter_head is not None:
         loaded.enter_head()
+    return name
 
 
 def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> list[str]:
@@ -469,93 +468,3 @@ def _check_meta(meta: Mapping[str, Any] | None) -> None:
             f"meta_dict={meta!r} is not JSON ({error}). "
             f"Write meta_dict={{'key': …}} of texts, numbers, lists and dicts."
         ) from error
-
-
-# --- whole models ---
-
-
-def enter_in_config(model: AdaptedModel) -> None:
-    """Write to the config what a saved model needs to have the same adapters again."""
-    state, plan = model._adapter_state, model._active.default.plan
-    heads = model._head_strategy.names(model)
-    vars(model.config).pop("adapters", None)
-    if not state.records and not heads:
-        return
-    records = state.records.items()
-    model.config.adapters = {
-        "format": FORMAT,
-        # a list: JSON keeps its order, transformers sorts the keys of objects
-        "adapters": [[name, record.config.to_dict()] for name, record in records],
-        "meta": {name: dict(record.meta) for name, record in records if record.meta},
-        "embeddings": {n: list(t) for n in state.records if (t := tables.tables_of(model, n))},
-        "merged": list(state.merged),
-        "fusions": [
-            [name, list(record.adapters), record.config.to_dict()]
-            for name, record in state.fusions.items()
-        ],
-        "active": to_json(plan.setup),
-        "skip_layers": list(plan.skip_layers),
-        "heads": list(plan.heads),
-        "static_heads": list(state.copies),
-        "known_heads": list(heads),
-    }
-
-
-def restore(model: AdaptedModel, quantised: bool = False) -> None:
-    """Make the adapters that the config of a saved model lists; their values come later.
-
-    Args:
-        model: that is being loaded.
-        quantised: whether layers that shall be quantised are so by now.
-
-    Raises:
-        CheckpointError: they cannot be made.
-    """
-    config = model.config
-    if getattr(config, "quantization_config", None) is not None and not quantised:
-        # its library will replace the layers, and only those of the plain class
-        return
-    document = vars(config).get("adapters")
-    written = format_of(document)
-    if written not in (None, FORMAT):
-        raise CheckpointError(
-            f"from_pretrained: the adapters in config.json are of the format {written!r}, this "
-            f"release reads {FORMAT!r}. Write pip install -U adapterzoo, or take 'adapters' out of "
-            f"config.json to load the model without them."
-        )
-    vars(config).pop("adapters", None)
-    if written is None:
-        return
-    try:
-        _restore(model, document)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"from_pretrained: the adapters in config.json cannot be made: {error}. Save the model "
-            f"again, or take 'adapters' out of config.json to load it without them."
-        ) from error
-
-
-def _restore(model: AdaptedModel, document: Any) -> None:
-    state = model._adapter_state
-    for name, values in document["adapters"]:
-        adapters.add(model, name, values)
-    for name, paths in dict(document.get("embeddings", {})).items():
-        state.find(name)
-        tables.add_table(model, name, tuple(paths))
-    for name, meta in dict(document.get("meta", {})).items():
-        state.records[name] = dataclasses.replace(state.find(name), meta=dict(meta))
-    for name in document["merged"]:
-        state.find(name)
-    state.merged = tuple(document["merged"])
-    for name, names, values in document.get("fusions", ()):
-        fusion.add(model, names, values, name if name != ",".join(names) else None)
-    model._head_strategy.restore(model, document.get("static_heads", ()))
-    setup, heads = from_json(document["active"]), document["heads"]
-    plan = make_plan(model, setup, heads, tuple(document["skip_layers"]))
-    model._active.default.plan = plan
-
-
-def format_of(entry: object) -> str | None:
-    """Return the format of an entry `adapters` of a config; AdapterHub's entry has none."""
-    written = entry.get("format") if isinstance(entry, Mapping) else None
-    return written if isinstance(written, str) else None

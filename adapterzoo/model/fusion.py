@@ -14,7 +14,6 @@ from adapterzoo import inject
 from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse, without
 from adapterzoo.contracts import FusibleAdapter
 from adapterzoo.errors import (
-    AdapterZooError,
     CompositionError,
     ConfigError,
     DuplicateNameError,
@@ -26,7 +25,7 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
 from .activation import fused, make_plan, refuse_merged_part, set_active
-from .adapters import order_at, reorder
+from .adapters import undone
 from .hf.backbone import text_config
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, FusionRecord, backbone_of, fusion_modules, modules_of
@@ -171,35 +170,27 @@ def enter(
         config: of the fusion.
         made: its layers by path.
         active: whether it becomes what is active.
-
-    Raises:
-        AdapterZooError: it cannot be active.
     """
-    state, strategy, default = model._adapter_state, model._head_strategy, model._active.default
-    before, fusions = default.plan, dict(state.fusions)
+    fusions, default, plan = model._adapter_state.fusions, model._active.default, None
     name, adapters = fuse.name, fused(fuse)
     replaced = dict(fusion_modules(model, name)) if name in fusions else {}
-    head, orders = strategy.kept(model, fusion_key(name)), order_at(model, replaced)
-    if name in fusions:
-        _remove(model, name)
-    _install(model, name, made)
-    state.fusions[name] = FusionRecord(config, adapters, tuple(made))
     # one that was active and is replaced stays active
-    was_active = any(f.name == name and fused(f) == adapters for f in fusions_of(before.setup))
-    try:
-        if active:
-            set_active(model, fuse)
-        elif was_active:
-            default.plan = make_plan(model, before.setup, list(before.heads), before.skip_layers)
-    except AdapterZooError:
+    if any(f.name == name and fused(f) == adapters for f in fusions_of(default.plan.setup)):
+        plan = default.plan
+
+    def undo() -> None:
         _remove(model, name)
         _install(model, name, replaced)
-        reorder(model, orders)
-        strategy.put_back(model, fusion_key(name), head)
-        # the order too
-        state.fusions = fusions
-        default.plan = before
-        raise
+
+    with undone(model, fusion_key(name), replaced, undo):
+        if name in fusions:
+            _remove(model, name)
+        _install(model, name, made)
+        fusions[name] = FusionRecord(config, adapters, tuple(made))
+        if active:
+            set_active(model, fuse)
+        elif plan is not None:
+            default.plan = make_plan(model, plan.setup, list(plan.heads), plan.skip_layers)
 
 
 def _install(model: AdaptedModel, name: str, layers: Mapping[str, Fusion]) -> None:

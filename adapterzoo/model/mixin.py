@@ -16,7 +16,7 @@ from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.composition import Composition, Fuse
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import names_call
+from adapterzoo.errors import names_calls
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
@@ -32,7 +32,8 @@ from . import (
 )
 from .heads.interface import HeadStrategy
 from .heads.static import StaticHead
-from .heads.tables import ties
+from .heads.ties import ties
+from .hf import config_entry
 from .state import (
     AdaptersConfig,
     AdapterState,
@@ -43,6 +44,7 @@ from .state import (
 )
 
 
+@names_calls
 class AdapterModelMixin:
     """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class.
 
@@ -74,25 +76,23 @@ class AdapterModelMixin:
         return anatomy_of(self)
 
     def has_adapters(self) -> bool:
-        """Whether there is any adapter."""
+        """Return whether there is any adapter."""
         return bool(self._adapter_state.records)
 
     def known_heads(self) -> tuple[str, ...]:
-        """Names of the model's heads; a model without named heads has none."""
+        """Return the names of the model's heads; a model without named heads has none."""
         return self._head_strategy.names(self)
 
-    @names_call
     def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
-        """The modules of an adapter with the paths of their layers, in model order.
+        """Return the modules of an adapter with the paths of their layers, in model order.
 
         Raises:
             UnknownNameError: the adapter is unknown.
         """
         return modules_of(self, name)
 
-    @names_call
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
-        """The modules of an adapter: `{block number: {location: module}}`; −1 is outside blocks.
+        """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
         Where one location holds several modules they come as a `ModuleList`.
 
@@ -107,7 +107,7 @@ class AdapterModelMixin:
     def adapter_summary(self, as_dict: Literal[False] = False) -> str: ...
 
     def adapter_summary(self, as_dict: bool = False) -> str | list[dict[str, Any]]:
-        """All adapters: name, architecture, parameters, their share, active, trained.
+        """Return a table of all adapters: name, architecture, parameters, share, active, trained.
 
         Of an active adapter the table also names the blocks that `skip_layers` leaves out.
 
@@ -122,7 +122,6 @@ class AdapterModelMixin:
 
     # --- add and delete ---
 
-    @names_call
     def add_adapter(
         self,
         adapter_name: str,
@@ -146,7 +145,6 @@ class AdapterModelMixin:
         """
         adapters.add(self, adapter_name, config, overwrite_ok, set_active)
 
-    @names_call
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter; where it was active, what was active beside it stays so.
 
@@ -157,7 +155,6 @@ class AdapterModelMixin:
         """
         adapters.delete(self, adapter_name)
 
-    @names_call
     def average_adapter(
         self,
         adapter_name: str,
@@ -238,7 +235,6 @@ class AdapterModelMixin:
             majority_sign_method=majority_sign_method, seed=seed,
         )  # fmt: skip
 
-    @names_call
     def add_weighted_adapter(
         self,
         adapters: Sequence[str],
@@ -289,7 +285,6 @@ class AdapterModelMixin:
             majority_sign_method=majority_sign_method, seed=seed,
         )  # fmt: skip
 
-    @names_call
     def adapter_to(
         self,
         name: str,
@@ -319,7 +314,6 @@ class AdapterModelMixin:
     def active_adapters(self, adapter_setup: object) -> None:
         self.set_active_adapters(adapter_setup)
 
-    @names_call
     def set_active_adapters(
         self, adapter_setup: object, skip_layers: Iterable[int] | None = None
     ) -> None:
@@ -337,7 +331,6 @@ class AdapterModelMixin:
         """
         activation.set_active(self, adapter_setup, skip_layers)
 
-    @names_call
     def make_plan(
         self,
         setup: Composition | None,
@@ -359,7 +352,6 @@ class AdapterModelMixin:
 
     # --- train ---
 
-    @names_call
     def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
         """Freeze everything but these adapters and the active heads, and activate them.
 
@@ -380,7 +372,6 @@ class AdapterModelMixin:
         """
         training.train_adapter(self, adapter_setup, train_embeddings)
 
-    @names_call
     def train_adapter_fusion(self, adapter_setup: object, unfreeze_adapters: bool = False) -> None:
         """Freeze everything but the fusion layers of a setup and the active heads; activate it.
 
@@ -395,7 +386,6 @@ class AdapterModelMixin:
         """
         training.train_fusion(self, adapter_setup, unfreeze_adapters)
 
-    @names_call
     def freeze_model(self, freeze: bool = True) -> None:
         """Freeze the base model and all adapters, or make the base model trainable.
 
@@ -418,7 +408,6 @@ class AdapterModelMixin:
             training.hold_statistics(self)
         return self
 
-    @names_call
     def dequantize(self, dtype: torch.dtype | None = None) -> Any:
         """Make quantised layers plain ones, as transformers does; their adapters stay with them.
 
@@ -437,9 +426,8 @@ class AdapterModelMixin:
         training.dequantize(self, functools.partial(cast("Any", super()).dequantize, dtype))
         return self
 
-    @names_call
     def adapter_fingerprint(self, adapter_name: str) -> str:
-        """A digest of an adapter's config and exact bits, equal on all devices.
+        """Return a digest of an adapter's config and exact bits, equal on all devices.
 
         It does not depend on the adapter's name, on the device or on how tensors lie in memory.
         On a model that `fully_shard` has split it is that of the whole model, and this is a
@@ -453,7 +441,6 @@ class AdapterModelMixin:
         """
         return training.adapter_fingerprint(self, adapter_name)
 
-    @names_call
     def verify_replicas(self, group: Any = None) -> None:
         """Check that every process has the same adapters, heads and bits of them.
 
@@ -472,7 +459,6 @@ class AdapterModelMixin:
 
     # --- merge ---
 
-    @names_call
     def merge_adapter(self, name: str) -> None:
         """Make an adapter part of the base weights; its own parameters stay for `reset_adapter`.
 
@@ -488,7 +474,6 @@ class AdapterModelMixin:
         """
         merging.merge_one(self, name)
 
-    @names_call
     def reset_adapter(self) -> None:
         """Give the base weights back their bits; the adapters that were merged act as before.
 
@@ -499,7 +484,6 @@ class AdapterModelMixin:
         """
         merging.reset(self)
 
-    @names_call
     def merge_and_unload(
         self,
         adapter_names: Sequence[str] | None = None,
@@ -532,7 +516,6 @@ class AdapterModelMixin:
         """
         return merging.merge_and_unload(self, adapter_names, architecture)
 
-    @names_call
     def unload(self, *, architecture: str | None = None) -> Any:
         """Return a plain model without adapters; see `merge_and_unload`.
 
@@ -549,7 +532,6 @@ class AdapterModelMixin:
 
     # --- fusions ---
 
-    @names_call
     def add_adapter_fusion(
         self,
         adapter_names: Fuse | Sequence[str] | str,
@@ -577,7 +559,6 @@ class AdapterModelMixin:
         """
         fusion.add(self, adapter_names, config, name, overwrite_ok, set_active)
 
-    @names_call
     def delete_adapter_fusion(self, adapter_names: Fuse | Sequence[str] | str) -> None:
         """Delete fusion layers; the adapters stay.
 
@@ -588,9 +569,8 @@ class AdapterModelMixin:
         """
         fusion.delete(self, adapter_names)
 
-    @names_call
     def fusion_modules(self, name: str) -> Iterator[tuple[str, Fusion]]:
-        """The fusion layers of a name with the paths of their places, in model order.
+        """Return the fusion layers of a name with the paths of their places, in model order.
 
         Raises:
             UnknownNameError: the fusion is unknown.
@@ -598,7 +578,7 @@ class AdapterModelMixin:
         return fusion_modules(self, name)
 
     def get_fusion_regularization_loss(self) -> Tensor | None:
-        """What the trainer adds to the loss so that V stays near the identity.
+        """Return what the trainer adds to the loss so that V stays near the identity.
 
         None where no fusion that is trained asks for it.
         """
@@ -606,7 +586,6 @@ class AdapterModelMixin:
 
     # --- save and load ---
 
-    @names_call
     def save_adapter(
         self,
         save_directory: str | os.PathLike[str],
@@ -643,7 +622,6 @@ class AdapterModelMixin:
         """
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, format)
 
-    @names_call
     def load_adapter(
         self,
         adapter_name_or_path: str | os.PathLike[str],
@@ -692,12 +670,11 @@ class AdapterModelMixin:
             StateError: the model is sharded.
         """
         return checkpointing.load_adapter(
-            self, adapter_name_or_path, load_as=load_as, with_head=with_head, leave_out=leave_out,
-            id2label=id2label, set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype,
-            version=version, revision=revision, source=source, **hub_kwargs,
+            self, adapter_name_or_path, version, revision, source, hub_kwargs, load_as=load_as,
+            with_head=with_head, leave_out=leave_out, id2label=id2label, set_active=set_active,
+            overwrite_ok=overwrite_ok, dtype=dtype,
         )  # fmt: skip
 
-    @names_call
     def save_all_adapters(
         self,
         save_directory: str | os.PathLike[str],
@@ -719,7 +696,6 @@ class AdapterModelMixin:
         for name in self.adapters_config:
             self.save_adapter(Path(save_directory) / name, name, with_head, meta_dict, format)
 
-    @names_call
     def load_all_adapters(
         self, save_directory: str | os.PathLike[str], with_head: bool = True
     ) -> list[str]:
@@ -738,7 +714,6 @@ class AdapterModelMixin:
         """
         return checkpointing.load_all_adapters(self, save_directory, with_head)
 
-    @names_call
     def save_head(
         self,
         save_directory: str | os.PathLike[str],
@@ -760,7 +735,6 @@ class AdapterModelMixin:
         """
         checkpointing.save_head(self, save_directory, head_name, format)
 
-    @names_call
     def load_head(
         self,
         save_directory: str | os.PathLike[str],
@@ -791,7 +765,6 @@ class AdapterModelMixin:
         """
         return checkpointing.load_head(self, save_directory, load_as, id2label, overwrite_ok, dtype)
 
-    @names_call
     def save_all_heads(
         self, save_directory: str | os.PathLike[str], format: str = "native"
     ) -> None:
@@ -807,7 +780,6 @@ class AdapterModelMixin:
         for name in self.known_heads():
             self.save_head(Path(save_directory) / name, name, format)
 
-    @names_call
     def save_adapter_fusion(
         self,
         save_directory: str | os.PathLike[str],
@@ -830,7 +802,6 @@ class AdapterModelMixin:
         """
         checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, format)
 
-    @names_call
     def load_adapter_fusion(
         self,
         adapter_fusion_name_or_path: str | os.PathLike[str],
@@ -864,7 +835,6 @@ class AdapterModelMixin:
             self, adapter_fusion_name_or_path, load_as, set_active, overwrite_ok, dtype
         )
 
-    @names_call
     def push_adapter_to_hub(
         self,
         repo_id: str,
@@ -924,7 +894,6 @@ class AdapterModelMixin:
             overwrite_adapter_card=overwrite_adapter_card,
         )  # fmt: skip
 
-    @names_call
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save the whole model: base weights, adapters and heads, as transformers does.
 
@@ -935,7 +904,7 @@ class AdapterModelMixin:
             save_directory: the folder.
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
-        checkpointing.enter_in_config(self)
+        config_entry.enter(self)
         try:
             cast("Any", super()).save_pretrained(save_directory, **kwargs)
         finally:
@@ -943,9 +912,8 @@ class AdapterModelMixin:
 
     # --- what transformers and torch ask of a model ---
 
-    @names_call
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it; adapters at the embedding would not fit any more.
+        """Resize as transformers does; refused where adapters sit at the embedding.
 
         Args:
             *args: as `PreTrainedModel.resize_token_embeddings` takes them.
@@ -979,7 +947,7 @@ class AdapterModelMixin:
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the adapters last, when the layers are there and get their values."""
-        checkpointing.restore(model, quantised=True)
+        config_entry.restore(model, quantised=True)
         return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -1011,7 +979,7 @@ def _checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **
 
 
 def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs of a block, one of them with a gradient.
+    """Return the inputs of a block, one of them with a gradient.
 
     The reentrant kind of checkpointing gives a block no gradients where its inputs have none, as
     above a frozen part; transformers sees to that for models of tokens only.

@@ -20,6 +20,7 @@ from adapterzoo.methods._table import Table
 from . import adapters
 from .activation import refuse_merged, set_active
 from .heads import tables
+from .heads.ties import tables_of
 from .sharding import gathered, refuse_if_sharded, reshard
 from .state import (
     AdaptedModel,
@@ -54,7 +55,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
         model._adapter_state.find(name)
         refuse_merged(model, name)
     for name in names if train_embeddings else ():
-        if not tables.tables_of(model, name):
+        if not tables_of(model, name):
             refuse_if_sharded(model, "Write it before fully_shard(model).")
         tables.check_table(model, name)
     model._head_strategy.check_training(model, setup)

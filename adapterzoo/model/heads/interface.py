@@ -106,9 +106,6 @@ class HeadStrategy:
     def removing(self, model: Any, owner: str) -> None:
         """Prepare for an adapter or a fusion that goes."""
 
-    def removed(self, model: Any, name: str) -> None:
-        """Follow an adapter that has gone."""
-
     def kept(self, model: Any, owner: str) -> Any:
         """Return what `put_back` needs after the owner was removed and installed again."""
         return None

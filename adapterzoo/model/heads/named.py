@@ -107,17 +107,12 @@ class NamedHeads(HeadStrategy):
         has_table = head is not None and tables.table_of(model, name) is not None
         if has_table and store.is_on(head, model.get_input_embeddings().weight):
             store.tie(model, head, name)
-        tables.list_ties(model, name)
 
     def removing(self, model: Any, owner: str) -> None:
         """Let the head of the adapter's name share the base model's table again."""
         head, table = model.heads._modules.get(owner), tables.table_of(model, owner)
         if table is not None and store.is_on(head, table):
             store.tie(model, head)
-
-    def removed(self, model: Any, name: str) -> None:
-        """List what is shared without the adapter."""
-        tables.list_ties(model, name)
 
     def ties(self, model: Any) -> dict[str, str]:
         """Return the keys of the heads' parameters that are the base model's or an adapter's."""

@@ -22,7 +22,7 @@ FIELD = "output"
 
 
 def without_output(head: PredictionHead, record: HeadRecord) -> HeadRecord:
-    """The record of a head without its output layer, where that is the checkpoint's own.
+    """Return the record of a head without its output layer, where that is the checkpoint's own.
 
     Args:
         head: of any type.
@@ -46,7 +46,7 @@ def with_output(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of a head with the output layer that its file leaves out.
+    """Return the tensors of a head with the output layer that its file leaves out.
 
     Args:
         head: that gets the tensors.
@@ -94,7 +94,7 @@ def start_with(head: PredictionHead, heads: Iterable[PredictionHead]) -> None:
 
 
 def _of_checkpoint(heads: Iterable[PredictionHead]) -> Iterator[Tensor]:
-    """The weights of output layers that the base model's checkpoint brought."""
+    """Yield the weights of output layers that the base model's checkpoint brought."""
     for head in heads:
         if (layer := head.output_embeddings) is not None and head.of_checkpoint:
             yield layer.weight

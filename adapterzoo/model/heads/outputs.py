@@ -56,15 +56,15 @@ class MultiHeadOutput(ModelOutput):
         return torch.vstack([output["logits"] for output in self])
 
     def __getitem__(self, k: Any) -> Any:
-        """The output of a head by its number, a field by its name."""
+        """Return the output of a head by its number, a field by its name."""
         return self._outputs()[k] if isinstance(k, int) else cast("Any", super()).__getitem__(k)
 
     def __iter__(self) -> Iterator[Any]:
-        """The outputs of the heads."""
+        """Iterate over the outputs of the heads."""
         return iter(self._outputs())
 
     def __len__(self) -> int:
-        """How many heads there are."""
+        """Return how many heads there are."""
         return len(self._outputs())
 
     def _outputs(self) -> list[ModelOutput]:
@@ -77,7 +77,7 @@ def answer(
     logits: Tensor | tuple[Tensor, ...],
     outputs: ModelOutput,
 ) -> ModelOutput:
-    """A head's answer in the output class of its task, with what the base model computed.
+    """Return a head's answer in the output class of its task, with the base model's outputs.
 
     Args:
         config: of the head.

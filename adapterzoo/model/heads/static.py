@@ -24,7 +24,7 @@ from adapterzoo.model import adapters
 from adapterzoo.model.activation import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
-from . import copies, tables
+from . import copies
 from .interface import HeadRecord, HeadStrategy
 
 _IGNORED = -100
@@ -47,17 +47,9 @@ class StaticHead(HeadStrategy):
         """Return the layers of the adapter's copy."""
         return copies.layers_with(model, name).values()
 
-    def installed(self, model: Any, name: str) -> None:
-        """List what the adapter shares."""
-        tables.list_ties(model, name)
-
     def removing(self, model: Any, owner: str) -> None:
         """Take out the owner's copy."""
         copies.take(model, owner)
-
-    def removed(self, model: Any, name: str) -> None:
-        """List what is shared without the adapter."""
-        tables.list_ties(model, name)
 
     def kept(self, model: Any, owner: str) -> Any:
         """Return the owner's copy, and the order of all copies."""

@@ -30,7 +30,8 @@ from adapterzoo.runtime import Plan
 
 from .interface import HeadNames
 from .output_layers import start_with
-from .tables import list_ties, table_of
+from .tables import table_of
+from .ties import list_ties
 
 
 def start(model: Any) -> None:

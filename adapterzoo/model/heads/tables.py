@@ -7,7 +7,6 @@ name that is tied to it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -25,14 +24,7 @@ from adapterzoo.model.activation import refuse_used
 from adapterzoo.model.adapters import Made, bring_in, init_values
 from adapterzoo.model.state import AdaptedModel, backbone_of, modules_of
 
-_LOCATION = "embeddings"
-
-
-def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
-    """Return the paths of the embeddings for which an adapter has a table; they share one."""
-    record = model._adapter_state.records.get(name)
-    places = {} if record is None else record.places
-    return tuple(path for path, ps in places.items() if ps and ps[0].location == _LOCATION)
+from .ties import LOCATION, tables_of
 
 
 def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
@@ -133,9 +125,7 @@ def make_tables(
     layer = cast("nn.Embedding", layer_at(backbone_of(model), paths[0]))
     rows, width = layer.num_embeddings, layer.embedding_dim
     made = Table(rows, width, device or device_of(layer), layer.weight.dtype)
-    return {
-        path: (made, [Placement(_site(path, rows, width), config, _LOCATION)]) for path in paths
-    }
+    return {path: (made, [Placement(_site(path, rows, width), config, LOCATION)]) for path in paths}
 
 
 def _site(path: str, rows: int, width: int) -> Site:
@@ -163,50 +153,6 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
     # it was removed and installed again: give it its place back
     for each in order:
         records[each] = records.pop(each)
-
-
-# --- what is shared ---
-
-
-def ties(model: AdaptedModel) -> dict[str, str]:
-    """Return the keys in the state dict that are another one's parameter, to that one's."""
-    whole = backbone_of(model) is cast("Any", model)
-    start = "" if whole else f"{model.base_model_prefix}."
-    found = {}
-    for name in model._adapter_state.records:
-        first, *rest = tables_of(model, name) or ("",)
-        end = f"adapters.{name}.table.weight"
-        found.update({f"{start}{p}.{end}": f"{start}{first}.{end}" for p in rest})
-    return {**found, **model._head_strategy.ties(model)}
-
-
-def list_ties(model: AdaptedModel, name: str | None = None) -> None:
-    """Tell transformers which parameters are shared.
-
-    Args:
-        model: with adapters.
-        name: of an adapter that has come or gone; None: something else has changed.
-    """
-    own = cast("Any", model)
-    # absent until transformers has finished the constructor
-    listed = vars(own).get("all_tied_weights_keys")
-    if name is not None:
-        gone = any(
-            f".adapters.{name}." in f"{key} {other}" for key, other in (listed or {}).items()
-        )
-        # most adapters have no table, and the fiftieth shall cost what the first did
-        if not gone and not tables_of(model, name):
-            return
-    tied = ties(model)
-    vars(own).pop("_tied_weights_keys", None)
-    if tied:
-        # transformers reads these as patterns
-        patterns = {re.escape(k): re.escape(v) for k, v in tied.items()}
-        own._tied_weights_keys = {**(type(own)._tied_weights_keys or {}), **patterns}
-    if listed is not None:
-        for key in [k for k in listed if k.startswith("heads.") or ".adapters." in k]:
-            del listed[key]
-        listed.update(tied)
 
 
 # --- files ---

@@ -22,7 +22,7 @@ _CLASS_TOKENS = frozenset({"cls_token", "class_token", "class_embedding"})
 
 
 def describe(model: Any) -> Backbone:
-    """The model as a new head sees it; head parameters go where the model's last ones are.
+    """Return the model as a new head sees it; head parameters go where the model's last ones are.
 
     Args:
         model: a `PreTrainedModel`.
@@ -54,7 +54,7 @@ def describe(model: Any) -> Backbone:
 
 
 def text_config(config: Any) -> Any:
-    """The config of the part that reads or writes text; the config itself where it has no parts.
+    """Return the config of the part that reads or writes text; of a model without parts its own.
 
     Differs from `config.get_text_config(decoder=True)`: that one copies the flat config of an
     encoder-decoder and resets every field that begins with `decoder_` to the default of its class,
@@ -69,7 +69,7 @@ def text_config(config: Any) -> Any:
 
 
 def ties_output(config: Any, head: HeadConfig) -> bool:
-    """Whether the last layer of a language modelling head is the input embedding.
+    """Return whether the last layer of a language modelling head is the input embedding.
 
     Args:
         config: of the model.
@@ -79,7 +79,7 @@ def ties_output(config: Any, head: HeadConfig) -> bool:
 
 
 def lm_scale(text: Any) -> float | None:
-    """The factor of the hidden states below the output embeddings: T5 scales where it ties them.
+    """Return the factor of the hidden states below the output embeddings; T5 has one where tied.
 
     Args:
         text: config of the decoder.
@@ -91,7 +91,7 @@ def lm_scale(text: Any) -> float | None:
 
 
 def auto_pooling(model: Any) -> Pooling:
-    """Which tokens answer for a sequence in models of this family.
+    """Return which tokens answer for a sequence in models of this family.
 
     Encoders: the first token. Decoders: the last one. Encoder–decoders: the end of the sequence.
     Vision: the class token, or the mean where there is none. Audio: the mean.
@@ -110,7 +110,7 @@ def auto_pooling(model: Any) -> Pooling:
 
 
 def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
-    """The number of the padding token, and those of end-of-sequence tokens."""
+    """Return the id of the padding token, and those of end-of-sequence tokens."""
     text = text_config(model.config)
     eos = getattr(text, "eos_token_id", None)
     if eos is None:

@@ -25,12 +25,12 @@ from adapterzoo.inject import set_class
 from adapterzoo.model import batches
 from adapterzoo.model.adapters import is_inside
 from adapterzoo.model.batches import RowNames
-from adapterzoo.model.checkpointing import format_of, restore
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.heads.forward import label_arguments
 from adapterzoo.model.mixin import AdapterModelMixin
 from adapterzoo.model.sharding import peft_layer
 
+from .config_entry import format_of, restore
 from .generation import GeneratesWithAdapters
 from .pipelines import enter_pipelines
 from .towers import feature_names

@@ -23,7 +23,7 @@ from .static_table import StaticHead, from_static, is_task, to_static
 
 
 def info_of(model: Any, with_head: bool = True) -> ModelInfo:
-    """The facts of a model.
+    """Return what the formats of checkpoints must know of a model.
 
     Args:
         model: with adapters.
@@ -62,7 +62,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def prefix_of(model: Any) -> str:
-    """The name under which a model holds its base model; empty when it is one itself."""
+    """Return the name under which a model holds its base model; empty when it is one itself."""
     return "" if model._backbone is model else str(model.base_model_prefix)
 
 
@@ -83,7 +83,7 @@ class _Tasks:
     def read(
         self, architecture: str, tensors: Mapping[str, Tensor], label2id: Mapping[str, int] | None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """A static head's tensors as document and tensors of a named head.
+        """Return a static head's tensors as document and tensors of a named head.
 
         Raises:
             CheckpointError: no named head says the same.
@@ -103,7 +103,7 @@ class _Tasks:
     def write(
         self, architecture: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """A named head's tensors as those of a task class.
+        """Return a named head's tensors as those of a task class.
 
         Raises:
             CheckpointError: the class has no such head.
@@ -128,7 +128,7 @@ class _Tasks:
         return {theirs: tensors[mine] for theirs, mine in keys.items() if mine not in missing}
 
     def tied(self, document: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a head that are the base model's, by their names in the head."""
+        """Return the tensors of a head that are the base model's, by their names in the head."""
         values = document.get("config")
         if not isinstance(values, Mapping):
             return {}
@@ -143,7 +143,7 @@ class _Tasks:
     def untied(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Config and tensors of a named head, untied where its output layer is another."""
+        """Return config and tensors of a named head, untied where its output layer is another."""
         return shared_or_own(config, tensors, self.tied({"config": config}))
 
     def _named(

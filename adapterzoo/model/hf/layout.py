@@ -16,7 +16,7 @@ from adapterzoo.inject import AdapterDict
 
 
 def renamer(model: Any) -> Callable[[str], str]:
-    """A function from names of modules and tensors in older releases to the present ones.
+    """Return a function from names in older releases to the present ones.
 
     transformers renames modules, and its loader knows how: what it does to the keys of old
     checkpoints of the base model is done to those of old adapters.
@@ -39,7 +39,7 @@ def renamer(model: Any) -> Callable[[str], str]:
 
 
 def tensor_of(model: Any, key: str) -> Tensor | None:
-    """The parameter or buffer of a model, None where there is none.
+    """Return a parameter or buffer of a model, None without one.
 
     Args:
         model: any module.
@@ -55,7 +55,7 @@ def tensor_of(model: Any, key: str) -> Tensor | None:
 
 
 def task_modules(model: Any, task_class: str) -> Mapping[str, tuple[str, ...]]:
-    """Paths of all modules of a task class, with the names of the tensors that each saves.
+    """Return the paths of all modules of a task class, with the tensors that each saves.
 
     Args:
         model: gives the config; where it is of the class itself, it gives the modules too.

@@ -60,7 +60,7 @@ def _tasks() -> tuple[str, ...]:
 
 
 def to_static(static: StaticHead, config: HeadConfig) -> Mapping[str, str] | str:
-    """Tensors of a static head to those of a named head that has the same layers.
+    """Return the keys of a static head's tensors in a named head that has the same layers.
 
     Args:
         static: what `from_static` made of the static head that shall be filled.

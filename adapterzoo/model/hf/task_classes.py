@@ -60,7 +60,7 @@ def class_for(
 
 
 def with_labels(config: Any, head: HeadConfig) -> Any:
-    """A base model's config, changed to one with the classes of a head.
+    """Return a base model's config, changed to one with the classes of a head.
 
     Args:
         config: of a model of transformers.
