@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils.generic import ModelOutput
 
-from .errors import ConfigError, StateError, names_call
+from .errors import ConfigError, StateError, names_call, naming
 from .heads import HeadConfig, PredictionHead, add_methods
 from .inject import AdapterDict
 from .model import batches
@@ -215,7 +215,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @active_head.setter
     def active_head(self, head_name_or_list: str | list[str] | None) -> None:
-        store.activate(self, head_name_or_list)
+        with naming(lambda: f"active_head = {head_name_or_list!r}"):
+            store.activate(self, head_name_or_list)
 
     # --- add and delete ---
 

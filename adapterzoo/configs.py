@@ -1,25 +1,20 @@
-"""Configs: their dicts, files and strings; what an adapter config is; and the union of several.
+"""The base of adapter configs, their registries, and the union of several.
 
-A config is a frozen, keyword-only dataclass in the file of its method or head. It declares what its
+A config is a frozen, keyword-only dataclass in the file of its method. It declares what its
 fields may hold (`adapterzoo.fields`), says where its adapters sit (`placements`) and makes one
 (`build`).
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import json
-import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .errors import CompositionError, ConfigError, listing, unknown_name
-from .fields import ConfigType, check_fields, construct
+from .config_base import Config
+from .errors import CompositionError, ConfigError, listing
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -36,191 +31,8 @@ architectures: Registry[Any] = Registry("architecture", decorates="its config cl
 config_strings: Registry[Any] = Registry("config string")
 """The short names, `"lora"`, `"seq_bn"`, …, to the function that makes the config."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config(metaclass=ConfigType):
-    """Base of all configs: of adapters, fusion layers and heads.
-
-    Two configs are equal if their dicts are. `config["r"]`, `config.get("r")` and `dict(config)`
-    read the fields, and the kind under its name in files.
-
-    Attributes:
-        kind_field: the key of `to_dict` that says which class a dict belongs to; empty where there
-            is one class.
-        kinds: the values of that key to the classes.
-        default_kind: the kind of a dict without that key; None if it must be there.
-        strings: the names that `load` takes, to functions that make the config.
-        default: what `load` makes of None.
-    """
-
-    kind_field: ClassVar[str] = ""
-    kinds: ClassVar[Registry[Any] | None] = None
-    default_kind: ClassVar[str | None] = None
-    strings: ClassVar[Registry[Any]] = Registry("config string")
-    default: ClassVar[object] = None
-
-    def __init_subclass__(cls) -> None:
-        """Keep `@dataclass` from replacing the comparison by one of its own."""
-        super().__init_subclass__()
-        for name in ("__eq__", "__hash__"):
-            if name not in vars(cls):
-                setattr(cls, name, getattr(cls, name))
-
-    def __post_init__(self) -> None:
-        """Check each field by its declaration; checks over several fields come after it.
-
-        Raises:
-            ConfigError: a value is not legal.
-        """
-        check_fields(self)
-
-    # --- dicts ---
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as JSON types, with its kind; `from_dict` reads it back."""
-        fields = {
-            f.name: _as_json(getattr(self, f.name))
-            for f in dataclasses.fields(self)
-            if not ("ours" in f.metadata and getattr(self, f.name) == f.default)
-        }
-        return {self.kind_field: self._kind(), **fields} if self.kind_field else fields
-
-    @classmethod
-    def from_dict(cls, values: object) -> Self:
-        """Return the config that `to_dict` wrote; a base class finds the class of the dict.
-
-        Raises:
-            ConfigError: a field is unknown, or a value is not legal.
-            UnknownNameError: nothing is registered for its kind.
-        """
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"config={values!r}: a config in a file or a union is a dict of its fields, not a "
-                f"{type(values).__name__}. Write {_example(cls)}."
-            )
-        fields = dict(values)
-        given = fields.pop(cls.kind_field, None) if cls.kind_field else None
-        own = cls._kind()
-        if own is None and cls.kinds is not None:
-            found: Any = cls.kinds.find(given or cls.default_kind)
-            made: Self = found._from_fields(fields)
-            return made
-        if given is not None and given != own:
-            root = next(c for c in reversed(cls.__mro__) if vars(c).get("kind_field"))
-            raise ConfigError(
-                f"{cls.__name__}.from_dict: the dict has {cls.kind_field}={given!r}, not {own!r}. "
-                f"Write {root.__name__}.from_dict(…)."
-            )
-        return cls._from_fields(fields)
-
-    @classmethod
-    def _kind(cls) -> Any:
-        return getattr(cls, cls.kind_field, None) if cls.kind_field else None
-
-    @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        return construct(cls, cls.__name__, {name: _as_field(v) for name, v in fields.items()})
-
-    def replace(self, **changes: Any) -> Self:
-        """Return the same config with some fields changed.
-
-        Raises:
-            ConfigError: a field is unknown, or a value is not legal.
-        """
-        return construct(type(self), type(self).__name__, _fields_of(self) | changes)
-
-    # --- what users pass as config= ---
-
-    @classmethod
-    def load(cls, config: object = None, **changes: Any) -> Self:
-        """Return the config that a user means.
-
-        Args:
-            config: a config; a config string such as `"lora[r=8,alpha=16]"`; a dict as `to_dict`
-                writes it; the path of a JSON file with such a dict; None for the default.
-            **changes: fields that shall have other values.
-
-        Raises:
-            ConfigError: it is none of these, or a value in it is not legal.
-            UnknownNameError: the config string names nothing that is registered.
-        """
-        asked: Any = cls.default if config is None else config
-        if isinstance(asked, cls):
-            found = asked
-        elif isinstance(asked, Mapping):
-            found = cls.from_dict(asked)
-        elif isinstance(asked, os.PathLike) or (
-            isinstance(asked, str) and asked not in cls.strings and asked.endswith(".json")
-        ):
-            found = cls.from_dict(_read(asked))
-        elif isinstance(asked, str):
-            found = cls._parse(asked)
-        else:
-            raise ConfigError(
-                f"config={asked!r}: not an object of {cls.__name__}, a config string, a dict or "
-                f"the path of a JSON file, but a {type(asked).__name__}. Write "
-                f"config={cls.default!r}."
-            )
-        return found.replace(**changes) if changes else found
-
-    @classmethod
-    def _parse(cls, text: str) -> Any:
-        match = _CONFIG_STRING.fullmatch(text)
-        if match is None:
-            raise ConfigError(
-                f"config={text!r}: not a config string. Write a name, with fields in brackets if "
-                f"any: 'lora[r=8,alpha=16]'."
-            )
-        config: Config = cls.strings.find(match["name"])()
-        try:
-            call = ast.parse(f"f({match['fields'] or ''})", mode="eval").body
-            # literal_eval below takes nothing but constants, so no code of the string is run
-            keywords = call.keywords if isinstance(call, ast.Call) and not call.args else None
-            fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
-        except (SyntaxError, ValueError):
-            keywords, fields = None, {}
-        if keywords is None or len(fields) < len(keywords):
-            raise ConfigError(
-                f"config={text!r}: the brackets hold field=value pairs of plain values, each field "
-                f"once. Write 'lora[r=8,alpha=16]' or 'lora[attn_matrices=[\"q\",\"k\"]]'."
-            )
-        given = {name: _as_field(value) for name, value in fields.items()}
-        return construct(type(config), f"config={text!r}", _fields_of(config) | given)
-
-    # --- as the peers' configs, which are mappings ---
-
-    def keys(self) -> tuple[str, ...]:
-        """Return the names of the fields, the kind's first."""
-        kind = (self.kind_field,) if self.kind_field else ()
-        return (*kind, *(f.name for f in dataclasses.fields(self)))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a field, the default if there is no such field."""
-        return getattr(self, key) if key in self.keys() else default
-
-    def __getitem__(self, key: str) -> Any:
-        """Return the value of a field.
-
-        Raises:
-            UnknownNameError: there is no such field.
-        """
-        if key not in self.keys():
-            raise unknown_name(f"{type(self).__name__}(…)[{key!r}]", "field", key, self.keys())
-        return getattr(self, key)
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of the fields."""
-        return iter(self.keys())
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether both have the same dict."""
-        if not isinstance(other, Config) or other.kind_field != self.kind_field:
-            return NotImplemented
-        return self.to_dict() == other.to_dict()
-
-    def __hash__(self) -> int:
-        """Return a hash that equal configs share."""
-        return hash(_hashable(self.to_dict()))
+# text in quotes, in a config string
+_QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,47 +244,3 @@ class ConfigUnion(AdapterConfig):
                 f"Write {{'architecture': 'union', 'configs': […]}}."
             )
         return cls(*(AdapterConfig.from_dict(c) for c in members))
-
-
-_CONFIG_STRING = re.compile(r"(?P<name>[^\[\]|]+)(?:\[(?P<fields>.*)\])?", re.DOTALL)
-_QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
-
-
-def _read(path: str | os.PathLike[str]) -> Any:
-    try:
-        document = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"config={os.fspath(path)!r}: not a JSON file ({error}). Write the path of a file with "
-            f"a config's dict, as json.dumps(config.to_dict()) gives it."
-        ) from error
-    # as saved beside an adapter
-    inner = document.get("config") if isinstance(document, dict) else None
-    return inner if isinstance(inner, dict) else document
-
-
-def _example(cls: type[Config]) -> str:
-    kind = cls._kind() or next(iter(cls.kinds or ()), None)
-    return f"{{{cls.kind_field!r}: {kind!r}, …}}" if kind else f"{cls.__name__}().to_dict()"
-
-
-def _fields_of(config: Config) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_as_json(v) for v in value]
-    if isinstance(value, Mapping):
-        return {str(k): _as_json(v) for k, v in value.items()}
-    return value
-
-
-def _as_field(value: Any) -> Any:
-    return tuple(map(_as_field, value)) if isinstance(value, list) else value
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return frozenset((key, _hashable(v)) for key, v in value.items())
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from .errors import DuplicateNameError, UnknownNameError, unknown_name
+from .errors import DuplicateNameError, UnknownNameError, in_python, unknown_name
 
 T = TypeVar("T")
 
@@ -56,10 +56,11 @@ class Registry(Mapping[str, T], Generic[T]):
         error = unknown_name("", self.kind, name, self._entries)
         if self._decorates is None:
             raise error
-        raise UnknownNameError(
-            f"{error} For one of your own write @{self.kind.replace(' ', '_')}s.register({name!r}) "
-            f"above {self._decorates}, and import its file."
+        decorator = f"@{self.kind.replace(' ', '_')}s.register({name!r})"
+        own = (
+            f" For one of your own write {decorator} above {self._decorates}, and import its file."
         )
+        raise UnknownNameError(f"{error}{in_python(own)}")
 
     def __getitem__(self, name: str) -> T:
         """Return the entry of this name, as `find`."""

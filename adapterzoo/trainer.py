@@ -16,7 +16,7 @@ from transformers import Seq2SeqTrainer, Trainer, modeling_outputs
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from .composition import fusions_of
-from .errors import AdapterZooError, CheckpointError, ConfigError, StateError, listing
+from .errors import CheckpointError, ConfigError, StateError, listing, naming
 from .heads import PredictionHead
 from .model import snapshot
 from .model.heads.inputs import decoder_labels, shift_labels
@@ -365,11 +365,8 @@ class AdapterTrainer(Trainer):
         self._restore(cast("str", self.state.best_model_checkpoint))
 
     def _restore(self, folder: str) -> None:
-        try:
+        with naming(f"checkpoint {folder!r}"):
             snapshot.restore(self._adapted, Path(folder))
-        except AdapterZooError as error:
-            error.args = (f"checkpoint {folder!r}: {error}",)
-            raise
 
 
 class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):

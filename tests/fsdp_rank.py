@@ -180,9 +180,9 @@ def what_is_fixed_is_refused(rank, folder):
         "add_classification_head('c')": lambda: model.add_classification_head("c"),
         "delete_head('a')": lambda: model.delete_head("a"),
         "merge_adapter('a')": lambda: model.merge_adapter("a"),
-        f"load_adapter('{saved}')": lambda: model.load_adapter(saved, load_as="c"),
-        f"load_head('{head}')": lambda: model.load_head(head, load_as="c"),
-        "push_adapter_to_hub('ann/a', 'a')": lambda: model.push_adapter_to_hub("ann/a", "a"),
+        "load_adapter(": lambda: model.load_adapter(saved, load_as="c"),
+        "load_head(": lambda: model.load_head(head, load_as="c"),
+        "push_adapter_to_hub('ann/a')": lambda: model.push_adapter_to_hub("ann/a", "a"),
     }
     hints = {"delete": "Write ", "push_a": "then hub.push(folder, …) in one"}
     for name, call in calls.items():

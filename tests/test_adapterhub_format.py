@@ -131,7 +131,7 @@ def test_where_a_checkpoint_comes_from(model, monkeypatch):
     model.load_adapter(str(BERT), load_as="local", version="main", revision="main")
     with refused(model, ConfigError, "version='a'", "revision='b'", "Write revision='b' alone"):
         model.load_adapter(BERT, load_as="other", version="a", revision="b")
-    with refused(model, ConfigError, "source='ah'", "Write source='hf'"):
+    with refused(model, ConfigError, "source='ah'", "Write source='hf' for the Hub"):
         model.load_adapter(BERT, load_as="other", source="ah")
     with pytest.raises(TypeError, match="use_safetensor"):
         model.load_adapter(BERT, load_as="other", use_safetensor=True)
@@ -383,19 +383,32 @@ def test_the_feed_forward_layers_have_each_others_names_in_llama(tiny, tmp_path)
 ZOO = [
     pytest.param(SHARED / family / method, id=f"{family}-{method}")
     for family in ("bert", "roberta", "gpt2", "llama", "t5", "vit")
-    for method in ("vera", "vera_kv", "noreft", "loreft", "loreft_prefix")
+    for method in (
+        "ia3",
+        "loreft",
+        "loreft_prefix",
+        "noreft",
+        "prefix_tuning",
+        "prefix_tuning_flat",
+        "vera",
+        "vera_kv",
+    )
     if (SHARED / family / method).is_dir()
 ]
 INPUTS = {"attention_mask", "decoder_input_ids", "input_ids", "pixel_values"}
 
 
+@pytest.mark.filterwarnings(
+    "ignore:adapter_config.json does not say whether this adapter is NoReFT"
+)
 @pytest.mark.parametrize("folder", ZOO)
 def test_golden_checkpoints_of_the_zoo(folder, tmp_path):
     model = base_of(folder)
     name = model.load_adapter(folder, with_head=False, set_active=True)
     model.save_adapter(tmp_path / "written", name, with_head=False, format="adapterhub")
     theirs, ours = (pickled(f / TENSORS[0]) for f in (folder, tmp_path / "written"))
-    assert theirs.keys() == ours.keys()
+    # the peer repeats the tables of prefixes in each layer
+    assert {key for key in theirs if ".pool." not in key} == ours.keys()
     said = [json.loads((f / CONFIGS[0]).read_text()) for f in (folder, tmp_path / "written")]
     assert said[0]["config"] == said[1]["config"]
     again = base_of(folder)

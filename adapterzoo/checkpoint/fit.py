@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, in_python, listing
 
 from .digest import same_bits
 
@@ -36,8 +36,8 @@ def differences(
             wrong[theirs.dtype, ours.dtype] = wrong.get((theirs.dtype, ours.dtype), 0) + 1
     for (theirs_dtype, ours_dtype), count in wrong.items():
         lines.append(
-            f"dtype of {count} tensors   file {theirs_dtype}   model {ours_dtype}   "
-            f"(pass dtype={ours_dtype} to convert)"
+            f"dtype of {count} tensors   file {theirs_dtype}   model {ours_dtype}"
+            f"{in_python(f'   (pass dtype={ours_dtype} to convert)')}"
         )
     return lines
 

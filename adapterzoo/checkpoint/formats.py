@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.registry import Registry
 
 from . import folders
@@ -183,7 +183,10 @@ def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
             f"it holds a whole model, with the adapters and heads that it had. Write "
             f"model = {load}, and model.save_{kind}('folder', 'name') to have one alone."
         )
-    return f"its files: {listing(names)}. Write the folder that save_{kind} was given."
+    return (
+        f"its files: {listing(names)}. Write "
+        f"{in_python(f'the folder that save_{kind} wrote', 'the folder of an adapter')}."
+    )
 
 
 def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
@@ -205,7 +208,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
     if name != "native" and checkpoint.metadata.get("embeddings") is not None:
         raise CheckpointError(
             f"the adapter has trained embeddings, and the format {name!r} has none. Nothing has "
-            f"been written. Write format='native'."
+            f"been written. Write {argument('format', 'native')}."
         )
     contents = chosen.encode(checkpoint, kind, info)
     touched = {*contents, *chosen.owned(kind)}

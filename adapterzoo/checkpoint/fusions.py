@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, unknown_name
+from adapterzoo.errors import CheckpointError, argument, unknown_name
 
 from . import folders, native
 from .adapterhub import fusion as adapterhub
@@ -27,7 +27,7 @@ def check_format(format: str) -> None:
     if format == "peft":
         raise CheckpointError(
             "PEFT has no fusion of adapters, and its format none of its layers. Nothing has been "
-            "written. Write format='native' or format='adapterhub'."
+            f"written. Write {argument('format', 'native')} or {argument('format', 'adapterhub')}."
         )
     if format not in FORMATS:
         raise unknown_name("", "format", format, FORMATS)

@@ -14,7 +14,7 @@ import click
 from adapterzoo import __version__
 from adapterzoo.errors import AdapterZooError, naming
 
-from .hints import respelled, spell, this_call
+from .hints import spell, this_call
 from .output import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -99,7 +99,7 @@ class ExampleCommand(click.Command):
             with naming(this_call(), spell):
                 return super().invoke(ctx)
         except AdapterZooError as error:
-            raise RefusedError(respelled(str(error))) from error
+            raise RefusedError(str(error)) from error
 
 
 class App(click.Group):

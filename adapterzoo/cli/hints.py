@@ -5,8 +5,6 @@ The library names arguments by `errors.argument`; `spell` gives the option that 
 
 from __future__ import annotations
 
-import re
-
 import click
 
 # arguments of Python whose options have another name
@@ -62,10 +60,3 @@ def _written(parameter: click.Parameter, value: object) -> str:
     if isinstance(value, bool):
         return parameter.opts[0] if value else parameter.secondary_opts[0]
     return f"{parameter.opts[0]} {value}"
-
-
-def respelled(message: str) -> str:
-    """Spell the arguments that messages of `checkpoint` still write in Python."""
-    for text, name, value in re.findall(r"(\b(with_head|format)=(False|'\w+'))", message):
-        message = message.replace(text, spell(name, False if value == "False" else value[1:-1]))
-    return message

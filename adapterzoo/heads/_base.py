@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from adapterzoo.configs import Config
+from adapterzoo.config_base import Config
 from adapterzoo.contracts import Head
 from adapterzoo.registry import Registry
 

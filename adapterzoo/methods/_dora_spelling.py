@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import AdapterHubSpelling, Container, PeftPart, PeftSpelling, Tensors
 
 from . import _low_rank_adapterhub, _low_rank_peft
@@ -79,7 +79,8 @@ def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Ten
     if None in slices or len(set(rows)) < len(rows):
         raise CheckpointError(
             f"at {site.path!r} {len(parts)} adapters with magnitudes share rows, and PEFT has one "
-            f"for the whole layer, which cannot compute the same. Write format='native', or train "
+            f"for the whole layer, which cannot compute the same. Write "
+            f"{argument('format', 'native')}, or train "
             f"with target_modules={[site.path.rpartition('.')[2]]!r}."
         )
     joined = _low_rank_peft.join(parts, weight)
@@ -94,7 +95,8 @@ def _with_norms(m: Tensor, covered: Tensor, site: Site, weight: Tensor | None) -
     if weight is None or not plain or weight.dim() != 2 or not weight.is_floating_point():
         raise CheckpointError(
             f"at {site.path!r} only some rows of a fused layer are adapted, and the norms of the "
-            f"others cannot be computed from a quantised or sharded weight. Write format='native'."
+            f"others cannot be computed from a quantised or sharded weight. Write "
+            f"{argument('format', 'native')}."
         )
     rows = weight.detach().to(m).T if site.transposed else weight.detach().to(m)  # [d_out, d_in]
     whole: Tensor = torch.linalg.vector_norm(rows, dim=1)  # [d_out]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapterzoo.anatomy import OutputSlice
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.fields import MAX_WIDTH
 from adapterzoo.spelling import (
     Fields,
@@ -111,7 +111,7 @@ def _write_layer(layer: PeftOutput) -> Fields:
         raise CheckpointError(
             f"the adapters at {site.path!r} differ in scaling or dropout (scaling, use_rslora, "
             f"dropout: {listing(sorted(said))}), and PEFT has one of each per layer. Write "
-            f"format='native'."
+            f"{argument('format', 'native')}."
         )
     alpha = one.alpha_at(site.path)
     if len(parts) > 1:

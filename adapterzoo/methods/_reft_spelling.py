@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.spelling import AdapterHubSpelling, Container, Tensors, same
+from adapterzoo.spelling import (
+    AdapterHubFile,
+    AdapterHubSpelling,
+    Container,
+    Fields,
+    Tensors,
+    same,
+)
 
 _ORIGINAL = "projection.parametrizations.weight.original"
 _PREFIX, _SUFFIX = "units.0.", "units.1."
@@ -24,6 +33,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         ),
         # files do not say which of NoReFT and DiReFT they are
         omitted=("subtract_projection",),
+        read_fields=_read_fields,
         containers=(Container("refts", "block", below="reft_layer", read=_read, write=_write),),
     )  # fmt: skip
 
@@ -35,6 +45,18 @@ def _used(config: AdapterConfig) -> tuple[str, ...]:
         return (_PREFIX,)
     counts = {_PREFIX: values["prefix_positions"], _SUFFIX: values["suffix_positions"]}
     return tuple(unit for unit, count in counts.items() if count)
+
+
+def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
+    """The fields of a file, with a warning where they do not tell which method they mean."""
+    if not fields.get("orthogonality", True) and "subtract_projection" not in fields:
+        warnings.warn(
+            "adapter_config.json does not say whether this adapter is NoReFT or DiReFT, which "
+            "adapters writes alike: NoReFT is loaded. For DiReFT write "
+            "'subtract_projection': false among the fields of 'config' in the file.",
+            stacklevel=2,
+        )
+    return fields
 
 
 def _units(tensors: Tensors) -> dict[str, Tensors]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from adapterzoo.configs import Config
+from adapterzoo.config_base import Config
 from adapterzoo.fields import Choice, Maybe, Share, field
 from adapterzoo.kernels.exact import is_autocast
 from adapterzoo.registry import Registry

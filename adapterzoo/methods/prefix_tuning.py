@@ -31,13 +31,16 @@ from adapterzoo.configs import AdapterConfig, Placement, architectures, config_s
 from adapterzoo.contracts import AttentionAdapter, BaseLayer, Prefix
 from adapterzoo.errors import SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
+from adapterzoo.spelling import spelled
 
+from . import _prefix_tuning_spelling
 from ._bottleneck_layer import Affine
 from ._init import constant, drawn, generator, kaiming, normal, uniform
 
 
 @architectures.register("prefix_tuning")
 @config_strings.register("prefix_tuning")
+@spelled(_prefix_tuning_spelling.adapterhub)
 @dataclass(frozen=True, kw_only=True)
 class PrefixTuningConfig(AdapterConfig):
     """Config of prefix tuning; the fields are those of adapters, and `convention`.

@@ -38,6 +38,7 @@ from adapterzoo.errors import (
     StateError,
     UnknownNameError,
     listing,
+    naming,
     unknown_name,
 )
 from adapterzoo.runtime import Plan, current_task
@@ -397,11 +398,8 @@ class AdapterSetup:
             ConfigError: a model has no block of a number in `skip_layers`.
             UnknownNameError: no model has all the adapters and heads that are named.
         """
-        try:
+        with naming(lambda: repr(self)):
             stack = self._entered_models()
-        except AdapterZooError as error:
-            error.args = (f"{self!r}: {error}",)
-            raise
         self._entered.append((_here(), stack))
         return self
 

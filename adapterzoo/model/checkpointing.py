@@ -25,6 +25,7 @@ from adapterzoo.errors import (
     ConfigError,
     DuplicateNameError,
     StateError,
+    argument,
     listing,
     unknown_name,
 )
@@ -94,7 +95,7 @@ def save_adapter(
     if embeddings is not None:
         document["embeddings"] = embeddings
     stored = Checkpoint(document, tensors, {} if head is None else head.tensors)
-    _write(model, folder, stored, "adapter", format, f"save_adapter({name!r})")
+    _write(model, folder, stored, "adapter", format)
 
 
 def load_adapter(
@@ -151,7 +152,7 @@ def _fitting(
     info = info_of(model, with_head)
     stored = formats.read(Path(path), "adapter", info)
     name = _name_in(load_as, stored, hub_name or path)
-    refuse_taken(model, name, overwrite_ok, "load_as='another_name'")
+    refuse_taken(model, name, overwrite_ok, f"{argument('load_as', 'another_name')}")
     config, made = _filled(model, stored, leave_out, dtype)
     has_head = with_head and stored.metadata.get("head") is not None
     if id2label is not None and not has_head:
@@ -309,7 +310,7 @@ def save_head(
     own_name = name if name and strategy.is_named else sharding.class_name(model)
     document = {**_provenance(model, own_name), "head": record.document}
     stored = Checkpoint(document, {}, record.tensors)
-    _write(model, folder, stored, "head", format, f"save_head({head_name!r})")
+    _write(model, folder, stored, "head", format)
 
 
 def load_head(
@@ -337,7 +338,7 @@ def _head_in(stored: Checkpoint) -> HeadRecord:
     if not isinstance(document, Mapping):
         raise CheckpointError(
             f"the checkpoint describes its head by {document!r}, which is not an object. "
-            f"Save it again, or write with_head=False."
+            f"Save it again, or write {argument('with_head', False)}."
         )
     return HeadRecord(dict(document), stored.head)
 
@@ -417,12 +418,14 @@ def _write(
     stored: Checkpoint,
     kind: formats.Kind,
     format: str,
-    call: str,
 ) -> None:
     info = info_of(model)
     if format != "native":
         # these look at weights of the base model, in one process
-        hint = "Write format='native', load it into a whole model, and save it from there."
+        hint = (
+            f"Write {argument('format', 'native')}, load it into a whole model, and save it from "
+            f"there."
+        )
         sharding.refuse_if_sharded(model, hint)
     sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
 
@@ -453,7 +456,8 @@ def _name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
         return check_name(PurePath(path).name if name is None else name)
     except ConfigError as error:
         raise ConfigError(
-            f"{error} The checkpoint brought this one: write load_as='my_task' to give another."
+            f"{error} The checkpoint brought this one: write "
+            f"{argument('load_as', 'my_task')} to give another."
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from adapterzoo.checkpoint.files import AGAIN
 from adapterzoo.configs import AdapterConfig, ConfigUnion
-from adapterzoo.errors import AdapterZooError, CheckpointError, listing
+from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, adapterhub_spellings
 
 # the release whose format is written
@@ -138,5 +138,5 @@ def unsayable(config: AdapterConfig, why: str) -> CheckpointError:
     """The error for a config that AdapterHub's format cannot express."""
     return CheckpointError(
         f"AdapterHub's format cannot express {config!r}: {why}. Nothing has been written. Write "
-        f"format='native'."
+        f"{argument('format', 'native')}."
     )

@@ -16,7 +16,7 @@ from adapterzoo.checkpoint.files import AGAIN, json_bytes, pickle_bytes, read_js
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.checkpoint.places import Place, places_of
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import Container
 
 from .config import VERSION, spelling_of
@@ -123,7 +123,7 @@ def encode(
             raise CheckpointError(
                 f"the temperature of this fusion has decayed for {int(steps)} steps, and adapters "
                 f"starts anew from the highest one. Nothing has been written. Write "
-                f"format='native'."
+                f"{argument('format', 'native')}."
             )
         start = f"{start}.adapter_fusion_layer.{metadata['name']}."
         tensors |= {start + parameter: tensor for parameter, tensor in own.items()}
@@ -146,7 +146,7 @@ def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple
                 raise CheckpointError(
                     f"adapters {what}: the same tensors give other outputs there than here. "
                     f"Nothing has been done. Fuse other adapters, or write "
-                    f"format='native' to save a fusion of this library."
+                    f"{argument('format', 'native')} to save a fusion of this library."
                 )
         for place in places:
             for container in spelling_of(place.placement.config).containers:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.tied import is_same
-from adapterzoo.errors import AdapterZooError, CheckpointError, listing
+from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.heads import HeadConfig, head_types
 
 
@@ -33,7 +33,8 @@ def read_head(
     if not isinstance(config, Mapping):
         raise CheckpointError(
             f"head_config.json has config={config!r}, which is not an object of fields. "
-            f"Write with_head=False, or copy the checkpoint again from where it was saved."
+            f"Write "
+            f"{argument('with_head', False)}, or copy the checkpoint again from where it was saved."
         )
     _refuse_quirks(info, config)
     start = f"heads.{metadata.get('name')}"
@@ -75,7 +76,7 @@ def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"in such a {info.model_type} adapters {what} below a {config['head_type']!r} head, "
             f"and the same tensors give other outputs there than here. Nothing has been done. "
-            f"Write with_head=False."
+            f"Write {argument('with_head', False)}."
         )
 
 
@@ -94,21 +95,21 @@ def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"AdapterHub's format has no head of the type "
             f"{config.get('head_type')!r}; it has {listing(sorted(head_types))}. Nothing has been "
-            f"written. Write with_head=False or format='native'."
+            f"written. Write {argument('with_head', False)} or {argument('format', 'native')}."
         ) from error
     ours = {f.name for f in dataclasses.fields(known) if "ours" in f.metadata}
     if config.get("tie_word_embeddings") is False and _ties_there(info):
         raise CheckpointError(
             f"the head has an output layer of its own, and adapters would write it "
             f"into the embeddings of a {info.model_type}, which it ties. Nothing has been "
-            f"written. Write with_head=False or format='native'."
+            f"written. Write {argument('with_head', False)} or {argument('format', 'native')}."
         )
     ours -= {"tie_word_embeddings"}
     if used := sorted(ours & set(config)):
         shown = ", ".join(f"{field}={config[field]!r}" for field in used)
         raise CheckpointError(
             f"AdapterHub's format cannot express a head with {shown}. Nothing has been "
-            f"written. Write with_head=False or format='native'."
+            f"written. Write {argument('with_head', False)} or {argument('format', 'native')}."
         )
 
 
@@ -133,6 +134,6 @@ def _read_static(
             raise CheckpointError(
                 f"the checkpoint has {key!r}, and the model's own is another; an "
                 f"adapter does not replace the output layer of a language model. Write "
-                f"with_head=False."
+                f"{argument('with_head', False)}."
             )
     return {"static": theirs}, mine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, argument, listing
 
 _FIELDS = frozenset(
     ("adapter_names", "config", "hidden_size", "model_class", "model_name", "model_type", "name",
@@ -28,6 +28,6 @@ def meta_for(meta: Mapping[str, Any]) -> Mapping[str, Any]:
         raise CheckpointError(
             f"AdapterHub's format keeps meta_dict beside its own fields, and {listing(taken)} are "
             f"among these. Nothing has been written. Rename these keys of meta_dict, or write "
-            f"format='native'."
+            f"{argument('format', 'native')}."
         )
     return meta

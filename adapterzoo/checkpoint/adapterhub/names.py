@@ -15,7 +15,7 @@ from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKin
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
 from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.places import Place
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.spelling import Container
 
 Spot = tuple[int, str]
@@ -115,7 +115,7 @@ def layout_of(info: ModelInfo) -> Layout:
         raise CheckpointError(
             f"AdapterHub's format has no names for models of type {info.model_type!r}; it has "
             f"names for {listing(sorted(LAYOUTS), limit=30)}. Nothing has been written. Write "
-            f"format='native'."
+            f"{argument('format', 'native')}."
         )
     return layout
 
@@ -181,7 +181,7 @@ def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout)
     if found is None:
         raise CheckpointError(
             f"AdapterHub's format has no name for an adapter at {place.path!r} of a "
-            f"{info.model_type}. Nothing has been written. Write format='native'."
+            f"{info.model_type}. Nothing has been written. Write {argument('format', 'native')}."
         )
     return found
 

@@ -16,7 +16,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.places import Place, places_of, shared_key
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import AdapterHubFile, Container, Tensors, adapterhub_spellings
 
 from .config import joined, read_config, spelling_of
@@ -173,7 +173,7 @@ def check_fused(places: Sequence[Place]) -> None:
                 f"in the fused layer {site.path!r} adapters takes other rows for its parts than "
                 f"those of the model: it knows queries, keys and values one under the other, and "
                 f"no parts of a feed-forward layer. Nothing has been done. Train the adapter at "
-                f"other layers, or write format='native' to save it."
+                f"other layers, or write {argument('format', 'native')} to save it."
             )
 
 
@@ -189,5 +189,6 @@ def refuse_quirks(info: ModelInfo, placements: Sequence[Placement]) -> None:
             raise CheckpointError(
                 f"in a {info.model_type} adapters computes such an adapter {what}: the same "
                 f"tensors give other outputs there than here. Nothing has been done. Train it "
-                f"anew where it shall run, or write format='native' to save one of this library."
+                f"anew where it shall run, or write "
+                f"{argument('format', 'native')} to save one of this library."
             )

@@ -11,7 +11,7 @@ from torch import Tensor
 from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.places import Place, places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import Container, Tensors
 
 from .config import joined, spelling_of, unsayable, write_config
@@ -89,12 +89,12 @@ def _tensors(
         if reason is not None:
             raise CheckpointError(
                 f"{reason}, such as {places[0].path!r}. Nothing has been written. Write "
-                f"format='native' or format='peft'."
+                f"{argument('format', 'native')} or {argument('format', 'peft')}."
             )
     elif len(places) > 1:
         raise CheckpointError(
             f"{len(places)} adapters sit at {places[0].path!r}, and AdapterHub has one name for "
-            f"them. Nothing has been written. Write format='native'."
+            f"them. Nothing has been written. Write {argument('format', 'native')}."
         )
     each = []
     for place in places:

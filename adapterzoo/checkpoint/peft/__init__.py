@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapterzoo.checkpoint import files
 from adapterzoo.checkpoint.formats import Checkpoint, Kind, ModelInfo, formats
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, argument, in_python
 
 from .config import CONFIG, checked
 from .heads import head_for, head_from
@@ -62,8 +62,9 @@ class PeftFormat:
         """
         if kind != "adapter":
             raise CheckpointError(
-                "PEFT's format has no heads without an adapter. Write save_adapter(…, "
-                "format='peft'), or save_head(…) in another format."
+                f"PEFT's format has no heads without an adapter. Write "
+                f"{in_python('save_head(…) with ')}{argument('format', 'native')} or "
+                f"{argument('format', 'adapterhub')}."
             )
         task, head = head_for(checkpoint, info)
         config, tensors = encode_adapter(checkpoint, head, task, info)

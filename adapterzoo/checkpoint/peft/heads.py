@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.heads import head_types
 
 from .config import CONFIG, MERGE, PeftConfig
@@ -110,8 +110,9 @@ def _class_in(theirs: PeftConfig, info: ModelInfo) -> str:
     if task is None or task not in _TASKS:
         raise CheckpointError(
             f"the file has a head, and {CONFIG} says task_type={task!r}, so that it "
-            f"is not known what the head does; legal are {listing(_TASKS)}. Write with_head=False, "
-            f"or load it into the class that it was trained on after adapterzoo.init(model)."
+            f"is not known what the head does; legal are {listing(_TASKS)}. Write "
+            f"{argument('with_head', False)}"
+            f"{in_python(', or load it into the class of its head after adapterzoo.init(model)')}."
         )
     return next(_classes(_TASKS[task], info), task)
 
@@ -142,7 +143,8 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     if model_class is None:
         raise CheckpointError(
             f"transformers has no class with a {head_type!r} head for "
-            f"{info.model_type!r} that PEFT could load this one into. Write with_head=False."
+            f"{info.model_type!r} that PEFT could load this one into. Write "
+            f"{argument('with_head', False)}."
         )
     return Task(model_class, task_type), info.to_static(model_class, metadata, checkpoint.head)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.checkpoint.places import places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, argument, listing
 from adapterzoo.spelling import (
     PeftOutput,
     PeftPart,
@@ -83,7 +83,7 @@ def _parts(
         if reason is not None or spelling is None:
             raise CheckpointError(
                 f"the adapter has {reason}. PEFT's format can express {listing(peft_spellings)}. "
-                f"Write format='native'."
+                f"Write {argument('format', 'native')}."
             )
         start = place.key("")
         here = at.get(place.path, {}).items()
@@ -94,7 +94,7 @@ def _parts(
     if len(methods) > 1:
         raise CheckpointError(
             f"the adapter has several architectures ({listing(sorted(methods))}), and a file of "
-            f"PEFT has one. Write format='native'."
+            f"PEFT has one. Write {argument('format', 'native')}."
         )
     return next(iter(methods.values())), by_path
 
@@ -109,7 +109,8 @@ def _output(
         roles = listing([str(part.placement.site.role) for part in parts])
         raise CheckpointError(
             f"at {path!r} {len(parts)} adapters sit at parts of the layer ({roles}), and PEFT has "
-            f"one for the whole layer, which cannot compute the same. Write format='native', or "
+            f"one for the whole layer, which cannot compute the same. Write "
+            f"{argument('format', 'native')}, or "
             f"train with target_modules={[path.rpartition('.')[2]]!r}."
         )
     key = f"{info.prefix}.{path}.weight".removeprefix(".")
@@ -150,7 +151,7 @@ def _same(name: str, values: set[Any]) -> Any:
     if len(values) > 1:
         raise CheckpointError(
             f"parts of the adapter differ in {name} ({listing(sorted(values))}), and PEFT's config "
-            f"says it once for all. Write format='native'."
+            f"says it once for all. Write {argument('format', 'native')}."
         )
     return next(iter(values))
 
@@ -197,7 +198,8 @@ def _path_in_task(
     if found is None:
         raise CheckpointError(
             f"a {task.model_class}, for which PEFT would load the adapter, has no layer {path!r}. "
-            f"Write format='native', or with_head=False for the base model."
+            f"Write {argument('format', 'native')}, or "
+            f"{argument('with_head', False)} for the base model."
         )
     return found
 
@@ -215,6 +217,6 @@ def _modules_to_save(
     if wrong := sorted(expected ^ set(head)):
         raise CheckpointError(
             f"PEFT saves the modules of a head whole, and {listing(wrong)} do not belong to this "
-            f"head alone. Write with_head=False."
+            f"head alone. Write {argument('with_head', False)}."
         )
     return names

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.errors import ConfigError, StateError, argument, in_python
 from adapterzoo.heads import PredictionHead
 from adapterzoo.model.hf.backbone import pad_and_eos, text_config
 
@@ -87,7 +87,7 @@ def head_input(
         if pooled is None:
             raise StateError(
                 f"use_pooler=True: {type(model.base_model).__name__} has no pooled output. Write "
-                f"add_classification_head(…, use_pooler=False)."
+                f"{in_python('add_classification_head(…, use_pooler=False)', '--pooling cls')}."
             )
         # that of a CNN has two more dimensions, of size 1
         return pooled.flatten(1), None  # [batch, d_model]
@@ -112,7 +112,7 @@ def head_input(
         raise StateError(
             f"pooling={head.pooling!r}: the mask {list(mask.shape)} does not say which of the "
             f"{hidden.shape[1]} hidden states {type(model.base_model).__name__} computed are "
-            f"padding. Write pooling='cls' when you add the head."
+            f"padding. Write {argument('pooling', 'cls')}{in_python(' when you add the head')}."
         )
     return hidden, fitting
 

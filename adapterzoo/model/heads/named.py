@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adapterzoo.checkpoint import fit
 from adapterzoo.composition import Composition
-from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
 from adapterzoo.heads import PredictionHead, labels_from
 from adapterzoo.model.hf.towers import refuse_unreadable
 
@@ -248,7 +248,8 @@ class NamedHeads(HeadStrategy):
         if not isinstance(values, Mapping):
             raise CheckpointError(
                 f"the checkpoint has the head of a {record.document.get('static')}, this model "
-                f"has named heads. Write with_head=False, or load into that class."
+                f"has named heads. Write {argument('with_head', False)}"
+                f"{in_python(', or load it into that class')}."
             )
         config = store.config_from(model, values)
         if id2label is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.checkpoint.digest import digest
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, argument, in_python
 from adapterzoo.heads import PredictionHead
 
 from .interface import HeadRecord
@@ -68,8 +68,9 @@ def with_output(
             return {**tensors, key: weight.detach()}
     raise CheckpointError(
         "the file leaves out the head's output layer, which is that of the checkpoint "
-        "that its base model came from, and no head of this model has it. Load the checkpoint "
-        "with its head: AutoAdapterModel.from_pretrained(…). Or write with_head=False."
+        "that its base model came from, and no head of this model has it. Write "
+        f"{in_python('AutoAdapterModel.from_pretrained(…) with the checkpoint of its head, or ')}"
+        f"{argument('with_head', False)}."
     )
 
 

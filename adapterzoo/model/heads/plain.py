@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.checkpoint.formats import Checkpoint
-from adapterzoo.errors import CheckpointError, StateError, listing
+from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
 from adapterzoo.model.adapters import remove_all
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
@@ -58,10 +58,10 @@ def head_to_keep(
         return names[0], *class_for(stored, info, own)
     except CheckpointError as error:
         # what it says of files is not what a user can write here
-        reason = str(error).replace(" Write with_head=False.", "")
+        reason = str(error).replace(f" Write {argument('with_head', False)}.", "")
         raise CheckpointError(
-            f"{reason} Write architecture='…' with a class that has such a head, or "
-            f"model.active_head = None for the base model alone."
+            f"{reason} Write {argument('architecture', '…')} with a class that has such a head"
+            f"{in_python(', or model.active_head = None for the base model alone')}."
         ) from error
 
 
@@ -98,7 +98,8 @@ def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[st
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"a {cls.__name__} has {listing(missing)}, which this model has not. Write "
-            f"architecture='…' with another class, or model.active_head = None."
+            f"{argument('architecture', '…')} with another class"
+            f"{in_python(', or model.active_head = None')}."
         )
     plain.config.name_or_path = model.config.name_or_path
     if plain.can_generate():

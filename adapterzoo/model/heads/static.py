@@ -19,7 +19,7 @@ from adapterzoo import inject
 from adapterzoo.checkpoint import fit
 from adapterzoo.checkpoint.digest import same_bits
 from adapterzoo.composition import Composition, Step
-from adapterzoo.errors import CheckpointError, ConfigError, StateError
+from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
 from adapterzoo.model import adapters
 from adapterzoo.model.activation import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
@@ -187,8 +187,9 @@ class StaticHead(HeadStrategy):
         if "static" not in record.document:
             raise CheckpointError(
                 f"the checkpoint has a named head ({record.document.get('config')}), and a "
-                f"{type(model).__name__} has one static head. Write with_head=False, or load into "
-                f"AutoAdapterModel.from_pretrained(…)."
+                f"{type(model).__name__} has one static head. Write "
+                f"{argument('with_head', False)}"
+                f"{in_python(', or load it into AutoAdapterModel.from_pretrained(…)')}."
             )
         if id2label is not None:
             raise ConfigError(
@@ -231,5 +232,6 @@ def _refuse_shared(model: Any, record: HeadRecord) -> None:
             raise CheckpointError(
                 f"{key!r} of the checkpoint's head is not that of this {type(model).__name__}, and "
                 f"all adapters share it: it is a tensor of the model itself. Write "
-                f"with_head=False, or load_head(…) with no adapter active."
+                f"{argument('with_head', False)}"
+                f"{in_python(', or load_head(…) with no adapter active')}."
             )

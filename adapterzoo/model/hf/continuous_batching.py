@@ -11,7 +11,7 @@ import functools
 import weakref
 from typing import Any, cast
 
-from adapterzoo.errors import StateError, names_call
+from adapterzoo.errors import StateError, naming
 from adapterzoo.model.state import AdaptedModel
 
 # managers to what was active when they were made
@@ -126,12 +126,8 @@ def _add_request(
     # the manager that is called keeps itself and its model alive
     of, called = cast("Any", manager()), cast("Any", model())
     adapter_names = kwargs.pop("adapter_names", None)
-
-    @names_call
-    def add_request() -> Any:
+    with naming("add_request()"):
         refuse_names(adapter_names)
         refuse_other_than_default(called)
         _refuse_other_cache(of, called)
-        return type(of).add_request(of, *args, **kwargs)
-
-    return add_request()
+    return type(of).add_request(of, *args, **kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.tied import shared_or_own
-from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.heads import HeadConfig
 from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
@@ -93,8 +93,8 @@ class _Tasks:
         if isinstance(found, str):
             raise CheckpointError(
                 f"the checkpoint's head has no equivalent among named heads: "
-                f"{found}. Write with_head=False, or load it into that class after "
-                f"adapterzoo.init(model)."
+                f"{found}. Write {argument('with_head', False)}"
+                f"{in_python(', or load it into that class after adapterzoo.init(model)')}."
             )
         named = {mine: tensors[theirs] for theirs, mine in found.keys.items()}
         config, own = self.untied(found.config.to_dict(), named)
@@ -117,12 +117,12 @@ class _Tasks:
         if isinstance(keys, str):
             raise CheckpointError(
                 f"the head, a {config.head_type!r}, cannot be that of a "
-                f"{architecture}: {keys}. Write with_head=False."
+                f"{architecture}: {keys}. Write {argument('with_head', False)}."
             )
         if rest := sorted(set(tensors) - set(keys.values())):
             raise CheckpointError(
                 f"the head has {listing(rest)}, and a {architecture} takes these "
-                f"from its embeddings. Write with_head=False."
+                f"from its embeddings. Write {argument('with_head', False)}."
             )
         missing = sorted(set(keys.values()) - set(tensors))
         return {theirs: tensors[mine] for theirs, mine in keys.items() if mine not in missing}

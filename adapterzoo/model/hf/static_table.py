@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from adapterzoo.configs import Config
+from adapterzoo.config_base import Config
 from adapterzoo.errors import ConfigError
 from adapterzoo.heads import (
     Backbone,
