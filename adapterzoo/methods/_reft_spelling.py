@@ -38,6 +38,15 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
     )  # fmt: skip
 
 
+def _used(config: AdapterConfig) -> tuple[str, ...]:
+    """The units that edit something."""
+    values = config.to_dict()
+    if values["tied_weights"]:
+        return (_PREFIX,)
+    counts = {_PREFIX: values["prefix_positions"], _SUFFIX: values["suffix_positions"]}
+    return tuple(unit for unit, count in counts.items() if count)
+
+
 def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
     """The fields of a file, with a warning where they do not tell which method they mean."""
     if not fields.get("orthogonality", True) and "subtract_projection" not in fields:
@@ -48,15 +57,6 @@ def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
             stacklevel=2,
         )
     return fields
-
-
-def _used(config: AdapterConfig) -> tuple[str, ...]:
-    """The units that edit something."""
-    values = config.to_dict()
-    if values["tied_weights"]:
-        return (_PREFIX,)
-    counts = {_PREFIX: values["prefix_positions"], _SUFFIX: values["suffix_positions"]}
-    return tuple(unit for unit, count in counts.items() if count)
 
 
 def _units(tensors: Tensors) -> dict[str, Tensors]:

@@ -26,7 +26,7 @@ from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, Choice, Maybe, field
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.spelling import adapterhub_spellings
+from adapterzoo.spelling import spelled
 
 from . import _ia3_spelling
 from ._init import DTYPE, DTYPES, constant, drawn
@@ -37,6 +37,7 @@ from ._targets import TargetedConfig
 
 @architectures.register("ia3")
 @config_strings.register("ia3")
+@spelled(_ia3_spelling.adapterhub)
 @dataclass(frozen=True, kw_only=True)
 class IA3Config(TargetedConfig):
     """Config of (IA)³; `TargetedConfig` says where the adapters sit.
@@ -77,9 +78,6 @@ class IA3Config(TargetedConfig):
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> IA3:
         """Return a fresh adapter for the site."""
         return IA3(self, site, device, DTYPES[self.dtype] if self.dtype else dtype)
-
-
-adapterhub_spellings.register("ia3")(_ia3_spelling.adapterhub(IA3Config))
 
 
 class IA3(WeightAdapter):

@@ -31,7 +31,7 @@ from adapterzoo.configs import AdapterConfig, Placement, architectures, config_s
 from adapterzoo.contracts import AttentionAdapter, BaseLayer, Prefix
 from adapterzoo.errors import SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
-from adapterzoo.spelling import adapterhub_spellings
+from adapterzoo.spelling import spelled
 
 from . import _prefix_tuning_spelling
 from ._bottleneck_layer import Affine
@@ -40,6 +40,7 @@ from ._init import constant, drawn, generator, kaiming, normal, uniform
 
 @architectures.register("prefix_tuning")
 @config_strings.register("prefix_tuning")
+@spelled(_prefix_tuning_spelling.adapterhub)
 @dataclass(frozen=True, kw_only=True)
 class PrefixTuningConfig(AdapterConfig):
     """Config of prefix tuning; the fields are those of adapters, and `convention`.
@@ -120,11 +121,6 @@ class PrefixTuningConfig(AdapterConfig):
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PrefixTuning:
         """What takes the site's keys and values out of the table."""
         return PrefixTuning(self, site, device, dtype)
-
-
-adapterhub_spellings.register("prefix_tuning")(
-    _prefix_tuning_spelling.adapterhub(PrefixTuningConfig)
-)
 
 
 class PrefixTable(nn.Module):
