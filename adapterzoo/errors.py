@@ -93,12 +93,11 @@ def listing(items: Iterable[object], *, limit: int = _SHOWN) -> str:
     return ", ".join(shown[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def unknown_name(call: str, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
+def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that is not there: says the known names, the nearest first.
 
     Args:
-        call: what the user wrote, e.g. `"set_active_adapters('sst2')"`; empty where a public
-            function says it.
+        subject: of the message, e.g. a config; empty below a public function.
         kind: what the name should have been, e.g. `"adapter"`.
         name: the name that was not found.
         known: all the names that exist.
@@ -108,7 +107,7 @@ def unknown_name(call: str, kind: str, name: object, known: Iterable[str]) -> Un
     kinds = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
     hint = f"Did you mean {near[0]!r}?" if near else f"Known {kinds}: {listing(names)}."
     also = f" Known {kinds}: {listing(names)}." if near and len(names) > 1 else ""
-    start = f"{call}: " if call else ""
+    start = f"{subject}: " if subject else ""
     return UnknownNameError(f"{start}there is no {kind} {name!r}. {hint}{also}")
 
 

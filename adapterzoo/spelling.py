@@ -32,6 +32,8 @@ peft_spellings.register("ia3")(
 )
 ```
 
+`@spelled(adapterhub, peft)` above the config class registers what these functions make of it.
+
 Functions in a spelling raise `CheckpointError` without naming their caller. A file may lack any
 tensor: a `KeyError` in `Container.read` leaves the file's names as they are, and the comparison
 with the model shows what is missing.
@@ -42,7 +44,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -316,3 +318,26 @@ adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelli
 
 peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling")
 """Our `architecture` to how PEFT spells it."""
+
+_Config = TypeVar("_Config", bound=type[AdapterConfig])
+
+
+def spelled(
+    *makes: Callable[[type[AdapterConfig]], AdapterHubSpelling | PeftSpelling],
+) -> Callable[[_Config], _Config]:
+    """Decorate a config class: declare how the peers spell its method.
+
+    Args:
+        makes: give the spellings for the class.
+    """
+
+    def declared(config: _Config) -> _Config:
+        for make in makes:
+            spelling = make(config)
+            if isinstance(spelling, AdapterHubSpelling):
+                adapterhub_spellings.register(config.architecture)(spelling)
+            else:
+                peft_spellings.register(config.architecture)(spelling)
+        return config
+
+    return declared

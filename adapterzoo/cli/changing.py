@@ -51,7 +51,7 @@ def convert_command(
         else:
             checkpoint = open_checkpoint(src, revision)
         convert(checkpoint, dst, to, model, name, head)
-    click.echo(f"{dst}: {checkpoint.stem} in the format {to!r}, from {checkpoint.format!r}")
+    click.echo(f"{dst}: {checkpoint.kind} in the format {to!r}, from {checkpoint.format!r}")
 
 
 @command("merge", example="adapterzoo merge bert-base-uncased runs/reviews merged/reviews")

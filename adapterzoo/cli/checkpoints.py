@@ -23,15 +23,15 @@ _HEAD_CONFIG = "head_config.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointFolder:
     """A folder with an adapter or only a head, read but not compared with a model.
 
     Attributes:
         path: as the user wrote it.
         folder: the local folder.
-        stem: `"adapter"` or `"head"`.
+        kind: `"adapter"` or `"head"`.
         format: name of the format.
-        document: its config; native configs hold that of the head too.
+        metadata: its config; native configs hold that of the head too.
         head: description of the head; None where only a model can give it.
         meta: metadata of the author.
         tensors: all tensors by their keys in the file.
@@ -40,9 +40,9 @@ class Checkpoint:
 
     path: str
     folder: Path
-    stem: formats.Kind
+    kind: formats.Kind
     format: str
-    document: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     head: Mapping[str, Any] | None
     meta: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -51,20 +51,20 @@ class Checkpoint:
     @property
     def base(self) -> str | None:
         """The base model that it names."""
-        names = (self.document.get(key) for key in ("model_name", "base_model_name_or_path"))
+        names = (self.metadata.get(key) for key in ("model_name", "base_model_name_or_path"))
         return next((name for name in names if isinstance(name, str) and name), None)
 
     @property
     def method(self) -> str | None:
         """The method by the format's name for it."""
-        config = self.document.get("config")
+        config = self.metadata.get("config")
         own = config.get("architecture") if isinstance(config, Mapping) else None
-        return _text(own or self.document.get("peft_type"))
+        return _text(own or self.metadata.get("peft_type"))
 
     @property
     def name(self) -> str | None:
         """The adapter's name; some formats have none."""
-        return _text(self.document.get("name"))
+        return _text(self.metadata.get("name"))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,9 +75,9 @@ class Checkpoint:
     @property
     def fingerprint(self) -> str | None:
         """The `adapter_fingerprint`; None where only a model can give it."""
-        if self.format != "native" or self.stem == "head":
+        if self.format != "native" or self.kind == "head":
             return None
-        stored = native.load(self.folder, self.stem)
+        stored = native.load(self.folder, self.kind)
         config = stored.metadata.get("config")
         return fingerprint(config, stored.adapter) if isinstance(config, Mapping) else None
 
@@ -102,7 +102,7 @@ class Checkpoint:
         return sorted(numbers, key=numbers.__getitem__)
 
 
-def open_checkpoint(path: str, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
     """Read a local folder, or download a repository and read it.
 
     Args:
@@ -119,35 +119,35 @@ def open_checkpoint(path: str, revision: str | None = None) -> Checkpoint:
         return _opened(path, folder)
 
 
-def _opened(path: str, folder: Path) -> Checkpoint:
-    found = ((stem, formats.of(folder, stem)) for stem in formats.KINDS)
-    stem, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
+def _opened(path: str, folder: Path) -> CheckpointFolder:
+    found = ((kind, formats.of(folder, kind)) for kind in formats.KINDS)
+    kind, name = next((pair for pair in found if pair[1] is not None), ("adapter", None))
     if name is None:
         raise no_adapter(path, (file.name for file in folder.iterdir()))
     names = wanted(file.name for file in folder.iterdir() if file.is_file())
     if not names:
         raise CheckpointError(
-            f"{path!r} has the config of an {stem} in the format {name!r} but no tensors. "
+            f"{path!r} has the config of an {kind} in the format {name!r} but no tensors. "
             f"Copy it again from where it was saved."
         )
     sizes = {file: (folder / file).stat().st_size for file in names}
     if name == "native":
-        stored = native.load(folder, stem)
+        stored = native.load(folder, kind)
         head = stored.metadata.get("head")
         tensors = native.keyed(stored)
-        document: Mapping[str, Any] = stored.metadata
-        meta: object = document.get("meta")
+        metadata: Mapping[str, Any] = stored.metadata
+        meta: object = metadata.get("meta")
     else:
         tensors = {}
         for file in names:
             if not file.endswith(".json"):
                 tensors |= files.read_tensors(folder / file)
-        document = files.read_json(folder / (ADAPTER_CONFIG if stem == "adapter" else _HEAD_CONFIG))
+        metadata = files.read_json(folder / (ADAPTER_CONFIG if kind == "adapter" else _HEAD_CONFIG))
         has_head = name != "peft" and (folder / _HEAD_CONFIG).is_file()
         head = files.read_json(folder / _HEAD_CONFIG) if has_head else None
-        meta = adapterhub.meta_in(document) if name == "adapterhub" else peft.meta_in(folder)
-    return Checkpoint(
-        path, folder, stem, name, document,
+        meta = adapterhub.meta_in(metadata) if name == "adapterhub" else peft.meta_in(folder)
+    return CheckpointFolder(
+        path, folder, kind, name, metadata,
         head if isinstance(head, Mapping) else None,
         meta if isinstance(meta, Mapping) else {}, tensors, sizes,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.static_table import is_task
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 
-from .checkpoints import Checkpoint, open_checkpoint
+from .checkpoints import CheckpointFolder, open_checkpoint
 from .early import unwritable
 from .models import (
     Fitted,
@@ -75,7 +75,7 @@ class _Target:
 
 
 def convert(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFolder,
     folder: str,
     to: str,
     model: str | None,
@@ -97,7 +97,7 @@ def convert(
             folder cannot be written.
     """
     found = fitted(checkpoint, base_of(checkpoint, model), name=name, writes=to)
-    if checkpoint.stem == "head":
+    if checkpoint.kind == "head":
         found.model.save_head(folder, found.name, format=to)
         return
     meta = checkpoint.meta
@@ -105,7 +105,7 @@ def convert(
 
 
 @contextlib.contextmanager
-def with_edits(path: str, revision: str | None) -> Iterator[Checkpoint]:
+def with_edits(path: str, revision: str | None) -> Iterator[CheckpointFolder]:
     """Open a native checkpoint whose config was edited by hand.
 
     Args:
@@ -118,7 +118,7 @@ def with_edits(path: str, revision: str | None) -> Iterator[Checkpoint]:
     """
     folder = hub.resolve(path, revision)
     with folders.reading(folder):
-        there = [stem for stem in formats.KINDS if formats.of(folder, stem) == "native"]
+        there = [kind for kind in formats.KINDS if formats.of(folder, kind) == "native"]
         if not there:
             raise CheckpointError(
                 f"{path!r} holds no native checkpoint; edited configs of other formats need no "
@@ -131,7 +131,7 @@ def with_edits(path: str, revision: str | None) -> Iterator[Checkpoint]:
 
 
 def merge(
-    checkpoint: Checkpoint, base: str, out: str, architecture: str | None, with_head: bool
+    checkpoint: CheckpointFolder, base: str, out: str, architecture: str | None, with_head: bool
 ) -> Merged:
     """Write a plain model with an adapter merged into its weights.
 
@@ -148,7 +148,7 @@ def merge(
         ConfigError: there is no such class.
         StateError: the adapter cannot be merged.
     """
-    if checkpoint.stem == "head":
+    if checkpoint.kind == "head":
         raise CheckpointError(
             f"{checkpoint.path!r} holds only a head, which changes no weight. Write the folder of "
             f"an adapter."

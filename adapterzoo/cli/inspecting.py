@@ -16,7 +16,7 @@ from .output import be_quiet, print_facts, print_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .checkpoints import Checkpoint
+    from .checkpoints import CheckpointFolder
 
 _revision = click.option("--revision", help="Branch, tag or commit on the Hub.")
 
@@ -95,15 +95,15 @@ def verify_command(
         click.echo(f"{what}: readable, all values finite")
         without = "" if model is not None else ", and a missing tensor only with --model"
         click.echo(f"this format has no digests: a changed value cannot be detected{without}")
-    if has_digests and f"{checkpoint.stem}_config.json" not in checkpoint.sizes:
-        click.echo(f"{checkpoint.stem}_config.json is missing: `push` needs it, loading does not")
+    if has_digests and f"{checkpoint.kind}_config.json" not in checkpoint.sizes:
+        click.echo(f"{checkpoint.kind}_config.json is missing: `push` needs it, loading does not")
     if facts["compared_with"] is not None:
         click.echo(f"fits {facts['compared_with']}: every tensor has its layer and shape there")
     if facts["fingerprint"] is not None:
         click.echo(f"fingerprint {facts['fingerprint']}")
 
 
-def _check_files(checkpoint: Checkpoint) -> None:
+def _check_files(checkpoint: CheckpointFolder) -> None:
     from adapterzoo.hub.files import is_complete
 
     # a native checkpoint needs only one file to load
@@ -114,7 +114,7 @@ def _check_files(checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_finite(checkpoint: Checkpoint) -> None:
+def _check_finite(checkpoint: CheckpointFolder) -> None:
     wrong = [k for k, t in checkpoint.tensors.items() if not _is_finite(t)]
     if wrong:
         raise CheckpointError(
@@ -143,15 +143,15 @@ def _check_fingerprint(found: str | None, expected: str | None) -> None:
     )
 
 
-def _facts(checkpoint: Checkpoint, model: str | None) -> dict[str, Any]:
+def _facts(checkpoint: CheckpointFolder, model: str | None) -> dict[str, Any]:
     """Collect all facts, as JSON types."""
     facts: dict[str, Any] = {
         "path": checkpoint.path,
         "format": checkpoint.format,
-        "holds": checkpoint.stem,
+        "holds": checkpoint.kind,
         "name": checkpoint.name,
         "base_model": checkpoint.base,
-        "model_type": checkpoint.document.get("model_type"),
+        "model_type": checkpoint.metadata.get("model_type"),
         "method": checkpoint.method,
         "head": checkpoint.head_type,
         "labels": checkpoint.labels,
@@ -161,16 +161,16 @@ def _facts(checkpoint: Checkpoint, model: str | None) -> dict[str, Any]:
         "bytes": sum(checkpoint.sizes.values()),
         "files": dict(checkpoint.sizes),
         "fingerprint": checkpoint.fingerprint,
-        "config": checkpoint.document.get("config"),
+        "config": checkpoint.metadata.get("config"),
         "meta": dict(checkpoint.meta),
         "compared_with": None,
     }
     if checkpoint.format == "peft":
-        facts["config"] = {k: v for k, v in checkpoint.document.items() if v not in (None, {}, [])}
+        facts["config"] = {k: v for k, v in checkpoint.metadata.items() if v not in (None, {}, [])}
     return facts | _compared(checkpoint, model) if model is not None else facts
 
 
-def _compared(checkpoint: Checkpoint, model: str) -> dict[str, Any]:
+def _compared(checkpoint: CheckpointFolder, model: str) -> dict[str, Any]:
     """Collect the facts that need a model."""
     from .models import config_of, fitted
 
@@ -191,7 +191,7 @@ def _compared(checkpoint: Checkpoint, model: str) -> dict[str, Any]:
         "head": checkpoint.head_type,
         "labels": checkpoint.labels,
     }
-    if checkpoint.stem == "adapter" and config is not None:
+    if checkpoint.kind == "adapter" and config is not None:
         facts["method"] = config["architecture"]
         facts["config"] = config
         facts["fingerprint"] = found.model.adapter_fingerprint(found.name)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from adapterzoo.auto import AutoAdapterModel
 from adapterzoo.checkpoint import formats
-from adapterzoo.checkpoint.formats import Checkpoint as Stored
+from adapterzoo.checkpoint.formats import Checkpoint
 from adapterzoo.errors import AdapterZooError, CheckpointError, ConfigError
 from adapterzoo.heads import head_types
 from adapterzoo.hub.client import StrictDataclassError
@@ -25,7 +25,7 @@ from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import task_class
 
-from .checkpoints import Checkpoint
+from .checkpoints import CheckpointFolder
 from .early import no_base
 from .output import note
 
@@ -44,10 +44,10 @@ class Fitted:
 
     model: Any
     name: str
-    stored: Stored
+    stored: Checkpoint
 
 
-def base_of(checkpoint: Checkpoint, model: str | None) -> str:
+def base_of(checkpoint: CheckpointFolder, model: str | None) -> str:
     """Return the base model: the user's choice, or the one that the checkpoint names.
 
     Args:
@@ -162,7 +162,7 @@ def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
 
 
 def fitted(
-    checkpoint: Checkpoint, base: str, *, name: str | None = None, writes: str | None = None
+    checkpoint: CheckpointFolder, base: str, *, name: str | None = None, writes: str | None = None
 ) -> Fitted:
     """Load a checkpoint into a model of the base model's structure, without weights if possible.
 
@@ -194,7 +194,7 @@ def fitted(
     return _filled(checkpoint, whole, name)
 
 
-def load_into(checkpoint: Checkpoint, model: Any, name: str, **kwargs: Any) -> None:
+def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any) -> None:
     """Load an adapter into a model with weights; print a note if its values are rounded.
 
     Args:
@@ -216,7 +216,7 @@ def load_into(checkpoint: Checkpoint, model: Any, name: str, **kwargs: Any) -> N
             note(f"The adapter's {theirs} has been rounded to the base model's {own}.")
 
 
-def _structure(checkpoint: Checkpoint, base: str) -> Any:
+def _structure(checkpoint: CheckpointFolder, base: str) -> Any:
     config = config_of(base)
     cls = _class_of(checkpoint)
     make = cls.from_config if cls is AutoAdapterModel else cls._from_config
@@ -226,18 +226,18 @@ def _structure(checkpoint: Checkpoint, base: str) -> Any:
     return init(model).eval()
 
 
-def _filled(checkpoint: Checkpoint, model: Any, name: str | None) -> Fitted:
-    stored = formats.read(checkpoint.folder, checkpoint.stem, info_of(model))
+def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitted:
+    stored = formats.read(checkpoint.folder, checkpoint.kind, info_of(model))
     fetched = checkpoint.folder != Path(checkpoint.path)
     if name is None and fetched and stored.metadata.get("name") is None:
         # the folder in the cache is named after a commit
         name = Path(checkpoint.path).name
-    if checkpoint.stem == "head":
+    if checkpoint.kind == "head":
         return Fitted(model, model.load_head(checkpoint.folder, load_as=name), stored)
     return Fitted(model, model.load_adapter(checkpoint.folder, load_as=name), stored)
 
 
-def _class_of(checkpoint: Checkpoint) -> Any:
+def _class_of(checkpoint: CheckpointFolder) -> Any:
     """Return `AutoAdapterModel`, or the class of a static head."""
     static = None
     if checkpoint.format == "native" and checkpoint.head is not None:
@@ -245,13 +245,13 @@ def _class_of(checkpoint: Checkpoint) -> Any:
     return AutoAdapterModel if static is None else task_class(str(static))
 
 
-def _is_onto_vocabulary(checkpoint: Checkpoint) -> bool:
+def _is_onto_vocabulary(checkpoint: CheckpointFolder) -> bool:
     """Return whether the head ends in an embedding of the base model, which files copy."""
     head = head_types.get(checkpoint.head_type or "")
     return head is not None and head.scores_vocabulary
 
 
-def _has_part_magnitudes(stored: Stored) -> bool:
+def _has_part_magnitudes(stored: Checkpoint) -> bool:
     """Return whether magnitudes cover parts of layers: PEFT has them for all rows."""
     return any(key.partition("/")[2].endswith(".m") for key in stored.adapter)
 

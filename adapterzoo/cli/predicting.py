@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapterzoo.errors import CheckpointError, ConfigError
 
-from .checkpoints import Checkpoint
+from .checkpoints import CheckpointFolder
 from .models import base_of, load_into, tokenizer_of, tokens_of_text, with_weights
 from .output import progress as bar
 
@@ -65,7 +65,7 @@ def _unusable(name: str | None, reason: str) -> ConfigError:
 
 
 def predict(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFolder,
     texts: Sequence[str],
     *,
     model: str | None,
@@ -182,7 +182,7 @@ def _answer(text: str, logits: Tensor, names: list[str], several: bool) -> Answe
     return Answer(text, names[int(logits.argmax())], shares)
 
 
-def _trained_length(checkpoint: Checkpoint) -> int | None:
+def _trained_length(checkpoint: CheckpointFolder) -> int | None:
     settings = checkpoint.meta.get("train")
     length = settings.get("max_length") if isinstance(settings, dict) else None
     return length if isinstance(length, int) and length > 0 else None

@@ -20,7 +20,7 @@ _LEGAL = "Stacked factors are a [n, rank, d_in] and b [n, d_out, rank]"
 
 
 def _plan_for_triton(
-    call: str, plan: Tensor, noise: Tensor | None, x: Tensor, *factors: Tensor
+    kernel: str, plan: Tensor, noise: Tensor | None, x: Tensor, *factors: Tensor
 ) -> Tensor | None:
     """The plan on the device of `x`, None where torch computes.
 
@@ -29,7 +29,7 @@ def _plan_for_triton(
     if noise is not None:
         taken = noise.dtype is torch.int64
     else:
-        taken = mode.takes_triton(call, x, *factors)
+        taken = mode.takes_triton(kernel, x, *factors)
     if not taken or plan.dtype is torch.int32:
         return plan if taken else None
     n = factors[-1].shape[0]

@@ -119,11 +119,11 @@ class Groups:
         with torch.inference_mode(False):
             return cls(values, torch.tensor(values, dtype=torch.int64))
 
-    def check(self, call: str, x: Tensor, n: int) -> None:
+    def check(self, kernel: str, x: Tensor, n: int) -> None:
         """That the plan fits operands.
 
         Args:
-            call: for the message.
+            kernel: its name, for the message.
             x: `[batch, *tokens, width]`.
             n: number of adapters.
 
@@ -133,20 +133,20 @@ class Groups:
         batch = self.host.shape[0]
         if x.dim() < 2 or x.shape[0] != batch:
             raise KernelError(
-                f"{call}: the groups are of {batch} rows, x is {list(x.shape)}. Legal is "
+                f"{kernel}: the groups are of {batch} rows, x is {list(x.shape)}. Legal is "
                 f"x [batch, *tokens, width] of as many rows. Write Groups.of(index) with an entry "
                 f"for each row."
             )
         # a compiler would compile anew for other numbers; they are looked at when it runs
         if not torch.compiler.is_compiling():
-            self.check_adapters(call, n)
+            self.check_adapters(kernel, n)
 
-    def check_adapters(self, call: str, n: int) -> None:
+    def check_adapters(self, kernel: str, n: int) -> None:
         """The part of `check` that is about the adapters."""
         if self.adapters and self.adapters[-1] >= n:
             raise KernelError(
-                f"{call}: the groups name adapter {self.adapters[-1]}, and there are {n} adapters. "
-                f"Legal are 0 to {n - 1}. Write Groups.of(index) with these, or None."
+                f"{kernel}: the groups name adapter {self.adapters[-1]}, and there are {n} "
+                f"adapters. Legal are 0 to {n - 1}. Write Groups.of(index) with these, or None."
             )
 
     def numbers(self, name: str, device: torch.device) -> Tensor:

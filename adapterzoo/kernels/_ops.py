@@ -72,7 +72,7 @@ def below(op: Callable[..., Any], *args: Any) -> Any:
 
 
 def check(
-    call: str,
+    kernel: str,
     left: str,
     right: str,
     operands: Mapping[str, Tensor | None],
@@ -82,7 +82,7 @@ def check(
     """For the fake side of an operator: what the real side would find out too late.
 
     Args:
-        call: what is computed.
+        kernel: its name, for the message.
         left: name of one operand whose shape counts.
         right: name of the other.
         operands: by name; None: not given.
@@ -96,13 +96,13 @@ def check(
     if len({tensor.device for tensor in given.values()}) > 1:
         places = [f"{name} on {tensor.device}" for name, tensor in given.items()]
         raise KernelError(
-            f"{call}: Expected all tensors to be on the same device, found {listing(places)}. "
+            f"{kernel}: Expected all tensors to be on the same device, found {listing(places)}. "
             f"Move them with .to(device)."
         )
     if not fits:
         shapes = [f"{name} {list(tensor.shape)}" for name, tensor in given.items()]
         raise KernelError(
-            f"{call}: the shapes of {left} and {right} do not fit: {listing(shapes)}. {legal}."
+            f"{kernel}: the shapes of {left} and {right} do not fit: {listing(shapes)}. {legal}."
         )
 
 

@@ -219,8 +219,8 @@ def _is_plain(x: Tensor, factor: Tensor, groups: Groups) -> bool:
     )
 
 
-def _plan(call: str, groups: Groups, x: Tensor, *factors: Tensor) -> Tensor:
+def _plan(kernel: str, groups: Groups, x: Tensor, *factors: Tensor) -> Tensor:
     """What an operator is told of the groups: a plan for Triton, or for torch one on the host."""
-    if not mode.takes_triton(call, x, *factors):
+    if not mode.takes_triton(kernel, x, *factors):
         return groups.host
     return groups.plan(math.prod(x.shape[1:-1]), factors[-1].shape[0], x.device)

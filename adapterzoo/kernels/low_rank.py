@@ -120,11 +120,11 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     return out
 
 
-def _takes_triton(call: str, noise: Tensor | None, *operands: Tensor) -> bool:
+def _takes_triton(kernel: str, noise: Tensor | None, *operands: Tensor) -> bool:
     # a seed is for Triton, bits are for torch, and a backward must see the mask of its forward
     if noise is not None:
         return noise.dtype is torch.int64
-    return mode.takes_triton(call, *operands)
+    return mode.takes_triton(kernel, *operands)
 
 
 def _run_shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:

@@ -99,11 +99,11 @@ def may_take_triton(x: Tensor) -> bool:
     return _mode == "triton" or (_mode == "auto" and x.device.type == "cuda")
 
 
-def takes_triton(call: str, *operands: Tensor) -> bool:
+def takes_triton(kernel: str, *operands: Tensor) -> bool:
     """Whether Triton computes a kernel for these operands.
 
     Args:
-        call: name of the kernel, for the message.
+        kernel: its name, for the message.
         operands: all of its floating-point tensors, on one device.
 
     Raises:
@@ -121,7 +121,7 @@ def takes_triton(call: str, *operands: Tensor) -> bool:
     if _mode == "triton":
         names = [_name(dtype) for dtype in _DTYPES]
         raise KernelError(
-            f"use('triton') and {call}: {reason}. Triton takes {listing(names)} on CUDA devices. "
+            f"use('triton') and {kernel}: {reason}. Triton takes {listing(names)} on CUDA devices. "
             f"Write adapterzoo.kernels.use('auto')."
         )
     return False

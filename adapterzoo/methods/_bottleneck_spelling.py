@@ -146,7 +146,7 @@ def _fusion_quirk(config: AdapterConfig) -> str | None:
     )
 
 
-def adapterhub(config: type[BottleneckFields]) -> AdapterHubSpelling:
+def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
     """How AdapterHub spells bottlenecks."""
     return AdapterHubSpelling(
         config=config,

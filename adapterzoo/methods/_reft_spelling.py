@@ -50,6 +50,15 @@ def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
     return fields
 
 
+def _used(config: AdapterConfig) -> tuple[str, ...]:
+    """The units that edit something."""
+    values = config.to_dict()
+    if values["tied_weights"]:
+        return (_PREFIX,)
+    counts = {_PREFIX: values["prefix_positions"], _SUFFIX: values["suffix_positions"]}
+    return tuple(unit for unit, count in counts.items() if count)
+
+
 def _units(tensors: Tensors) -> dict[str, Tensors]:
     """The tensors by unit, e.g. "units.0."."""
     found: dict[str, Tensors] = {}
@@ -62,8 +71,7 @@ def _units(tensors: Tensors) -> dict[str, Tensors]:
 def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
     found: Tensors = {}
     for unit, own in _units(tensors).items():
-        if unit == _SUFFIX and not config.to_dict()["suffix_positions"]:
-            # adapters makes a unit that nothing uses
+        if unit not in _used(config):
             continue
         for end in ("weight", "bias"):
             found[f"{unit}source.{end}"] = own[f"learned_source.{end}"]
@@ -89,8 +97,10 @@ def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
     found: Tensors = {}
     units = _units(tensors)
     values = config.to_dict()
-    if not values["suffix_positions"] and not values["tied_weights"]:
-        units[_SUFFIX] = units[_PREFIX]
+    if not values["tied_weights"]:
+        # adapters has a unit also where nothing uses it
+        any_unit = next(iter(units.values()))
+        units = {unit: units.get(unit, any_unit) for unit in (_PREFIX, _SUFFIX)}
     for unit, own in units.items():
         for end in ("weight", "bias"):
             found[f"{unit}learned_source.{end}"] = own[f"source.{end}"]

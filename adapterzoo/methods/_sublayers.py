@@ -21,7 +21,7 @@ _SIGN: Mapping[SubLayerKind, tuple[Role, bool | None]] = {
 
 
 def sublayers(
-    anatomy: Anatomy, wanted: Mapping[SubLayerKind, str], leave_out: Collection[int], call: str
+    anatomy: Anatomy, wanted: Mapping[SubLayerKind, str], leave_out: Collection[int], config: str
 ) -> list[tuple[Block, SubLayer]]:
     """The sub-layers of the wanted kinds, block after block, each with its block.
 
@@ -32,14 +32,14 @@ def sublayers(
         anatomy: of the model.
         wanted: the kinds, each with the field that asked for it.
         leave_out: numbers of blocks to pass over.
-        call: the config, for messages.
+        config: its name, for messages.
 
     Raises:
         SiteError: a block cannot give what is asked, or no block has it.
     """
     if not anatomy.blocks:
         raise SiteError(
-            f"{call}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
+            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
             f"target_modules, such as LoRAConfig(target_modules=[…])."
         )
     blocks = [block for block in anatomy.blocks if block.layer not in leave_out]
@@ -48,39 +48,39 @@ def sublayers(
         here = {sub.kind for sub in block.sublayers}
         for kind, field in wanted.items():
             if kind not in here and block.has(*_SIGN[kind]):
-                raise SiteError(_unreadable(block, kind, f"{call}, {field}=True"))
+                raise SiteError(_unreadable(block, kind, f"{config}, {field}=True"))
         found += [(block, sub) for sub in block.sublayers if sub.kind in wanted]
     for kind, field in wanted.items():
         if not any(sub.kind == kind for _, sub in found):
             raise SiteError(
-                f"{call}, {field}=True: none of the {len(blocks)} blocks that leave_out="
+                f"{config}, {field}=True: none of the {len(blocks)} blocks that leave_out="
                 f"{sorted(leave_out)} leaves has a {_SHOWN[kind]}; the model's blocks are 0 to "
                 f"{len(anatomy.blocks) - 1}. Write {field}=False, or a shorter leave_out."
             )
     return found
 
 
-def block_sites(anatomy: Anatomy, layers: Collection[int] | None, call: str) -> list[Site]:
+def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -> list[Site]:
     """The outputs of blocks.
 
     Args:
         anatomy: of the model.
         layers: numbers of blocks; None for all.
-        call: the config, for messages.
+        config: its name, for messages.
 
     Raises:
         SiteError: the model has no blocks, or none of a number.
     """
     if not anatomy.blocks:
         raise SiteError(
-            f"{call}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
+            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
             f"target_modules, such as LoRAConfig(target_modules=[…])."
         )
     numbers = [block.layer for block in anatomy.blocks]
     if unknown := sorted(set(layers or ()) - set(numbers)):
         raise SiteError(
-            f"{call}: there are no blocks {listing(unknown)}; the model's are 0 to {numbers[-1]}. "
-            f"Write layers='all' or numbers of these."
+            f"{config}: there are no blocks {listing(unknown)}; the model's are 0 to "
+            f"{numbers[-1]}. Write layers='all' or numbers of these."
         )
     return [
         Site(

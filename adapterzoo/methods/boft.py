@@ -31,7 +31,7 @@ from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups
-from adapterzoo.spelling import peft_spellings
+from adapterzoo.spelling import spelled
 
 from . import _boft_spelling
 from ._blocks import BlockConfig, rotation
@@ -42,6 +42,7 @@ from ._weight_cache import WeightCache
 
 @architectures.register("boft")
 @config_strings.register("boft")
+@spelled(_boft_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class BOFTConfig(BlockConfig):
     """Config of BOFT; `TargetedConfig` chooses the layers, `BlockConfig` the blocks.
@@ -184,6 +185,3 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         """Widths, factors and block size."""
         m, blocks, b = self.boft_R.shape[-4:-1]
         return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"
-
-
-peft_spellings.register("boft")(_boft_spelling.peft(BOFTConfig))

@@ -32,7 +32,7 @@ from torch import Tensor
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
 from adapterzoo.configs import Placement, architectures, config_strings
 from adapterzoo.contracts import BaseLayer
-from adapterzoo.spelling import adapterhub_spellings
+from adapterzoo.spelling import spelled
 
 from . import _bottleneck_spelling
 from ._bottleneck_fields import BottleneckFields
@@ -42,6 +42,7 @@ from ._sublayers import stream_site, sublayers
 
 
 @architectures.register("bottleneck")
+@spelled(_bottleneck_spelling.adapterhub)
 @dataclass(frozen=True, kw_only=True)
 class BnConfig(BottleneckFields):
     """Config of a bottleneck; see `BottleneckFields` for its fields."""
@@ -194,6 +195,3 @@ class NormBottleneck(BottleneckLayer):
         else:
             to = x if self.residual_before_ln == "post_add" else y
         return add(y, to) + inp
-
-
-adapterhub_spellings.register("bottleneck")(_bottleneck_spelling.adapterhub(BnConfig))

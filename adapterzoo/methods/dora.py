@@ -31,7 +31,7 @@ from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.compose import compose
 from adapterzoo.kernels.dora import direction_reference, row_norm
 from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
-from adapterzoo.spelling import adapterhub_spellings, peft_spellings
+from adapterzoo.spelling import spelled
 
 from . import _dora_spelling
 from ._init import constant, drawn
@@ -44,6 +44,7 @@ from ._weight_cache import WeightCache
 
 @architectures.register("dora")
 @config_strings.register("dora")
+@spelled(_dora_spelling.adapterhub, _dora_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class DoRAConfig(LowRankConfig):
     """Config of DoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
@@ -129,9 +130,8 @@ class DoRA(KeepInFP32, LowRank):
         gains = [adapter.gain(base.weight) for adapter in adapters]  # [*experts, d_out] each
         c = 1 + weighted_sum([gain - 1 for gain in gains], weights)
         self.combine_factors(adapters, weights, strategy, [gain / c for gain in gains])
-        strategy.fill(
-            self.m, c * row_norm(base.weight, self.lora_A, self.lora_B, self.scaling), "m"
-        )
+        norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
+        strategy.fill(self.m, c * norm, "m")
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The layer with the change; in an embedding `x` is token numbers `[*batch]`.
@@ -161,11 +161,8 @@ class DoRA(KeepInFP32, LowRank):
         """Each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
         one, y, plain = adapters[0], base(x), base.original(x)  # [rows, *tokens, d_out]
         gains = [a.gain(base.weight) for a in adapters]  # [d_out] each
-        stack = stacked(
-            [a.lora_A for a in adapters],
-            [a.lora_B for a in adapters],
-            [a.scaling for a in adapters],
-        )
+        factors = [a.lora_A for a in adapters], [a.lora_B for a in adapters]
+        stack = stacked(*factors, [a.scaling for a in adapters])
         t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
         wide = plain.to(gains[0].dtype)
         whole = grouped_expand(wide, t, stack.b, stack.scaling, groups)  # [rows, *tokens, d_out]
@@ -200,7 +197,3 @@ class DoRA(KeepInFP32, LowRank):
         # a row of zeros has no direction to change: it stays as it is
         zero = norm == 0
         return torch.where(zero, 1.0, self.m.to(norm.dtype) / norm.masked_fill(zero, 1.0))
-
-
-adapterhub_spellings.register("dora")(_dora_spelling.adapterhub(DoRAConfig))
-peft_spellings.register("dora")(_dora_spelling.peft(DoRAConfig))

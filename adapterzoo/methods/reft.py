@@ -49,7 +49,7 @@ from adapterzoo.fields import (
     Share,
     field,
 )
-from adapterzoo.spelling import adapterhub_spellings
+from adapterzoo.spelling import spelled
 
 from . import _reft_spelling
 from ._bottleneck_layer import Affine
@@ -60,6 +60,7 @@ _MAX_POSITIONS = 65_536
 
 
 @architectures.register("reft")
+@spelled(_reft_spelling.adapterhub)
 @dataclass(frozen=True, kw_only=True)
 class ReftConfig(AdapterConfig):
     """Config of ReFT; the fields are those of adapters.
@@ -287,6 +288,3 @@ class Reft(Adapter):
         module = cast("ReftUnit", self.units[unit if unit in self.units else "0"])
         new = module(old.to(module.projection.dtype)).to(h.dtype)  # [rows, size, d_model]
         return out.scatter(1, at, torch.where(exists.unsqueeze(-1), new, out.gather(1, at)))
-
-
-adapterhub_spellings.register("reft")(_reft_spelling.adapterhub(ReftConfig))

@@ -30,7 +30,7 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import FACTOR, MAX_WIDTH, Choice, Range, Share, field
 from adapterzoo.kernels.exact import exactly
 from adapterzoo.kernels.grouped import Groups, grouped_low_rank
-from adapterzoo.spelling import adapterhub_spellings, peft_spellings
+from adapterzoo.spelling import spelled
 
 from . import _vera_spelling
 from ._init import DTYPE, DTYPES, constant, drawn
@@ -39,6 +39,7 @@ from ._targets import TargetedConfig
 
 @architectures.register("vera")
 @config_strings.register("vera")
+@spelled(_vera_spelling.adapterhub, _vera_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class VeraConfig(TargetedConfig):
     """Config of VeRA; `TargetedConfig` says where the adapters sit.
@@ -212,7 +213,3 @@ class Vera(WeightAdapter):
     def extra_repr(self) -> str:
         """Widths and rank."""
         return f"d_in={self.d_in}, d_out={self.d_out}, rank={self.lambda_d.shape[-1]}"
-
-
-adapterhub_spellings.register("vera")(_vera_spelling.adapterhub(VeraConfig))
-peft_spellings.register("vera")(_vera_spelling.peft(VeraConfig))

@@ -56,9 +56,10 @@ def methods() -> dict[str, list[AdapterConfig]]:
     for text in config_strings:
         if text != "union":
             config = AdapterConfig.load(text)
-            if "non_linearity" in fields_of(config):
-                # a few ReLUs may be off for all of a few tokens, and give no gradient
-                config = config.replace(non_linearity="gelu", reduction_factor=4)
+            # a few ReLUs may be off for all of a few tokens, and give no gradient
+            changed = {"non_linearity": "gelu", "reduction_factor": 4}
+            kept = changed.keys() & fields_of(config)
+            config = config.replace(**{name: changed[name] for name in kept})
             found.setdefault(config.architecture, {}).setdefault(type(config), config)
     return {name: list(_widths(list(found[name].values()))) for name in sorted(found)}
 

@@ -115,6 +115,9 @@ class StaticRules(World):
         """PEFT's wrapper around the model changes no answer, or is refused and changes nothing."""
         import peft
 
+        # PEFT finds layers by the last name of their path, and an adapter may have that name
+        if set(LAYERS[self.family]) & set(self.model.adapters_config):
+            return
         twin = copy.deepcopy(self.model)
         before = self.snapshot(twin)
         config = peft.LoraConfig(
