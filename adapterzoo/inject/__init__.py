@@ -91,10 +91,10 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState,
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     kind = AdaptedAttention if isinstance(adapter, AttentionAdapter) else None
     swap(layer, selection, path, parameters, kind=kind)
-    shelf = cast(
+    adapters = cast(
         "AdapterDict", layer._modules.setdefault("adapters", AdapterDict().train(layer.training))
     )
-    shelf[name] = adapter.train(layer.training)
+    adapters[name] = adapter.train(layer.training)
 
 
 def check_put(layer: nn.Module, path: str) -> None:
@@ -103,8 +103,8 @@ def check_put(layer: nn.Module, path: str) -> None:
     Raises:
         StateError: the layer has an attribute `adapters` of its own.
     """
-    shelf = layer._modules.get("adapters")
-    if isinstance(shelf, AdapterDict):
+    adapters = layer._modules.get("adapters")
+    if isinstance(adapters, AdapterDict):
         return
     places = (
         *map(vars, plain_class(layer).__mro__),
@@ -125,15 +125,19 @@ def take(layer: nn.Module, name: str) -> Adapter:
     Raises:
         StateError: the layer has no adapter of this name.
     """
-    shelf = layer._modules.get("adapters")
-    if not isinstance(layer, Adapted) or not isinstance(shelf, AdapterDict) or name not in shelf:
-        there = sorted(shelf) if isinstance(shelf, AdapterDict) else []
+    adapters = layer._modules.get("adapters")
+    if (
+        not isinstance(layer, Adapted)
+        or not isinstance(adapters, AdapterDict)
+        or name not in adapters
+    ):
+        there = sorted(adapters) if isinstance(adapters, AdapterDict) else []
         raise StateError(
             f"take({name!r}): {plain_class(layer).__name__} has no adapter of this name. Adapters "
             f"there: {listing(there)}. Write one of these."
         )
-    adapter = cast("Adapter", shelf._modules.pop(name))
-    if not shelf:
+    adapter = cast("Adapter", adapters._modules.pop(name))
+    if not adapters:
         del layer._modules["adapters"]
     restore(layer)
     return adapter

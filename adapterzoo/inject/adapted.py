@@ -98,8 +98,8 @@ class Adapted(nn.Module):
         members = []
         # found below the module and not kept: replicas and copies have their own
         for layer, names in active.plan.shared_inputs[self._link.path]:
-            shelf = cast("Any", below_wrappers(self._modules[layer])._modules["adapters"])
-            members += [shelf._modules[name] for name in names]
+            adapters = cast("Any", below_wrappers(self._modules[layer])._modules["adapters"])
+            members += [adapters._modules[name] for name in names]
         outer, active.call.shared_input = active.call.shared_input, SharedInput(members)
         try:
             return super().forward(*args, **kwargs)

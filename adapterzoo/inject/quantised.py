@@ -37,7 +37,7 @@ class Packing:
         """For how many numbers the weight stands."""
         return cast("Tensor", weight).numel()
 
-    def settle(self, layer: nn.Module, weight: Any) -> None:
+    def unpack(self, layer: nn.Module, weight: Any) -> None:
         """Let gradients pass through the layer, whatever its library does for inference."""
 
 
@@ -64,7 +64,7 @@ class FourBit(Packing):
         """d_out · d_in."""
         return math.prod(weight.quant_state.shape)
 
-    def settle(self, layer: nn.Module, weight: Any) -> None:
+    def unpack(self, layer: nn.Module, weight: Any) -> None:
         """Put the weight back into its first order, where it stays."""
         weight.data, weight.quant_state = _in_first_order(weight)
         if "support_avx512bf16_for_cpu" in vars(layer):
@@ -131,7 +131,7 @@ def count(weight: Tensor) -> int:
     return weight.numel() if packing is None else packing.count(weight)
 
 
-def settle(model: nn.Module) -> None:
+def unpack(model: nn.Module) -> None:
     """Let gradients pass through all quantised layers of a model.
 
     Args:
@@ -140,7 +140,7 @@ def settle(model: nn.Module) -> None:
     for layer in model.modules():
         for weight in layer._parameters.values():
             if (packing := packing_of(weight)) is not None:
-                packing.settle(layer, weight)
+                packing.unpack(layer, weight)
 
 
 def _in_first_order(weight: Any) -> tuple[Tensor, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .activation import AdapterSetup
 from .hf.factory import init, load_model
 from .mixin import AdapterModelMixin
+from .setup import AdapterSetup
 
 __all__ = ["AdapterModelMixin", "AdapterSetup", "init", "load_model"]

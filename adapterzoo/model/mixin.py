@@ -27,13 +27,13 @@ from . import (
     checkpointing,
     fusion,
     merging,
-    publishing,
+    setup,
     training,
 )
 from .heads.interface import HeadStrategy
 from .heads.static import StaticHead
 from .heads.ties import ties
-from .hf import config_entry
+from .hf import config_entry, publishing
 from .state import (
     AdaptersConfig,
     AdapterState,
@@ -937,12 +937,12 @@ class AdapterModelMixin:
         """Start without adapters; called once, when the model gets these methods."""
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
-        activation.announce(self)
+        setup.announce(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let setups find copies and unpickled models too."""
         cast("Any", super()).__setstate__(state)
-        activation.announce(self)
+        setup.announce(self)
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -93,7 +93,7 @@ def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embedding
     """Put the model into training mode, with these parameters and the active heads trained."""
     module: Any = model
     module.train()
-    quantised.settle(module)
+    quantised.unpack(module)
     freeze(model, True)
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -132,7 +132,7 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
     """
     module: Any = model
     # transformers would misread what has been put into another order for inference
-    quantised.settle(module)
+    quantised.unpack(module)
     modes = {path: each.training for path, each in module.named_modules()}
     packed = [path for path, each in module.named_modules() if quantised.is_quantised(each)]
     records = dict(model._adapter_state.records)

@@ -25,7 +25,7 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 from adapterzoo import AdapterSetup, AdapterZooError, AutoAdapterModel
-from adapterzoo.model import activation
+from adapterzoo.model import setup
 
 FAMILIES = ("bert", "gpt2", "llama", "t5", "vit")
 # some contain each other, some are parts of module paths
@@ -68,7 +68,7 @@ class World(RuleBasedStateMachine):
     def teardown(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.started:
-            activation.withdraw(self.model)
+            setup.withdraw(self.model)
             del self.model
 
     # --- what rules use ---
@@ -182,9 +182,9 @@ class World(RuleBasedStateMachine):
 
     def alone_in_the_process(self) -> None:
         """An AdapterSetup holds for every model, and raises where one of them refuses."""
-        for other in list(activation._models):
+        for other in list(setup._models):
             if other is not self.model:
-                activation.withdraw(other)
+                setup.withdraw(other)
 
     def names_are_as_expected(self) -> None:
         model, book = self.model, self.ledger

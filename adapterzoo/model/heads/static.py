@@ -21,7 +21,7 @@ from adapterzoo.checkpoint.digest import same_bits
 from adapterzoo.composition import Composition, Step
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
 from adapterzoo.model import adapters
-from adapterzoo.model.activation import withdraw
+from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
 from . import copies

@@ -69,12 +69,12 @@ def task_modules(model: Any, task_class: str) -> Mapping[str, tuple[str, ...]]:
         with torch.device("meta"):
             model = cls(config)
     found: dict[str, tuple[str, ...]] = {}
-    shelves: tuple[str, ...] = ()
-    # a shelf comes before what stands on it
+    dicts: tuple[str, ...] = ()
+    # the container of adapters comes before them
     for path, module in model.named_modules():
         if isinstance(module, AdapterDict):
-            shelves = (*shelves, f"{path}.")
-        elif path and not path.startswith(shelves):
+            dicts = (*dicts, f"{path}.")
+        elif path and not path.startswith(dicts):
             kept = module._parameters | module._buffers
             skipped = module._non_persistent_buffers_set
             found[path] = tuple(n for n, t in kept.items() if t is not None and n not in skipped)

@@ -29,6 +29,10 @@ from .static_table import from_static, is_task
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_HEAD = "default"
+HUB_ARGUMENTS = (
+    "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
+)  # fmt: skip
+"""Arguments of `from_pretrained` that say where a checkpoint is on the Hub."""
 
 
 def keep_static_head(

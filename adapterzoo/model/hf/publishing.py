@@ -11,9 +11,8 @@ from typing import Any
 from adapterzoo import hub
 from adapterzoo.hub.card import card_text, check_card
 from adapterzoo.hub.client import refuse_if_offline
-
-from . import checkpointing, sharding
-from .state import AdaptedModel
+from adapterzoo.model import checkpointing, sharding
+from adapterzoo.model.state import AdaptedModel
 
 
 def push(

@@ -1,0 +1,400 @@
+"""`AdapterModel`: the methods of a model with named heads, and its forward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from adapterzoo.errors import names_call, naming
+from adapterzoo.heads import HeadConfig, PredictionHead, add_methods
+from adapterzoo.inject import AdapterDict
+from adapterzoo.model import batches
+from adapterzoo.model.averaging import average_head
+from adapterzoo.model.batches import RowNames
+from adapterzoo.model.fusion import recorded
+from adapterzoo.model.hf.config_entry import restore
+from adapterzoo.model.hf.static_checkpoints import HUB_ARGUMENTS, keep_static_head
+from adapterzoo.model.mixin import AdapterModelMixin
+
+from . import forward, store
+from .interface import HeadStrategy
+from .named import NamedHeads
+from .ties import list_ties
+
+
+class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
+    """What all classes that `AutoAdapterModel` makes have in common.
+
+    All methods that add a head raise `ConfigError` for a value or a name that is not legal and
+    `DuplicateNameError` for a name that is taken; then nothing has changed.
+
+    Attributes:
+        backbone_class: the transformers class of the base model.
+        input_names: arguments of the base model's forward, in order.
+        heads: the heads by name.
+        custom_heads: head types that were registered for this model alone.
+    """
+
+    _head_strategy: HeadStrategy = NamedHeads()
+    backbone_class: ClassVar[type[PreTrainedModel]]
+    input_names: ClassVar[tuple[str, ...]]
+    heads: AdapterDict
+    custom_heads: dict[str, type[HeadConfig]]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        """Make the base model, and the adapters and heads that the config lists.
+
+        Args:
+            config: is copied, with what it lists.
+        """
+        # heads and labels are entered in it
+        config = copy.deepcopy(config)
+        super().__init__(config)
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        self._start_adapters()
+        store.start(self)
+        self.post_init()  # type: ignore[no-untyped-call]
+        restore(self)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load a checkpoint: a base model, one with a static head, or one saved from here.
+
+        As `AutoAdapterModel.from_pretrained`, which finds the class by the config.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a name on the Hub.
+            *args: as `PreTrainedModel.from_pretrained` takes them.
+            **kwargs: the same: `dtype`, `device_map`, `quantization_config`, `revision`, …
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        hub = {k: kwargs[k] for k in HUB_ARGUMENTS if k in kwargs}
+        model, info = cast("Any", super()).from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        if pretrained_model_name_or_path is not None:
+            keep_static_head(model, pretrained_model_name_or_path, info, hub)
+        return (model, info) if wants_info else model
+
+    # --- which heads there are, and which answer ---
+
+    @names_call
+    def get_head(self, head_name: str) -> PredictionHead:
+        """Return the head of this name.
+
+        Raises:
+            UnknownNameError: there is none.
+        """
+        return store.find(self, head_name)
+
+    def get_prediction_heads_config(self) -> dict[str, dict[str, Any]]:
+        """Return the names of the heads with the dicts of their configs."""
+        return {name: head.config.to_dict() for name, head in store.all_heads(self).items()}
+
+    @names_call
+    def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:
+        """Return class numbers with their names; None where a head has no classes.
+
+        Args:
+            head_name: which head; None for the active one.
+
+        Raises:
+            UnknownNameError: the head is unknown.
+            StateError: it cannot be told which head is meant.
+        """
+        return store.find(self, head_name or store.active_name(self)).config.id2label
+
+    @names_call
+    def get_labels(self, head_name: str | None = None) -> list[str] | None:
+        """Return the names of the classes; arguments and errors as of `get_labels_dict`."""
+        labels = self.get_labels_dict(head_name)
+        return None if labels is None else list(labels.values())
+
+    @property
+    def active_head(self) -> str | list[str] | None:
+        """The head that answers, None without one; of several a list, one for each part of a batch.
+
+        Raises:
+            CompositionError: on setting, it is a composition, which only adapters can be.
+            UnknownNameError: on setting, the head is unknown.
+        """
+        names = self._active.heads
+        if len(names) < 2:
+            return names[0] if names else None
+        return list(names)
+
+    @active_head.setter
+    def active_head(self, head_name_or_list: str | list[str] | None) -> None:
+        with naming(lambda: f"active_head = {head_name_or_list!r}"):
+            store.activate(self, head_name_or_list)
+
+    # --- add and delete ---
+
+    @names_call
+    def add_prediction_head_from_config(
+        self,
+        head_name: str,
+        config: Mapping[str, Any] | HeadConfig,
+        overwrite_ok: bool = False,
+        set_active: bool = True,
+    ) -> None:
+        """Add a head by the dict of its config, as `head_config.json` of AdapterHub holds it.
+
+        Args:
+            head_name: how it is called.
+            config: the dict, with its `head_type`; or a config.
+            overwrite_ok: whether a head of that name may be replaced.
+            set_active: whether it becomes the active head.
+
+        Raises:
+            ConfigError: a value, a field or the name is not legal.
+            DuplicateNameError: the name is taken.
+            UnknownNameError: the head type is unknown.
+        """
+        if not isinstance(config, HeadConfig):
+            config = store.config_from(self, config)
+        store.add(self, head_name, config, overwrite_ok, set_active)
+
+    @names_call
+    def register_custom_head(self, head_type: str, cls: Any) -> None:
+        """Let this model have heads of a type of your own.
+
+        Args:
+            head_type: name of the type in configs, `cls.head_type`.
+            cls: a frozen keyword-only dataclass whose `build` makes the head. Enter it in
+                `adapterzoo.heads.head_types` instead to have it on all models.
+
+        Raises:
+            ConfigError: it is not a config class, or has another `head_type`.
+        """
+        store.add_type(self, head_type, cls)
+
+    @names_call
+    def add_custom_head(
+        self,
+        head_type: str,
+        head_name: str,
+        overwrite_ok: bool = False,
+        set_active: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Add a head of a registered type.
+
+        Args:
+            head_type: as it was registered.
+            head_name: how it is called.
+            overwrite_ok: whether a head of that name may be replaced.
+            set_active: whether it becomes the active head.
+            **kwargs: fields of its config.
+
+        Raises:
+            ConfigError: a value, a field or the name is not legal.
+            DuplicateNameError: the name is taken.
+            UnknownNameError: the head type is unknown.
+        """
+        config = store.config_from(self, {"head_type": head_type, **kwargs})
+        store.add(self, head_name, config, overwrite_ok, set_active)
+
+    @names_call
+    def average_head(
+        self,
+        head_name: str,
+        head_list: Sequence[str] | Mapping[str, float],
+        weights: Sequence[float] | None = None,
+        normalize_weights: bool = True,
+        overwrite_ok: bool = False,
+        set_active: bool = False,
+    ) -> None:
+        """Add a head whose parameters are Σ wᵢ θᵢ of several others; they stay as they are.
+
+        Args:
+            head_name: of the result.
+            head_list: the heads, or a dict from heads to weights.
+            weights: one for each, of any sign; None: equal ones of sum 1.
+            normalize_weights: whether weights are divided by their sum.
+            overwrite_ok: whether a head of the name may be replaced, also one of the list.
+            set_active: whether the result becomes the active head.
+
+        Raises:
+            CompositionError: the heads differ in more than dropout, or the result is not finite;
+                nothing has changed, as with every error.
+            ConfigError: a value is not legal.
+            DuplicateNameError: the name is taken.
+            StateError: the model is sharded.
+            UnknownNameError: a head is unknown.
+        """
+        average_head(
+            self, head_name, head_list, weights, normalize_weights, overwrite_ok, set_active
+        )
+
+    @names_call
+    def delete_head(self, head_name: str) -> None:
+        """Delete a head; if it was active it is so no more.
+
+        Raises:
+            UnknownNameError: the head is unknown.
+            StateError: the model is sharded.
+        """
+        store.delete(self, head_name)
+
+    def forward(
+        self,
+        *args: Any,
+        head: str | list[str] | None = None,
+        adapter_names: RowNames | None = None,
+        output_adapter_gating_scores: bool | None = None,
+        output_adapter_fusion_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Base model, then the active heads.
+
+        Args:
+            *args: inputs of the base model by position.
+            head: head or heads to use for this call; None: the active ones.
+            adapter_names: for each row of the batch the adapter, or a composition, that acts on
+                it, None for the base model; in place of the active ones. A row is answered by the
+                head of its adapter's name where there is one, else by the active head.
+            output_adapter_gating_scores: whether the outputs get `adapter_gating_scores`, how open
+                gates were: `{adapter: {block number: {location: [batch]}}}`.
+            output_adapter_fusion_attentions: whether the outputs get `adapter_fusion_attentions`,
+                the shares of the active fusions:
+                `{fusion: {block number: {location: [batch, tokens, adapters]}}}`.
+            return_dict: False for tuples.
+            **kwargs: inputs of the base model by name, and the labels of the heads.
+
+        Returns:
+            The output class of the task; a `MultiHeadOutput` when several heads are active, or
+            heads of different answers on different rows; the base model's own output when none is.
+
+        Raises:
+            CompositionError: the rows do not fit the batch.
+            ConfigError: more inputs by position than have one, or one by position and by name.
+            StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
+            UnknownNameError: an adapter is unknown.
+        """
+        gates, fusions = output_adapter_gating_scores, output_adapter_fusion_attentions
+        if gates or fusions:
+            run = functools.partial(
+                AdapterModel.forward, self, *args, head=head, adapter_names=adapter_names,
+                return_dict=return_dict, **kwargs,
+            )  # fmt: skip
+            return recorded(self, run, adapter_names, bool(gates), bool(fusions))
+        inputs = batches.named_inputs(self.input_names, args, kwargs)
+        if not batches.starts(self, adapter_names):
+            return forward.forward(self, inputs, head, return_dict, 1)
+        plan, times = batches.plan_of_call(self, inputs, adapter_names, head is not None)
+        with self._active.overridden(plan):
+            return forward.forward(self, inputs, head, return_dict, times)
+
+    def forward_head(
+        self,
+        all_outputs: ModelOutput,
+        head_name: str | list[str] | None = None,
+        attention_mask: Tensor | None = None,
+        return_dict: bool | None = True,
+        input_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run heads on what the base model computed.
+
+        Args:
+            all_outputs: of the base model.
+            head_name: which head or heads; None for the active ones.
+            attention_mask: of the tokens with hidden states.
+            return_dict: False for a tuple of loss, if any, logits, and the rest.
+            input_ids: tokens in whose number the hidden states come; where padding and ends of
+                sequences are looked for.
+            logits_to_keep: of how many last tokens, or which, language models need logits; 0: all.
+            num_items_in_batch: by what the sum of the losses is divided, instead of the number
+                of labels in this batch.
+            **kwargs: labels, and what else heads take. Instead of a tensor a dict from names of
+                heads to tensors.
+
+        Returns:
+            The output class of the task; a `MultiHeadOutput` for several heads; `all_outputs`
+            when no head is active.
+
+        Raises:
+            ConfigError: labels that do not fit.
+            StateError: the base model did not compute what a head needs.
+            UnknownNameError: the head is unknown.
+        """
+        given = {**kwargs, "attention_mask": attention_mask, "input_ids": input_ids}
+        return forward.forward_head(
+            self, all_outputs, head_name, return_dict, given, logits_to_keep, num_items_in_batch
+        )
+
+    @property  # type: ignore[override]
+    def loss_type(self) -> str | None:
+        """Name of the loss in transformers where the labels move by one token, else None.
+
+        Trainer counts the labels of accumulated batches by it.
+        """
+        types = (head.config.loss_type for head in self._head_strategy.answering(self).values())
+        return next((name for name in types if name is not None), None)
+
+    @loss_type.setter
+    def loss_type(self, value: str | None) -> None:
+        """Ignore the one that transformers sets by the class's name; the heads say better."""
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the last layer of the first active language modelling head, None without one."""
+        heads = self._head_strategy.answering(self).values()
+        return next((layer for head in heads if (layer := head.output_embeddings)), None)
+
+    @names_call
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the last layer of the first active language modelling head.
+
+        Raises:
+            ConfigError: it is not a linear layer.
+        """
+        heads = self._head_strategy.answering(self).values()
+        head = next((head for head in heads if head.output_embeddings is not None), None)
+        if head is not None:
+            head.replace_output(new_embeddings)
+            list_ties(self)
+
+    @names_call
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> Any:
+        """Give the table of tokens another size, and with it all language modelling heads.
+
+        A head whose config says a `vocab_size` keeps it, and shares the table no more.
+
+        Differs from transformers: heads that are not active are resized as well; new rows of a
+        head are the mean of the old ones, without noise of a variance 10⁻⁹ times theirs.
+
+        Args:
+            new_num_tokens: rows of the table; None for as many as there are.
+            pad_to_multiple_of: rounds the number up.
+            mean_resizing: whether new rows are the mean of the old ones; else they are drawn, as
+                those of a fresh head.
+
+        Raises:
+            StateError: an adapter sits at the embedding.
+        """
+        sizes = new_num_tokens, pad_to_multiple_of
+        resize = functools.partial(super().resize_token_embeddings, *sizes, mean_resizing)
+        return store.resize(self, resize, sizes == (None, None), mean_resizing)
+
+
+# `add_classification_head` and its like: each is declared beside the type of its head
+for _name, _add_head in add_methods.items():
+    setattr(AdapterModel, _name, names_call(_add_head))

@@ -1,0 +1,165 @@
+"""`AdapterSetup`: other adapters and heads for one thread and task, as long as a block runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from adapterzoo.composition import Composition, fusions_of, parse
+from adapterzoo.errors import ConfigError, StateError, UnknownNameError, naming, unknown_name
+from adapterzoo.runtime import current_task
+
+from .activation import check_layers, make_plan
+from .state import AdaptedModel, anatomy_of
+
+# every model with adapters, so that a setup finds those that know its names
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
+_models_lock = threading.Lock()
+
+
+def announce(model: AdaptedModel) -> None:
+    """Let setups find the model for as long as it lives."""
+    with _models_lock:
+        _models.add(model)
+
+
+def withdraw(model: AdaptedModel) -> None:
+    """Undo `announce`: the model has no adapters any more."""
+    with _models_lock:
+        _models.discard(model)
+
+
+class AdapterSetup:
+    """A context in which other adapters are active, in the calling thread and task only.
+
+    ```python
+    with AdapterSetup(Stack("language", "task"), head_setup="task"):
+        output = model(**batch)
+    ```
+
+    It holds for every model that knows all of its names. Asyncio tasks and `asyncio.to_thread`
+    that are started inside take it along, as do the threads of DataParallel; other threads and
+    tasks do not see it.
+    """
+
+    def __init__(
+        self,
+        adapter_setup: object,
+        head_setup: str | list[str] | None = None,
+        ignore_empty: bool = False,
+        skip_layers: Iterable[int] | None = None,
+    ) -> None:
+        """Describe the setup; nothing changes before the block is entered.
+
+        Args:
+            adapter_setup: a name, a list of names, a composition, or None for the plain model.
+            head_setup: head or heads to use; None for heads named like the adapters where
+                there are any, else those that are active.
+            ignore_empty: whether a setup that fits no model is accepted.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); those of
+                `set_active_adapters` do not hold in the block.
+
+        Raises:
+            CompositionError: the setup is not a composition.
+            ConfigError: `head_setup` is neither a name nor a list of names.
+        """
+        given = (head_setup,) if isinstance(head_setup, str) else head_setup
+        listed = given is None or isinstance(given, (list, tuple))
+        if not listed or not all(isinstance(name, str) for name in given or ()):
+            raise ConfigError(
+                f"AdapterSetup(head_setup={head_setup!r}): it is the name of a head, a list of "
+                f"names, or None. Write head_setup='my_task'."
+            )
+        self.adapter_setup: Composition | None = parse(adapter_setup)
+        self.head_setup = head_setup
+        self.ignore_empty = ignore_empty
+        # anything but a list is refused where the number of blocks is known
+        self.skip_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else skip_layers
+        # the blocks to leave, each with the thread and the task that has entered it
+        self._entered: list[tuple[tuple[int, object], ExitStack]] = []
+
+    def __enter__(self) -> Self:
+        """Make the setup hold.
+
+        Raises:
+            ConfigError: a model has no block of a number in `skip_layers`.
+            UnknownNameError: no model has all the adapters and heads that are named.
+        """
+        with naming(lambda: repr(self)):
+            stack = self._entered_models()
+        self._entered.append((_here(), stack))
+        return self
+
+    def _entered_models(self) -> ExitStack:
+        """Make the setup hold for every model that has all of its names."""
+        names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
+        # layers of a fusion belong to one model, like the adapters that they fuse
+        fusions = {fuse.name for fuse in fusions_of(self.adapter_setup)}
+        heads = [self.head_setup] if isinstance(self.head_setup, str) else self.head_setup or []
+        known: set[str] = set()
+        found = False
+        with _models_lock:
+            models = list(_models)
+        with ExitStack() as stack:
+            for model in models:
+                adapters, own_heads = model._adapter_state.records, {*model.known_heads()}
+                known |= {*adapters, *own_heads}
+                if not fusions <= {*model._adapter_state.fusions}:
+                    continue
+                if {*names} <= {*adapters} and {*heads} <= own_heads:
+                    skipped = check_layers(self.skip_layers, len(anatomy_of(model).blocks))
+                    plan = make_plan(model, self.adapter_setup, self.head_setup, skipped)
+                    stack.enter_context(model._active.entered(plan))
+                    found = True
+            if not found and not self.ignore_empty:
+                raise self._error([*names, *heads], known)
+            return stack.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Make what held before hold again.
+
+        Raises:
+            StateError: another thread or task has entered the block.
+        """
+        here = _here()
+        mine = [i for i, (where, _) in enumerate(self._entered) if where == here]
+        if not mine:
+            raise StateError(
+                f"{self!r}: the block is left in another thread or asyncio task than it was "
+                f"entered in. Write 'with AdapterSetup(…)' in the function that calls the model."
+            )
+        _, stack = self._entered.pop(mine[-1])
+        stack.close()
+
+    def __repr__(self) -> str:
+        """Show the call, without the arguments that were left out."""
+        call = repr(self.adapter_setup)
+        if self.head_setup is not None:
+            call += f", head_setup={self.head_setup!r}"
+        if self.skip_layers is not None:
+            skipped = self.skip_layers
+            call += f", skip_layers={list(skipped) if isinstance(skipped, tuple) else skipped!r}"
+        return f"AdapterSetup({call})"
+
+    def _error(self, names: list[str], known: set[str]) -> UnknownNameError | StateError:
+        for name in names:
+            if name not in known:
+                return unknown_name("", "adapter or head", name, known)
+        return StateError(
+            "no single model has all of these. Call add_adapter or load_adapter first (and "
+            "add_adapter_fusion where there is a Fuse), or write "
+            "AdapterSetup(…, ignore_empty=True)."
+        )
+
+
+def _here() -> tuple[int, object]:
+    return threading.get_ident(), current_task()
