@@ -131,7 +131,7 @@ class AdapterTrainer(Trainer):
     def _heads(self) -> dict[str, PredictionHead]:
         """Return the named heads that answer; none for a model with a static head."""
         model = self._adapted
-        heads: dict[str, PredictionHead] = model._head_strategy.answering(model)
+        heads: dict[str, PredictionHead] = model._head_strategy.answering()
         return heads
 
     def _take(self, model: nn.Module) -> None:
@@ -197,7 +197,7 @@ class AdapterTrainer(Trainer):
             )
         own_loss = self.compute_loss_func is not None
         own_loss |= type(self).compute_loss is not AdapterTrainer.compute_loss
-        missing = None if own_loss else model._head_strategy.missing_loss(model)
+        missing = None if own_loss else model._head_strategy.missing_loss()
         if missing is not None:
             raise StateError(
                 f"{call}: {type(model).__name__} has no active head, so there is no loss{missing}"
@@ -235,7 +235,7 @@ class AdapterTrainer(Trainer):
 
     def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
         model = self._adapted
-        labels: Tensor | None = model._head_strategy.counted_labels(model, batch)
+        labels: Tensor | None = model._head_strategy.counted_labels(batch)
         return labels
 
     def compute_loss(

@@ -65,7 +65,7 @@ def make_plan(
     for name in names:
         state.find(name)
     _refuse_unfused(model, setup)
-    heads = model._head_strategy.for_setup(model, setup, head_setup)
+    heads = model._head_strategy.for_setup(setup, head_setup)
     # a merged adapter acts through the base weights
     acting = [name for name in names if name not in state.merged]
     refuse_mixed(model, state.merged, acting)
@@ -92,7 +92,7 @@ def make_plan(
         step = compile_rows(parts, modules, modules.__getitem__)
         if step is not None:
             steps[path] = step
-    steps.update(model._head_strategy.steps(model, parts))
+    steps.update(model._head_strategy.steps(parts))
     captures: dict[str, tuple[str, ...]] = {}
     for name in acting:
         for source, reader in state.records[name].sources():
@@ -134,11 +134,11 @@ def set_active(
     setup = parse(adapter_setup)
     default = model._active.default
     # not those of the calling thread, which an AdapterSetup may have changed
-    heads = model._head_strategy.named_like(model, setup, default.plan.heads)
+    heads = model._head_strategy.named_like(setup, default.plan.heads)
     skipped = check_layers(skip_layers, len(anatomy_of(model).blocks))
     refuse_while_batching(model)
     default.plan = make_plan(model, setup, list(heads), skipped)
-    model._head_strategy.activated(model)
+    model._head_strategy.activated()
 
 
 def replan(model: AdaptedModel) -> None:

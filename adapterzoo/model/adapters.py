@@ -146,7 +146,7 @@ def undone(
     """
     state, strategy, default = model._adapter_state, model._head_strategy, model._active.default
     plan, records, fusions = default.plan, dict(state.records), dict(state.fusions)
-    head = strategy.kept(model, owner)
+    head = strategy.kept(owner)
     layers = [cast("Any", backbone_of(model).get_submodule(path)) for path in paths]
     orders = [(layer, list(layer.adapters)) for layer in layers]
     try:
@@ -156,7 +156,7 @@ def undone(
         # in the state dict, and in the records
         for layer, order in orders:
             layer.adapters._modules = {name: layer.adapters._modules[name] for name in order}
-        strategy.put_back(model, owner, head)
+        strategy.put_back(owner, head)
         state.records, state.fusions, default.plan = records, fusions, plan
         raise
 
@@ -228,7 +228,7 @@ def install(
         if reading:
             inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
-    model._head_strategy.installed(model, name)
+    model._head_strategy.installed(name)
     list_ties(model, name)
 
 
@@ -245,7 +245,7 @@ def _reads_calls(adapter: nn.Module, name: str) -> bool:
 
 def remove(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
-    model._head_strategy.removing(model, name)
+    model._head_strategy.removing(name)
     backbone, state = backbone_of(model), model._adapter_state
     record = state.records.pop(name)
     model._active.forget(name)
@@ -270,7 +270,7 @@ def remove_all(model: AdaptedModel) -> None:
     state, backbone = model._adapter_state, backbone_of(model)
     model._active.default.plan = Plan(None, model._active.default.plan.heads)
     for name, fusion in state.fusions.items():
-        model._head_strategy.removing(model, fusion_key(name))
+        model._head_strategy.removing(fusion_key(name))
         for path in fusion.paths:
             inject.take(backbone.get_submodule(path), fusion_key(name))
     state.fusions.clear()
@@ -341,7 +341,7 @@ def move(
     """Move or cast an adapter alone, with its head."""
     for _, module in modules_of(model, name):
         module.to(device=device, dtype=dtype)
-    for layer in model._head_strategy.modules_with(model, name):
+    for layer in model._head_strategy.modules_with(name):
         layer.to(device=device, dtype=dtype)
     # which adapters can act in one call depends on their dtypes
     replan(model)

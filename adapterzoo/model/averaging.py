@@ -73,9 +73,9 @@ def average(
         )
     config = type(configs[0]).combined(configs, strategy, anatomy_of(model))
     made = _combined(model, config, names, own, strategy, options.get("seed"))
-    head = model._head_strategy.combined(model, names, own)
+    head = model._head_strategy.combined(names, own)
     bring_in(model, name, config, made, active)
-    model._head_strategy.give(model, name, head)
+    model._head_strategy.give(name, head)
 
 
 def _combined(

@@ -78,13 +78,13 @@ def save_adapter(
     _check_meta(meta)
     sharding.reshard(model)
     embeddings, tensors = tables.compact(model, name, tensors_of(model, name))
-    head_name = strategy.name_with(model, name)
+    head_name = strategy.name_with(name)
     head = None
     if with_head:
         get = strategy.record if head_name == name else strategy.record_alone
-        head = get(model, head_name)
+        head = get(head_name)
         if head is not None and format == "native":
-            head = strategy.shortened(model, head_name, head)
+            head = strategy.shortened(head_name, head)
     document = {
         **_provenance(model, name),
         "config": record.config.to_dict(),
@@ -160,7 +160,7 @@ def _fitting(
     enter_head = None
     if has_head:
         enter_head = model._head_strategy.fitting(
-            model, _head_in(stored), name, id2label, set_active, overwrite_ok, dtype
+            _head_in(stored), name, id2label, set_active, overwrite_ok, dtype
         )
     meta = stored.metadata.get("meta")
     kept = dict(meta) if isinstance(meta, Mapping) else {}
@@ -293,19 +293,19 @@ def save_head(
         StateError: there is none to save.
     """
     strategy = model._head_strategy
-    known = strategy.saved_names(model)
+    known = strategy.saved_names()
     if head_name is not None and head_name not in known:
         raise unknown_name("", "head", head_name, known)
-    name = head_name or strategy.active_name(model)
+    name = head_name or strategy.active_name()
     sharding.reshard(model)
-    record = strategy.record_alone(model, name)
+    record = strategy.record_alone(name)
     if record is None:
         raise StateError(
             f"this {type(model).__name__} has no head to save. "
             f"Write add_classification_head('my_task') first."
         )
     if format == "native":
-        record = strategy.shortened(model, name, record)
+        record = strategy.shortened(name, record)
     own_name = name if name and strategy.is_named else sharding.class_name(model)
     document = {**_provenance(model, own_name), "head": record.document}
     stored = Checkpoint(document, {}, record.tensors)
@@ -326,9 +326,9 @@ def load_head(
     info = info_of(model)
     stored = formats.read(Path(folder), "head", info)
     name = _name_in(load_as, stored, folder)
-    target = name if strategy.is_named else strategy.active_name(model)
+    target = name if strategy.is_named else strategy.active_name()
     record = _head_in(stored)
-    strategy.fitting(model, record, target, id2label, True, overwrite_ok, dtype)()
+    strategy.fitting(record, target, id2label, True, overwrite_ok, dtype)()
     return name
 
 

@@ -200,7 +200,7 @@ def _install(model: AdaptedModel, name: str, layers: Mapping[str, Fusion]) -> No
 
 
 def _remove(model: AdaptedModel, name: str) -> None:
-    model._head_strategy.removing(model, fusion_key(name))
+    model._head_strategy.removing(fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
         inject.take(backbone_of(model).get_submodule(path), fusion_key(name))
     plan = model._active.default.plan

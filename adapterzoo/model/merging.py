@@ -84,7 +84,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
             write(model, path, names)
         undo.pop_all()
     state.merged = names
-    model._head_strategy.merge(model)
+    model._head_strategy.merge()
     replan(model)
 
 
@@ -114,7 +114,7 @@ def reset(model: AdaptedModel) -> None:
     for path, originals in state.originals.items():
         _restore(backbone_of(model).get_submodule(path), originals)
     state.originals.clear()
-    model._head_strategy.reset(model)
+    model._head_strategy.reset()
     state.merged = ()
     replan(model)
 
@@ -132,13 +132,13 @@ def merge_and_unload(
     def change(changed: Any) -> None:
         merge(changed, added)
 
-    return model._head_strategy.unloaded(model, change, architecture)
+    return model._head_strategy.unloaded(change, architecture)
 
 
 def unload(model: AdaptedModel, architecture: str | None) -> Any:
     """Return a plain model of transformers without adapters."""
     _refuse_unloading(model)
-    return model._head_strategy.unloaded(model, reset, architecture)
+    return model._head_strategy.unloaded(reset, architecture)
 
 
 def _to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -192,7 +192,7 @@ def _refuse_unloading(model: AdaptedModel) -> None:
             f"an AdapterSetup of this thread holds, with {plan.setup!r}. Leave the "
             f"'with AdapterSetup(…)' block first."
         )
-    if model._head_strategy.plain_class(model) is None:
+    if model._head_strategy.plain_class() is None:
         raise StateError(
             f"{type(model).__name__} is a class of yours that always has adapters, so there is no "
             f"plain one to go back to. Write merge_adapter('a'), or adapterzoo.init(model) of a "

@@ -53,11 +53,14 @@ class AdapterModelMixin:
 
     _active: ActiveState
     _adapter_state: AdapterState
-    _head_strategy: HeadStrategy = StaticHead()
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def _head_strategy(self) -> HeadStrategy:
+        return StaticHead(self)
 
     @property
     def _backbone(self) -> nn.Module:
@@ -81,7 +84,7 @@ class AdapterModelMixin:
 
     def known_heads(self) -> tuple[str, ...]:
         """Return the names of the model's heads; a model without named heads has none."""
-        return self._head_strategy.names(self)
+        return self._head_strategy.names()
 
     def adapter_modules(self, name: str) -> Iterator[tuple[str, Adapter]]:
         """Return the modules of an adapter with the paths of their layers, in model order.

@@ -62,7 +62,7 @@ def save(model: AdaptedModel, folder: Path) -> None:
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    state, heads = model._adapter_state, model._head_strategy.saved_names(model)
+    state, heads = model._adapter_state, model._head_strategy.saved_names()
     for name in state.records:
         checkpointing.save_adapter(model, folder / name, name, with_head=name in heads)
     for name in _apart(model):
@@ -101,8 +101,8 @@ def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
     """Return the parameters by name that are trained and belong to no adapter, head or fusion."""
     strategy = model._head_strategy
     kept = {id(p) for p in own_parameters_of(model)}
-    for name in strategy.saved_names(model):
-        record = strategy.record(model, name)
+    for name in strategy.saved_names():
+        record = strategy.record(name)
         kept |= {id(t) for t in record.tensors.values()} if record is not None else set()
     return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in kept}
 
@@ -124,7 +124,7 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
 
 def _apart(model: AdaptedModel) -> list[str]:
     """Return the heads that no adapter has in its file, that of a fusion among them."""
-    names = model._head_strategy.saved_names(model)
+    names = model._head_strategy.saved_names()
     return [name for name in names if name not in model._adapter_state.records]
 
 
@@ -148,7 +148,7 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
                 f"{listing(sorted(names))}; nothing has been loaded. Add or delete {kinds} until "
                 f"they are those of the checkpoint."
             )
-    heads = model._head_strategy.saved_names(model)
+    heads = model._head_strategy.saved_names()
     for name, record in state.records.items():
         stored = native.load(folder / name, "adapter")
         if (family := stored.metadata.get("model_type")) != model.config.model_type:
@@ -188,9 +188,9 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
 
 def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> Part:
     strategy, document = model._head_strategy, stored.metadata.get("head")
-    record, saved = strategy.record(model, name), dict(stored.head)
+    record, saved = strategy.record(name), dict(stored.head)
     if document is not None:
-        saved = dict(strategy.lengthened(model, name, document, saved))
+        saved = dict(strategy.lengthened(name, document, saved))
     return Part(f"head {name!r}", saved, {} if record is None else record.tensors)
 
 

@@ -163,7 +163,10 @@ class AdaptedModel(Protocol):
 
     _active: ActiveState
     _adapter_state: AdapterState
-    _head_strategy: HeadStrategy
+
+    @property
+    def _head_strategy(self) -> HeadStrategy:
+        """What the model does with its heads."""
 
     def __getattr__(self, name: str) -> Any:
         """Find what a `PreTrainedModel` has."""

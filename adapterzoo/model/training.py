@@ -58,7 +58,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
         if not tables_of(model, name):
             refuse_if_sharded(model, "Write it before fully_shard(model).")
         tables.check_table(model, name)
-    model._head_strategy.check_training(model, setup)
+    model._head_strategy.check_training(setup)
     set_active(model, setup)
     for name in names if train_embeddings else ():
         tables.add_table(model, name)
@@ -80,7 +80,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
         raise StateError("there is no fusion in it. Write Fuse('a', 'b').")
     for name in setup.flatten():
         model._adapter_state.find(name)
-    model._head_strategy.check_training(model, setup)
+    model._head_strategy.check_training(setup)
     set_active(model, setup)
     layers = (layer for fuse in fuses for _, layer in fusion_modules(model, fuse.name))
     trained = [p for layer in layers for p in layer.parameters()]
@@ -97,7 +97,7 @@ def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embedding
     freeze(model, True)
     for parameter in trained:
         parameter.requires_grad_(True)
-    model._head_strategy.train(model, train_embeddings)
+    model._head_strategy.train(train_embeddings)
     hold_statistics(model)
 
 
@@ -219,7 +219,7 @@ def _all_tensors(model: AdaptedModel) -> dict[str, Tensor]:
     for name in model._adapter_state.fusions:
         layers = named_tensors(dict(fusion_modules(model, name)))
         found.update({f"fusion {name}: {key}": tensor for key, tensor in layers.items()})
-    return {**found, **model._head_strategy.all_tensors(model)}
+    return {**found, **model._head_strategy.all_tensors()}
 
 
 # --- the summary ---

@@ -58,7 +58,7 @@ def label_arguments() -> tuple[str, ...]:
 
 def _take_labels(model: Any, inputs: dict[str, Any], head: HeadNames) -> dict[str, Any]:
     """Take what belongs to the heads out of the arguments of `forward`."""
-    used = model._head_strategy.answering(model, head)
+    used = model._head_strategy.answering(head)
     own = [n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)]
     taken = {n: inputs.pop(n) for n in (*label_arguments(), *own, *_COMMON) if n in inputs}
     for argument, value in taken.items():
@@ -89,7 +89,7 @@ def _prepare_inputs(
     model: Any, inputs: dict[str, Any], labels: dict[str, Any], head: HeadNames
 ) -> None:
     """Bring the base model's arguments into the form that it and the heads need, in place."""
-    used = model._head_strategy.answering(model, head)
+    used = model._head_strategy.answering(head)
     for each in used.values():
         each.config.prepare_inputs(inputs)
     ids = inputs.get("input_ids")
@@ -123,7 +123,7 @@ def forward_head(
         count: by what the sum of the losses is divided; None: by the number of labels.
     """
     strategy, rows = model._head_strategy, model._active.plan.rows
-    names = strategy.answering_names(model, head)
+    names = strategy.answering_names(head)
     if not names:
         return outputs if return_dict is not False else outputs.to_tuple()
     found = head_rows(names, rows)

@@ -2,7 +2,7 @@
 
 A model of `AutoAdapterModel` has named heads (`named`); one of `init` keeps the static head of its
 class, of which each adapter may have a copy (`static`). A strategy has no state of its own: it
-works on the model that it is given.
+works on the model that it is made for.
 """
 
 from __future__ import annotations
@@ -34,138 +34,135 @@ class HeadStrategy:
 
     is_named = False
 
+    def __init__(self, model: Any) -> None:
+        """Work on a model.
+
+        Args:
+            model: with adapters.
+        """
+        self.model = model
+
     # --- which there are, and which answer ---
 
-    def names(self, model: Any) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """Return the names of the named heads."""
         return ()
 
     @abstractmethod
-    def saved_names(self, model: Any) -> tuple[str, ...]:
+    def saved_names(self) -> tuple[str, ...]:
         """Return the names under which heads can be saved."""
 
-    def for_setup(
-        self, model: Any, setup: Composition | None, head_setup: HeadNames
-    ) -> tuple[str, ...]:
+    def for_setup(self, setup: Composition | None, head_setup: HeadNames) -> tuple[str, ...]:
         """Return the heads of a plan.
 
         Args:
-            model: with adapters.
             setup: what acts.
             head_setup: which heads the user wants; None: those named like the adapters where
                 there are any, else those that are active.
         """
         return ()
 
-    def named_like(
-        self, model: Any, setup: Composition | None, otherwise: tuple[str, ...]
-    ) -> tuple[str, ...]:
+    def named_like(self, setup: Composition | None, otherwise: tuple[str, ...]) -> tuple[str, ...]:
         """Return the heads named like the adapters that act last, where there are any."""
         return ()
 
     def for_rows(
-        self, model: Any, parts: tuple[Any, ...], one_head: bool
+        self, parts: tuple[Any, ...], one_head: bool
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the heads of a mixed batch, and again those that answer a part each.
 
         Args:
-            model: with adapters.
             parts: what each kind of row takes.
             one_head: whether the caller says which head answers all rows.
         """
         return (), ()
 
-    def steps(self, model: Any, parts: Sequence[Any]) -> Mapping[str, Step]:
+    def steps(self, parts: Sequence[Any]) -> Mapping[str, Step]:
         """Return what each layer of the head does.
 
         Args:
-            model: with adapters.
             parts: of a composition, one for each kind of row.
         """
         return {}
 
-    def activated(self, model: Any) -> None:
+    def activated(self) -> None:
         """Follow a change of the active heads."""
 
-    def answering(self, model: Any, names: HeadNames = None) -> dict[str, PredictionHead]:
+    def answering(self, names: HeadNames = None) -> dict[str, PredictionHead]:
         """Return the named heads that answer; None for the active ones."""
         return {}
 
-    def check_generation(self, model: Any, given: Mapping[str, Any]) -> None:
+    def check_generation(self, given: Mapping[str, Any]) -> None:
         """Check that `generate` has something that scores the next token."""
 
     # --- what an adapter or a fusion brings ---
 
-    def modules_with(self, model: Any, name: str) -> Iterable[nn.Module]:
+    def modules_with(self, name: str) -> Iterable[nn.Module]:
         """Return what moves with an adapter."""
         return ()
 
-    def installed(self, model: Any, name: str) -> None:
+    def installed(self, name: str) -> None:
         """Follow an adapter that has come."""
 
-    def removing(self, model: Any, owner: str) -> None:
+    def removing(self, owner: str) -> None:
         """Prepare for an adapter or a fusion that goes."""
 
-    def kept(self, model: Any, owner: str) -> Any:
+    def kept(self, owner: str) -> Any:
         """Return what `put_back` needs after the owner was removed and installed again."""
         return None
 
-    def put_back(self, model: Any, owner: str, kept: Any) -> None:
+    def put_back(self, owner: str, kept: Any) -> None:
         """Undo the removal of an adapter's or a fusion's head."""
 
-    def ties(self, model: Any) -> dict[str, str]:
+    def ties(self) -> dict[str, str]:
         """Return the keys of the heads' parameters that are others', to the keys of those."""
         return {}
 
     # --- train, merge, average ---
 
-    def check_training(self, model: Any, setup: Composition) -> None:
+    def check_training(self, setup: Composition) -> None:
         """Check that `train` will succeed; nothing changes."""
 
     @abstractmethod
-    def train(self, model: Any, train_embeddings: bool) -> None:
+    def train(self, train_embeddings: bool) -> None:
         """Train the heads that answer, and no other."""
 
     @abstractmethod
-    def missing_loss(self, model: Any) -> str | None:
+    def missing_loss(self) -> str | None:
         """Return what to say where a forward with labels gives no loss; None where it does."""
 
     @abstractmethod
-    def counted_labels(self, model: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    def counted_labels(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the labels by whose number a batch's loss is divided, −100 for the others.
 
         None where that is not one number: several heads that differ in it, or spans and trees.
 
         Args:
-            model: with adapters.
             batch: arguments of `forward`.
         """
 
-    def merge(self, model: Any) -> None:
+    def merge(self) -> None:
         """Follow adapters that were merged."""
 
-    def reset(self, model: Any) -> None:
+    def reset(self) -> None:
         """Undo `merge`."""
 
-    def combined(
-        self, model: Any, names: Sequence[str], weights: Sequence[float]
-    ) -> Mapping[str, nn.Module]:
+    def combined(self, names: Sequence[str], weights: Sequence[float]) -> Mapping[str, nn.Module]:
         """Return the head of an average of adapters, for `give`; empty without one."""
         return {}
 
-    def give(self, model: Any, name: str, head: Mapping[str, nn.Module]) -> None:
+    def give(self, name: str, head: Mapping[str, nn.Module]) -> None:
         """Give an adapter the head that `combined` made."""
 
     @abstractmethod
-    def plain_class(self, model: Any) -> type[nn.Module] | None:
+    def plain_class(self) -> type[nn.Module] | None:
         """Return the class of the model without adapters; None where it always has them."""
 
     @abstractmethod
-    def unloaded(self, model: Any, change: Callable[[Any], None], architecture: str | None) -> Any:
+    def unloaded(self, change: Callable[[Any], None], architecture: str | None) -> Any:
         """Return a plain model of transformers.
 
         Args:
-            model: with adapters.
             change: merges or resets the weights of the model that it is given.
             architecture: name of the class; None: found.
         """
@@ -173,27 +170,27 @@ class HeadStrategy:
     # --- files ---
 
     @abstractmethod
-    def name_with(self, model: Any, adapter: str) -> str | None:
+    def name_with(self, adapter: str) -> str | None:
         """Return the name of the head that is saved with an adapter."""
 
     @abstractmethod
-    def active_name(self, model: Any) -> str | None:
+    def active_name(self) -> str | None:
         """Return the name of the one head that answers."""
 
     @abstractmethod
-    def record(self, model: Any, name: str | None) -> HeadRecord | None:
+    def record(self, name: str | None) -> HeadRecord | None:
         """Return a head as a checkpoint holds it, None without one."""
 
-    def record_alone(self, model: Any, name: str | None) -> HeadRecord | None:
+    def record_alone(self, name: str | None) -> HeadRecord | None:
         """Return the record of a head that is saved without the adapter of its name."""
-        return self.record(model, name)
+        return self.record(name)
 
-    def shortened(self, model: Any, name: str | None, record: HeadRecord) -> HeadRecord:
+    def shortened(self, name: str | None, record: HeadRecord) -> HeadRecord:
         """Return the record without what a native file need not hold."""
         return record
 
     def lengthened(
-        self, model: Any, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
+        self, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         """Return the tensors of a file with what `shortened` left out, of the same head."""
         return tensors
@@ -201,7 +198,6 @@ class HeadStrategy:
     @abstractmethod
     def fitting(
         self,
-        model: Any,
         record: HeadRecord,
         name: str | None,
         id2label: Mapping[int, str] | None,
@@ -212,7 +208,6 @@ class HeadStrategy:
         """Check a head of a checkpoint in every way; what is returned enters it.
 
         Args:
-            model: not changed.
             record: of the checkpoint.
             name: of the head; of a static head its owner, None for the original.
             id2label: other labels.
@@ -221,9 +216,9 @@ class HeadStrategy:
             dtype: as in `load_adapter`.
         """
 
-    def restore(self, model: Any, owners: Iterable[str]) -> None:
+    def restore(self, owners: Iterable[str]) -> None:
         """Make the copies of a static head that a saved model lists."""
 
     @abstractmethod
-    def all_tensors(self, model: Any) -> dict[str, Tensor]:
+    def all_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of all heads, named for messages."""

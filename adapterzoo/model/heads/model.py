@@ -42,11 +42,14 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         custom_heads: head types that were registered for this model alone.
     """
 
-    _head_strategy: HeadStrategy = NamedHeads()
     backbone_class: ClassVar[type[PreTrainedModel]]
     input_names: ClassVar[tuple[str, ...]]
     heads: AdapterDict
     custom_heads: dict[str, type[HeadConfig]]
+
+    @property
+    def _head_strategy(self) -> HeadStrategy:
+        return NamedHeads(self)
 
     def __init__(self, config: PreTrainedConfig) -> None:
         """Make the base model, and the adapters and heads that the config lists.
@@ -342,7 +345,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
         Trainer counts the labels of accumulated batches by it.
         """
-        types = (head.config.loss_type for head in self._head_strategy.answering(self).values())
+        types = (head.config.loss_type for head in self._head_strategy.answering().values())
         return next((name for name in types if name is not None), None)
 
     @loss_type.setter
@@ -351,7 +354,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the last layer of the first active language modelling head, None without one."""
-        heads = self._head_strategy.answering(self).values()
+        heads = self._head_strategy.answering().values()
         return next((layer for head in heads if (layer := head.output_embeddings)), None)
 
     @names_call
@@ -361,7 +364,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         Raises:
             ConfigError: it is not a linear layer.
         """
-        heads = self._head_strategy.answering(self).values()
+        heads = self._head_strategy.answering().values()
         head = next((head for head in heads if head.output_embeddings is not None), None)
         if head is not None:
             head.replace_output(new_embeddings)

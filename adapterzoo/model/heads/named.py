@@ -28,110 +28,106 @@ class NamedHeads(HeadStrategy):
 
     # --- which there are, and which answer ---
 
-    def names(self, model: Any) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """Return the names of the heads."""
-        return tuple(model.heads)
+        return tuple(self.model.heads)
 
-    def saved_names(self, model: Any) -> tuple[str, ...]:
+    def saved_names(self) -> tuple[str, ...]:
         """Return the names of the heads."""
-        return tuple(model.heads)
+        return tuple(self.model.heads)
 
-    def for_setup(
-        self, model: Any, setup: Composition | None, head_setup: HeadNames
-    ) -> tuple[str, ...]:
+    def for_setup(self, setup: Composition | None, head_setup: HeadNames) -> tuple[str, ...]:
         """Return those asked for, those named like the adapters, or the active ones."""
         if head_setup is not None:
-            return store.checked_names(model, head_setup)
-        return store.heads_like(model, setup, model._active.heads)
+            return store.checked_names(self.model, head_setup)
+        return store.heads_like(self.model, setup, self.model._active.heads)
 
-    def named_like(
-        self, model: Any, setup: Composition | None, otherwise: tuple[str, ...]
-    ) -> tuple[str, ...]:
+    def named_like(self, setup: Composition | None, otherwise: tuple[str, ...]) -> tuple[str, ...]:
         """Return the heads named like the adapters that act last, where there are any."""
-        return store.heads_like(model, setup, otherwise)
+        return store.heads_like(self.model, setup, otherwise)
 
     def for_rows(
-        self, model: Any, parts: tuple[Any, ...], one_head: bool
+        self, parts: tuple[Any, ...], one_head: bool
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the head of each part's adapter, and the active one for parts without.
 
         Raises:
             StateError: a part has no head of its own, and several are active.
         """
-        active = model._active.default.plan.heads
-        own = store.own_heads(model, parts)
+        active = self.model._active.default.plan.heads
+        own = store.own_heads(self.model, parts)
         if None in own and any(own) and len(active) != 1 and not one_head:
             raise StateError(
                 f"adapter_names=…: {parts[own.index(None)]!r} has no head of its name, and the "
                 f"active heads are {listing(active)}, not one that answers such rows. Write "
                 f"model.active_head = {next(filter(None, own))!r}, or head=… for all rows."
             )
-        heads = store.heads_of_parts(model, parts, active)
+        heads = store.heads_of_parts(self.model, parts, active)
         return heads, heads if any(own) else ()
 
-    def activated(self, model: Any) -> None:
+    def activated(self) -> None:
         """Show the labels of the active head in the config."""
-        store.show_labels(model)
+        store.show_labels(self.model)
 
-    def answering_names(self, model: Any, names: HeadNames = None) -> tuple[str, ...]:
+    def answering_names(self, names: HeadNames = None) -> tuple[str, ...]:
         """Return the names of the heads that answer, once for each part of a batch."""
-        return store.checked_names(model, names) if names else model._active.heads
+        return store.checked_names(self.model, names) if names else self.model._active.heads
 
-    def answering(self, model: Any, names: HeadNames = None) -> dict[str, PredictionHead]:
+    def answering(self, names: HeadNames = None) -> dict[str, PredictionHead]:
         """Return the heads that answer."""
-        return {name: store.find(model, name) for name in self.answering_names(model, names)}
+        return {name: store.find(self.model, name) for name in self.answering_names(names)}
 
-    def check_generation(self, model: Any, given: Mapping[str, Any]) -> None:
+    def check_generation(self, given: Mapping[str, Any]) -> None:
         """Check that a head is active.
 
         Raises:
             StateError: none is.
         """
-        if not (given.get("head") or model._active.heads):
+        if not (given.get("head") or self.model._active.heads):
             raise StateError(
                 f"generate(): no head is active, so nothing scores the next token. Heads: "
-                f"{listing(model.heads)}. Write add_causal_lm_head('my_task'), on an "
+                f"{listing(self.model.heads)}. Write add_causal_lm_head('my_task'), on an "
                 f"encoder–decoder add_seq2seq_lm_head('my_task'), or model.active_head = 'my_task'."
             )
 
     # --- what an adapter or a fusion brings ---
 
-    def modules_with(self, model: Any, name: str) -> Iterable[nn.Module]:
+    def modules_with(self, name: str) -> Iterable[nn.Module]:
         """Return the head of the adapter's name."""
-        return [model.heads[name]] if name in model.heads else []
+        return [self.model.heads[name]] if name in self.model.heads else []
 
-    def installed(self, model: Any, name: str) -> None:
+    def installed(self, name: str) -> None:
         """Let the head of the adapter's name share its table."""
-        head = model.heads._modules.get(name)
+        head = self.model.heads._modules.get(name)
         # a head whose layer was replaced has one of its own
-        has_table = head is not None and tables.table_of(model, name) is not None
-        if has_table and store.is_on(head, model.get_input_embeddings().weight):
-            store.tie(model, head, name)
+        has_table = head is not None and tables.table_of(self.model, name) is not None
+        if has_table and store.is_on(head, self.model.get_input_embeddings().weight):
+            store.tie(self.model, head, name)
 
-    def removing(self, model: Any, owner: str) -> None:
+    def removing(self, owner: str) -> None:
         """Let the head of the adapter's name share the base model's table again."""
-        head, table = model.heads._modules.get(owner), tables.table_of(model, owner)
+        head, table = self.model.heads._modules.get(owner), tables.table_of(self.model, owner)
         if table is not None and store.is_on(head, table):
-            store.tie(model, head)
+            store.tie(self.model, head)
 
-    def ties(self, model: Any) -> dict[str, str]:
+    def ties(self) -> dict[str, str]:
         """Return the keys of the heads' parameters that are the base model's or an adapter's."""
-        prefix = model.base_model_prefix
-        names = {id(p): name for name, p in model._backbone.named_parameters(prefix=prefix)}
+        prefix = self.model.base_model_prefix
+        names = {id(p): name for name, p in self.model._backbone.named_parameters(prefix=prefix)}
         return {
             f"heads.{name}.{key}": names[id(parameter)]
-            for name, head in model.heads.items()
+            for name, head in self.model.heads.items()
             for key, parameter in head.named_parameters()
             if id(parameter) in names
         }
 
     # --- train, merge ---
 
-    def train(self, model: Any, train_embeddings: bool) -> None:
+    def train(self, train_embeddings: bool) -> None:
         """Train the active heads; embeddings that a head shares only where asked for."""
-        backbone = {id(p) for p in model._backbone.parameters()}
-        active = model._active.default.plan.heads
-        for name, head in store.all_heads(model).items():
+        backbone = {id(p) for p in self.model._backbone.parameters()}
+        active = self.model._active.default.plan.heads
+        for name, head in store.all_heads(self.model).items():
             for parameter in head.parameters():
                 if id(parameter) not in backbone:
                     parameter.requires_grad_(name in active)
@@ -139,21 +135,21 @@ class NamedHeads(HeadStrategy):
             if layer is not None and not train_embeddings:
                 layer.weight.requires_grad_(False)
 
-    def missing_loss(self, model: Any) -> str | None:
+    def missing_loss(self) -> str | None:
         """Return a hint where no head is active."""
-        if model._active.heads:
+        if self.model._active.heads:
             return None
         return (
-            f"; there are {listing(model.heads)}. Write add_classification_head('my_task') and "
-            f"train_adapter(…) after it, or model.active_head = 'my_task'."
+            f"; there are {listing(self.model.heads)}. Write add_classification_head('my_task') "
+            f"and train_adapter(…) after it, or model.active_head = 'my_task'."
         )
 
-    def counted_labels(self, model: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    def counted_labels(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the labels of the heads that answer, where all count the same number."""
-        prefix = "decoder_" if model.config.is_encoder_decoder else ""
+        prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
         mask = batch.get(f"{prefix}attention_mask")
         found = []
-        for name, head in self.answering(model).items():
+        for name, head in self.answering().items():
             labels = head.config.find_labels(name, batch)
             if labels is None or len(head.config.label_names) > 1:
                 return None
@@ -161,72 +157,71 @@ class NamedHeads(HeadStrategy):
         counts = {int((labels != -100).sum()) for labels in found}
         return found[0] if len(counts) == 1 else None
 
-    def plain_class(self, model: Any) -> type[nn.Module] | None:
+    def plain_class(self) -> type[nn.Module] | None:
         """Return the class of the base model."""
-        return cast("type[nn.Module] | None", getattr(type(model), "backbone_class", None))
+        return cast("type[nn.Module] | None", getattr(type(self.model), "backbone_class", None))
 
-    def unloaded(self, model: Any, change: Callable[[Any], None], architecture: str | None) -> Any:
+    def unloaded(self, change: Callable[[Any], None], architecture: str | None) -> Any:
         """Return a new model of a class of transformers; this one stays as it is."""
-        head = head_to_keep(model, architecture)
-        twin = copy.deepcopy(model)
+        head = head_to_keep(self.model, architecture)
+        twin = copy.deepcopy(self.model)
         change(twin)
         return as_plain(twin, *head)
 
     # --- files ---
 
-    def name_with(self, model: Any, adapter: str) -> str | None:
+    def name_with(self, adapter: str) -> str | None:
         """Return the head of the adapter's name, or the only active one."""
-        if adapter in model.heads:
+        if adapter in self.model.heads:
             return adapter
-        active = model._active.heads
+        active = self.model._active.heads
         return active[0] if len(active) == 1 else None
 
-    def active_name(self, model: Any) -> str | None:
+    def active_name(self) -> str | None:
         """Return the name of the one head that is active."""
-        return store.active_name(model)
+        return store.active_name(self.model)
 
-    def record(self, model: Any, name: str | None) -> HeadRecord | None:
+    def record(self, name: str | None) -> HeadRecord | None:
         """Return config and own tensors of a head."""
         if name is None:
             return None
-        head = store.find(model, name)
-        return HeadRecord({"config": head.config.to_dict()}, store.own_tensors(model, head))
+        head = store.find(self.model, name)
+        return HeadRecord({"config": head.config.to_dict()}, store.own_tensors(self.model, head))
 
-    def record_alone(self, model: Any, name: str | None) -> HeadRecord | None:
+    def record_alone(self, name: str | None) -> HeadRecord | None:
         """Return the record with the table that the head shares with its adapter."""
-        table = None if name is None else tables.table_of(model, name)
-        if name is None or table is None or not store.is_on(store.find(model, name), table):
-            return self.record(model, name)
-        head = store.find(model, name)
+        table = None if name is None else tables.table_of(self.model, name)
+        if name is None or table is None or not store.is_on(store.find(self.model, name), table):
+            return self.record(name)
+        head = store.find(self.model, name)
         # what it shares with its adapter is its own where that is not saved with it
         config = head.config.replace(tie_word_embeddings=False)
-        return HeadRecord({"config": config.to_dict()}, store.own_tensors(model, head, table))
+        return HeadRecord({"config": config.to_dict()}, store.own_tensors(self.model, head, table))
 
-    def shortened(self, model: Any, name: str | None, record: HeadRecord) -> HeadRecord:
+    def shortened(self, name: str | None, record: HeadRecord) -> HeadRecord:
         """Return the record without an output layer that the base model's checkpoint brought."""
-        return record if name is None else without_output(store.find(model, name), record)
+        return record if name is None else without_output(store.find(self.model, name), record)
 
     def lengthened(
-        self, model: Any, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
+        self, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         """Return the tensors of a file with the output layer, for a head of the same config.
 
         Raises:
             CheckpointError: the head has another config.
         """
-        saved = store.config_from(model, document["config"])
-        head = store.find(model, name)
+        saved = store.config_from(self.model, document["config"])
+        head = store.find(self.model, name)
         if saved != head.config:
             raise CheckpointError(
                 f"the head {name!r} of the checkpoint is {saved!r}, that of the model "
                 f"{head.config!r}; nothing has been loaded. Add it with the config of the "
                 f"checkpoint."
             )
-        return with_output(head, store.all_heads(model).values(), document, tensors)
+        return with_output(head, store.all_heads(self.model).values(), document, tensors)
 
     def fitting(
         self,
-        model: Any,
         record: HeadRecord,
         name: str | None,
         id2label: Mapping[int, str] | None,
@@ -246,31 +241,31 @@ class NamedHeads(HeadStrategy):
                 f"has named heads. Write {argument('with_head', False)}"
                 f"{in_python(', or load it into that class')}."
             )
-        config = store.config_from(model, values)
+        config = store.config_from(self.model, values)
         if id2label is not None:
             config = config.replace(label2id=labels_from(id2label))
-        checked = store.free_name(model, name, overwrite_ok)
-        refuse_unreadable(model)
+        checked = store.free_name(self.model, name, overwrite_ok)
+        refuse_unreadable(self.model)
         # a stranger's config may ask for more memory than there is: compare before any is taken
-        empty = store.built(model, config, torch.device("meta"))
-        heads = store.all_heads(model).values()
+        empty = store.built(self.model, config, torch.device("meta"))
+        heads = store.all_heads(self.model).values()
         tensors = with_output(empty, heads, record.document, record.tensors, dtype)
-        fits = store.own_tensors(model, empty)
-        fit.check_fit(type(model).__name__, tensors, fits, dtype)
-        head = store.built(model, config)
-        refuse_unreadable(model, head)
+        fits = store.own_tensors(self.model, empty)
+        fit.check_fit(type(self.model).__name__, tensors, fits, dtype)
+        head = store.built(self.model, config)
+        refuse_unreadable(self.model, head)
         if dtype is not None:
-            for tensor in store.own_tensors(model, head).values():
+            for tensor in store.own_tensors(self.model, head).values():
                 tensor.data = tensor.data.to(dtype)
         fit.fill(head, tensors)
         if dtype is None:
             head.of_checkpoint = FIELD in record.document
-        return lambda: store.enter(model, checked, head, set_active)
+        return lambda: store.enter(self.model, checked, head, set_active)
 
-    def all_tensors(self, model: Any) -> dict[str, Tensor]:
+    def all_tensors(self) -> dict[str, Tensor]:
         """Return the own tensors of all heads."""
         return {
             f"head {name}: {key}": tensor
-            for name, head in store.all_heads(model).items()
-            for key, tensor in store.own_tensors(model, head).items()
+            for name, head in store.all_heads(self.model).items()
+            for key, tensor in store.own_tensors(self.model, head).items()
         }

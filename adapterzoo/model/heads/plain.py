@@ -46,7 +46,7 @@ def head_to_keep(
                 f"model.active_head = '…'; heads: {listing(model.heads)}."
             )
         return None, None, {}
-    record = model._head_strategy.record(model, names[0])
+    record = model._head_strategy.record(names[0])
     info = info_of(model)
     try:
         if architecture is not None:

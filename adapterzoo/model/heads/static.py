@@ -33,136 +33,133 @@ _IGNORED = -100
 class StaticHead(HeadStrategy):
     """The strategy of a model whose head is that of its class."""
 
-    def saved_names(self, model: Any) -> tuple[str, ...]:
+    def saved_names(self) -> tuple[str, ...]:
         """Return the names of those that have a copy."""
-        return tuple(model._adapter_state.copies)
+        return tuple(self.model._adapter_state.copies)
 
-    def steps(self, model: Any, parts: Sequence[Any]) -> Mapping[str, Step]:
+    def steps(self, parts: Sequence[Any]) -> Mapping[str, Step]:
         """Return which copy each layer of the head takes."""
-        return copies.steps_of(model, parts)
+        return copies.steps_of(self.model, parts)
 
     # --- what an adapter or a fusion brings ---
 
-    def modules_with(self, model: Any, name: str) -> Iterable[nn.Module]:
+    def modules_with(self, name: str) -> Iterable[nn.Module]:
         """Return the layers of the adapter's copy."""
-        return copies.layers_with(model, name).values()
+        return copies.layers_with(self.model, name).values()
 
-    def removing(self, model: Any, owner: str) -> None:
+    def removing(self, owner: str) -> None:
         """Take out the owner's copy."""
-        copies.take(model, owner)
+        copies.take(self.model, owner)
 
-    def kept(self, model: Any, owner: str) -> Any:
+    def kept(self, owner: str) -> Any:
         """Return the owner's copy, and the order of all copies."""
-        return copies.layers_with(model, owner), dict(model._adapter_state.copies)
+        return copies.layers_with(self.model, owner), dict(self.model._adapter_state.copies)
 
-    def put_back(self, model: Any, owner: str, kept: Any) -> None:
+    def put_back(self, owner: str, kept: Any) -> None:
         """Put the owner's copy back where it was."""
-        copies.put_back(model, owner, *kept)
+        copies.put_back(self.model, owner, *kept)
 
     # --- train, merge, average ---
 
-    def check_training(self, model: Any, setup: Composition) -> None:
+    def check_training(self, setup: Composition) -> None:
         """Check that adapters without a copy can get one."""
         owners = copies.owners_of(setup)
-        missing = [o for o in owners if o is not None and o not in model._adapter_state.copies]
-        if missing and copies.layers_of(model):
-            refuse_if_sharded(model, "Write it before fully_shard(model).")
+        missing = [o for o in owners if o is not None and o not in self.model._adapter_state.copies]
+        if missing and copies.layers_of(self.model):
+            refuse_if_sharded(self.model, "Write it before fully_shard(model).")
 
-    def train(self, model: Any, train_embeddings: bool) -> None:
+    def train(self, train_embeddings: bool) -> None:
         """Train the copies of the active adapters, made here if need be."""
-        trained = list(copies.trained(model, model._active.default.plan.setup))
-        backbone = {id(p) for p in model._backbone.parameters()}
-        for parameter in model.parameters():
+        trained = list(copies.trained(self.model, self.model._active.default.plan.setup))
+        backbone = {id(p) for p in self.model._backbone.parameters()}
+        for parameter in self.model.parameters():
             if id(parameter) not in backbone:
                 parameter.requires_grad_(False)
         for parameter in trained:
             parameter.requires_grad_(True)
 
-    def missing_loss(self, model: Any) -> str | None:
+    def missing_loss(self) -> str | None:
         """Return a hint where the class takes no labels."""
-        if find_labels(type(model)):
+        if find_labels(type(self.model)):
             return None
         return ". Write AutoAdapterModel.from_pretrained(…), which has named heads."
 
-    def counted_labels(self, model: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    def counted_labels(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the labels, of the next token each where the class is a causal language model."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor):
             return None
-        causal = class_name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        causal = class_name(self.model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return F.pad(labels[..., 1:], (0, 1), value=_IGNORED) if causal else labels
 
-    def merge(self, model: Any) -> None:
+    def merge(self) -> None:
         """Write the copy of the last merged adapter that has one into the original."""
-        copies.merge(model)
+        copies.merge(self.model)
 
-    def reset(self, model: Any) -> None:
+    def reset(self) -> None:
         """Give the original its bits back."""
-        copies.reset(model)
+        copies.reset(self.model)
 
-    def combined(
-        self, model: Any, names: Sequence[str], weights: Sequence[float]
-    ) -> Mapping[str, nn.Module]:
+    def combined(self, names: Sequence[str], weights: Sequence[float]) -> Mapping[str, nn.Module]:
         """Return the average of the adapters' copies."""
-        return copies.combined(model, names, weights)
+        return copies.combined(self.model, names, weights)
 
-    def give(self, model: Any, name: str, head: Mapping[str, nn.Module]) -> None:
+    def give(self, name: str, head: Mapping[str, nn.Module]) -> None:
         """Make it the adapter's copy."""
         if head:
-            copies.put(model, name, head)
+            copies.put(self.model, name, head)
 
-    def plain_class(self, model: Any) -> type[nn.Module] | None:
+    def plain_class(self) -> type[nn.Module] | None:
         """Return the class that `init` found."""
-        return type(model).__dict__.get("_plain_class")
+        return type(self.model).__dict__.get("_plain_class")
 
-    def unloaded(self, model: Any, change: Callable[[Any], None], architecture: str | None) -> Any:
+    def unloaded(self, change: Callable[[Any], None], architecture: str | None) -> Any:
         """Return this object, of its own class again.
 
         Raises:
             StateError: another class is asked for.
         """
-        plain = cast("type[nn.Module]", self.plain_class(model))
+        plain = cast("type[nn.Module]", self.plain_class())
         if architecture is not None:
             raise StateError(
                 f"architecture={architecture!r}: a model with a static head becomes the "
                 f"{plain.__name__} that it was. Leave architecture out."
             )
-        change(model)
-        adapters.remove_all(model)
-        withdraw(model)
-        del model._adapter_state, model._active
-        inject.set_class(model, plain)
-        return model
+        change(self.model)
+        adapters.remove_all(self.model)
+        withdraw(self.model)
+        del self.model._adapter_state, self.model._active
+        inject.set_class(self.model, plain)
+        return self.model
 
     # --- files ---
 
-    def name_with(self, model: Any, adapter: str) -> str | None:
+    def name_with(self, adapter: str) -> str | None:
         """Return the adapter, whose copy it is."""
         return adapter
 
-    def active_name(self, model: Any) -> str | None:
+    def active_name(self) -> str | None:
         """Return whose copy answers, or would once it has one; None: the original does.
 
         Raises:
             StateError: different ones answer different rows.
         """
-        setup = model._active.plan.setup
+        setup = self.model._active.plan.setup
         owners = copies.owners_of(setup)
-        if len({o if o in model._adapter_state.copies else None for o in owners}) > 1:
+        if len({o if o in self.model._adapter_state.copies else None for o in owners}) > 1:
             raise StateError(
                 f"{setup!r} is active, whose rows have heads of their own, so it cannot be told "
                 f"which is meant. Write set_active_adapters('a') first."
             )
         return next(iter(owners), None) if len(owners) == 1 else None
 
-    def record(self, model: Any, name: str | None) -> HeadRecord | None:
+    def record(self, name: str | None) -> HeadRecord | None:
         """Return a copy, or the original, by its keys in the task class."""
-        tensors = copies.tensors_of(model, name)
-        return HeadRecord({"static": class_name(model)}, tensors) if tensors else None
+        tensors = copies.tensors_of(self.model, name)
+        return HeadRecord({"static": class_name(self.model)}, tensors) if tensors else None
 
     def fitting(
         self,
-        model: Any,
         record: HeadRecord,
         name: str | None,
         id2label: Mapping[int, str] | None,
@@ -179,7 +176,7 @@ class StaticHead(HeadStrategy):
         if "static" not in record.document:
             raise CheckpointError(
                 f"the checkpoint has a named head ({record.document.get('config')}), and a "
-                f"{type(model).__name__} has one static head. Write "
+                f"{type(self.model).__name__} has one static head. Write "
                 f"{argument('with_head', False)}"
                 f"{in_python(', or load it into AutoAdapterModel.from_pretrained(…)')}."
             )
@@ -188,31 +185,31 @@ class StaticHead(HeadStrategy):
                 "id2label names the labels of a named head; this model's static head keeps them "
                 "in model.config.id2label. Leave id2label out."
             )
-        mine = copies.tensors_of(model, None)
-        fit.check_fit(type(model).__name__, record.tensors, mine, dtype)
+        mine = copies.tensors_of(self.model, None)
+        fit.check_fit(type(self.model).__name__, record.tensors, mine, dtype)
         if name is None:
-            return lambda: fit.fill(model, record.tensors)
-        _refuse_shared(model, record)
-        layers = copies.made(model)
+            return lambda: fit.fill(self.model, record.tensors)
+        _refuse_shared(self.model, record)
+        layers = copies.made(self.model)
         for path, layer in layers.items():
             inside = f"{path}."
             own = {
                 k.removeprefix(inside): t for k, t in record.tensors.items() if k.startswith(inside)
             }
             fit.fill(layer, own)
-        return lambda: copies.put(model, name, layers)
+        return lambda: copies.put(self.model, name, layers)
 
-    def restore(self, model: Any, owners: Iterable[str]) -> None:
+    def restore(self, owners: Iterable[str]) -> None:
         """Make a copy for each owner."""
         for owner in owners:
-            copies.put(model, owner, copies.made(model))
+            copies.put(self.model, owner, copies.made(self.model))
 
-    def all_tensors(self, model: Any) -> dict[str, Tensor]:
+    def all_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of all copies."""
         return {
             f"head of {owner}: {key}": tensor
-            for owner in model._adapter_state.copies
-            for key, tensor in copies.tensors_of(model, owner).items()
+            for owner in self.model._adapter_state.copies
+            for key, tensor in copies.tensors_of(self.model, owner).items()
         }
 
 

@@ -27,7 +27,7 @@ def ties(model: AdaptedModel) -> dict[str, str]:
         first, *rest = tables_of(model, name) or ("",)
         end = f"adapters.{name}.table.weight"
         found.update({f"{start}{p}.{end}": f"{start}{first}.{end}" for p in rest})
-    return {**found, **model._head_strategy.ties(model)}
+    return {**found, **model._head_strategy.ties()}
 
 
 def list_ties(model: AdaptedModel, name: str | None = None) -> None:

@@ -23,7 +23,7 @@ from adapterzoo.model.state import AdaptedModel
 def enter(model: AdaptedModel) -> None:
     """Write to the config what a saved model needs to have the same adapters again."""
     state, plan = model._adapter_state, model._active.default.plan
-    heads = model._head_strategy.names(model)
+    heads = model._head_strategy.names()
     vars(model.config).pop("adapters", None)
     if not state.records and not heads:
         return
@@ -95,7 +95,7 @@ def _restore(model: AdaptedModel, document: Any) -> None:
     state.merged = tuple(document["merged"])
     for name, names, values in document.get("fusions", ()):
         fusion.add(model, names, values, name if name != ",".join(names) else None)
-    model._head_strategy.restore(model, document.get("static_heads", ()))
+    model._head_strategy.restore(document.get("static_heads", ()))
     setup, heads = from_json(document["active"]), document["heads"]
     plan = make_plan(model, setup, heads, tuple(document["skip_layers"]))
     model._active.default.plan = plan

@@ -34,7 +34,7 @@ class GeneratesWithAdapters:
         model: Any = self
         run = cast("Any", super()).generate
         if not batches.starts(model, adapter_names):
-            model._head_strategy.check_generation(model, kwargs)
+            model._head_strategy.check_generation(kwargs)
             with model._active.call.generating():
                 return run(*args, **kwargs)
         prompt = args[0] if args else kwargs.get("inputs")
@@ -48,7 +48,7 @@ class GeneratesWithAdapters:
             args = batches.repeated(args, times, batch)
             kwargs = batches.repeated(kwargs, times, batch)
         with model._active.overridden(plan), model._active.call.generating():
-            model._head_strategy.check_generation(model, kwargs)
+            model._head_strategy.check_generation(kwargs)
             return run(*args, **kwargs)
 
     @names_call

@@ -43,7 +43,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         config=tasks.config,
         named_heads=strategy.is_named,
         static_head=functools.cache(
-            lambda: _shapes(record.tensors) if (record := strategy.record(model, None)) else {}
+            lambda: _shapes(record.tensors) if (record := strategy.record(None)) else {}
         ),
         from_static=tasks.read,
         to_static=tasks.write,
