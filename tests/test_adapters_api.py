@@ -44,9 +44,8 @@ ABSENT = {
 
 # methods with an embedding, prefix or reparametrisation of their own, none of which is here
 ABSENT_CONFIGS = {
-    "CompacterConfig", "CompacterPlusPlusConfig", "DiReftConfig", "DoubleSeqBnInvConfig",
-    "DvoRAConfig", "IA3Config", "LoReftConfig", "MTLLoRAConfig", "NoReftConfig",
-    "PrefixTuningConfig", "PromptTuningConfig", "ReftConfig", "SeqBnInvConfig", "VeraConfig",
+    "CompacterConfig", "CompacterPlusPlusConfig", "DoubleSeqBnInvConfig",
+    "DvoRAConfig", "MTLLoRAConfig", "PromptTuningConfig", "SeqBnInvConfig",
 }  # fmt: skip
 ABSENT_BLOCKS = {"AdapterCompositionBlock", "MultiTask"}
 
@@ -68,14 +67,22 @@ GONE = {
     "architecture": "one class for each method",
     "composition_mode": "the class of the method says it",
     "use_dora": "DoRAConfig",
-    "vera_d": "VeRA is not here",
-    "vera_b": "VeRA is not here",
+    "vera_d": "VeraConfig",
+    "vera_b": "VeraConfig",
 }
 
 # (where, argument) whose default or place is another
 OTHER = {
     ("forward_head", "return_dict"): "True, as in the forward of every model of transformers 5",
     ("DoRAConfig", "use_gating"): "gates are of LoRA alone",
+    ("IA3Config", "use_gating"): "the same",
+    ("VeraConfig", "use_gating"): "the same",
+    ("IA3Config", "dropout"): "there is no low rank on whose way features could be dropped",
+    ("IA3Config", "init_weights"): "all vectors start as ones",
+    ("IA3Config", "init_weights_seed"): "the same",
+    ("VeraConfig", "init_weights"): "A and B are drawn as in the paper",
+    ("VeraConfig", "init_weights_seed"): "projection_prng_key",
+    ("VeraConfig", "r"): "256, as in the paper and PEFT",
 }
 
 

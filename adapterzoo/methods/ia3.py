@@ -57,10 +57,24 @@ class IA3Config(TargetedConfig):
     attn_matrices: tuple[str, ...] = ("k", "v")
     intermediate_lora: bool = True
     r: int = field(1, Choice(1))
-    alpha: float = field(1.0, FACTOR)
+    alpha: float = field(1, FACTOR)
     convention: str = field("paper", Choice("paper", "adapterhub"))
     feedforward_modules: str | tuple[str, ...] | None = field(None, Maybe(Modules()))
     dtype: str | None = field(None, DTYPE)
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ConfigError: a value is not legal, or `output_lora` is set in the paper's convention.
+        """
+        super().__post_init__()
+        if self.output_lora and self.convention == "paper":
+            raise ConfigError(
+                f"{type(self).__name__}(output_lora=True): in the convention 'paper' the last "
+                f"feed-forward layer has the vector of intermediate_lora at its input. Write "
+                f"intermediate_lora=True, or convention='adapterhub'."
+            )
 
     def _roles(self) -> list[Role]:
         roles = super()._roles()

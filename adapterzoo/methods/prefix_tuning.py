@@ -35,7 +35,7 @@ from adapterzoo.spelling import spelled
 
 from . import _prefix_tuning_spelling
 from ._bottleneck_layer import Affine
-from ._init import constant, drawn, generator, kaiming, normal, uniform
+from ._init import DTYPE, DTYPES, constant, drawn, generator, kaiming, normal, uniform
 
 
 @architectures.register("prefix_tuning")
@@ -59,6 +59,7 @@ class PrefixTuningConfig(AdapterConfig):
         init_weights_seed: makes the initial values reproducible.
         convention: "paper"; or "adapterhub": a gate reads padding, and the tokens of one call
             only; a relative position bias counts keys from the first of the prefix.
+        dtype: of the parameters, by name ("float32"); None for that of the model.
     """
 
     architecture: ClassVar[str] = "prefix_tuning"
@@ -75,6 +76,7 @@ class PrefixTuningConfig(AdapterConfig):
     shared_gating: bool = True
     init_weights_seed: int | None = field(None, SEED)
     convention: str = field("paper", Choice("paper", "adapterhub"))
+    dtype: str | None = field(None, DTYPE)
 
     @property
     def starts_as_identity(self) -> bool:
@@ -112,6 +114,7 @@ class PrefixTuningConfig(AdapterConfig):
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.ModuleDict:
         """The table of each location."""
+        dtype = DTYPES[self.dtype] if self.dtype else dtype
         locations = dict.fromkeys(p.location for p in placements)
         sites = {at: [p.site for p in placements if p.location == at] for at in locations}
         return nn.ModuleDict(
@@ -120,7 +123,7 @@ class PrefixTuningConfig(AdapterConfig):
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PrefixTuning:
         """What takes the site's keys and values out of the table."""
-        return PrefixTuning(self, site, device, dtype)
+        return PrefixTuning(self, site, device, DTYPES[self.dtype] if self.dtype else dtype)
 
 
 class PrefixTable(nn.Module):
