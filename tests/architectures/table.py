@@ -67,9 +67,11 @@ def methods() -> dict[str, list[AdapterConfig]]:
 def _widths(configs: list[AdapterConfig]) -> Iterator[AdapterConfig]:
     first = configs[0]
     if "attn_matrices" in fields_of(first):
-        yield first.replace(
-            attn_matrices=("q", "k", "v", "o"), intermediate_lora=True, output_lora=True
-        )
+        wide = first.replace(attn_matrices=("q", "k", "v", "o"), intermediate_lora=True)
+        try:
+            yield wide.replace(output_lora=True)
+        except ConfigError:  # one vector stands between the feed-forward layers
+            yield wide
     elif len(configs) > 1:
         # sites of every kind in one run, but for those that cannot share a layer
         yield from (ConfigUnion(*configs[:n]) for n in range(len(configs), 1, -1))
