@@ -81,7 +81,9 @@ def test_without_its_file_a_method_is_not_known(tiny, tmp_path, without_dora):
         ("adapterhub", "'lora', use_dora=True"),
         ("peft", "'LORA', use_dora=True"),
     ):
-        assert f"load_adapter({str(tmp_path / 'dora' / form)!r}): there is no such" in said[form]
+        # a long path is cut in the middle of a message
+        assert said[form].startswith("load_adapter('")
+        assert "): there is no such method" in said[form]
         assert fields in said[form]
         assert "that exist here: " in said[form]
         assert "'dora'" not in said[form]

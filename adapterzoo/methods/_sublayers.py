@@ -69,7 +69,7 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
         config: its name, for messages.
 
     Raises:
-        SiteError: the model has no blocks, or none of a number.
+        SiteError: the model has no blocks, none of a number, or one whose width cannot be told.
     """
     if not anatomy.blocks:
         raise SiteError(
@@ -82,6 +82,12 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
             f"{config}: there are no blocks {listing(unknown)}; the model's are 0 to "
             f"{numbers[-1]}. Write layers='all' or numbers of these."
         )
+    asked = [block for block in anatomy.blocks if layers is None or block.layer in layers]
+    if unclear := [block.layer for block in asked if not block.d_model]:
+        raise SiteError(
+            f"{config}: the width of the states cannot be told in blocks {listing(unclear)}. Write "
+            f"layers=[…] with other blocks."
+        )
     return [
         Site(
             path=block.path,
@@ -92,8 +98,7 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
             d_in=block.d_model,
             d_out=block.d_model,
         )
-        for block in anatomy.blocks
-        if layers is None or block.layer in layers
+        for block in asked
     ]
 
 
