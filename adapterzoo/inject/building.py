@@ -27,30 +27,6 @@ def layer_at(model: nn.Module, path: str) -> nn.Module:
     return model
 
 
-def check_layers(
-    layers: Iterable[int] | None, blocks: int, argument: str = "skip_layers"
-) -> tuple[int, ...]:
-    """Numbers of blocks, as a user gave them.
-
-    Args:
-        layers: None for no block.
-        blocks: how many the model has.
-        argument: what the user called them.
-
-    Raises:
-        ConfigError: they are no list of numbers of blocks.
-    """
-    if layers is None:
-        return ()
-    numbers = tuple(layers) if isinstance(layers, Iterable) else (None,)
-    if not all(type(n) is int and 0 <= n < blocks for n in numbers):
-        raise ConfigError(
-            f"{argument}={layers!r}: the model has blocks 0 to {blocks - 1}. "
-            f"Write a list of their numbers: {argument}=[0, 1]."
-        )
-    return tuple(n for n in numbers if n is not None)
-
-
 def inject_path(site: Site) -> str:
     """Path of the module that gets the adapter; a parameter may belong to a module below."""
     below = (site.parameter or "").rpartition(".")[0]

@@ -180,6 +180,14 @@ def backbone_of(model: AdaptedModel) -> nn.Module:
     return cast("nn.Module", model if state.is_base else model.base_model)
 
 
+def input_embeddings_of(model: nn.Module | AdaptedModel) -> nn.Module | None:
+    """Return the module that embeds the inputs, None where transformers knows none."""
+    try:
+        return cast("nn.Module | None", cast("Any", model).get_input_embeddings())
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 def is_base(model: nn.Module) -> bool:
     """Return whether a model is the base model itself, although a part has its prefix's name.
 
@@ -192,10 +200,7 @@ def is_base(model: nn.Module) -> bool:
     base = cast("Any", model).base_model
     if base is model:
         return True
-    try:
-        embeddings = cast("Any", model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return False
+    embeddings = input_embeddings_of(model)
     return embeddings is not None and all(embeddings is not m for m in base.modules())
 
 

@@ -22,7 +22,7 @@ from adapterzoo.inject.building import at_hand, device_of, layer_at
 from adapterzoo.methods._table import Table
 from adapterzoo.model.activation import refuse_used
 from adapterzoo.model.adapters import Made, bring_in, init_values
-from adapterzoo.model.state import AdaptedModel, backbone_of, modules_of
+from adapterzoo.model.state import AdaptedModel, backbone_of, input_embeddings_of, modules_of
 
 from .ties import LOCATION, tables_of
 
@@ -48,10 +48,7 @@ def _embedding_paths(model: AdaptedModel) -> tuple[str, ...]:
     Raises:
         StateError: the model has no such table.
     """
-    try:
-        embedding = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        embedding = None
+    embedding = input_embeddings_of(model)
     if not isinstance(embedding, nn.Embedding):
         held = "none" if embedding is None else f"a {inject.plain_class(embedding).__name__}"
         raise StateError(
