@@ -226,21 +226,23 @@ def test_fused_experts_compile():
 @pytest.mark.sweep
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_gives_the_eager_gradients_for_all_methods_at_once():
+    # (IA)³ sits there from its intermediate_lora on
     at_output = {"selfattn_lora": False, "output_lora": True}
     configs = {
-        name: config.replace(**at_output) if "output_lora" in dir(config) else config
+        name: config.replace(**at_output)
+        if "output_lora" in dir(config) and name != "ia3"
+        else config
         for name, config in one_of_each().items()
     }
     model = with_adapters(**configs)
     model.train_adapter(list(configs))
     model.eval()
-    # all of them sit here; a whole model takes a minute to compile
+    # nearly all of them sit here; a whole model takes a minute to compile
     part = model.bert.encoder.layer[0].output
     inputs = torch.randn(2, 7, 64), torch.randn(2, 7, 32)
     expected = gradients(part, part, *inputs)
-    for name in configs:
-        if name != "reft":
-            # which sits at the output of the whole block
-            assert any(f".adapters.{name}." in key for key in expected)
+    # reft sits at the output of the whole block, prefixes at the attention
+    for name in configs.keys() - {"reft", "prefix_tuning"}:
+        assert any(f".adapters.{name}." in key for key in expected), name
     compiled = torch.compile(part, fullgraph=True, backend="inductor")
     same(gradients(part, compiled, *inputs), expected, rtol=1e-3, atol=1e-4)
