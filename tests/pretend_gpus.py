@@ -26,10 +26,11 @@ DEVICES = ("pretend:0", "pretend:1")
 
 # the truncated normal of its own initialisation looks at the numbers that it draws
 DRAWN = {"adapter_plus": "adapter_plus[init_weights='bert']"}
+GATED = "use_gating=True,convention='adapterhub'"
 METHODS = {
     **{name: DRAWN.get(name, name) for name in config_strings if name != "union"},
-    "lora with everything": "lora[dropout=0.1,lora_bias=True,use_gating=True,convention='adapterhub',use_rslora=True]",
-    "gated bottleneck": "seq_bn[use_gating=True,convention='adapterhub',scaling='learned',ln_before=True,dropout=0.1]",
+    "lora with everything": f"lora[dropout=0.1,lora_bias=True,{GATED},use_rslora=True]",
+    "gated bottleneck": f"seq_bn[{GATED},scaling='learned',ln_before=True,dropout=0.1]",
     "union": "lora|par_bn",
 }
 HEADS = {
