@@ -33,7 +33,7 @@ from .adapted import (
     swap,
 )
 from .attention import AdaptedAttention
-from .entry import close_entry, place_at
+from .entry import close_entry, leave, place_at
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .views import matrix, put_slice, stores_transposed, take_slice
 
@@ -51,6 +51,7 @@ __all__ = [
     "discard",
     "init_from_layer",
     "is_additive",
+    "leave",
     "matrix",
     "mergeable",
     "place_at",

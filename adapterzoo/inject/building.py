@@ -65,6 +65,12 @@ def build(
         if id(placement.config) in sharing:
             adapter.shared_key = "", sharing[id(placement.config)]
     sites = [p.site for p in placements]
+    if sites[0].kind == "entry" and len(built) > 1:
+        raise ConfigError(
+            f"{placements[0].config!r} with {placements[1].config!r}: both change what the first "
+            f"block is given, and have one name. Add them under two names and write "
+            f"set_active_adapters(Stack('a', 'b'))."
+        )
     if len(built) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
         return built[0]
     whole = [

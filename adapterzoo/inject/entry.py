@@ -11,10 +11,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY
-from adapterzoo.runtime import ActiveState
+from adapterzoo.composition import RowMap, inverse_of
+from adapterzoo.contracts import Adapter
+from adapterzoo.runtime import ActiveState, Plan, shared_by
 
 from .adapted import Adapted, restore, swap
 from .building import layer_at
+from .views import LayerCall
 
 
 class Entry(nn.Module):
@@ -70,3 +73,32 @@ def close_entry(model: nn.Module, path: str) -> None:
         del block._modules[ENTRY]
         block._link.helps.discard((path, ""))
         restore(block)
+
+
+class _ExitCall(LayerCall):
+    """What adapters see behind the last block: the modules that they share, on this replica."""
+
+    __slots__ = ("_shared",)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, model.forward)
+        self._shared = model._modules.get("adapters")
+
+    def shared(self, adapter: Adapter) -> nn.Module:
+        """What the adapter shares with its other places."""
+        key = adapter.shared_key
+        return super().shared(adapter) if key is None else shared_by(self._shared, key)
+
+
+def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tensor:
+    """Return the inverse of what the adapters at the entry of a model compute.
+
+    Args:
+        model: the base model.
+        plan: what holds; it has an exit.
+        y: what enters the last layer of a head, `[rows, tokens, d_model]`.
+        rows: of the batch, those of `y`.
+    """
+    path = cast("str", plan.exit)
+    adapters = cast("Any", layer_at(model, path)._modules["adapters"])._modules
+    return inverse_of(plan.steps[path], adapters, y, _ExitCall(model), rows)
