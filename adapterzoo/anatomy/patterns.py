@@ -132,6 +132,7 @@ class Row:
         apart: sub-layers whose output is not plainly added to the stream; `note` says what
             becomes of it.
         outside: whether the class looks like a block but is none.
+        no_entry: why nothing can stand in front of the first block.
         note: why there are no stream sites, or what is mixed.
     """
 
@@ -147,6 +148,7 @@ class Row:
     mixed: frozenset[SubLayerKind] = frozenset()
     apart: frozenset[SubLayerKind] = frozenset()
     outside: bool = False
+    no_entry: str = ""
     note: str = ""
 
 
@@ -192,6 +194,7 @@ _XLM_NORMS: Mapping[str, tuple[Place, SubLayerKind] | None] = {
 
 # by the class of the block, or by `model_type` of the nearest configuration
 ARCHITECTURES: Mapping[str, Row] = {
+    "albert": Row(no_entry="its first block runs several times in one call"),
     "axk2": Row(
         roles={r"self_attn\.q_gate_proj": "qkv"},
         layouts={r"self_attn\.q_gate_proj": "q, gate per head"},

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from ._compile import compile_rows, compile_site, fusion_key, join_rows
 from ._copies import Copies
+from ._inverses import inverse_of
 from ._node import Composition
 from ._prefixes import prefix_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, rows_of
@@ -43,6 +44,7 @@ __all__ = [
     "fusions_of",
     "has_rows",
     "has_tokens",
+    "inverse_of",
     "join_rows",
     "last_adapter",
     "numbered",

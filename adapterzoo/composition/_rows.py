@@ -225,6 +225,11 @@ class RowMap:
         """The same rows where parts have other numbers, several the same perhaps."""
         return replace(self, index=tuple(numbers[part] for part in self.index), _layouts={})
 
+    def of(self, other: RowMap, part: int) -> RowMap:
+        """The rows that take a part of another division of the batch, in the order of `take`."""
+        index = tuple(own for own, p in zip(self.index, other.index, strict=True) if p == part)
+        return replace(self, index=index, _layouts={})
+
     def layout(self, count: int) -> Layout:
         """The layout of a batch of so many rows.
 

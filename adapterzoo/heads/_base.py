@@ -196,7 +196,11 @@ class PredictionHead(Head):
         config: from which it was built; saved with it.
         pooling: how one vector is taken from the tokens of a sequence; it decides which hidden
             states and which mask `forward` gets. None for heads on tokens.
+        has_exit: whether `forward` takes `at_exit`, a function of what enters its last layer, with
+            which adapters undo what they did to the embeddings.
     """
+
+    has_exit: ClassVar[bool] = False
 
     def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
         """Keep the config.

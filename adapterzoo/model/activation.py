@@ -25,7 +25,12 @@ from adapterzoo.composition import (
     rows_of,
     without,
 )
-from adapterzoo.contracts import Adapter, SharedInputAdapter, WeightAdapter
+from adapterzoo.contracts import (
+    Adapter,
+    InvertibleAdapter,
+    SharedInputAdapter,
+    WeightAdapter,
+)
 from adapterzoo.errors import (
     AdapterZooError,
     CompositionError,
@@ -101,7 +106,11 @@ def make_plan(
     shared = _shared_inputs(model, acting, steps, present)
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
-    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks)
+    entry = anatomy_of(model).entry
+    at_entry = {} if entry is None else present.get(entry.path, {})
+    inverts = any(isinstance(module, InvertibleAdapter) for module in at_entry.values())
+    leaving = entry.path if entry is not None and inverts and entry.path in steps else None
+    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, leaving)
 
 
 def _shared_inputs(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -147,14 +147,15 @@ def undone(
     state, strategy, default = model._adapter_state, model._head_strategy, model._active.default
     plan, records, fusions = default.plan, dict(state.records), dict(state.fusions)
     head = strategy.kept(owner)
-    layers = [cast("Any", backbone_of(model).get_submodule(path)) for path in paths]
-    orders = [(layer, list(layer.adapters)) for layer in layers]
+    backbone: Any = backbone_of(model)
+    orders = {path: list(backbone.get_submodule(path).adapters) for path in paths}
     try:
         yield
     except AdapterZooError:
         undo()
         # in the state dict, and in the records
-        for layer, order in orders:
+        for path, order in orders.items():
+            layer = backbone.get_submodule(path)
             layer.adapters._modules = {name: layer.adapters._modules[name] for name in order}
         strategy.put_back(owner, head)
         state.records, state.fusions, default.plan = records, fusions, plan
@@ -215,7 +216,7 @@ def install(
     record = AdapterRecord(config, places, shared_inputs(places), bool(reading), dict(meta))
     for path, (adapter, _) in made.items():
         if path:
-            inject.put(layer_at(backbone, path), name, adapter, active, path)
+            inject.put(inject.place_at(backbone, path, active), name, adapter, active, path)
         else:
             inject.put_shared(backbone, name, adapter, active)
     for source, reader in record.sources():
@@ -257,6 +258,7 @@ def remove(model: AdaptedModel, name: str) -> None:
     for path in record.places:
         if path:
             inject.take(backbone.get_submodule(path), name)
+            inject.close_entry(backbone, path)
     inject.take_shared(backbone, name, model._active)
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
+from adapterzoo import inject
 from adapterzoo.composition import RowMap
 from adapterzoo.errors import StateError, listing, unknown_name
 from adapterzoo.heads import head_types
@@ -134,7 +135,7 @@ def forward_head(
         extra = with_copies(rows, dict(given))
         answers = []
         for name in dict.fromkeys(names):
-            logits, loss = _run(model, name, outputs, extra, keep, count)
+            logits, loss = _run(model, name, outputs, extra, keep, count, rows)
             answers.append(answer(store.find(model, name).config, loss, logits, outputs))
     if return_dict is False:
         tuples = [a.to_tuple() for a in answers]
@@ -154,12 +155,17 @@ def _run(
     given: Mapping[str, Any],
     keep: int | Tensor,
     count: Tensor | int | None,
+    rows: RowMap | None,
 ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
-    """Return logits and loss of a head."""
+    """Return logits and loss of a head on some rows of the batch."""
     head = store.find(model, name)
     hidden, mask = head_input(model, head, outputs, given["attention_mask"], given["input_ids"])
     hidden = head.tokens_to_score(hidden, keep)
-    logits = head(hidden, mask, **{n: given.get(n) for n in head.config.inputs})
+    extra = {n: given.get(n) for n in head.config.inputs}
+    plan = model._active.plan
+    if head.has_exit and plan.exit is not None:
+        extra["at_exit"] = lambda y: inject.leave(model.base_model, plan, y, rows)
+    logits = head(hidden, mask, **extra)
     labels = head.config.find_labels(name, given)
     if labels is None:
         return logits, None
@@ -187,9 +193,11 @@ def _answers_of_rows(
         for i, name in enumerate(names)
     ]
     parts = [outputs_of(i, rows, outputs, not rows.together) for i in range(len(names))]
+    whole_rows = cast("RowMap", model._active.plan.rows)
+    own_rows = [whole_rows.of(rows, i) for i in range(len(names))]
     found = [
-        _run(model, name, part, mine, keep, count)
-        for name, part, mine in zip(names, parts, of_rows, strict=True)
+        _run(model, name, part, mine, keep, count, own)
+        for name, part, mine, own in zip(names, parts, of_rows, own_rows, strict=True)
     ]
     if rows.together:
         logits, losses = [f[0] for f in found], [f[1] for f in found]
