@@ -26,7 +26,6 @@ from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_spellings
 from .config import CONFIG, PeftConfig
 from .patterns import by_name, exactly, most_common, short_names, values_at
 
-_PREFIX = "base_model.model."
 # PEFT writes no name of the adapter, other tools do
 _NAME = "default"
 
@@ -47,11 +46,13 @@ def read_adapter(
     _check_complete(theirs, layers)
     dtype, layers, shared = _in_one_dtype(spelling, layers, shared, info)
     try:
-        fields, shared = spelling.read_model(theirs.fields, shared, [*layers.values()])
+        fields, shared = spelling.read_model(
+            theirs.fields, shared, [*layers.values()], info.anatomy
+        )
         configs = [
             spelling.config.from_dict({"dtype": dtype, **member, **fields})
-            for member in _members(theirs, layers, info)
-        ] or [spelling.config.from_dict(fields)]
+            for member in _members(theirs, layers, info) or [{}]
+        ]
         config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
         # the widths of the sites are part of what is legal
         config.placements(info.anatomy)
@@ -70,6 +71,7 @@ def _sorted(
     spelling = theirs.spelling
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
+    others = {key for each in peft_spellings.values() for key in each.shared.values()} - {*wide}
     # what other methods, and other versions of this one, call their tensors
     stems = {f".{end.partition('_')[0]}_" for s in peft_spellings.values() for end in _ends(s)}
     sites = {site.path: site for site in info.anatomy if site.parameter is None}
@@ -81,13 +83,14 @@ def _sorted(
         if key in wide:
             shared[wide[key]] = tensor
             continue
-        place = key.removeprefix(_PREFIX)
+        place = key.removeprefix(spelling.prefix)
         named, parameter = _split(place, ends)
         if parameter is None:
-            if any(stem in place for stem in stems):
+            if key in others or any(stem in place for stem in stems):
                 raise CheckpointError(
                     f"the tensor {place!r} is not of a known kind; {spelling.peft_type} has "
-                    f"{listing(sorted(ends), limit=20)}. Save the adapter again with PEFT, alone."
+                    f"{listing(sorted((*ends, *wide)), limit=20)}. Save the adapter again with "
+                    f"PEFT, alone."
                 )
             rest[place] = tensor
             continue
@@ -112,8 +115,8 @@ def _sorted(
         )
     if not layers and not shared:
         raise CheckpointError(
-            f"the file holds no tensors of {spelling.peft_type} ({listing(sorted(ends))}); it "
-            f"holds {listing(sorted(tensors))}. {AGAIN}."
+            f"the file holds no tensors of {spelling.peft_type} "
+            f"({listing(sorted((*ends, *wide)))}); it holds {listing(sorted(tensors))}. {AGAIN}."
         )
     for name in theirs.patterns:
         _resolve(name, theirs, layers)
