@@ -117,6 +117,7 @@ def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
             "projection_prng_key": config["projection_prng_key"],
             "save_projection": True,
             "init_weights": True,
+            "bias": "none",
         }
         for config in configs
     ]

@@ -7,7 +7,7 @@ taken from the config.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ def read_adapter(
         raise CheckpointError(
             f"the config of the checkpoint is not legal; nothing has been loaded. {error}"
         ) from error
-    found = {f"{path}/{name}": t for path, at in layers.items() for name, t in at.tensors.items()}
+    read = {path: spelling.read(layer) for path, layer in layers.items()}
+    found = {f"{path}/{name}": t for path, own in read.items() for name, t in own.items()}
     return config, found | {shared_key(name): t for name, t in shared.items()}, rest
 
 
@@ -212,7 +213,7 @@ def _in_one_dtype(
 
 def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
     """The fields of our configs: one for all layers that differ in nothing but patterns."""
-    patterns = theirs.spelling.patterns
+    patterns, subsets = theirs.spelling.patterns, theirs.spelling.subsets
     varying = {ours for _, ours in patterns.values()}
     groups: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
     read = theirs.spelling.read_layers([*layers.values()]) if layers else ()
@@ -229,11 +230,17 @@ def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[s
             values = {path: own[ours] for path, own in paths.items()}
             numbers[ours] = most_common(values, theirs.fields[field])
             numbers[pattern] = by_name(values, numbers[ours])
-        members.append({**alike, **numbers, "target_modules": _targets(paths, info)})
+        chosen = {
+            name: _names([p for p in paths if among(layers[p].tensors)], paths)
+            for name, among in subsets.items()
+        }
+        sites = (site.path for site in info.anatomy if site.parameter is None)
+        targets = _names([*paths], sites)
+        members.append({**alike, **numbers, **chosen, "target_modules": targets})
     return members
 
 
-def _targets(paths: Iterable[str], info: ModelInfo) -> str | list[str]:
-    paths = list(paths)
-    names = short_names(paths, (site.path for site in info.anatomy if site.parameter is None))
-    return exactly(paths) if names is None else list(names)
+def _names(paths: Sequence[str], everything: Iterable[str]) -> str | list[str] | None:
+    """What a config says for some of all paths; None for none."""
+    names = short_names(paths, everything)
+    return exactly(paths) if names is None else list(names) or None

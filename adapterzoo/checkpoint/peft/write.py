@@ -12,12 +12,7 @@ from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.checkpoint.places import places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument, listing
-from adapterzoo.spelling import (
-    PeftOutput,
-    PeftPart,
-    PeftSpelling,
-    peft_spellings,
-)
+from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
 from .heads import TASKS, Task
 from .patterns import by_path, most_common, short_names
@@ -32,7 +27,7 @@ _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 def encode_adapter(
     checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+) -> tuple[Fields, dict[str, Tensor]]:
     """PEFT's config, and all tensors by PEFT's keys.
 
     Args:
@@ -57,7 +52,7 @@ def encode_adapter(
         return fields, tensors
     layers = {path: _output(path, here, spelling, info) for path, here in parts.items()}
     paths = {path: _path_in_task(path, modules, info, task) for path in layers}
-    fields |= _target_fields(layers, paths, modules)
+    fields |= _target_fields(spelling, layers, paths, modules)
     fields |= _layer_fields(spelling, {paths[path]: layer for path, layer in layers.items()})
     for path, layer in layers.items():
         embedded = layer.parts[0].placement.site.kind == "embedding"
@@ -69,7 +64,7 @@ def encode_adapter(
 
 def _of_model(
     spelling: PeftSpelling, config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+) -> tuple[Fields, dict[str, Tensor]]:
     """The fields and tensors that belong to no layer."""
     if spelling.shared and len(config.members) > 1:
         raise CheckpointError(
@@ -121,7 +116,7 @@ def _output(
 ) -> PeftOutput:
     """The adapters of a layer as one of the whole layer."""
     if len(parts) == 1 and parts[0].placement.site.output_slice is None:
-        return PeftOutput(parts, parts[0].tensors)
+        return PeftOutput(parts, spelling.write(parts[0]))
     if spelling.join is None:
         roles = listing([str(part.placement.site.role) for part in parts])
         raise CheckpointError(
@@ -134,14 +129,14 @@ def _output(
     return PeftOutput(parts, spelling.join(parts, lambda: info.tensor(key)))
 
 
-def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> dict[str, Any]:
+def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> Fields:
     """The fields of PEFT's config that the layers ask for.
 
     Args:
         spelling: of the method.
         layers: by path in the task class.
     """
-    found: dict[str, Any] = {}
+    found: Fields = {}
     if not layers:
         return found
     for parameter, flag in spelling.optional.items():
@@ -174,17 +169,31 @@ def _same(name: str, values: set[Any]) -> Any:
 
 
 def _target_fields(
+    spelling: PeftSpelling,
     layers: Mapping[str, PeftOutput],
     paths: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
-) -> dict[str, Any]:
+) -> Fields:
     """The fields that say which layers are adapted."""
+    # only whole paths are sure to name nothing else
+    whole = tuple(sorted(paths.values()))
     targets = short_names(paths.values(), modules)
     if targets is None or any(name in _IN_HEADS.split() for name in targets):
-        # only whole paths are sure to name nothing else
-        targets = tuple(sorted(paths.values()))
+        targets = whole
+    chosen = {
+        field: {paths[path] for path, layer in layers.items() if among(layer.tensors)}
+        for field, among in spelling.subsets.items()
+    }
+    # PEFT compares the names of a subset with the ends of paths, within words too
+    ends = [{path for path in whole if path.endswith(name)} for name in targets]
+    if any(found & own and found - own for found in ends for own in chosen.values()):
+        targets = whole
+    subsets = {
+        field: [name for name in targets if any(path.endswith(name) for path in own)]
+        for field, own in chosen.items()
+    }
     return {
-        "bias": "none",
+        **subsets,
         "fan_in_fan_out": any(
             part.placement.site.transposed for layer in layers.values() for part in layer.parts
         ),
@@ -197,11 +206,11 @@ def _task_fields(
     modules: Mapping[str, tuple[str, ...]],
     task: Task,
     info: ModelInfo,
-) -> dict[str, Any]:
+) -> Fields:
     """The fields that say of which model and task the adapter is."""
     # PEFT looks for the heads of these tasks in the file
     task_type = None if not head and task.task_type in _HEADED else task.task_type
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "auto_mapping": None,
         "base_model_name_or_path": info.model_name,
         "inference_mode": True,
