@@ -213,9 +213,10 @@ def install(
     # all of them, and not the first alone: each is told its name
     reading = [path for path, (adapter, _) in made.items() if _reads_calls(adapter, name)]
     record = AdapterRecord(config, places, shared_inputs(places), bool(reading), dict(meta))
-    for path, (adapter, _) in made.items():
+    for path, (adapter, placements) in made.items():
         if path:
-            inject.put(layer_at(backbone, path), name, adapter, active, path)
+            overwritten = any(placement.site.overwritten for placement in placements)
+            inject.put(layer_at(backbone, path), name, adapter, active, path, overwritten)
         else:
             inject.put_shared(backbone, name, adapter, active)
     for source, reader in record.sources():
