@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from .call import Generation, StackCall
+from .call import Generation, RecordedCall
 from .composition import Composition, RowMap, Step
 from .contracts import Adapter, Prefix, SharedInputAdapter
 from .errors import StateError
@@ -221,7 +221,7 @@ class CallContext:
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
 
     @property
-    def stack(self) -> StackCall:
+    def stack(self) -> RecordedCall:
         """The innermost running call of an encoder or decoder.
 
         Raises:
@@ -270,12 +270,12 @@ class Frame(NamedTuple):
     """A running call of an encoder or decoder.
 
     Attributes:
-        call: the facts about it.
+        call: what it was given.
         module: that runs.
         shared: what layers share, where the module holds it.
     """
 
-    call: StackCall
+    call: RecordedCall
     shared: nn.Module | None
     module: nn.Module
 

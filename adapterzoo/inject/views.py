@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import OutputSlice
 from adapterzoo.anatomy.experts import stores_turned
 from adapterzoo.anatomy.patterns import EXPERTS
-from adapterzoo.call import StackCall
+from adapterzoo.call import LayerStackCall, StackCall
 from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.runtime import CallContext, SharedInput
@@ -54,7 +54,7 @@ class LayerCall(BaseLayer):
         self._kwargs = kwargs or {}
         self._residual = residual
         self._context = context
-        self._rest: tuple[Any, ...] | None = None
+        self._rest: tuple[Any, ...] | list[Any] | None = None
         # the last input and its output: an adapter may ask for what one before it has asked for
         self._last: tuple[Tensor, Tensor] | None = None
         self.shown: Tensor | None = None
@@ -74,14 +74,16 @@ class LayerCall(BaseLayer):
         else:
             out = self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
         # blocks may return (hidden, attention weights, …)
-        if isinstance(out, tuple):
+        if isinstance(out, tuple | list):
             self._rest = out[1:]
             return cast("Tensor", out[0])
         return cast("Tensor", out)
 
     def pack(self, y: Tensor) -> Any:
         """The output in the form in which the layer itself returned it."""
-        return y if self._rest is None else (y, *self._rest)
+        if self._rest is None:
+            return y
+        return [y, *self._rest] if isinstance(self._rest, list) else (y, *self._rest)
 
     @property
     def weight(self) -> Tensor:
@@ -132,7 +134,9 @@ class LayerCall(BaseLayer):
         Raises:
             StateError: none is running.
         """
-        return self._in_model().stack
+        positions: tuple[str, ...] = vars(type(self._module)).get("_positions", ())
+        named = dict(zip(positions, self._args, strict=False))
+        return LayerStackCall(self._in_model().stack, named | self._kwargs)
 
     def shared(self, adapter: Adapter) -> nn.Module:
         """What the adapter's layers share.

@@ -214,9 +214,11 @@ def install(
     # all of them, and not the first alone: each is told its name
     reading = [path for path, (adapter, _) in made.items() if _reads_calls(adapter, name)]
     record = AdapterRecord(config, places, shared_inputs(places), bool(reading), dict(meta))
-    for path, (adapter, _) in made.items():
+    for path, (adapter, placements) in made.items():
         if path:
-            inject.put(inject.place_at(backbone, path, active), name, adapter, active, path)
+            layer = inject.place_at(backbone, path, active)
+            overwritten = any(placement.site.overwritten for placement in placements)
+            inject.put(layer, name, adapter, active, path, overwritten)
         else:
             inject.put_shared(backbone, name, adapter, active)
     for source, reader in record.sources():
