@@ -24,7 +24,6 @@ from adapterzoo.fields import Range, field
 from ._adding import Labels, Model, adds_head
 from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types
-from ._labels import labels_from
 from ._losses import IGNORED, Count, Logits, check_range, cross_entropy
 
 
@@ -170,7 +169,7 @@ def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
     return (member.to(hidden.dtype) @ hidden) / share
 
 
-@adds_head
+@adds_head(DependencyParsingConfig)
 def add_dependency_parsing_head(
     self: Model,
     head_name: str,
@@ -179,5 +178,3 @@ def add_dependency_parsing_head(
     id2label: Labels = None,
 ) -> None:
     """Add a head that finds each word's head and relation; `forward` takes `word_starts`."""
-    config = DependencyParsingConfig(num_labels=num_labels, label2id=labels_from(id2label))
-    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

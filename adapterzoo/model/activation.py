@@ -7,6 +7,7 @@ It holds for all threads (`set_active`), or for one thread and task inside an `A
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from adapterzoo import inject
@@ -37,7 +38,7 @@ from adapterzoo.errors import (
 from adapterzoo.runtime import Plan
 
 from .hf.continuous_batching import refuse_while_batching
-from .state import AdaptedModel, anatomy_of, modules_of, stacks_of
+from .state import AdaptedModel, AdapterRecord, FusionRecord, anatomy_of, modules_of, stacks_of
 
 # --- plans ---
 
@@ -102,6 +103,34 @@ def make_plan(
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
     return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks)
+
+
+def check_setup(
+    model: AdaptedModel,
+    setup: Composition | None,
+    skip_layers: tuple[int, ...],
+    records: Mapping[str, AdapterRecord] = MappingProxyType({}),
+    fusions: Mapping[str, FusionRecord] = MappingProxyType({}),
+) -> None:
+    """Check that a setup can be active with adapters or fusions that are not yet in the model.
+
+    Args:
+        model: with adapters; it has not changed afterwards.
+        setup: what shall act.
+        skip_layers: numbers of blocks in which no adapter acts.
+        records: of the adapters, with their `coming` modules.
+        fusions: records of the fusions.
+
+    Raises:
+        AdapterZooError: it cannot.
+    """
+    state = model._adapter_state
+    before = state.records, state.fusions
+    state.records, state.fusions = {**before[0], **records}, {**before[1], **fusions}
+    try:
+        make_plan(model, setup, [], skip_layers)
+    finally:
+        state.records, state.fusions = before
 
 
 def _shared_inputs(

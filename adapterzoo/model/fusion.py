@@ -24,9 +24,9 @@ from adapterzoo.methods._gate import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from .activation import fused, make_plan, refuse_merged_part, set_active
-from .adapters import undone
+from .activation import check_setup, fused, make_plan, set_active
 from .hf.backbone import text_config
+from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, FusionRecord, backbone_of, fusion_modules, modules_of
 
@@ -55,9 +55,6 @@ def add(
     check_free(model, fuse.name, overwrite_ok)
     for adapter in fuse.flatten():
         model._adapter_state.find(adapter)
-    if active:
-        # what cannot be active shall not be added either
-        refuse_merged_part(fuse, model._adapter_state.merged)
     enter(model, fuse, loaded, make(model, fused(fuse), loaded), active)
 
 
@@ -171,32 +168,24 @@ def enter(
         made: its layers by path.
         active: whether it becomes what is active.
     """
-    fusions, default, plan = model._adapter_state.fusions, model._active.default, None
-    name, adapters = fuse.name, fused(fuse)
-    replaced = dict(fusion_modules(model, name)) if name in fusions else {}
+    fusions, default = model._adapter_state.fusions, model._active.default
+    name, plan = fuse.name, default.plan
+    record = FusionRecord(config, fused(fuse), tuple(made))
     # one that was active and is replaced stays active
-    if any(f.name == name and fused(f) == adapters for f in fusions_of(default.plan.setup)):
-        plan = default.plan
-
-    def undo() -> None:
+    stays = any(f.name == name and fused(f) == record.adapters for f in fusions_of(plan.setup))
+    if active:
+        refuse_while_batching(model)
+        check_setup(model, fuse, (), fusions={name: record})
+    if name in fusions:
         _remove(model, name)
-        _install(model, name, replaced)
-
-    with undone(model, fusion_key(name), replaced, undo):
-        if name in fusions:
-            _remove(model, name)
-        _install(model, name, made)
-        fusions[name] = FusionRecord(config, adapters, tuple(made))
-        if active:
-            set_active(model, fuse)
-        elif plan is not None:
-            default.plan = make_plan(model, plan.setup, list(plan.heads), plan.skip_layers)
-
-
-def _install(model: AdaptedModel, name: str, layers: Mapping[str, Fusion]) -> None:
-    for path, fusion in layers.items():
-        layer = backbone_of(model).get_submodule(path)
-        inject.put(layer, fusion_key(name), fusion, model._active, path)
+    for path, layer in made.items():
+        at = backbone_of(model).get_submodule(path)
+        inject.put(at, fusion_key(name), layer, model._active, path)
+    fusions[name] = record
+    if active:
+        set_active(model, fuse)
+    elif stays:
+        default.plan = make_plan(model, plan.setup, list(plan.heads), plan.skip_layers)
 
 
 def _remove(model: AdaptedModel, name: str) -> None:

@@ -176,25 +176,6 @@ def take(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
     return {path: inject.take(_layer(model, path), owner) for path in paths}
 
 
-def put_back(
-    model: AdaptedModel, owner: str, layers: Layers, copies: dict[str, tuple[str, ...]]
-) -> None:
-    """Undo `take`: the order of the heads at each layer is what it was, too.
-
-    Args:
-        model: with adapters.
-        owner: of the head.
-        layers: what `take` gave.
-        copies: those of the model's state before.
-    """
-    for path, layer in layers.items():
-        at = _layer(model, path)
-        inject.put(at, owner, layer, model._active, _HEAD + path)
-        heads = cast("Any", at).adapters
-        heads._modules = {name: heads._modules[name] for name in copies if name in heads}
-    model._adapter_state.copies = copies
-
-
 def layers_with(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
     """Return the layers of an adapter's own head by path; none where it has no head of its own.
 

@@ -107,13 +107,6 @@ class HeadStrategy:
     def removing(self, owner: str) -> None:
         """Prepare for an adapter or a fusion that goes."""
 
-    def kept(self, owner: str) -> Any:
-        """Return what `put_back` needs after the owner was removed and installed again."""
-        return None
-
-    def put_back(self, owner: str, kept: Any) -> None:
-        """Undo the removal of an adapter's or a fusion's head."""
-
     def ties(self) -> dict[str, str]:
         """Return the keys of the heads' parameters that are others', to the keys of those."""
         return {}

@@ -51,14 +51,6 @@ class StaticHead(HeadStrategy):
         """Take out the owner's copy."""
         copies.take(self.model, owner)
 
-    def kept(self, owner: str) -> Any:
-        """Return the owner's copy, and the order of all copies."""
-        return copies.layers_with(self.model, owner), dict(self.model._adapter_state.copies)
-
-    def put_back(self, owner: str, kept: Any) -> None:
-        """Put the owner's copy back where it was."""
-        copies.put_back(self.model, owner, *kept)
-
     # --- train, merge, average ---
 
     def check_training(self, setup: Composition) -> None:
