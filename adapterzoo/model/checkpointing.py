@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -49,18 +48,6 @@ from .state import (
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """An adapter that was read and fits the model, its meta, and what enters its head."""
-
-    name: str
-    config: AdapterConfig
-    made: adapters.Made
-    meta: Mapping[str, Any]
-    set_active: bool
-    enter_head: Callable[[], None] | None
-
-
 # --- adapters ---
 
 
@@ -78,13 +65,10 @@ def save_adapter(
     _check_meta(meta)
     sharding.reshard(model)
     embeddings, tensors = tables.compact(model, name, tensors_of(model, name))
-    head_name = strategy.name_with(name)
     head = None
     if with_head:
-        get = strategy.record if head_name == name else strategy.record_alone
-        head = get(head_name)
-        if head is not None and format == "native":
-            head = strategy.shortened(head_name, head)
+        head_name = strategy.name_with(name)
+        head = strategy.record(head_name, alone=head_name != name, short=format == "native")
     document = {
         **_provenance(model, name),
         "config": record.config.to_dict(),
@@ -127,7 +111,9 @@ def load_adapter(
         )
     folder = hub.resolve(path, revision or version, source, **hub_options)
     name = None if folder == Path(path) else str(path)
-    return _enter(model, _fitting(model, folder, name, **options))
+    name, enter = _fitting(model, folder, name, **options)
+    enter()
+    return name
 
 
 def _fitting(
@@ -142,8 +128,8 @@ def _fitting(
     set_active: bool = False,
     overwrite_ok: bool = False,
     dtype: torch.dtype | None = None,
-) -> _Loaded:
-    """Read what `load_adapter` loads and check it in every way; the model has not changed."""
+) -> tuple[str, Callable[[], None]]:
+    """Read what `load_adapter` loads and check it; return its name and what enters it."""
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     info = info_of(model, with_head)
     stored = formats.read(Path(path), "adapter", info)
@@ -163,17 +149,15 @@ def _fitting(
             _head_in(stored), name, id2label, set_active, overwrite_ok, dtype
         )
     meta = stored.metadata.get("meta")
-    kept = dict(meta) if isinstance(meta, Mapping) else {}
-    return _Loaded(name, config, made, kept, set_active, enter_head)
+    meta = meta if isinstance(meta, Mapping) else {}
 
+    def enter() -> None:
+        # what may fail comes first
+        adapters.bring_in(model, name, config, made, set_active, meta)
+        if enter_head is not None:
+            enter_head()
 
-def _enter(model: AdaptedModel, loaded: _Loaded) -> str:
-    name, active = loaded.name, loaded.set_active
-    # what may fail comes first
-    adapters.bring_in(model, name, loaded.config, loaded.made, active, loaded.meta)
-    if loaded.enter_head is not None:
-        loaded.enter_head()
-    return name
+    return name, enter
 
 
 def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> list[str]:
@@ -195,14 +179,14 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
             "no sub-folder holds an adapter. Write the folder that save_all_adapters was given."
         )
     loads = [_fitting(model, each, with_head=with_head) for each in found]
-    names = [loaded.name for loaded in loads]
+    names = [name for name, _ in loads]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DuplicateNameError(
             f"two sub-folders hold an adapter {twice[0]!r}. Load them one by one: "
             f"load_adapter(folder, load_as='another_name')."
         )
-    for loaded in loads:
-        _enter(model, loaded)
+    for _, enter in loads:
+        enter()
     return names
 
 
@@ -298,14 +282,12 @@ def save_head(
         raise unknown_name("", "head", head_name, known)
     name = head_name or strategy.active_name()
     sharding.reshard(model)
-    record = strategy.record_alone(name)
+    record = strategy.record(name, alone=True, short=format == "native")
     if record is None:
         raise StateError(
             f"this {type(model).__name__} has no head to save. "
             f"Write add_classification_head('my_task') first."
         )
-    if format == "native":
-        record = strategy.shortened(name, record)
     own_name = name if name and strategy.is_named else sharding.class_name(model)
     document = {**_provenance(model, own_name), "head": record.document}
     stored = Checkpoint(document, {}, record.tensors)

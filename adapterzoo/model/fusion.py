@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -216,6 +216,8 @@ Scores: TypeAlias = dict[str, dict[int, dict[str, Tensor]]]
 """Name of an adapter or a fusion to block number to location to what was decided there."""
 
 _Place: TypeAlias = tuple[str, int, str]
+_Calls: TypeAlias = dict[_Place, list[Tensor]]
+_Watched: TypeAlias = tuple[_Place, nn.Module, Callable[[Any], Tensor]]
 
 
 def recorded(
@@ -244,16 +246,19 @@ def recorded(
         # the forward itself refuses what are not names, and lists that do not fit the batch
         listed = adapter_names if isinstance(adapter_names, Sequence) else ()
         acting, rows = [parse(name) for name in listed], True
-    recorders: dict[str, OutputRecorder] = {}
+    watched: dict[str, Iterable[_Watched]] = {}
+    if gates:
+        watched["adapter_gating_scores"] = _gates_of(model, acting)
+    if fusions:
+        watched["adapter_fusion_attentions"] = _fusions_of(model, acting)
+    calls: dict[str, _Calls] = {field: {} for field in watched}
     with ExitStack() as stack:
-        if gates:
-            recorder = OutputRecorder(_gates_of(model, acting), _score)
-            recorders["adapter_gating_scores"] = stack.enter_context(recorder.attached())
-        if fusions:
-            recorder = OutputRecorder(_fusions_of(model, acting), _shares)
-            recorders["adapter_fusion_attentions"] = stack.enter_context(recorder.attached())
+        for field, modules in watched.items():
+            for place, module, read in modules:
+                hook = _keeping(calls[field], place, read)
+                stack.callback(module.register_forward_hook(hook).remove)
         outputs = run()
-    found = {name: recorder.scores(rows) for name, recorder in recorders.items()}
+    found = {field: _scores(kept, rows) for field, kept in calls.items()}
     if isinstance(outputs, tuple):
         return (*outputs, *found.values())
     for name, scores in found.items():
@@ -261,59 +266,37 @@ def recorded(
     return outputs
 
 
-class OutputRecorder:
-    """Keeps the outputs of some modules, in calls of the thread that made it."""
+def _keeping(
+    calls: _Calls, place: _Place, read: Callable[[Any], Tensor]
+) -> Callable[[nn.Module, Any, Any], None]:
+    """Return a hook that keeps what is read from outputs, in calls of this thread."""
+    thread = threading.get_ident()
 
-    def __init__(
-        self, watched: Iterable[tuple[_Place, nn.Module]], read: Callable[[Any], Tensor]
-    ) -> None:
-        """Choose the modules.
+    def keep(module: nn.Module, args: Any, out: Any) -> None:
+        if threading.get_ident() == thread:
+            calls.setdefault(place, []).append(read(out).detach())
 
-        Args:
-            watched: modules with (name, block, location).
-            read: takes what is wanted out of a module's output.
-        """
-        self._watched = watched
-        self._read = read
-        self._thread = threading.get_ident()
-        self._calls: dict[_Place, list[Tensor]] = {}
-
-    @contextmanager
-    def attached(self) -> Iterator[OutputRecorder]:
-        """Record for as long as the context lasts."""
-        handles = [module.register_forward_hook(self._hook(at)) for at, module in self._watched]
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _hook(self, at: _Place) -> Callable[[nn.Module, Any, Any], None]:
-        def keep(module: nn.Module, args: Any, out: Any) -> None:
-            if threading.get_ident() == self._thread:
-                self._calls.setdefault(at, []).append(self._read(out).detach())
-
-        return keep
-
-    def scores(self, rows: bool) -> Scores:
-        """Return what was recorded by name, block and location.
-
-        Args:
-            rows: whether several calls of one module are of different rows of the batch; else
-                they are of the same rows, and give a column each.
-        """
-        found: Scores = {}
-        for (name, block, location), tensors in self._calls.items():
-            joined = torch.cat(tensors, 0 if rows else -1)  # [batch, …]
-            if joined.dim() == 2 and joined.shape[1] == 1:
-                joined = joined.squeeze(1)  # [batch]
-            found.setdefault(name, {}).setdefault(block, {})[location] = joined
-        return found
+    return keep
 
 
-def _gates_of(
-    model: AdaptedModel, acting: Iterable[Composition | None]
-) -> Iterator[tuple[_Place, nn.Module]]:
+def _scores(calls: _Calls, rows: bool) -> Scores:
+    """Return what was recorded by name, block and location.
+
+    Args:
+        calls: what was kept of each call.
+        rows: whether several calls of one module are of different rows of the batch; else they are
+            of the same rows, and give a column each.
+    """
+    found: Scores = {}
+    for (name, block, location), tensors in calls.items():
+        joined = torch.cat(tensors, 0 if rows else -1)  # [batch, …]
+        if joined.dim() == 2 and joined.shape[1] == 1:
+            joined = joined.squeeze(1)  # [batch]
+        found.setdefault(name, {}).setdefault(block, {})[location] = joined
+    return found
+
+
+def _gates_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> Iterator[_Watched]:
     names = dict.fromkeys(n for setup in acting if setup is not None for n in setup.flatten())
     for name in names:
         # names that the forward refuses have no gates
@@ -326,12 +309,12 @@ def _gates_of(
             parts = list(module.children()) if len(placements) > 1 else [module]
             for placement, part in zip(placements, parts, strict=False):
                 at = name, placement.site.layer, placement.location or str(placement.site.role)
-                yield from ((at, m.decided) for m in part.modules() if isinstance(m, Gate))
+                for gate in part.modules():
+                    if isinstance(gate, Gate):
+                        yield at, gate.decided, lambda open: open.flatten(1)  # [batch, 1]
 
 
-def _fusions_of(
-    model: AdaptedModel, acting: Iterable[Composition | None]
-) -> Iterator[tuple[_Place, nn.Module]]:
+def _fusions_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> Iterator[_Watched]:
     fuses = {fuse.name: fuse for setup in acting for fuse in fusions_of(setup)}
     for name, fuse in fuses.items():
         if name not in model._adapter_state.fusions:
@@ -339,12 +322,5 @@ def _fusions_of(
         places = model._adapter_state.records[fused(fuse)[-1]].places
         for path, layer in fusion_modules(model, name):
             placement = places[path][0]
-            yield (name, placement.site.layer, placement.location), layer
-
-
-def _score(openness: Tensor) -> Tensor:
-    return openness.flatten(1)  # [batch, 1]
-
-
-def _shares(outputs: tuple[Tensor, Tensor]) -> Tensor:
-    return outputs[1]  # [batch, tokens, adapters]
+            at = name, placement.site.layer, placement.location
+            yield at, layer, lambda out: out[1]  # [batch, tokens, adapters]

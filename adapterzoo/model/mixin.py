@@ -475,7 +475,7 @@ class AdapterModelMixin:
                 active in an `AdapterSetup` of this thread, its merged weights are not finite, or
                 the model is sharded or quantised; nothing has changed then.
         """
-        merging.merge_one(self, name)
+        merging.merge(self, (name,))
 
     def reset_adapter(self) -> None:
         """Give the base weights back their bits; the adapters that were merged act as before.

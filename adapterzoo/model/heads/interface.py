@@ -171,21 +171,21 @@ class HeadStrategy:
         """Return the name of the one head that answers."""
 
     @abstractmethod
-    def record(self, name: str | None) -> HeadRecord | None:
-        """Return a head as a checkpoint holds it, None without one."""
+    def record(
+        self, name: str | None, alone: bool = False, short: bool = False
+    ) -> HeadRecord | None:
+        """Return a head as a checkpoint holds it, None without one.
 
-    def record_alone(self, name: str | None) -> HeadRecord | None:
-        """Return the record of a head that is saved without the adapter of its name."""
-        return self.record(name)
-
-    def shortened(self, name: str | None, record: HeadRecord) -> HeadRecord:
-        """Return the record without what a native file need not hold."""
-        return record
+        Args:
+            name: of the head; None: the original static head.
+            alone: whether it is saved without the adapter of its name.
+            short: whether to leave out what a native file need not hold.
+        """
 
     def lengthened(
         self, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return the tensors of a file with what `shortened` left out, of the same head."""
+        """Return the tensors of a file with what a short record left out, of the same head."""
         return tensors
 
     @abstractmethod

@@ -181,26 +181,23 @@ class NamedHeads(HeadStrategy):
         """Return the name of the one head that is active."""
         return store.active_name(self.model)
 
-    def record(self, name: str | None) -> HeadRecord | None:
-        """Return config and own tensors of a head."""
+    def record(
+        self, name: str | None, alone: bool = False, short: bool = False
+    ) -> HeadRecord | None:
+        """Return config and own tensors of a head.
+
+        Alone, a table that it shares with its adapter is its own; short, the record lacks an output
+        layer that the base model's checkpoint brought.
+        """
         if name is None:
             return None
         head = store.find(self.model, name)
-        return HeadRecord({"config": head.config.to_dict()}, store.own_tensors(self.model, head))
-
-    def record_alone(self, name: str | None) -> HeadRecord | None:
-        """Return the record with the table that the head shares with its adapter."""
-        table = None if name is None else tables.table_of(self.model, name)
-        if name is None or table is None or not store.is_on(store.find(self.model, name), table):
-            return self.record(name)
-        head = store.find(self.model, name)
-        # what it shares with its adapter is its own where that is not saved with it
-        config = head.config.replace(tie_word_embeddings=False)
-        return HeadRecord({"config": config.to_dict()}, store.own_tensors(self.model, head, table))
-
-    def shortened(self, name: str | None, record: HeadRecord) -> HeadRecord:
-        """Return the record without an output layer that the base model's checkpoint brought."""
-        return record if name is None else without_output(store.find(self.model, name), record)
+        config, table = head.config, tables.table_of(self.model, name) if alone else None
+        if table is not None and store.is_on(head, table):
+            config = config.replace(tie_word_embeddings=False)
+        tensors = store.own_tensors(self.model, head, table)
+        record = HeadRecord({"config": config.to_dict()}, tensors)
+        return without_output(head, record) if short else record
 
     def lengthened(
         self, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]

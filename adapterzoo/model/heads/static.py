@@ -145,7 +145,9 @@ class StaticHead(HeadStrategy):
             )
         return next(iter(owners), None) if len(owners) == 1 else None
 
-    def record(self, name: str | None) -> HeadRecord | None:
+    def record(
+        self, name: str | None, alone: bool = False, short: bool = False
+    ) -> HeadRecord | None:
         """Return a copy, or the original, by its keys in the task class."""
         tensors = copies.tensors_of(self.model, name)
         return HeadRecord({"static": class_name(self.model)}, tensors) if tensors else None
