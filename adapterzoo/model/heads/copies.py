@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo import inject
+from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import (
     Composition,
     Copies,
@@ -29,7 +30,7 @@ from adapterzoo.composition import (
     numbered,
     rows_of,
 )
-from adapterzoo.contracts import compute_dtype
+from adapterzoo.contracts import upcast
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters
 from adapterzoo.inject.quantised import packing_of
 from adapterzoo.model.activation import replan
@@ -322,11 +323,7 @@ def combined(
         original = {key: t.detach().clone() for key, t in layer.state_dict().items()}
         states = [each[path].state_dict() if each else original for each in theirs]
         for key, target in layer.state_dict(keep_vars=True).items():
-            if not target.is_floating_point() or packing_of(target) is not None:
-                continue
-            wide = compute_dtype(target.dtype)
-            total = (1 - sum(weights)) * original[key].to(wide)
-            for weight, state in zip(weights, states, strict=True):
-                total = total + weight * state[key].to(target.device, wide)
-            target.copy_(total)
+            if target.is_floating_point() and packing_of(target) is None:
+                total = weighted_sum([upcast(state[key], target) for state in states], weights)
+                target.copy_(total + (1 - sum(weights)) * upcast(original[key], target))
     return found
