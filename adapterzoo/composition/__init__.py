@@ -16,7 +16,7 @@ from ._compile import compile_rows, compile_site, fusion_key, join_rows
 from ._copies import Copies
 from ._node import Composition
 from ._prefixes import prefix_of
-from ._rows import RowMap, has_rows, has_tokens, numbered, rows_of
+from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
 from ._steps import Step, evaluate, fold
 from ._views import Nested
 from .nodes import Average, BatchSplit, Fuse, Parallel, Split, Stack
@@ -47,6 +47,7 @@ __all__ = [
     "last_adapter",
     "numbered",
     "parse",
+    "parts_of",
     "prefix_of",
     "rows_of",
     "to_json",

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from adapterzoo import inject
 from adapterzoo.composition import (
     Composition,
     Fuse,
-    RowMap,
     Stack,
     Step,
     compile_rows,
     fusions_of,
-    has_rows,
     has_tokens,
-    numbered,
     parse,
-    rows_of,
+    parts_of,
     without,
 )
 from adapterzoo.contracts import Adapter, SharedInputAdapter, WeightAdapter
@@ -79,12 +75,7 @@ def make_plan(
             # what all layers share sits at none
             if places[path] and places[path][0].site.layer not in skip_layers:
                 present.setdefault(path, {})[name] = module
-    rows = None
-    parts: tuple[Any, ...] = (setup,)
-    if has_rows(setup):
-        found, repeats, exact = rows_of(setup)
-        parts, index = numbered(found)
-        rows = RowMap(index, repeats, exact=exact)
+    parts, rows = parts_of(setup)
     refuse_merged_part(setup, state.merged)
     if len(parts) > 1 or has_tokens(setup):
         _refuse_routed(model, setup, acting)

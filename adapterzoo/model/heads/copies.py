@@ -20,16 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo import inject
 from adapterzoo.averaging import weighted_sum
-from adapterzoo.composition import (
-    Composition,
-    Copies,
-    Fuse,
-    Stack,
-    fusion_key,
-    has_rows,
-    numbered,
-    rows_of,
-)
+from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
 from adapterzoo.contracts import upcast
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters
 from adapterzoo.inject.quantised import packing_of
@@ -59,7 +50,7 @@ def owners_of(setup: Composition | None) -> tuple[str | None, ...]:
     """Return the owners of the heads that answer, None for the original; base rows have none."""
     if setup is None:
         return ()
-    parts = numbered(rows_of(setup)[0])[0] if has_rows(setup) else (setup,)
+    parts, _ = parts_of(setup)
     return tuple(dict.fromkeys(owner_of(part) for part in parts if part is not None))
 
 

@@ -29,6 +29,19 @@ class HeadRecord:
     tensors: dict[str, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """What a user asks of `load_adapter`, `load_head` and `load_adapter_fusion`; see there."""
+
+    load_as: str | None = None
+    with_head: bool = True
+    leave_out: Iterable[int] | None = None
+    id2label: Mapping[int, str] | None = None
+    set_active: bool = False
+    overwrite_ok: bool = False
+    dtype: torch.dtype | None = None
+
+
 class HeadStrategy:
     """What a model does with its heads; the defaults are those of a model without named heads."""
 
@@ -193,20 +206,14 @@ class HeadStrategy:
         self,
         record: HeadRecord,
         name: str | None,
-        id2label: Mapping[int, str] | None,
-        set_active: bool,
-        overwrite_ok: bool,
-        dtype: torch.dtype | None,
+        asked: LoadOptions,
     ) -> Callable[[], None]:
         """Check a head of a checkpoint in every way; what is returned enters it.
 
         Args:
             record: of the checkpoint.
             name: of the head; of a static head its owner, None for the original.
-            id2label: other labels.
-            set_active: whether it becomes the active one.
-            overwrite_ok: whether one of the name may be replaced.
-            dtype: as in `load_adapter`.
+            asked: what the user asks for.
         """
 
     def restore(self, owners: Iterable[str]) -> None:

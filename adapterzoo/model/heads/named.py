@@ -16,7 +16,7 @@ from adapterzoo.heads import PredictionHead, labels_from
 from adapterzoo.model.hf.towers import refuse_unreadable
 
 from . import store, tables
-from .interface import HeadNames, HeadRecord, HeadStrategy
+from .interface import HeadNames, HeadRecord, HeadStrategy, LoadOptions
 from .output_layers import FIELD, with_output, without_output
 from .plain import as_plain, head_to_keep
 
@@ -221,10 +221,7 @@ class NamedHeads(HeadStrategy):
         self,
         record: HeadRecord,
         name: str | None,
-        id2label: Mapping[int, str] | None,
-        set_active: bool,
-        overwrite_ok: bool,
-        dtype: torch.dtype | None,
+        asked: LoadOptions,
     ) -> Callable[[], None]:
         """Check a head of a checkpoint; what is returned enters it.
 
@@ -239,25 +236,25 @@ class NamedHeads(HeadStrategy):
                 f"{in_python(', or load it into that class')}."
             )
         config = store.config_from(self.model, values)
-        if id2label is not None:
-            config = config.replace(label2id=labels_from(id2label))
-        checked = store.free_name(self.model, name, overwrite_ok)
+        if asked.id2label is not None:
+            config = config.replace(label2id=labels_from(asked.id2label))
+        checked = store.free_name(self.model, name, asked.overwrite_ok)
         refuse_unreadable(self.model)
         # a stranger's config may ask for more memory than there is: compare before any is taken
         empty = store.built(self.model, config, torch.device("meta"))
         heads = store.all_heads(self.model).values()
-        tensors = with_output(empty, heads, record.document, record.tensors, dtype)
+        tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)
         fits = store.own_tensors(self.model, empty)
-        fit.check_fit(type(self.model).__name__, tensors, fits, dtype)
+        fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
         head = store.built(self.model, config)
         refuse_unreadable(self.model, head)
-        if dtype is not None:
+        if asked.dtype is not None:
             for tensor in store.own_tensors(self.model, head).values():
-                tensor.data = tensor.data.to(dtype)
+                tensor.data = tensor.data.to(asked.dtype)
         fit.fill(head, tensors)
-        if dtype is None:
+        if asked.dtype is None:
             head.of_checkpoint = FIELD in record.document
-        return lambda: store.enter(self.model, checked, head, set_active)
+        return lambda: store.enter(self.model, checked, head, asked.set_active)
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Return the own tensors of all heads."""

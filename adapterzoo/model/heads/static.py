@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -25,7 +24,7 @@ from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
 from . import copies
-from .interface import HeadRecord, HeadStrategy
+from .interface import HeadRecord, HeadStrategy, LoadOptions
 
 _IGNORED = -100
 
@@ -156,10 +155,7 @@ class StaticHead(HeadStrategy):
         self,
         record: HeadRecord,
         name: str | None,
-        id2label: Mapping[int, str] | None,
-        set_active: bool,
-        overwrite_ok: bool,
-        dtype: torch.dtype | None,
+        asked: LoadOptions,
     ) -> Callable[[], None]:
         """Check the head of the same class; what is returned makes it a copy.
 
@@ -174,13 +170,13 @@ class StaticHead(HeadStrategy):
                 f"{argument('with_head', False)}"
                 f"{in_python(', or load it into AutoAdapterModel.from_pretrained(…)')}."
             )
-        if id2label is not None:
+        if asked.id2label is not None:
             raise ConfigError(
                 "id2label names the labels of a named head; this model's static head keeps them "
                 "in model.config.id2label. Leave id2label out."
             )
         mine = copies.tensors_of(self.model, None)
-        fit.check_fit(type(self.model).__name__, record.tensors, mine, dtype)
+        fit.check_fit(type(self.model).__name__, record.tensors, mine, asked.dtype)
         if name is None:
             return lambda: fit.fill(self.model, record.tensors)
         _refuse_shared(self.model, record)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import Composition, has_rows, last_adapter, numbered, rows_of
+from adapterzoo.composition import Composition, last_adapter, parts_of
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import (
     CompositionError,
@@ -176,10 +176,7 @@ def heads_like(
     model: Any, setup: Composition | None, otherwise: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the heads named like the adapters that act last, where there are any."""
-    if setup is None:
-        return otherwise
-    parts = numbered(rows_of(setup)[0])[0] if has_rows(setup) else (setup,)
-    return heads_of_parts(model, parts, otherwise)
+    return otherwise if setup is None else heads_of_parts(model, parts_of(setup)[0], otherwise)
 
 
 # --- add and delete ---
