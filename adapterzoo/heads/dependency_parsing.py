@@ -44,11 +44,6 @@ class DependencyParsingConfig(HeadConfig):
 
     num_labels: int = field(2, Range(1, 100_000))
 
-    def __post_init__(self) -> None:
-        """Check every field, and number the labels that have no names."""
-        super().__post_init__()
-        self._check_labels(self.num_labels)
-
     def build(self, backbone: Backbone) -> DependencyParsingHead:
         """Return a fresh head; its scores are 0 until it is trained."""
         return DependencyParsingHead(self, backbone)

@@ -34,7 +34,6 @@ class QuestionAnsweringConfig(LayersConfig):
 
     Attributes:
         num_labels: 2, the two scores.
-        bias: whether the last layer has one.
     """
 
     head_type: ClassVar[str] = "question_answering"
@@ -46,7 +45,6 @@ class QuestionAnsweringConfig(LayersConfig):
     logit_names: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
 
     num_labels: int = field(2, Choice(2))
-    bias: bool = field(True, ours=True)
 
     @classmethod
     def adapterhub_quirk(cls, model_type: str, config: Mapping[str, Any]) -> str | None:
@@ -70,7 +68,7 @@ class QuestionAnsweringConfig(LayersConfig):
 
     def build(self, backbone: Backbone) -> QuestionAnsweringHead:
         """Return a fresh head."""
-        return QuestionAnsweringHead(self, backbone, bias=self.bias)
+        return QuestionAnsweringHead(self, backbone)
 
 
 class QuestionAnsweringHead(LayersHead):

@@ -32,7 +32,6 @@ class TaggingConfig(LayersConfig):
 
     Attributes:
         num_labels: number of classes.
-        bias: whether the last layer has one.
     """
 
     head_type: ClassVar[str] = "tagging"
@@ -43,7 +42,6 @@ class TaggingConfig(LayersConfig):
     task_classes: ClassVar[tuple[str, ...]] = ("ForTokenClassification",)
 
     num_labels: int = field(2, COUNT)
-    bias: bool = field(True, ours=True)
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead:
@@ -67,7 +65,7 @@ class TaggingConfig(LayersConfig):
 
     def build(self, backbone: Backbone) -> TaggingHead:
         """Return a fresh head."""
-        return TaggingHead(self, backbone, bias=self.bias)
+        return TaggingHead(self, backbone)
 
 
 class TaggingHead(LayersHead):

@@ -62,7 +62,7 @@ def make_plan(
     for name in names:
         state.find(name)
     _refuse_unfused(model, setup)
-    heads = model._head_strategy.for_setup(setup, head_setup)
+    heads = model._head_strategy.for_setup(setup, head_setup, model._active.heads)
     # a merged adapter acts through the base weights
     acting = [name for name in names if name not in state.merged]
     refuse_mixed(model, state.merged, acting)
@@ -154,7 +154,7 @@ def set_active(
     setup = parse(adapter_setup)
     default = model._active.default
     # not those of the calling thread, which an AdapterSetup may have changed
-    heads = model._head_strategy.named_like(setup, default.plan.heads)
+    heads = model._head_strategy.for_setup(setup, None, default.plan.heads)
     skipped = check_layers(skip_layers, len(anatomy_of(model).blocks))
     refuse_while_batching(model)
     default.plan = make_plan(model, setup, list(heads), skipped)

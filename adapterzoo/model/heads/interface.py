@@ -61,22 +61,21 @@ class HeadStrategy:
         """Return the names of the named heads."""
         return ()
 
-    @abstractmethod
     def saved_names(self) -> tuple[str, ...]:
         """Return the names under which heads can be saved."""
+        return self.names()
 
-    def for_setup(self, setup: Composition | None, head_setup: HeadNames) -> tuple[str, ...]:
+    def for_setup(
+        self, setup: Composition | None, wanted: HeadNames, active: tuple[str, ...]
+    ) -> tuple[str, ...]:
         """Return the heads of a plan.
 
         Args:
             setup: what acts.
-            head_setup: which heads the user wants; None: those named like the adapters where
-                there are any, else those that are active.
+            wanted: which heads the user wants; None: those named like the adapters that act last
+                where there are any, else the active ones.
+            active: the active ones.
         """
-        return ()
-
-    def named_like(self, setup: Composition | None, otherwise: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the heads named like the adapters that act last, where there are any."""
         return ()
 
     def for_rows(

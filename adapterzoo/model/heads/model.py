@@ -101,7 +101,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     def get_prediction_heads_config(self) -> dict[str, dict[str, Any]]:
         """Return the names of the heads with the dicts of their configs."""
-        return {name: head.config.to_dict() for name, head in store.all_heads(self).items()}
+        return {name: store.find(self, name).config.to_dict() for name in self.heads}
 
     @names_call
     def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:

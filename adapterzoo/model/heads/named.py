@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.checkpoint import fit
-from adapterzoo.composition import Composition
+from adapterzoo.composition import Composition, parts_of
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
 from adapterzoo.heads import PredictionHead, labels_from
 from adapterzoo.model.hf.towers import refuse_unreadable
@@ -32,19 +32,15 @@ class NamedHeads(HeadStrategy):
         """Return the names of the heads."""
         return tuple(self.model.heads)
 
-    def saved_names(self) -> tuple[str, ...]:
-        """Return the names of the heads."""
-        return tuple(self.model.heads)
-
-    def for_setup(self, setup: Composition | None, head_setup: HeadNames) -> tuple[str, ...]:
-        """Return those asked for, those named like the adapters, or the active ones."""
-        if head_setup is not None:
-            return store.checked_names(self.model, head_setup)
-        return store.heads_like(self.model, setup, self.model._active.heads)
-
-    def named_like(self, setup: Composition | None, otherwise: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the heads named like the adapters that act last, where there are any."""
-        return store.heads_like(self.model, setup, otherwise)
+    def for_setup(
+        self, setup: Composition | None, wanted: HeadNames, active: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Return those wanted, those named like the adapters that act last, or the active ones."""
+        if wanted is not None:
+            return store.checked_names(self.model, wanted)
+        if setup is None:
+            return active
+        return store.heads_of_parts(self.model, parts_of(setup)[0], active)
 
     def for_rows(
         self, parts: tuple[Any, ...], one_head: bool
@@ -127,7 +123,7 @@ class NamedHeads(HeadStrategy):
         """Train the active heads; embeddings that a head shares only where asked for."""
         backbone = {id(p) for p in self.model._backbone.parameters()}
         active = self.model._active.default.plan.heads
-        for name, head in store.all_heads(self.model).items():
+        for name, head in self.model.heads.items():
             for parameter in head.parameters():
                 if id(parameter) not in backbone:
                     parameter.requires_grad_(name in active)
@@ -215,7 +211,7 @@ class NamedHeads(HeadStrategy):
                 f"{head.config!r}; nothing has been loaded. Add it with the config of the "
                 f"checkpoint."
             )
-        return with_output(head, store.all_heads(self.model).values(), document, tensors)
+        return with_output(head, self.model.heads.values(), document, tensors)
 
     def fitting(
         self,
@@ -242,7 +238,7 @@ class NamedHeads(HeadStrategy):
         refuse_unreadable(self.model)
         # a stranger's config may ask for more memory than there is: compare before any is taken
         empty = store.built(self.model, config, torch.device("meta"))
-        heads = store.all_heads(self.model).values()
+        heads = self.model.heads.values()
         tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)
         fits = store.own_tensors(self.model, empty)
         fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
@@ -260,6 +256,6 @@ class NamedHeads(HeadStrategy):
         """Return the own tensors of all heads."""
         return {
             f"head {name}: {key}": tensor
-            for name, head in store.all_heads(self.model).items()
+            for name, head in self.model.heads.items()
             for key, tensor in store.own_tensors(self.model, head).items()
         }
