@@ -253,13 +253,14 @@ def refuse_taken(
 
 
 def refuse_overridden(model: AdaptedModel, name: str) -> None:
-    """Refuse to change an adapter that is active in a block of this thread, or batched.
+    """Refuse to change an adapter or fusion that is active in a block of this thread, or batched.
 
     Raises:
         StateError: it is.
     """
     refuse_while_batching(model, name)
-    if any(name in p.setup.flatten() for p in model._active.overrides if p.setup):
+    setups = [plan.setup for plan in model._active.overrides if plan.setup]
+    if any(name in (*s.flatten(), *(fuse.name for fuse in fusions_of(s))) for s in setups):
         raise StateError(
             f"{name!r} is active in an AdapterSetup of this thread. Leave the "
             f"'with AdapterSetup(…)' block first."

@@ -306,10 +306,7 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
 
 
 def move(
-    model: AdaptedModel,
-    name: str,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    model: AdaptedModel, name: str, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
     """Move or cast an adapter alone, with its head."""
     for _, module in modules_of(model, name):

@@ -36,14 +36,7 @@ from .activation import check_layers, refuse_taken
 from .heads import tables
 from .heads.interface import HeadRecord, LoadOptions
 from .hf.info import info_of
-from .state import (
-    AdaptedModel,
-    anatomy_of,
-    backbone_of,
-    fusion_modules,
-    named_tensors,
-    tensors_of,
-)
+from .state import AdaptedModel, anatomy_of, backbone_of, fusion_modules, named_tensors, tensors_of
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -179,10 +172,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
 
 
 def _filled(
-    model: AdaptedModel,
-    stored: Checkpoint,
-    leave_out: tuple[int, ...],
-    dtype: torch.dtype | None,
+    model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
 ) -> tuple[AdapterConfig, adapters.Made]:
     """Return the adapter's modules with the values of a checkpoint, not yet in the model."""
     document = stored.metadata.get("config")
@@ -367,11 +357,7 @@ def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str
 
 
 def _write(
-    model: AdaptedModel,
-    folder: StrPath,
-    stored: Checkpoint,
-    kind: formats.Kind,
-    format: str,
+    model: AdaptedModel, folder: StrPath, stored: Checkpoint, kind: formats.Kind, format: str
 ) -> None:
     info = info_of(model)
     if format != "native":

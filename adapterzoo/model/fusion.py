@@ -18,13 +18,12 @@ from adapterzoo.errors import (
     ConfigError,
     DuplicateNameError,
     SiteError,
-    StateError,
 )
 from adapterzoo.methods._gate import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from .activation import check_setup, fused, make_plan, set_active
+from .activation import check_setup, fused, make_plan, refuse_overridden, set_active
 from .hf.backbone import text_config
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
@@ -63,7 +62,7 @@ def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
     name = as_fuse(adapter_names, None).name
     model._adapter_state.find_fusion(name)
     refuse_if_sharded(model, "Write set_active_adapters(None).")
-    _refuse_overridden(model, name)
+    refuse_overridden(model, name)
     _remove(model, name)
 
 
@@ -93,23 +92,13 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
     Raises:
         DuplicateNameError: the name is taken.
     """
-    if name not in model._adapter_state.fusions:
-        return
-    if not overwrite_ok:
-        raise DuplicateNameError(
-            f"there is a fusion {name!r}. Write overwrite_ok=True to replace it, or "
-            f"delete_adapter_fusion({name!r})."
-        )
-    _refuse_overridden(model, name)
-
-
-def _refuse_overridden(model: AdaptedModel, name: str) -> None:
-    for plan in model._active.overrides:
-        if any(fuse.name == name for fuse in fusions_of(plan.setup)):
-            raise StateError(
-                f"{name!r} is active in an AdapterSetup of this thread. Leave the "
-                f"'with AdapterSetup(…)' block first."
+    if name in model._adapter_state.fusions:
+        if not overwrite_ok:
+            raise DuplicateNameError(
+                f"there is a fusion {name!r}. Write overwrite_ok=True to replace it, or "
+                f"delete_adapter_fusion({name!r})."
             )
+        refuse_overridden(model, name)
 
 
 def make(

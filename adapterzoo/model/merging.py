@@ -14,13 +14,7 @@ from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.quantised import is_quantised
 
-from .activation import (
-    refuse_merged,
-    refuse_merged_part,
-    refuse_mixed,
-    refuse_overridden,
-    replan,
-)
+from .activation import refuse_merged, refuse_merged_part, refuse_mixed, refuse_overridden, replan
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, backbone_of, modules_of
@@ -129,9 +123,16 @@ def unload(model: AdaptedModel, architecture: str | None) -> Any:
 
 def _to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...]:
     """Return the names of the adapters that are to be merged and are not."""
-    state = model._adapter_state
+    state, plan = model._adapter_state, model._active.default.plan
     if names is None:
-        asked = _active_stack(model)
+        if plan.setup is not None and plan.skip_layers:
+            raise StateError(
+                f"the active adapters act in some blocks only, as skip_layers="
+                f"{list(plan.skip_layers)!r} says, and would be merged in all. Write "
+                f"set_active_adapters({plan.setup!r}), or "
+                f"merge_and_unload({list(plan.setup.flatten())!r})."
+            )
+        asked = () if plan.setup is None else _stacked(plan.setup)
     else:
         listed = names if isinstance(names, (list, tuple)) else _stacked(names)
         for name in listed:
@@ -143,20 +144,6 @@ def _to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ..
             f"{listing(state.records)}. Or unload(), for the model without adapters."
         )
     return tuple(name for name in asked if name not in state.merged)
-
-
-def _active_stack(model: AdaptedModel) -> tuple[str, ...]:
-    plan = model._active.default.plan
-    setup = plan.setup
-    if setup is None:
-        return ()
-    if plan.skip_layers:
-        raise StateError(
-            f"the active adapters act in some blocks only, as skip_layers="
-            f"{list(plan.skip_layers)!r} says, and would be merged in all. Write "
-            f"set_active_adapters({setup!r}), or merge_and_unload({list(setup.flatten())!r})."
-        )
-    return _stacked(setup)
 
 
 def _stacked(asked: object) -> tuple[str, ...]:

@@ -20,28 +20,12 @@ from adapterzoo.errors import names_calls
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
-from . import (
-    activation,
-    adapters,
-    averaging,
-    checkpointing,
-    fusion,
-    merging,
-    setup,
-    training,
-)
+from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
 from .heads.interface import HeadStrategy, LoadOptions
 from .heads.static import StaticHead
 from .heads.ties import ties
 from .hf import config_entry, publishing
-from .state import (
-    AdaptersConfig,
-    AdapterState,
-    anatomy_of,
-    backbone_of,
-    fusion_modules,
-    modules_of,
-)
+from .state import AdaptersConfig, AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
 
 @names_calls
@@ -289,10 +273,7 @@ class AdapterModelMixin:
         )  # fmt: skip
 
     def adapter_to(
-        self,
-        name: str,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Move or cast an adapter alone, with its own copy of a static head.
 

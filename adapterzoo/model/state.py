@@ -25,9 +25,9 @@ from adapterzoo.runtime import ActiveState, Plan
 from .heads.interface import HeadStrategy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AdapterRecord:
-    """One named adapter.
+    """One named adapter; no two are equal.
 
     Attributes:
         config: its config.

@@ -42,11 +42,7 @@ def forward(
     outputs = model.base_model(**inputs, return_dict=True)
     mask = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
     return model.forward_head(
-        outputs,
-        head_name=head,
-        attention_mask=inputs.get(mask),
-        return_dict=return_dict,
-        **labels,
+        outputs, head_name=head, attention_mask=inputs.get(mask), return_dict=return_dict, **labels
     )
 
 
@@ -159,11 +155,7 @@ def _run(
 
 
 def _answers_of_rows(
-    model: Any,
-    names: tuple[str, ...],
-    rows: RowMap,
-    outputs: ModelOutput,
-    given: Mapping[str, Any],
+    model: Any, names: tuple[str, ...], rows: RowMap, outputs: ModelOutput, given: Mapping[str, Any]
 ) -> list[ModelOutput] | MultiHeadOutput:
     """Return the answers of heads that each answer some rows; one answer where they are alike."""
     heads = [store.find(model, name) for name in names]

@@ -202,10 +202,7 @@ class HeadStrategy:
 
     @abstractmethod
     def fitting(
-        self,
-        record: HeadRecord,
-        name: str | None,
-        asked: LoadOptions,
+        self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
         """Check a head of a checkpoint in every way; what is returned enters it.
 

@@ -214,10 +214,7 @@ class NamedHeads(HeadStrategy):
         return with_output(head, self.model.heads.values(), document, tensors)
 
     def fitting(
-        self,
-        record: HeadRecord,
-        name: str | None,
-        asked: LoadOptions,
+        self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
         """Check a head of a checkpoint; what is returned enters it.
 

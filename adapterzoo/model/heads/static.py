@@ -152,10 +152,7 @@ class StaticHead(HeadStrategy):
         return HeadRecord({"static": class_name(self.model)}, tensors) if tensors else None
 
     def fitting(
-        self,
-        record: HeadRecord,
-        name: str | None,
-        asked: LoadOptions,
+        self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
         """Check the head of the same class; what is returned makes it a copy.
 
