@@ -175,15 +175,10 @@ class SharedInput:
                 del self._waiting[i]
                 return part
         key = adapter.shared_input_key
+        others = [member for member in self._members if member is not adapter]
         alike: list[SharedInputAdapter] = [adapter]
-        if any(member is adapter for member in self._members):
-            for member in self._members:
-                if (
-                    member is not adapter
-                    and type(member) is kind
-                    and member.shared_input_key == key
-                ):
-                    alike.append(member)
+        if len(others) < len(self._members):
+            alike += [m for m in others if type(m) is kind and m.shared_input_key == key]
         made = kind.from_input(alike, x)
         # what was made of another tensor before, and nobody has asked for, goes
         self._waiting = [
