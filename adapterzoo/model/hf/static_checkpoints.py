@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -120,11 +119,12 @@ def leftover_tensors(
 
 
 def _files(path: str, wanted: set[str], hub: Mapping[str, Any]) -> list[Path]:
-    quiet: dict[str, Any] = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    find = functools.partial(cached_file, path, **quiet, **hub)
+    def find(file: str) -> str | None:
+        return cached_file(
+            path, file, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False, **hub,
+        )  # fmt: skip
+
     for name, index in _WEIGHTS:
         if whole := find(name):
             return [Path(whole)]
