@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from .activation import check_layers, refuse_taken
 from .heads import tables
 from .heads.interface import HeadRecord, LoadOptions
 from .hf.info import info_of
-from .state import AdaptedModel, anatomy_of, backbone_of, fusion_modules, named_tensors, tensors_of
+from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -118,8 +119,8 @@ def _fitting(
     stored = formats.read(Path(path), "adapter", info)
     name = _name_in(asked.load_as, stored, hub_name or path)
     refuse_taken(model, name, asked.overwrite_ok, argument("load_as", "another_name"))
-    left_out = check_layers(asked.leave_out, len(anatomy_of(model).blocks), "leave_out")
-    config, made = _filled(model, stored, left_out, asked.dtype)
+    left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
+    record = _filled(model, stored, left_out, asked.dtype)
     has_head = asked.with_head and stored.metadata.get("head") is not None
     if asked.id2label is not None and not has_head:
         raise ConfigError(
@@ -129,12 +130,10 @@ def _fitting(
     enter_head = None
     if has_head:
         enter_head = model._head_strategy.fitting(_head_in(stored), name, asked)
-    meta = stored.metadata.get("meta")
-    meta = meta if isinstance(meta, Mapping) else {}
 
     def enter() -> None:
         # what may fail comes first
-        adapters.bring_in(model, name, config, made, asked.set_active, meta)
+        adapters.bring_in(model, name, record, asked.set_active)
         if enter_head is not None:
             enter_head()
 
@@ -173,8 +172,8 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
 
 def _filled(
     model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
-) -> tuple[AdapterConfig, adapters.Made]:
-    """Return the adapter's modules with the values of a checkpoint, not yet in the model."""
+) -> AdapterRecord:
+    """Return the adapter with the values of a checkpoint, not yet in the model."""
     document = stored.metadata.get("config")
     if not isinstance(document, Mapping):
         raise CheckpointError("the checkpoint has no adapter config. Save it again.")
@@ -187,29 +186,32 @@ def _filled(
         tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
     # a stranger's config may ask for more memory than there is: compare before any is taken
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), tensors)
-    made = adapters.make(model, config, torch.device("meta"))
-    if both := sorted(made.keys() & {*paths}):
+    meta_device = torch.device("meta")
+    record = adapters.make(model, config, meta_device)
+    if both := sorted(record.coming.keys() & {*paths}):
         raise CheckpointError(
             f"the checkpoint has trained embeddings and an adapter at {listing(both)}. "
             f"Save it again."
         )
-    made |= tables.make_tables(model, config, paths, torch.device("meta"))
-    skeleton = named_tensors({path: m for path, (m, _) in made.items()}, keep_vars=True)
+    record = tables.with_table(model, record, paths, meta_device)
+    skeleton = named_tensors(record.coming, keep_vars=True)
     fit.check_fit(type(model).__name__, tensors, skeleton, dtype)
     by_path = _by_path(tensors)
-    for path, (module, placements) in made.items():
+    modules: dict[str, Adapter] = {}
+    for path, module in record.coming.items():
         if path in paths[1:]:
             # they share the table of the first
-            made[path] = made[paths[0]][0], placements
+            modules[path] = modules[paths[0]]
             continue
-        real = _with_memory(model, module, path, placements)
-        fit.fill(real if dtype is None else real.to(dtype), by_path.get(path, {}))
-        made[path] = real, placements
-    return config, made
+        modules[path] = _with_memory(model, module, path, list(record.places[path]))
+        fit.fill(modules[path].to(dtype), by_path.get(path, {}))
+    meta = stored.metadata.get("meta")
+    kept = dict(meta) if isinstance(meta, Mapping) else {}
+    return dataclasses.replace(record, coming=modules, meta=kept)
 
 
 def _paths(model: AdaptedModel, config: AdapterConfig) -> set[str]:
-    return {inject_path(p.site) for p in config.placements(anatomy_of(model))}
+    return {inject_path(p.site) for p in config.placements(model.anatomy)}
 
 
 def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
@@ -232,7 +234,7 @@ def _with_memory(
     model: AdaptedModel, adapter: Adapter, path: str, placements: list[Placement]
 ) -> Adapter:
     """Return an adapter of the meta device as one on the device of its layer."""
-    layer = layer_at(backbone_of(model), path)
+    layer = layer_at(model._backbone, path)
     if not path:
         return adapter.to_empty(device=device_of(layer))
     if give_memory(adapter, device_of(layer)):

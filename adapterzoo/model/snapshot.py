@@ -24,14 +24,7 @@ from adapterzoo.errors import CheckpointError, listing
 
 from . import checkpointing
 from .heads.tables import expand
-from .state import (
-    AdaptedModel,
-    backbone_of,
-    fusion_modules,
-    modules_of,
-    named_tensors,
-    own_parameters_of,
-)
+from .state import AdaptedModel, fusion_modules, modules_of, named_tensors, own_parameters_of
 
 UNFROZEN = "unfrozen.safetensors"
 
@@ -114,7 +107,7 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
     own = {id(p) for p in own_parameters_of(model)}
     return any(
         not p.requires_grad
-        for module in backbone_of(model).modules()
+        for module in model._backbone.modules()
         if not isinstance(module, nn.Embedding)
         for p in module._parameters.values()
         if p is not None and p.dim() > 1 and id(p) not in own
