@@ -9,7 +9,6 @@ than a call. Where x is `to` itself, its two gradients are added in the product 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.nn.functional import linear
 
 from . import _bottleneck_torch, mode
 from ._bottleneck_torch import FUNCTIONS, SMALL
-from ._ops import below, check, narrowed, register
+from ._ops import below, check, computed, register
 
 _LEGAL = (
     "to and x are [*batch, d_model], down is [width, d_model], up [d_model, width], their biases "
@@ -96,46 +95,6 @@ def bottleneck(
     return out
 
 
-def _run(
-    to: Tensor,
-    x: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor,
-    up: Tensor,
-    up_bias: Tensor,
-    scaling: float,
-    activation: str,
-    keeps: bool,
-) -> tuple[Tensor, Tensor]:
-    operands = (to, to if x is None else x, down, down_bias, up, up_bias)
-    rest = (down, down_bias, up, up_bias, scaling, activation, keeps)
-    if not mode.takes_triton("bottleneck", *operands):
-        return _bottleneck_torch.bottleneck(to, x, *rest)
-    from . import bottleneck_triton
-
-    return bottleneck_triton.bottleneck(to, x, *rest)
-
-
-def _run_backward(
-    dy: Tensor,
-    x: Tensor,
-    h: Tensor,
-    down: Tensor,
-    up: Tensor,
-    scaling: float,
-    activation: str,
-    adds: bool,
-    *needs: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
-    run = _bottleneck_torch.bottleneck_backward
-    if mode.takes_triton("bottleneck", dy, x, h, down, up):
-        from . import bottleneck_triton
-
-        run = bottleneck_triton.bottleneck_backward
-    return run(dy, x, h, down, up, scaling, activation, adds, *needs)
-
-
 def _fake(
     to: Tensor,
     x: Tensor | None,
@@ -168,9 +127,6 @@ def _fake_backward(
     needs_x: bool,
     *needs: bool,
 ) -> tuple[Tensor, ...]:
-    operands = {"dy": dy, "x": x, "h": h, "down": down, "up": up}
-    fits = dy.shape == (*h.shape[:-1], up.shape[0]) and h.shape[-1:] == down.shape[:1]
-    check("bottleneck's backward", "dy", "h", operands, fits, _LEGAL)
     shapes = (down.shape, down.shape[:1], up.shape, up.shape[:1])
     grads = (h.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True))
     return x.new_empty(dy.shape if needs_x else 0), *grads
@@ -218,15 +174,15 @@ class _Bottleneck(torch.autograd.Function):
 _bottleneck = register(
     "bottleneck(Tensor to, Tensor? x, Tensor down, Tensor down_bias, Tensor up, Tensor up_bias, "
     "float scaling, str activation, bool keeps) -> (Tensor, Tensor)",
-    _run,
+    computed("bottleneck", "bottleneck_triton", _bottleneck_torch.bottleneck, 6),
     _fake,
     _Bottleneck,
-    lambda dtype, to, x, *rest: (to, x, *(narrowed(v, dtype) for v in rest[:4]), *rest[4:]),
+    narrows=(2, 3, 4, 5),
 )
 _bottleneck_backward = register(
     "bottleneck_backward(Tensor dy, Tensor x, Tensor h, Tensor down, Tensor up, float scaling, "
     "str activation, bool adds, bool needs_x, bool needs_down, bool needs_down_bias, "
     "bool needs_up, bool needs_up_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
+    computed("bottleneck", "bottleneck_triton", _bottleneck_torch.bottleneck_backward, 5),
     _fake_backward,
 )
