@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -124,7 +123,10 @@ def _files(path: str, wanted: set[str], hub: Mapping[str, Any]) -> list[Path]:
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    find = functools.partial(cached_file, path, **quiet, **hub)
+
+    def find(file: str) -> str | None:
+        return cached_file(path, file, **quiet, **hub)
+
     for name, index in _WEIGHTS:
         if whole := find(name):
             return [Path(whole)]
