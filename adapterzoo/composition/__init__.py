@@ -19,11 +19,12 @@ from ._node import Composition
 from ._prefixes import prefix_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
 from ._steps import Step, evaluate, fold
-from ._views import Nested
+from ._views import Around, Nested
 from .nodes import Average, BatchSplit, Fuse, Parallel, Split, Stack
 from .rules import from_json, fusions_of, last_adapter, parse, to_json, without
 
 __all__ = [
+    "Around",
     "Average",
     "BatchSplit",
     "Composition",
