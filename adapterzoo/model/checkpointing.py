@@ -121,15 +121,14 @@ def _fitting(
     refuse_taken(model, name, asked.overwrite_ok, argument("load_as", "another_name"))
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
     record = _filled(model, stored, left_out, asked.dtype)
-    has_head = asked.with_head and stored.metadata.get("head") is not None
-    if asked.id2label is not None and not has_head:
+    enter_head = None
+    if asked.with_head and stored.metadata.get("head") is not None:
+        enter_head = model._head_strategy.fitting(_head_in(stored), name, asked)
+    elif asked.id2label is not None:
         raise ConfigError(
             f"id2label={asked.id2label!r} names the labels of a head, and none is loaded. "
             f"Leave id2label out, or load a checkpoint with a head."
         )
-    enter_head = None
-    if has_head:
-        enter_head = model._head_strategy.fitting(_head_in(stored), name, asked)
 
     def enter() -> None:
         # what may fail comes first
@@ -178,22 +177,22 @@ def _filled(
     if not isinstance(document, Mapping):
         raise CheckpointError("the checkpoint has no adapter config. Save it again.")
     config = AdapterConfig.from_dict(document)
-    tensors = stored.adapter
+    everywhere: set[str] = set()
     if leave_out:
-        everywhere = _paths(model, config)
+        everywhere = {inject_path(p.site) for p in config.placements(model.anatomy)}
         config = _leaving_out(config, leave_out)
-        gone = everywhere - _paths(model, config)
-        tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
+    paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
     # a stranger's config may ask for more memory than there is: compare before any is taken
-    paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), tensors)
-    meta_device = torch.device("meta")
-    record = adapters.make(model, config, meta_device)
+    empty = torch.device("meta")
+    record = adapters.make(model, config, empty)
+    gone = everywhere - record.places.keys()
+    tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
     if both := sorted(record.coming.keys() & {*paths}):
         raise CheckpointError(
             f"the checkpoint has trained embeddings and an adapter at {listing(both)}. "
             f"Save it again."
         )
-    record = tables.with_table(model, record, paths, meta_device)
+    record = tables.with_table(model, record, paths, empty)
     skeleton = named_tensors(record.coming, keep_vars=True)
     fit.check_fit(type(model).__name__, tensors, skeleton, dtype)
     by_path = _by_path(tensors)
@@ -208,10 +207,6 @@ def _filled(
     meta = stored.metadata.get("meta")
     kept = dict(meta) if isinstance(meta, Mapping) else {}
     return dataclasses.replace(record, coming=modules, meta=kept)
-
-
-def _paths(model: AdaptedModel, config: AdapterConfig) -> set[str]:
-    return {inject_path(p.site) for p in config.placements(model.anatomy)}
 
 
 def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
@@ -270,16 +265,14 @@ def save_head(
         )
     own_name = name if name and strategy.is_named else sharding.class_name(model)
     document = {**_provenance(model, own_name), "head": record.document}
-    stored = Checkpoint(document, {}, record.tensors)
-    _write(model, folder, stored, "head", format)
+    _write(model, folder, Checkpoint(document, {}, record.tensors), "head", format)
 
 
 def load_head(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
     """Load a head; it becomes the active one."""
     strategy = model._head_strategy
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    info = info_of(model)
-    stored = formats.read(Path(folder), "head", info)
+    stored = formats.read(Path(folder), "head", info_of(model))
     name = _name_in(asked.load_as, stored, folder)
     target = name if strategy.is_named else strategy.active_name()
     strategy.fitting(_head_in(stored), target, asked)()
@@ -319,8 +312,7 @@ def save_fusion(
         "adapter_names": list(found.adapters),
         "meta": dict(meta or {}),
     }
-    layers = dict(fusion_modules(model, name))
-    stored = Checkpoint(document, named_tensors(layers, keep_vars=True))
+    stored = Checkpoint(document, named_tensors(dict(fusion_modules(model, name)), keep_vars=True))
     info = info_of(model)
     configs = [state.find(adapter).config for adapter in found.adapters]
     sharding.save(model, stored, lambda s: fusions.write(Path(folder), s, format, info, configs))
@@ -333,19 +325,18 @@ def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str
         CheckpointError: the file holds no fusion.
     """
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    info = info_of(model)
     find = model._adapter_state.find
-    stored = fusions.read(Path(folder), info, lambda name: find(name).config)
+    stored = fusions.read(Path(folder), info_of(model), lambda name: find(name).config)
     names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")
-    are_names = isinstance(names, list) and names and all(isinstance(n, str) for n in names)
-    if not isinstance(names, list) or not are_names or not isinstance(values, Mapping):
+    listed = names if isinstance(names, list) else []
+    if not (listed and all(isinstance(n, str) for n in listed) and isinstance(values, Mapping)):
         raise CheckpointError("the checkpoint holds no fusion. Save it again.")
     name = asked.load_as or str(stored.metadata.get("name"))
-    fuse = Fuse(*names, name=None if name == ",".join(names) else check_name(name))
+    fuse = Fuse(*listed, name=None if name == ",".join(listed) else check_name(name))
     fusion.check_free(model, fuse.name, asked.overwrite_ok)
     config = AdapterFusionConfig.load(values)
     with torch.random.fork_rng(devices=()):
-        made = fusion.make(model, tuple(names), config)
+        made = fusion.make(model, tuple(listed), config)
     fits = named_tensors(made, keep_vars=True)
     fit.check_fit(type(model).__name__, stored.adapter, fits, asked.dtype)
     by_path = _by_path(stored.adapter)
@@ -384,13 +375,7 @@ def _provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
 
 
 def _name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
-    """Return the name that a checkpoint's adapter or head gets.
-
-    Args:
-        load_as: what the user chose.
-        stored: the checkpoint; not every format knows a name.
-        path: where it came from, whose last part is the name then.
-    """
+    """Return the name for an adapter or head: the one asked for, the stored one, or the path's."""
     if load_as is not None:
         return check_name(load_as)
     name = stored.metadata.get("name")
