@@ -124,9 +124,7 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
         if name is not None and not isinstance(name, (str, Composition)):
             state.find(name)
     parts, index = numbered([None if name == BASE else name for name in given])
-    plan = state.plans.get(parts)
-    if plan is None:
-        plan = _compiled(model, parts)
+    plan = state.plans.get(parts) or _compiled(model, parts)
     # what a compiler traces is part of its graph, and would trace anew what has changed
     if parts not in state.plans and not torch.compiler.is_compiling():
         while len(state.plans) >= _KEPT_PLANS:
@@ -137,7 +135,6 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
 
 
 def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
-    find = model._adapter_state.find
     for part in parts:
         if isinstance(part, Composition):
             if has_rows(part):
@@ -145,11 +142,7 @@ def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
                     f"adapter_names=…: {part!r} divides the batch, and it is given to one row. "
                     f"Write a name, or Stack('a', 'b')."
                 )
-            for name in part.flatten():
-                find(name)
             _check_row(part)
-        elif part is not None:
-            find(part)
     setup = BatchSplit(*parts, batch_sizes=1)
     return make_plan(model, setup, []) if setup.flatten() else Plan()
 

@@ -157,13 +157,9 @@ def heads_of_parts(model: Any, parts: Sequence[Any], otherwise: tuple[str, ...])
         otherwise: the heads that answer parts without one of their own.
     """
     own = own_heads(model, parts)
-    if all(name is None for name in own):
+    if not any(own) or (None in own and len(otherwise) != 1):
         return otherwise
-    if len(parts) > 1 and None in own:
-        if len(otherwise) != 1:
-            return otherwise
-        own = [otherwise[0] if name is None else name for name in own]
-    names = tuple(name for name in own if name is not None)
+    names = tuple(otherwise[0] if name is None else name for name in own)
     return names[:1] if len(set(names)) == 1 else names
 
 
@@ -241,8 +237,8 @@ def delete(model: Any, name: str) -> None:
     find(model, name)
     refuse_if_sharded(model, "Write model.active_head = None.")
     del model.heads[name]
-    kept = {n: c for n, c in model.config.prediction_heads.items() if n != name}
-    model.config.prediction_heads = kept
+    listed = model.config.prediction_heads.items()
+    model.config.prediction_heads = {n: config for n, config in listed if n != name}
 
     def without(plan: Plan) -> Plan:
         return dataclasses.replace(plan, heads=tuple(n for n in plan.heads if n != name))
