@@ -76,7 +76,7 @@ class AdapterTrainer(Trainer):
             tokenizer: other name of `processing_class`, as in AdapterHub.
             processing_class: saved beside the adapters.
             model_init: makes the model, instead of `model`.
-            adapter_names: what `set_active_adapters` shall be called with.
+            adapter_names: the argument for `set_active_adapters`.
             **kwargs: as `Trainer` takes them.
 
         Raises:

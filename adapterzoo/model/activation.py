@@ -49,8 +49,8 @@ def make_plan(
 
     Args:
         model: with adapters.
-        setup: what shall act.
-        head_setup: which heads shall answer; None: those named like the adapters where there are
+        setup: the composition to compile.
+        head_setup: the heads to use; None: those named like the adapters where there are
             any, else those that are active now.
         skip_layers: numbers of blocks in which no adapter acts.
 
@@ -111,7 +111,7 @@ def check_setup(
 
     Args:
         model: with adapters; it has not changed afterwards.
-        setup: what shall act.
+        setup: the composition to compile.
         skip_layers: numbers of blocks in which no adapter acts.
         records: of the adapters, with their `coming` modules.
         fusions: records of the fusions.
@@ -304,10 +304,10 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
 
 
 def refuse_merged_part(setup: Composition | None, merged: Iterable[str]) -> None:
-    """Refuse a merged adapter, which acts on all inputs, where it shall act on a part of them.
+    """Refuse a merged adapter, which acts on all inputs, in a setup that gives it some of them.
 
     Raises:
-        StateError: it shall.
+        StateError: there is one.
     """
     inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
     stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)

@@ -24,7 +24,7 @@ from .state import AdaptedModel
 RowNames: TypeAlias = "Sequence[str | Composition | None]"
 
 BASE = "__base__"
-"""What PEFT writes for a row without adapter; None says the same."""
+"""PEFT's name for a row without an adapter; None means the same."""
 
 # inputs with one entry for each row of the batch, whichever of them a model takes
 _PER_ROW = (
@@ -58,14 +58,14 @@ def plan_of_call(
     Args:
         model: that is called.
         inputs: as they were given.
-        adapter_names: the adapter of each row; None: as the active composition says.
-        one_head: whether the caller says which head answers all rows.
+        adapter_names: the adapter of each row; None: those of the active composition.
+        one_head: whether the caller chooses one head for all rows.
         generates: whether the answer has one sequence of tokens for each row.
         copies: of each row that the call makes by itself, as beam search does.
 
     Raises:
         CompositionError: the rows do not fit the batch.
-        StateError: an adapter is merged, or an `AdapterSetup` says already what acts.
+        StateError: an adapter is merged, or an `AdapterSetup` is in force.
         UnknownNameError: there is no adapter of a name.
     """
     if adapter_names is not None:

@@ -234,7 +234,7 @@ def _with_memory(
         return adapter.to_empty(device=device_of(layer))
     if give_memory(adapter, device_of(layer)):
         return adapter
-    # a method that draws its values in its own way shall not disturb the caller's random numbers
+    # do not disturb the caller's random numbers where a method draws values in its own way
     with undrawn(), torch.random.fork_rng(devices=()):
         return build(layer, path, placements, model.dtype)
 

@@ -324,8 +324,8 @@ class AdapterModelMixin:
         """Compile a composition for this model; nothing becomes active.
 
         Args:
-            setup: what shall act.
-            head_setup: which heads shall answer; None: those named like the adapters where
+            setup: the composition to compile.
+            head_setup: the heads to use; None: those named like the adapters where
                 there are any, else those that are active now.
             skip_layers: numbers of blocks in which no adapter acts.
 
@@ -630,7 +630,7 @@ class AdapterModelMixin:
             adapter_name_or_path: the folder, or `user/repository` on the Hub.
             load_as: name to give it; None: the one it was saved under.
             with_head: whether a head in the checkpoint is loaded, under the adapter's name.
-            leave_out: numbers of blocks that shall get no adapter.
+            leave_out: numbers of blocks that get no adapter.
             id2label: other labels for the head.
             set_active: whether adapter and head become active.
             overwrite_ok: whether an adapter or head of that name may be replaced.

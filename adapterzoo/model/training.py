@@ -42,7 +42,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     Raises:
         StateError: the setup names no adapter.
     """
-    # a forward of a sharded model leaves parameters whole that an optimizer shall not get
+    # a forward of a sharded model leaves whole parameters, which an optimizer must not get
     reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():

@@ -74,7 +74,7 @@ def head_input(
 
     Args:
         model: of which the outputs are.
-        head: says what it wants by its `pooling`.
+        head: its `pooling` tells what it reads.
         outputs: of the base model.
         attention_mask: `[batch, tokens]`, or whatever the model was given.
         input_ids: tokens that belong to the hidden states, None when not known.

@@ -57,7 +57,7 @@ def head_to_keep(
         stored = Checkpoint({"head": record.document}, {}, record.tensors)
         return names[0], *class_for(stored, info, own)
     except CheckpointError as error:
-        # what it says of files is not what a user can write here
+        # drop the advice about files: it does not apply here
         reason = str(error).replace(f" Write {argument('with_head', False)}.", "")
         raise CheckpointError(
             f"{reason} Write {argument('architecture', '…')} with a class that has such a head"

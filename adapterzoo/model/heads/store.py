@@ -233,7 +233,7 @@ def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None
 
 
 def delete(model: Any, name: str) -> None:
-    """Delete a head; where it was active it is so no more."""
+    """Delete a head; no head is active in its place."""
     find(model, name)
     refuse_if_sharded(model, "Write model.active_head = None.")
     del model.heads[name]
@@ -315,7 +315,7 @@ def resize(
     # tying them anew changes heads that share the table
     heads = [head for head in model.heads.values() if head.output_embeddings is not None]
     before = [(head, *_weight_and_bias(head.output_embeddings)) for head in heads]
-    # transformers would resize the layer of one active head, whatever its config says
+    # transformers would resize the layer of one active head even if its config forbids it
     with model._active.overridden(dataclasses.replace(plan, heads=())):
         resized = resize_table()
     if unchanged:

@@ -73,7 +73,7 @@ def ties_output(config: Any, head: HeadConfig) -> bool:
 
     Args:
         config: of the model.
-        head: config of the head; what it says goes before what the model's says.
+        head: config of the head, which takes precedence.
     """
     return head.ties_output(bool(getattr(text_config(config), "tie_word_embeddings", False)))
 

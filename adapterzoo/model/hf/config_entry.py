@@ -52,7 +52,7 @@ def restore(model: AdaptedModel, quantised: bool = False) -> None:
 
     Args:
         model: that is being loaded.
-        quantised: whether layers that shall be quantised are so by now.
+        quantised: whether the layers to quantise are quantised by now.
 
     Raises:
         CheckpointError: they cannot be made.

@@ -58,7 +58,7 @@ def to_static(static: StaticHead, config: HeadConfig) -> Mapping[str, str]:
     """Return the keys of a static head's tensors in a named head that has the same layers.
 
     Args:
-        static: what `from_static` made of the static head that shall be filled.
+        static: the result of `from_static` for the static head to fill.
         config: of the named head.
 
     Returns:
