@@ -62,6 +62,13 @@ class StackCall(ABC):
             compute: makes the tensor from the tokens of a call that has the prompt.
         """
 
+    @abstractmethod
+    def of_encoder(self) -> StackCall:
+        """Return the call as layers see it whose input is the encoder's output.
+
+        In a decoder these make the keys and values of cross-attention.
+        """
+
     def of_part(self, x: Tensor, take: Callable[[Tensor], Tensor], key: object) -> StackCall:
         """Return the call as some rows or tokens of it see it.
 
@@ -101,6 +108,7 @@ class RecordedCall(StackCall):
         self._path = path
         self._mask = given.get("attention_mask")
         self._generation = generation
+        self._encoder_mask = given.get("encoder_attention_mask")
         cache = given.get("past_key_values")
         # asked now: the first layer of the stack adds the tokens of this call
         self.cached = 0 if cache is None else int(cache.get_seq_length())
@@ -134,6 +142,10 @@ class RecordedCall(StackCall):
         inside = torch.arange(tokens, device=x.device) < count  # [tokens]
         real = self.real(x)
         return inside.expand(rows, tokens) if real is None else real & inside
+
+    def of_encoder(self) -> StackCall:
+        """Return the call as layers see it that read the encoder's output."""
+        return RecordedCall(self._path, {"attention_mask": self._encoder_mask}, None)
 
     def _prompt_length(self, x: Tensor) -> int:
         """Tokens of the prompt, with those in the cache."""
@@ -178,3 +190,7 @@ class _PartOfCall(StackCall):
     def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
         """Return a tensor of the prompt, of this part."""
         return self._whole.remembered((owner, self._key), compute)
+
+    def of_encoder(self) -> StackCall:
+        """Return the part of the call as layers see it that read the encoder's output."""
+        return self._whole.of_encoder().of_part(self._x, self._take, self._key)

@@ -118,8 +118,7 @@ class Adapter(nn.Module, ABC):
         acts_on: `"output"` for a function of the layer's output or a delta beside it,
             `"input"` for one that changes the layer's input. It says in which order a `Stack`
             nests: the first adapter of a stack is always the first to act.
-        stacks_only: what keeps adapters of the class out of averages, fusions and splits; empty
-            where nothing does.
+        stacks_only: what keeps it out of averages, fusions and splits; empty where nothing does.
     """
 
     acts_on: ClassVar[str] = "output"

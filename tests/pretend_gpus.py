@@ -28,8 +28,8 @@ DEVICES = ("pretend:0", "pretend:1")
 DRAWN = {"adapter_plus": "adapter_plus[init_weights='bert']"}
 METHODS = {
     **{name: DRAWN.get(name, name) for name in config_strings if name != "union"},
-    "lora with everything": "lora[dropout=0.1,lora_bias=True,use_gating=True,use_rslora=True]",
-    "gated bottleneck": "seq_bn[use_gating=True,scaling='learned',ln_before=True,dropout=0.1]",
+    "lora with everything": "lora[dropout=0.1,lora_bias=True,use_gating=True,convention='adapterhub',use_rslora=True]",
+    "gated bottleneck": "seq_bn[use_gating=True,convention='adapterhub',scaling='learned',ln_before=True,dropout=0.1]",
     "union": "lora|par_bn",
 }
 HEADS = {

@@ -50,6 +50,7 @@ invertible_adapters: Registry[type[InvertibleKind]] = Registry("invertible adapt
 # fields that mean something only when another one is set
 _NEEDS = {
     "adapter_residual_before_ln": "ln_after=True",
+    "convention": "use_gating=True",
     "inv_adapter_reduction_factor": "inv_adapter='nice'",
     "phm_dim": "phm_layer=True",
     "factorized_phm_W": "phm_layer=True",
@@ -111,6 +112,8 @@ class BottleneckFields(AdapterConfig):
         scaling: factor of the bottleneck's result: a number, "learned", or "channel" for a
             learned one per feature.
         use_gating: a learned gate, one number per sequence, on the result.
+        convention: of the gate. "paper": the mean over the real tokens of the prompt;
+            "adapterhub": over all tokens of the call, padding included.
         residual_before_ln: what the result is added to when `original_ln_before`: True: h;
             "post_add": s; False: what the bottleneck reads.
         adapter_residual_before_ln: the norm of `ln_after` encloses that addition.
@@ -156,6 +159,7 @@ class BottleneckFields(AdapterConfig):
     is_parallel: bool = False
     scaling: float | str = field(1.0, Either(FACTOR, Choice("learned", "channel")))
     use_gating: bool = False
+    convention: str = field("paper", Choice("paper", "adapterhub"))
     residual_before_ln: bool | str = field(True, Choice(True, False, "post_add"))
     adapter_residual_before_ln: bool = False
     inv_adapter: str | None = None
@@ -269,8 +273,11 @@ class BottleneckFields(AdapterConfig):
                 "phm_layer=False with a larger reduction_factor",
             )
         defaults = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
-        idle = self.inv_adapter is None
-        without = {"ln_after=True": not self.ln_after, "inv_adapter='nice'": idle}
+        without = {
+            "ln_after=True": not self.ln_after,
+            "use_gating=True": not self.use_gating,
+            "inv_adapter='nice'": self.inv_adapter is None,
+        }
         for name, need in _NEEDS.items():
             value = getattr(self, name)
             if value != defaults[name] and without.get(need, True):

@@ -12,6 +12,7 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
 
+from . import _gate
 from ._bottleneck_fields import BottleneckFields
 
 LOCATIONS: Mapping[SubLayerKind, str] = {
@@ -20,7 +21,7 @@ LOCATIONS: Mapping[SubLayerKind, str] = {
     "mlp": "output_adapter",
 }
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
-_FIELDS = same(*(name for name in _DEFAULTS if name != "dtype"))
+_FIELDS = same(*(name for name in _DEFAULTS if name not in ("dtype", "convention")))
 # without a meaning since adapter-transformers 2.0
 _FORGOTTEN = ("attention_type", "new_attention_norm")
 _OLD_NAMES = {"LN_after": "ln_after", "LN_before": "ln_before", "MH_Adapter": "mh_adapter",
@@ -48,6 +49,8 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     activation = fields.get("non_linearity")
     if file.version is None and isinstance(activation, str):
         fields["non_linearity"] = _OLD_ACTIVATIONS.get(activation, activation)
+    if fields.get("use_gating"):
+        fields["convention"] = "adapterhub"
     return fields | {"leave_out": fields.get("leave_out") or ()}
 
 
@@ -148,6 +151,12 @@ def _fusion_quirk(config: AdapterConfig) -> str | None:
     )
 
 
+def _unsayable(config: AdapterConfig) -> str | None:
+    values = config.to_dict()
+    is_masked = values["use_gating"] and values["convention"] == "paper"
+    return _gate.UNSAYABLE if is_masked else None
+
+
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
     """How AdapterHub spells bottlenecks."""
     return AdapterHubSpelling(
@@ -155,9 +164,10 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         architecture=(None, "", "bottleneck"),
         fixed={"phm_layer": False},
         fields=_FIELDS,
-        omitted=("dtype",),
+        omitted=("dtype", "convention"),
         containers=(_CONTAINER, _COUPLING),
         read_fields=_read_fields,
+        unsayable=_unsayable,
         quirk=_quirk,
         fusion_quirk=_fusion_quirk,
     )

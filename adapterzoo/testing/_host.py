@@ -226,11 +226,15 @@ class Host(AdapterModelMixin, nn.Module):
     def get_output_embeddings(self) -> None:
         """There are none."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Token ids `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`."""
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Token ids `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`.
+
+        Adapters can read the mask `[rows, tokens]`; the model itself ignores it.
+        """
         if not self._active.plan.stacks:
             return self._run(x)
-        with recorded(self, ("x",), self._active, "", (x,), {}):
+        given = {"attention_mask": attention_mask}
+        with recorded(self, ("x",), self._active, "", (x,), given):
             return self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:

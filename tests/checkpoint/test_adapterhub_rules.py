@@ -147,7 +147,8 @@ def test_upper_case_and_fields_without_effect(model, golden):
 
 
 def test_the_norm_before_a_bottleneck_stands_twice(model, tmp_path):
-    model.add_adapter("a", "double_seq_bn[ln_before=True,use_gating=True,scaling='learned']")
+    gated = "use_gating=True,convention='adapterhub'"
+    model.add_adapter("a", f"double_seq_bn[ln_before=True,{gated},scaling='learned']")
     model.save_adapter(tmp_path / "a", "a", with_head=False, format="adapterhub")
     file = tmp_path / "a" / "pytorch_adapter.bin"
     found = torch.load(file, weights_only=True)
@@ -178,7 +179,8 @@ def test_a_union(model, tmp_path):
 
 
 def test_a_gated_lora_is_not_scaled_by_adapters(model, tmp_path):
-    model.add_adapter("a", LoRAConfig(use_gating=True, r=4, alpha=4))
+    gated = LoRAConfig(use_gating=True, convention="adapterhub", r=4, alpha=4)
+    model.add_adapter("a", gated)
     stir(model, "a")
     model.save_adapter(tmp_path / "a", "a", with_head=False, format="adapterhub")
     model.load_adapter(tmp_path / "a", load_as="b")
@@ -187,7 +189,7 @@ def test_a_gated_lora_is_not_scaled_by_adapters(model, tmp_path):
     document(tmp_path / "a", config(alpha=16))
     model.load_adapter(tmp_path / "a", load_as="c")
     assert model.adapters_config["c"].alpha == 4
-    model.add_adapter("d", LoRAConfig(use_gating=True, r=4, alpha=16))
+    model.add_adapter("d", gated.replace(alpha=16))
     with refused(model, CheckpointError, "alpha / r = 16 / 4", "format='native'"):
         model.save_adapter(tmp_path / "d", "d", with_head=False, format="adapterhub")
 
