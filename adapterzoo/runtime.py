@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from .call import Generation, StackCall
+from .call import Generation, RecordedCall
 from .composition import Composition, RowMap, Step
 from .contracts import Adapter, Prefix, SharedInputAdapter
 from .errors import StateError
@@ -175,15 +175,10 @@ class SharedInput:
                 del self._waiting[i]
                 return part
         key = adapter.shared_input_key
+        others = [member for member in self._members if member is not adapter]
         alike: list[SharedInputAdapter] = [adapter]
-        if any(member is adapter for member in self._members):
-            for member in self._members:
-                if (
-                    member is not adapter
-                    and type(member) is kind
-                    and member.shared_input_key == key
-                ):
-                    alike.append(member)
+        if len(others) < len(self._members):
+            alike += [m for m in others if type(m) is kind and m.shared_input_key == key]
         made = kind.from_input(alike, x)
         # what was made of another tensor before, and nobody has asked for, goes
         self._waiting = [
@@ -221,7 +216,7 @@ class CallContext:
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
 
     @property
-    def stack(self) -> StackCall:
+    def stack(self) -> RecordedCall:
         """The innermost running call of an encoder or decoder.
 
         Raises:
@@ -270,12 +265,12 @@ class Frame(NamedTuple):
     """A running call of an encoder or decoder.
 
     Attributes:
-        call: the facts about it.
+        call: what it was given.
         module: that runs.
         shared: what layers share, where the module holds it.
     """
 
-    call: StackCall
+    call: RecordedCall
     shared: nn.Module | None
     module: nn.Module
 

@@ -158,6 +158,7 @@ def _read(branch: Branch, stack: str) -> Block:
             and CROSS.search(f"{stack.rpartition('.')[2]}.{shape.path}") is not None,
             parameter=shape.parameter,
             transposed=shape.transposed,
+            overwritten=bool(row.overwritten and re.fullmatch(row.overwritten, shape.path)),
             experts=shape.experts,
         )
         for shape in shapes
@@ -176,6 +177,7 @@ def _read(branch: Branch, stack: str) -> Block:
         absent=row.absent | _absent(sites),
         mixed=streams.mixed,
         apart=streams.apart,
+        states=row.states,
         note=streams.note,
     )
 

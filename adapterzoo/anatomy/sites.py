@@ -79,6 +79,7 @@ class Site:
         transposed: whether the weight is stored `[d_in, d_out]` (Conv1D, some experts).
         source: stream sites only: path of the module whose first input is the residual stream
             before the sub-layer.
+        overwritten: whether the model writes into the layer's output in place.
         experts: how many weights the parameter holds, 0 for one without an experts dimension.
         heads: attention sites only: number of heads of keys and values.
         head_widths: attention sites only: features of a key and of a value in one head.
@@ -96,6 +97,7 @@ class Site:
     parameter: str | None = None
     transposed: bool = False
     source: str | None = None
+    overwritten: bool = False
     experts: int = 0
     heads: int = 0
     head_widths: tuple[int, int] = (0, 0)
@@ -201,6 +203,7 @@ class Block:
             keys and values that several blocks share.
         mixed: sub-layers whose source reads something else beside the stream.
         apart: sub-layers whose output meets the stream in another way than by an addition.
+        states: what its output is, where it is not one state for each token of each row.
         note: what that is, or why there are no stream sites; empty for almost all models.
     """
 
@@ -215,7 +218,18 @@ class Block:
     absent: frozenset[Role] = frozenset()
     mixed: frozenset[SubLayerKind] = frozenset()
     apart: frozenset[SubLayerKind] = frozenset()
+    states: str = ""
     note: str = ""
+
+    @property
+    def output(self) -> str | None:
+        """Path of the module whose output is that of the block, None where there is none.
+
+        XLM keeps the layers of all blocks in parallel lists; a norm comes last in each block.
+        """
+        if self.path.startswith(f"{self.stack}."):
+            return self.path
+        return self.sublayers[-1].norm if self.sublayers else None
 
     def named(self, role: Role, cross: bool | None = None) -> tuple[Site, ...]:
         """The block's sites of a role: whole layers, and parts of fused ones.

@@ -74,6 +74,18 @@ class HeadConfig(Config):
 
     label2id: Mapping[str, int] | None = None
 
+    def __post_init__(self) -> None:
+        """Check every field, and number the labels that have no names."""
+        super().__post_init__()
+        if (count := self.label_count) is not None:
+            names = checked(type(self).__name__, self.label2id, count)
+            object.__setattr__(self, "label2id", names)
+
+    @property
+    def label_count(self) -> int | None:
+        """The number of labels; None without the field for it."""
+        return getattr(self, self.count_field, None)
+
     @abstractmethod
     def build(self, backbone: Backbone) -> PredictionHead:
         """Return a fresh head on the backbone's device and of its dtype.
@@ -182,11 +194,6 @@ class HeadConfig(Config):
             names = self.label2id, self[count], changes[count]
             changes["label2id"] = recounted(type(self).__name__, count, *names)
         return super().replace(**changes)
-
-    def _check_labels(self, count: int) -> None:
-        """Number the labels where they have no names; check the names where they have."""
-        names = checked(type(self).__name__, self.label2id, count)
-        object.__setattr__(self, "label2id", names)
 
 
 class PredictionHead(Head):

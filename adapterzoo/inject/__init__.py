@@ -71,7 +71,14 @@ __all__ = [
 ]
 
 
-def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState, path: str) -> None:
+def put(
+    layer: nn.Module,
+    name: str,
+    adapter: nn.Module,
+    selection: ActiveState,
+    path: str,
+    overwritten: bool = False,
+) -> None:
     """Hang the adapter below the layer, inactive until the selection says otherwise.
 
     Args:
@@ -80,6 +87,7 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState,
         adapter: on the device and of the dtype that it shall have; or what adapters there share.
         selection: the model's.
         path: of the layer, as plans name it.
+        overwritten: whether the model writes into the layer's output in place.
 
     Raises:
         DuplicateNameError: the layer has an adapter of this name.
@@ -95,6 +103,7 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState,
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     kind = AdaptedAttention if isinstance(adapter, AttentionAdapter) else None
     swap(layer, selection, path, parameters, kind=kind)
+    cast("Adapted", layer)._link.overwritten |= overwritten
     adapters = cast(
         "AdapterDict", layer._modules.setdefault("adapters", AdapterDict().train(layer.training))
     )

@@ -89,7 +89,8 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
         config: its name, for messages.
 
     Raises:
-        SiteError: the model has no blocks, none of a number, or one whose width cannot be told.
+        SiteError: the model has no blocks, none of a number, or one whose output is not one state
+            of a known width for each token.
     """
     if not anatomy.blocks:
         raise SiteError(
@@ -103,18 +104,22 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
             f"{numbers[-1]}. Write layers='all' or numbers of these."
         )
     asked = [block for block in anatomy.blocks if layers is None or block.layer in layers]
-    if unclear := [block.layer for block in asked if not block.d_model]:
-        raise SiteError(
-            f"{config}: the width of the states cannot be told in blocks {listing(unclear)}. Write "
-            f"layers=[…] with other blocks."
-        )
+    for block in asked:
+        output = block.output
+        why = f"the output of {block.path!r} is {block.states}" if block.states else ""
+        if not output:
+            why = f"the output of block {block.layer} cannot be reached"
+        elif not block.d_model:
+            why = f"the width of the states of {block.path!r} cannot be told"
+        if why:
+            raise SiteError(f"{config}: {why}. Write layers=[…] with other blocks, if any differ.")
     return [
         Site(
-            path=block.path,
+            path=block.output or "",
             role="other",
             layer=block.layer,
             stack=block.stack,
-            kind="block",
+            kind="block" if block.output == block.path else "norm",
             d_in=block.d_model,
             d_out=block.d_model,
         )
