@@ -265,12 +265,14 @@ class Prefix(NamedTuple):
             what they are without a prefix. "shifted": keys are counted from the first of the
             prefix and queries from 0. None: the attention has no such bias, as in
             cross-attention.
+        in_window: whether a sliding window hides it from tokens that are far behind it.
     """
 
     keys: Tensor
     values: Tensor
     mask: Tensor | None = None
     distances: Literal["kept", "shifted"] | None = "kept"
+    in_window: bool = False
 
 
 class AttentionAdapter(Adapter):
@@ -286,6 +288,21 @@ class AttentionAdapter(Adapter):
         Args:
             x: the input of the attention, on the side of its queries, `[rows, tokens, d_model]`.
             base: the attention.
+        """
+
+
+class PositionAdapter(Adapter):
+    """An adapter that gives tokens other numbers."""
+
+    acts_on = "input"
+
+    @abstractmethod
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """`base` of the new numbers.
+
+        Args:
+            x: the numbers, `[rows or 1, tokens]`.
+            base: what they are given to.
         """
 
 

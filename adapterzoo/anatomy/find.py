@@ -24,6 +24,7 @@ from .patterns import (
     MLP,
     Row,
 )
+from .positions import positions_of
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
 from .streams import sublayers_of
 from .tree import Branch, Tree
@@ -69,7 +70,8 @@ def find(model: nn.Module) -> Anatomy:
     outside = tuple(_outside(tree, inside))
     attentions, unreachable = attentions_of(tree, blocks)
     reason = "" if blocks else _why_none(tree)
-    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable)
+    positions, unmovable = positions_of(tree, blocks)
+    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable, positions, unmovable)
 
 
 def _layers(site: Site) -> tuple[str, ...]:

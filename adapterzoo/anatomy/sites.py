@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from adapterzoo.errors import SiteError
@@ -21,7 +21,9 @@ Role = Literal[
     "lm_head",
     "other",
 ]
-Kind = Literal["linear", "embedding", "experts", "output", "norm", "block", "attention"]
+Kind = Literal[
+    "linear", "embedding", "experts", "output", "norm", "block", "attention", "positions"
+]
 SubLayerKind = Literal["attention", "cross", "mlp"]
 
 ATTENTION_ROLES: tuple[Role, ...] = ("query", "key", "value", "qkv", "attention_out")
@@ -65,7 +67,8 @@ class Site:
         layer: number of the block, counted over all stacks in model order; −1 outside blocks.
         stack: path of the container of blocks, empty outside blocks.
         kind: what sits there: a layer with a 2-D weight, an embedding, a fused parameter that
-            holds all experts, or (stream sites) a module's output, a norm, a block.
+            holds all experts, (stream sites) a module's output, a norm, a block, an attention,
+            or a module that is given the numbers of tokens.
         d_in: input features.
         d_out: output features; of the part, when `output_slice` is set.
         cross: whether it belongs to cross-attention.
@@ -249,6 +252,8 @@ class Anatomy:
         reason: why there are no blocks; empty when there are.
         attentions: the attention modules that take keys and values beside their own.
         unreachable: why some attention of a block does not; empty when all do.
+        positions: the modules that are given the numbers of tokens.
+        unmovable: stacks whose tokens cannot be given other numbers, with the reason.
     """
 
     blocks: tuple[Block, ...]
@@ -256,6 +261,8 @@ class Anatomy:
     reason: str = ""
     attentions: tuple[Attention, ...] = ()
     unreachable: str = ""
+    positions: tuple[Site, ...] = ()
+    unmovable: Mapping[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Site]:
         """Every whole site: those of the blocks, then those outside."""
