@@ -28,8 +28,8 @@ DEVICES = ("pretend:0", "pretend:1")
 DRAWN = {"adapter_plus": "adapter_plus[init_weights='bert']"}
 METHODS = {
     **{name: DRAWN.get(name, name) for name in config_strings if name != "union"},
-    "lora with everything": "lora[dropout=0.1,lora_bias=True,use_gating=True,convention='adapterhub',use_rslora=True]",
-    "gated bottleneck": "seq_bn[use_gating=True,convention='adapterhub',scaling='learned',ln_before=True,dropout=0.1]",
+    "lora with everything": "lora[dropout=0.1,lora_bias=True,use_gating=True,use_rslora=True]",
+    "gated bottleneck": "seq_bn[use_gating=True,scaling='learned',ln_before=True,dropout=0.1]",
     "union": "lora|par_bn",
 }
 HEADS = {
@@ -141,10 +141,7 @@ def planted_shared(model):
 
 def cases():
     for name, config in METHODS.items():
-        # the mask of a decoder has four dimensions here, which ReFT does not read
-        no_masks = name in ("loreft", "noreft", "direft")
-        families = ("bert",) if no_masks else ("bert", "gpt2", "llama")
-        for family in families:
+        for family in ("bert", "gpt2", "llama"):
             yield f"{name} on {family}", lambda c=config, f=family: run(build(c, family=f))
     for head in HEADS:
         yield f"head: {head}", lambda h=head: run(build("lora", h))

@@ -28,24 +28,18 @@ _OLD_NAMES = {"LN_after": "ln_after", "LN_before": "ln_before", "MH_Adapter": "m
               "Output_Adapter": "output_adapter"}  # fmt: skip
 _OLD_ACTIVATIONS = {"gelu": "gelu_new", "gelu_orig": "gelu"}
 _INVERTIBLE = {"invertible_adapters", "invertible_lang_adapters"}
+_NESTED = {"inv_adapter": "block_type", "inv_adapter_reduction_factor": "reduction_factor"}
 
 
 def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
-    """The fields of a file in our terms.
-
-    Raises:
-        CheckpointError: the file has invertible adapters.
-    """
+    """The fields of a file in our terms."""
     fields = {_OLD_NAMES.get(k, k): v for k, v in fields.items() if k not in _FORGOTTEN}
-    inverse = fields.pop("invertible_adapter", None) or fields.pop("inv_adapter", None)
+    nested = fields.pop("invertible_adapter", None)
+    if isinstance(nested, Mapping):
+        fields |= {ours: nested.get(theirs) for ours, theirs in _NESTED.items()}
     # in old files task adapters name invertible adapters that they do not have
-    if inverse is not None and file.words & _INVERTIBLE:
-        raise CheckpointError(
-            f"the checkpoint needs invertible adapters (inv_adapter={inverse!r}), which do not "
-            f"exist here; nothing has been loaded. Load an adapter without them."
-        )
-    for name in ("inv_adapter", "inv_adapter_reduction_factor"):
-        fields.pop(name, None)
+    if not file.words & _INVERTIBLE and not str(file.version).startswith("adapters."):
+        fields |= dict.fromkeys(_NESTED)
     without_effect = [k for k in fields if "phm" in k or k == "hypercomplex_nonlinearity"]
     if not fields.get("ln_after"):
         without_effect.append("adapter_residual_before_ln")
@@ -95,6 +89,14 @@ _CONTAINER = Container(
     ),
     read=_read,
     write=_write,
+)
+
+_COUPLING = Container(
+    "invertible_adapters",
+    "model",
+    aliases=("invertible_lang_adapters",),
+    in_encoder=True,
+    held_by=lambda config: config["inv_adapter"] is not None,
 )
 
 # --- what adapters 1.3 computes otherwise than its documentation says, seen in its outputs ---
@@ -163,7 +165,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         fixed={"phm_layer": False},
         fields=_FIELDS,
         omitted=("dtype", "convention"),
-        containers=(_CONTAINER,),
+        containers=(_CONTAINER, _COUPLING),
         read_fields=_read_fields,
         unsayable=_unsayable,
         quirk=_quirk,

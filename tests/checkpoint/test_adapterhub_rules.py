@@ -111,7 +111,8 @@ def test_names_of_adapter_transformers(model, golden, kind, prefix):
     nested = {"block_type": "nice", "non_linearity": "relu", "reduction_factor": 2}
     forgotten = {"attention_type": "sentence-lvl-dynamic", "new_attention_norm": False}
     document(folder, config(invertible_adapter=nested, **forgotten))
-    document(folder, lambda values: values.update(type="text_task", model_class="BertModel"))
+    old = {"type": "text_task", "model_class": "BertModel", "version": "3.2.1"}
+    document(folder, lambda values: values.update(old))
     document(folder, lambda values: values.update(model_class="BertModelWithHeads"), "head")
     model.load_adapter(folder, load_as="then")
     assert adapter_bits(model, "then") == adapter_bits(model, "now")
@@ -294,14 +295,24 @@ def test_tensors_of_another_method_are_named(model, golden, key):
         model.load_adapter(folder)
 
 
-def test_invertible_adapters_that_are_there(model, golden):
+def test_invertible_adapters_that_a_file_lacks(model, golden):
     folder = golden("double_seq_bn")
     document(folder, config(inv_adapter="nice", inv_adapter_reduction_factor=2))
-    model.load_adapter(folder, load_as="without")
+    with refused(model, CheckpointError, "F.0.weight", "in the model only", "nothing has been"):
+        model.load_adapter(folder)
     key = "bert.invertible_adapters.golden.F.0.weight"
     tensors(folder, lambda found: found.update({key: torch.ones(2)}))
-    with refused(model, CheckpointError, "inv_adapter='nice'", "nothing has been loaded"):
+    with refused(model, CheckpointError, "F.0.weight", "[2]", "G.2.bias", "nothing has been"):
         model.load_adapter(folder)
+
+
+def test_task_adapters_of_old_files_name_invertible_adapters_that_they_lack(model, golden):
+    folder = golden("double_seq_bn")
+    model.load_adapter(folder, load_as="now")
+    document(folder, config(inv_adapter="nice", inv_adapter_reduction_factor=2))
+    document(folder, lambda values: values.update(version="2.3.0"))
+    model.load_adapter(folder, load_as="then")
+    assert model.adapters_config["then"] == model.adapters_config["now"]
 
 
 @pytest.mark.parametrize(
