@@ -73,17 +73,8 @@ def find(model: nn.Module) -> Anatomy:
     reason = "" if blocks else _why_none(tree)
     entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
     positions, unmovable = positions_of(tree, blocks)
-    return Anatomy(
-        blocks=tuple(blocks),
-        outside=outside,
-        reason=reason,
-        attentions=attentions,
-        unreachable=unreachable,
-        entry=entry,
-        no_entry=no_entry,
-        positions=positions,
-        unmovable=unmovable,
-    )
+    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable
+    return Anatomy(tuple(blocks), outside, reason, *ways_in)
 
 
 def _layers(site: Site) -> tuple[str, ...]:

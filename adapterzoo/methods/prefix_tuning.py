@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, cast
 
 import torch
@@ -33,7 +34,7 @@ from adapterzoo.errors import SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
 from adapterzoo.spelling import spelled
 
-from . import _prefix_tuning_spelling
+from . import _prefix_tuning_peft, _prefix_tuning_spelling
 from ._gate import Gate
 from ._init import DTYPE, DTYPES, generator
 from ._prefix_table import PrefixTable
@@ -41,7 +42,7 @@ from ._prefix_table import PrefixTable
 
 @architectures.register("prefix_tuning")
 @config_strings.register("prefix_tuning")
-@spelled(_prefix_tuning_spelling.adapterhub, _prefix_tuning_spelling.peft)
+@spelled(_prefix_tuning_spelling.adapterhub, _prefix_tuning_peft.peft)
 @dataclass(frozen=True, kw_only=True)
 class PrefixTuningConfig(AdapterConfig):
     """Config of prefix tuning; the fields are those of adapters, `convention` and `positions`.
@@ -137,6 +138,9 @@ class PrefixTuningConfig(AdapterConfig):
         if site.kind == "positions":
             return PositionShift(self.prefix_length)
         return PrefixTuning(self, site, device, DTYPES[self.dtype] if self.dtype else dtype)
+
+
+config_strings.register("prefix_tuning_flat")(partial(PrefixTuningConfig, flat=True))
 
 
 class PrefixTuning(AttentionAdapter):

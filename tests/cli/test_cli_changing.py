@@ -34,7 +34,7 @@ UNSAYABLE = {
     ("llama/seq_bn", "peft"), ("bert/boft_m2", "adapterhub"),
     # its heads of two layers, and a rank pattern
     ("bert/lora", "peft"), ("bert/dora", "peft"), ("llama/lora_rslora_pattern", "adapterhub"),
-    ("bert/vera", "peft"), ("bert/loreft", "peft"),
+    ("bert/ia3", "peft"), ("bert/vera", "peft"), ("bert/loreft", "peft"),
     ("bert/prefix_tuning", "peft"), ("bert/unipelt", "peft"),
 }  # fmt: skip
 
