@@ -299,10 +299,7 @@ class Anatomy:
         return tuple(part for block in self.blocks for part in block.parts if part.path == path)
 
     def select(
-        self,
-        *roles: Role,
-        cross: bool | None = False,
-        layers: Iterable[int] | None = None,
+        self, *roles: Role, cross: bool | None = False, layers: Iterable[int] | None = None
     ) -> tuple[Site, ...]:
         """The sites of the roles, block after block.
 

@@ -111,8 +111,7 @@ def list_command(
         return
     titles = ("adapter", "library", "task", "base model", "downloads")
     print_table(
-        titles,
-        [(i.adapter_id, i.library, i.task, i.model_name, i.downloads) for i in found],
+        titles, [(i.adapter_id, i.library, i.task, i.model_name, i.downloads) for i in found]
     )
 
 

@@ -147,10 +147,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
 
 
 def load_code(
-    repo_id: str,
-    base: str | None,
-    head: Mapping[str, Any] | None,
-    revision: str | None,
+    repo_id: str, base: str | None, head: Mapping[str, Any] | None, revision: str | None
 ) -> str:
     """Return the lines that load an adapter from the Hub.
 

@@ -71,6 +71,13 @@ def added(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
+def loaded(x, row, of_row, rows, column, of_column, columns):
+    """A tile of x, 0 beyond its `rows` and `columns`."""
+    at = x + row.to(tl.int64)[:, None] * of_row + column.to(tl.int64)[None, :] * of_column
+    return tl.load(at, (row < rows)[:, None] & (column < columns)[None, :], other=0.0)
+
+
+@triton.jit
 def product(left, right, acc, PRECISION: tl.constexpr):
     """Add a product: acc + left · right, accumulated in float32; both operands of one dtype."""
     # the interpreter multiplies bfloat16 as if it were integers
