@@ -247,7 +247,7 @@ class Block:
     def has(self, role: Role, cross: bool | None = None) -> bool:
         """Whether the block should have the role, since it has that kind of sub-layer.
 
-        A Mamba layer among attention layers has no attention, so nobody asks it for a query.
+        A Mamba layer among attention layers has no attention and needs no query.
         """
         family = ATTENTION_ROLES if role in ATTENTION_ROLES else MLP_ROLES
         if role not in family or role in self.absent:
@@ -318,7 +318,7 @@ class Anatomy:
         call = f"select({', '.join(map(repr, roles))})"
         if unknown := [role for role in roles if role not in ROLES]:
             raise SiteError(
-                f"{call}: {unknown[0]!r} is no role. Legal roles: {', '.join(ROLES)}. "
+                f"{call}: {unknown[0]!r} is not a role. Legal roles: {', '.join(ROLES)}. "
                 f"Write select('query')."
             )
         wanted = None if layers is None else frozenset(layers)

@@ -41,6 +41,13 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def settings(self) -> dict[str, int]:
+        """What a launch is told of it; kernels without ranks have none."""
+        sizes = {"ROWS": self.rows, "COLUMNS": self.columns}
+        sizes |= {"RANK": self.rank} if self.rank else {}
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
+
 
 def precision(dtype: torch.dtype) -> str:
     """How products of this dtype are computed: float32 as torch's own setting says.

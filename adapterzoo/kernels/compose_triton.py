@@ -5,8 +5,8 @@ writes dy ∘ gain, keeps dt, and writes its parts of the sums over rows, which 
 up afterwards. There are no atomics: the same operands give the same bits.
 
 It needs the layer's output y from before the gain, not what came out: nothing is divided by the
-gain, so that a gain of zero is no case of its own, and nobody waits for the GPU to hear that
-there is none. What t bᵀ adds to the gradient of the gain follows from dyᵀ t, which b needs anyway:
+gain, so a gain of zero is not a special case, and the host does not wait for the GPU to rule it
+out. What t bᵀ adds to the gradient of the gain follows from dyᵀ t, which b needs anyway:
 Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b).
 
 The gain, sums and what is in between are float32; products are in the wider dtype of the factors.
@@ -167,9 +167,8 @@ def compose(
         compose_kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),), flat,
         gain.contiguous(), _contiguous(bias), left, b, out, *flat.stride(), *_strides(left),
         *_strides(b), rows, width, rank, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, UPDATES=rank > 0,
-        BIASED=bias is not None, WIDE=dtype is torch.float32, PRECISION=precision(dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        UPDATES=rank > 0, BIASED=bias is not None, WIDE=dtype is torch.float32,
+        PRECISION=precision(dtype), **tile.settings,
     )  # fmt: skip
     return out
 
@@ -257,10 +256,9 @@ def _one_pass(
         compose_backward_kernel, (programs, parts), flat, before, gain.contiguous(),
         _contiguous(bias), left, b, of_y, dt, dyt, dots, sums, *flat.stride(), *before.stride(),
         *_strides(left), *_strides(b), rows, width, max(rank, 1), part, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, BIASED=bias is not None,
-        WIDE=dtype is torch.float32, NEEDS_Y=needs_y, NEEDS_T=needs_t, NEEDS_B=needs_b,
-        NEEDS_DOTS=needs_dots, NEEDS_SUMS=needs_sums, PRECISION=precision(dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        BIASED=bias is not None, WIDE=dtype is torch.float32, NEEDS_Y=needs_y, NEEDS_T=needs_t,
+        NEEDS_B=needs_b, NEEDS_DOTS=needs_dots, NEEDS_SUMS=needs_sums, PRECISION=precision(dtype),
+        **tile.settings,
     )  # fmt: skip
     dots, sums, dt, dyt = (
         added(v, torch.float32) if v.dim() > 1 else v for v in (dots, sums, dt, dyt)

@@ -198,21 +198,25 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
     `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
     """
-    flat = x.reshape(-1, x.shape[-1])  # [rows, d_in]
-    (rows, width), rank = flat.shape, a.shape[0]
+    t = shrunk(x.reshape(-1, x.shape[-1]), a, p, noise, a.dtype, precision(a.dtype))
+    return t.view(*x.shape[:-1], a.shape[0])  # [*batch, rank]
+
+
+def shrunk(
+    x: Tensor, a: Tensor, p: float, noise: Tensor | None, dtype: torch.dtype, exact: str
+) -> Tensor:
+    """`shrink` of rows `[rows, d_in]`, in a dtype and with a precision of products."""
+    (rows, width), rank = x.shape, a.shape[0]
     tile = shrink_tile(rows, rank, a.dtype)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(rank, tile.rank)
     parts, part = parted(width, tile.columns, programs)
-    t = torch.empty(
-        (parts, rows, rank), dtype=a.dtype if parts == 1 else torch.float32, device=x.device
-    )
+    t = x.new_empty((parts, rows, rank), dtype=dtype if parts == 1 else torch.float32)
     launch(
-        shrink_kernel, (programs, parts), flat, a, noise, t, *flat.stride(), *a.stride(), rows,
-        width, rank, part, _dropout.threshold(p), _dropout.kept_scale(p),
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
-        PRECISION=precision(a.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        shrink_kernel, (programs, parts), x, a, noise, t, *x.stride(), *a.stride(), rows, width,
+        rank, part, _dropout.threshold(p), _dropout.kept_scale(p),
+        DROPS=noise is not None, PRECISION=exact, **tile.settings,
     )  # fmt: skip
-    return added(t, a.dtype).view(*x.shape[:-1], rank)  # [*batch, rank]
+    return added(t, dtype)  # [rows, rank]
 
 
 def shrink_backward(
@@ -243,9 +247,8 @@ def shrink_backward(
         shrink_backward_kernel, (blocks, parts), left, flat, a, noise, dx, da, *left.stride(),
         *flat.stride(), *a.stride(), rows, width, rank, part, _dropout.threshold(p),
         _dropout.kept_scale(p),
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
-        NEEDS_X=needs_x, NEEDS_A=needs_a, PRECISION=precision(a.dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        DROPS=noise is not None, NEEDS_X=needs_x, NEEDS_A=needs_a, PRECISION=precision(a.dtype),
+        **tile.settings,
     )  # fmt: skip
     if not needs_a:
         return dx, a.new_empty(0)
@@ -265,8 +268,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     launch(
         expand_kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),), flat,
         left, b, out, *flat.stride(), *left.stride(), *b.stride(), rows, width, rank, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, PRECISION=precision(t.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=precision(t.dtype), **tile.settings,
     )  # fmt: skip
     return out
 
@@ -295,8 +297,7 @@ def expand_backward(
     launch(
         expand_backward_kernel, (programs, parts), flat, right, b, dt, db, *flat.stride(),
         *right.stride(), *b.stride(), rows, width, rank, part, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, NEEDS_T=needs_t, NEEDS_B=needs_b,
-        PRECISION=precision(t.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        NEEDS_T=needs_t, NEEDS_B=needs_b, PRECISION=precision(t.dtype), **tile.settings,
     )  # fmt: skip
     return (
         added(dt, t.dtype).view(*dy.shape[:-1], rank) if needs_t else t.new_empty(0),
