@@ -15,16 +15,7 @@ from .entries import entry_of
 from .experts import stores_turned
 from .layouts import parts_of
 from .names import below, parent
-from .patterns import (
-    ARCHITECTURES,
-    ASIDE,
-    ATTENTION_IN,
-    ATTENTION_OUT,
-    CROSS,
-    EXPERTS,
-    MLP,
-    Row,
-)
+from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
 from .positions import positions_of
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
 from .streams import sublayers_of

@@ -248,7 +248,7 @@ class Block:
     def has(self, role: Role, cross: bool | None = None) -> bool:
         """Whether the block should have the role, since it has that kind of sub-layer.
 
-        A Mamba layer among attention layers has no attention, so nobody asks it for a query.
+        A Mamba layer among attention layers has no attention and needs no query.
         """
         family = ATTENTION_ROLES if role in ATTENTION_ROLES else MLP_ROLES
         if role not in family or role in self.absent:
@@ -304,10 +304,7 @@ class Anatomy:
         return tuple(part for block in self.blocks for part in block.parts if part.path == path)
 
     def select(
-        self,
-        *roles: Role,
-        cross: bool | None = False,
-        layers: Iterable[int] | None = None,
+        self, *roles: Role, cross: bool | None = False, layers: Iterable[int] | None = None
     ) -> tuple[Site, ...]:
         """The sites of the roles, block after block.
 
@@ -326,7 +323,7 @@ class Anatomy:
         call = f"select({', '.join(map(repr, roles))})"
         if unknown := [role for role in roles if role not in ROLES]:
             raise SiteError(
-                f"{call}: {unknown[0]!r} is no role. Legal roles: {', '.join(ROLES)}. "
+                f"{call}: {unknown[0]!r} is not a role. Legal roles: {', '.join(ROLES)}. "
                 f"Write select('query')."
             )
         wanted = None if layers is None else frozenset(layers)

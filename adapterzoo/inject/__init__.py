@@ -163,11 +163,7 @@ def take(layer: nn.Module, name: str) -> Adapter:
 
 
 def capture_input(
-    module: nn.Module,
-    reader: str,
-    name: str,
-    selection: ActiveState,
-    path: str,
+    module: nn.Module, reader: str, name: str, selection: ActiveState, path: str
 ) -> None:
     """Let a module help the site `reader`, for the adapter `name`, in the way that plans say.
 
