@@ -341,7 +341,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @property  # type: ignore[override]
     def loss_type(self) -> str | None:
-        """Name of transformers' loss if the labels shift, else None; Trainer reads it."""
+        """Name of transformers' loss, by which Trainer counts labels; None if none shift."""
         types = (head.config.loss_type for head in self._head_strategy.answering().values())
         return next((name for name in types if name is not None), None)
 
