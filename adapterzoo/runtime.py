@@ -78,7 +78,7 @@ class Default:
             plan: None for that of the plain base model.
         """
         self.plan = Plan() if plan is None else plan
-        # what layers of one adapter share, by its name; the model has it among its modules
+        # modules that layers of one adapter share, by its name; they are modules of the model
         self.shared: nn.ModuleDict | None = None
         # the innermost block of the calling thread and task
         self.block: ContextVar[Block | None] = ContextVar("block", default=None)
@@ -106,7 +106,7 @@ class Held:
     gone: str | None = None
 
 
-# also taken while a block is freed, which may happen wherever memory is allocated
+# reentrant: also taken when a block is freed, which may happen at any allocation
 _blocks_lock = threading.RLock()
 
 
@@ -140,7 +140,7 @@ class Block:
             self._default.by_tasks = any(b.owner is not None for b in others)
 
 
-# numbers of an input
+# an input of so many numbers is small
 FEW = 1 << 14
 
 
@@ -284,21 +284,21 @@ class ActiveState(threading.local):
             default: shared by all threads. A default value would be made anew in each thread.
         """
         self.default = default
-        # of the call that runs
+        # of the running call
         self.override: Plan | None = None
         # for compiled code: the block that code outside of tasks has entered, the one that a task
         # has entered or resumed last, and the coroutine of that task
         self.noted: Held | None = None
         self.noted_of_task: Held | None = None
         self.owner: Any = None
-        # of the calls that run in this thread
+        # of the running calls of this thread
         self.call = CallContext(default)
         self._pinned: ActiveState | None = None
 
     @property
     def plan(self) -> Plan:
         """The plan that holds for the calling thread and task."""
-        # asked at every layer: by far the usual case is first
+        # runs at every layer: the usual case comes first
         if self.override is None and not self.default.has_blocks:
             return self.default.plan
         held = self.held
@@ -367,7 +367,7 @@ class ActiveState(threading.local):
             self.call.captures.clear()
 
     def resumable(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return what makes a later call, perhaps in another thread, see what this one sees.
+        """Return a context maker that shows a later call, in any thread, what this one sees.
 
         Gradient checkpointing computes a block again in the backward pass.
 
@@ -425,7 +425,7 @@ class ActiveState(threading.local):
         self.override = self.override and change(self.override)
 
     def forget(self, name: str) -> None:
-        """An adapter is gone: a block that some thread or task still holds must not run without.
+        """Note that an adapter is gone: a block that still names it must not run without it.
 
         Args:
             name: of the adapter.
@@ -442,7 +442,7 @@ class ActiveState(threading.local):
             return [b for b in self.default.blocks if b.is_open and b.thread == thread]
 
     def pinned(self) -> ActiveState:
-        """A selection of its own that holds, in every thread, what the calling thread sees now.
+        """Return a state that shows every thread what the calling thread sees now.
 
         It is the same one until the plan changes: the layers of a replica pass their taps on
         through it.
@@ -458,7 +458,7 @@ class ActiveState(threading.local):
         return ActiveState, (self.default,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActiveState:
-        """A selection that shares nothing with this one; plans are immutable and stay shared."""
+        """Return a state that shares only immutable plans with this one."""
         copied = ActiveState(Default(self.default.plan))
         memo[id(self)] = copied
         copied.default.shared = copy.deepcopy(self.default.shared, memo)

@@ -1,4 +1,4 @@
-"""What is active: plans, how they become active, and what may not be.
+"""What is active: plans, how they become active, and what is refused.
 
 A plan is a composition compiled for a model: which step each layer takes, and which heads answer.
 It holds for all threads (`set_active`), or for one thread and task inside an `AdapterSetup`.
@@ -72,7 +72,7 @@ def make_plan(
     for name in acting:
         places = state.records[name].places
         for path, module in modules_of(model, name):
-            # what all layers share sits at none
+            # a module that layers share has no placement
             if places[path] and places[path][0].site.layer not in skip_layers:
                 present.setdefault(path, {})[name] = module
     parts, rows = parts_of(setup)
@@ -178,7 +178,7 @@ def replan(model: AdaptedModel) -> None:
     try:
         model._active.default.plan = make_plan(model, setup, list(plan.heads), plan.skip_layers)
     except AdapterZooError:
-        # no step may name what is gone
+        # no step may name an adapter that is gone
         model._active.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
         raise
 

@@ -31,11 +31,11 @@ _PER_ROW = (
     "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features",
     "attention_mask", "decoder_input_ids", "decoder_inputs_embeds",
 )  # fmt: skip
-# what has no rows, even where its first dimension is as long as the batch
+# inputs without rows, even if their first dimension is as long as the batch
 _NO_ROWS = ("cache_position", "logits_to_keep", "num_items_in_batch")
-# families with layers that get tokens before rows
+# families with layers whose input has tokens before rows
 _TOKENS_FIRST = ("fsmt", "led", "longformer", "xlnet")
-# mixed plans that are kept: a server meets the same sets of adapters again and again
+# how many mixed plans are kept: a server sees the same sets of adapters again and again
 _KEPT_PLANS = 64
 
 
@@ -125,7 +125,7 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
             state.find(name)
     parts, index = numbered([None if name == BASE else name for name in given])
     plan = state.plans.get(parts) or _compiled(model, parts)
-    # what a compiler traces is part of its graph, and would trace anew what has changed
+    # a compiler would trace anew after each change of the cache
     if parts not in state.plans and not torch.compiler.is_compiling():
         while len(state.plans) >= _KEPT_PLANS:
             del state.plans[next(iter(state.plans))]
@@ -151,7 +151,7 @@ def _check_row(part: Composition) -> None:
     try:
         BatchSplit(part, batch_sizes=1)
     except CompositionError as error:
-        # it names a BatchSplit that the user has not written
+        # that message names a BatchSplit that the user did not write
         raise CompositionError(
             f"adapter_names=…: {part!r} cannot be given to one row. Names can, and Stack, Split "
             f"and Average of names. Write a name, or Stack('a', 'b')."

@@ -124,12 +124,12 @@ def made(model: AdaptedModel) -> dict[str, nn.Module]:
 def _copied(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     if isinstance(layer, inject.Adapted):
-        # the other copies are not copied, and what ties the layer to the model stays one
+        # leave out the other copies, and share the link to the model
         memo = {id(layer._link): layer._link, id(layer._modules["adapters"]): inject.AdapterDict()}
     with at_hand(layer):
         twin = copy.deepcopy(layer, memo)
     for hook in ("_hf_hook", "_old_forward", "forward"):
-        # what accelerate has hung on the layer runs around its copies, too
+        # accelerate's hooks on the layer run around its copies, too
         vars(twin).pop(hook, None)
     if isinstance(twin, inject.Adapted):
         inject.discard(twin)
@@ -211,7 +211,7 @@ def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
     copies = model._adapter_state.copies
     if not copies:
         return {}
-    # compiled with the rows of a call: what follows is what a compiler can trace
+    # runs inside compiled calls: use only what a compiler can trace
     named = [owner_of(part) for part in parts]
     owners = [owner if owner in copies else None for owner in named]
     paths = dict.fromkeys(path for o in owners if o is not None for path in copies[o])
@@ -244,7 +244,7 @@ def _original(model: AdaptedModel) -> dict[str, Tensor]:
     for name, child in model.named_children():
         if child is not backbone:
             kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
-    # quantised layers make some of their entries anew each time: their names tell
+    # quantised layers make some entries anew each time, so compare names
     inside = [f"{model.base_model_prefix}."]
     inside += [
         f"{path}.adapters." for paths in model._adapter_state.copies.values() for path in paths

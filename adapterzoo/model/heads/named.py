@@ -229,7 +229,7 @@ class NamedHeads(HeadStrategy):
             config = config.replace(label2id=labels_from(asked.id2label))
         checked = store.free_name(self.model, name, asked.overwrite_ok)
         refuse_unreadable(self.model)
-        # a stranger's config may ask for more memory than there is: compare before any is taken
+        # an untrusted config may ask for more memory than there is: compare before allocating
         empty = store.built(self.model, config, torch.device("meta"))
         heads = self.model.heads.values()
         tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)

@@ -42,10 +42,10 @@ def start(model: Any) -> None:
     model.config.prediction_heads = {}
     document = vars(model.config).get("adapters")
     ours = document if isinstance(document, Mapping) and "heads" in document else {}
-    # transformers sorts the keys of objects: what `save_pretrained` here wrote has the order
+    # transformers sorts the keys of objects; our entry keeps the order
     order = [name for name in ours.get("known_heads", ()) if name in listed]
     for name in dict.fromkeys([*order, *listed]):
-        # which head is active is in our document, and its labels are in the config already
+        # our entry has the active head, and the config its labels
         add(model, name, config_from(model, listed[name]), set_active=not ours)
 
 
@@ -228,7 +228,7 @@ def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None
     if set_active:
         activate(model, name)
     elif name in model._active.default.plan.heads:
-        # it has replaced one that answers
+        # it replaced an active head
         show_labels(model)
 
 
@@ -312,7 +312,7 @@ def resize(
         mean_resizing: whether new rows are the mean of the old ones; else they are drawn.
     """
     plan, table = model._active.plan, model.get_input_embeddings().weight
-    # tying them anew changes heads that share the table
+    # take these before: tying anew changes heads that share the table
     heads = [head for head in model.heads.values() if head.output_embeddings is not None]
     before = [(head, *_weight_and_bias(head.output_embeddings)) for head in heads]
     # transformers would resize the layer of one active head even if its config forbids it
@@ -356,6 +356,6 @@ def _with_rows(old: Tensor, count: int, std: float | None) -> Tensor:
 
 
 def _weight_and_bias(layer: nn.Linear) -> tuple[Any, Tensor | None]:
-    # types of torch say that there always is one
+    # torch's types claim that there always is a bias
     bias = cast("Tensor | None", layer.bias)
     return layer.weight, None if bias is None else bias.detach()

@@ -149,7 +149,7 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
     record = with_table(model, there, paths)
     init_values(model, paths[0], record.coming[paths[0]])
     bring_in(model, name, record, False)
-    # it was removed and installed again: give it its place back
+    # it was removed and installed again: restore its position
     for each in order:
         records[each] = records.pop(each)
 

@@ -145,7 +145,7 @@ def _width(model: Any, text: Any) -> int:
 
 
 def _reference(module: nn.Module) -> torch.Tensor:
-    # the last one: with a device_map the last layers give the hidden states
+    # the last one: with a device_map, hidden states come from the last layers
     floating = [p for p in own_parameters(module) if p.is_floating_point()]
     return floating[-1] if floating else torch.empty(0)
 
