@@ -32,8 +32,9 @@ def _methods() -> dict[str, AdapterConfig]:
     """The package's config strings, the first of each class; unions are made of others."""
     found: dict[type, str] = {}
     for text in config_strings:
-        kind = type(AdapterConfig.load(text)) if text != "union" else object
-        if kind.__module__.startswith("adapterzoo."):
+        config = None if text == "union" else AdapterConfig.load(text)
+        kind = type(config)
+        if config and len(config.members) == 1 and kind.__module__.startswith("adapterzoo."):
             found.setdefault(kind, text)
     return {text: AdapterConfig.load(text) for text in sorted(found.values())}
 
