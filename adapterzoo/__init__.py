@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         StaticAdapterFusionConfig,
     )
     from .methods.ia3 import IA3Config
+    from .methods.invertible import DoubleSeqBnInvConfig, SeqBnInvConfig
     from .methods.lora import LoRAConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
@@ -75,6 +76,7 @@ _HOMES = {
     "DiReftConfig": "methods.reft",
     "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
+    "DoubleSeqBnInvConfig": "methods.invertible",
     "DynamicAdapterFusionConfig": "methods.fusion",
     "Fuse": "composition",
     "IA3Config": "methods.ia3",
@@ -92,6 +94,7 @@ _HOMES = {
     "ReftConfig": "methods.reft",
     "Seq2SeqAdapterTrainer": "trainer",
     "SeqBnConfig": "methods.bottleneck",
+    "SeqBnInvConfig": "methods.invertible",
     "Split": "composition",
     "Stack": "composition",
     "StaticAdapterFusionConfig": "methods.fusion",
@@ -122,6 +125,7 @@ __all__ = [
     "DiReftConfig",
     "DoRAConfig",
     "DoubleSeqBnConfig",
+    "DoubleSeqBnInvConfig",
     "DynamicAdapterFusionConfig",
     "Fuse",
     "IA3Config",
@@ -139,6 +143,7 @@ __all__ = [
     "ReftConfig",
     "Seq2SeqAdapterTrainer",
     "SeqBnConfig",
+    "SeqBnInvConfig",
     "Split",
     "Stack",
     "StaticAdapterFusionConfig",

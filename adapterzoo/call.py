@@ -95,6 +95,13 @@ class StackCall(ABC):
             compute: makes the tensor from the tokens of a call that has the prompt.
         """
 
+    @abstractmethod
+    def of_encoder(self) -> StackCall:
+        """Return the call as layers see it whose input is the encoder's output.
+
+        In a decoder these make the keys and values of cross-attention.
+        """
+
     def of_part(self, x: Tensor, take: Callable[[Tensor], Tensor], key: object) -> StackCall:
         """Return the call as some rows or tokens of it see it.
 
@@ -126,6 +133,7 @@ class RecordedCall:
     Attributes:
         path: of the stack below the base model.
         mask: its `attention_mask`.
+        encoder_mask: its `encoder_attention_mask`.
         generation: the running `generate`, None outside.
         cached: number of tokens in the cache before the call.
         is_checked: whether each row is known to have a real token.
@@ -141,6 +149,7 @@ class RecordedCall:
         """
         self.path = path
         self.mask = given.get("attention_mask")
+        self.encoder_mask = given.get("encoder_attention_mask")
         self.generation = generation
         cache = given.get("past_key_values")
         # asked now: the first layer of the stack adds the tokens of this call
@@ -206,6 +215,11 @@ class LayerStackCall(StackCall):
         inside = torch.arange(tokens, device=x.device) < count  # [tokens]
         real = self.real(x)
         return inside.expand(rows, tokens) if real is None else real & inside
+
+    def of_encoder(self) -> StackCall:
+        """Return the call as layers see it that read the encoder's output."""
+        given = {"attention_mask": self._stack.encoder_mask}
+        return LayerStackCall(RecordedCall(self._stack.path, given, None), {})
 
     def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
         """Return the ends of each prompt; see `StackCall.prompt_ends`."""
@@ -333,3 +347,7 @@ class _PartOfCall(StackCall):
     def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
         """Return a tensor of the prompt, of this part."""
         return self._whole.remembered((owner, self._key), compute)
+
+    def of_encoder(self) -> StackCall:
+        """Return the part of the call as layers see it that read the encoder's output."""
+        return self._whole.of_encoder().of_part(self._x, self._take, self._key)

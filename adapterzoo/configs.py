@@ -122,6 +122,11 @@ class AdapterConfig(Config):
         """
         return None
 
+    @property
+    def averages_shared(self) -> bool:
+        """Whether the parameters that layers share are averaged; else they must be equal."""
+        return False
+
     @classmethod
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy

@@ -51,6 +51,8 @@ class Plan:
         skip_layers: numbers of the blocks that were left out.
         rows: which rows of a batch take which part of the composition; None where all take all.
         stacks: paths of the encoders and decoders whose calls are recorded.
+        exit: path of the entry whose step has an inverse, which acts in front of the logits; None
+            without one.
     """
 
     setup: Composition | None = None
@@ -63,6 +65,7 @@ class Plan:
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
     stacks: frozenset[str] = frozenset()
+    exit: str | None = None
 
 
 class Default:
@@ -172,15 +175,10 @@ class SharedInput:
                 del self._waiting[i]
                 return part
         key = adapter.shared_input_key
+        others = [member for member in self._members if member is not adapter]
         alike: list[SharedInputAdapter] = [adapter]
-        if any(member is adapter for member in self._members):
-            for member in self._members:
-                if (
-                    member is not adapter
-                    and type(member) is kind
-                    and member.shared_input_key == key
-                ):
-                    alike.append(member)
+        if len(others) < len(self._members):
+            alike += [m for m in others if type(m) is kind and m.shared_input_key == key]
         made = kind.from_input(alike, x)
         # what was made of another tensor before, and nobody has asked for, goes
         self._waiting = [
@@ -237,12 +235,9 @@ class CallContext:
         Args:
             key: name of the adapter, and in a union the number of its config.
         """
-        name, member = key
         # a replica has modules of its own, which only the modules around the layer know
         found = next((f.shared for f in reversed(self.stacks) if f.shared is not None), None)
-        shared: Any = self._default.shared if found is None else found
-        own = shared._modules[name]
-        return cast("nn.Module", own if member is None else own._modules[str(member)])
+        return shared_by(self._default.shared if found is None else found, key)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -252,6 +247,18 @@ class CallContext:
             yield
         finally:
             self.generation = outer
+
+
+def shared_by(modules: nn.Module | None, key: tuple[str, int | None]) -> nn.Module:
+    """Return what the layers of an adapter share.
+
+    Args:
+        modules: what layers of each adapter share, by its name.
+        key: name of the adapter, and in a union the number of its config.
+    """
+    name, member = key
+    own: Any = cast("nn.Module", modules)._modules[name]
+    return cast("nn.Module", own if member is None else own._modules[str(member)])
 
 
 class Frame(NamedTuple):

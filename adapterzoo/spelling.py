@@ -87,6 +87,7 @@ class Container:
         aliases: other names of the container, in older files.
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
+        held_by: at "model": whether an adapter of a config has such tensors.
         read: AdapterHub's tensors of one place, and the config, to ours.
         write: ours to AdapterHub's.
     """
@@ -98,6 +99,7 @@ class Container:
     aliases: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
     in_encoder: bool = False
+    held_by: Callable[[AdapterConfig], bool] = lambda _config: True
     read: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
     write: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
 
@@ -213,7 +215,7 @@ class PeftLayer:
         name: path of the layer in the file.
         site: the layer in this model.
         fields: of PEFT's config, those of patterns as they are for this layer.
-        tensors: by our parameter names.
+        tensors: as PEFT has them, by our parameter names.
     """
 
     name: str
@@ -241,7 +243,7 @@ class PeftOutput:
 
     Attributes:
         parts: our adapters there.
-        tensors: of the one adapter that they become, by our parameter names.
+        tensors: as PEFT has them, of the one adapter that they become, by our parameter names.
     """
 
     parts: Sequence[PeftPart]
@@ -259,7 +261,7 @@ class PeftSpelling:
         config: our config class.
         peft_type: PEFT's name of the method.
         tensors: our parameters to the ends of PEFT's keys, without the adapter's name. The first
-            end is written, all are read.
+            end is written, all are read. Empty where all tensors are adapter-wide.
         embedding_tensors: the same where the layer is an embedding and the ends differ.
         shared: our adapter-wide parameters to PEFT's whole keys.
         optional: our parameters that are there only with a field of PEFT's.
@@ -270,18 +272,24 @@ class PeftSpelling:
         inert: further fields that do not change what an adapter computes.
         refused: fields that cannot be reproduced, each with the reason, where they are not off.
         wide: parameters that stay in float32 over half-precision layers.
+        subsets: fields that name some of the target modules, under one name there and here, to
+            whether a layer is among them, by its tensors as PEFT has them.
         refuse: the whole config to why it cannot be reproduced; None: it can.
+        read: PEFT's tensors of one layer to ours.
         read_layers: all layers of a file to the fields of our config at each; layers that differ
             in other fields than those of `patterns` become members of a union.
-        read_model: PEFT's fields, its adapter-wide tensors by our names, and all layers, to
-            fields of our config and to our adapter-wide tensors.
+        read_model: PEFT's fields, its adapter-wide tensors by the names in `shared`, all layers,
+            and the model's anatomy, to fields of our config and to our adapter-wide tensors.
         unsayable: why PEFT's format cannot express an adapter; None: it can.
+        write: our tensors of an adapter that is alone at its layer to PEFT's.
         join: several adapters at one layer, or those of parts of it, and what gives the layer's
-            weight as it is stored, to one adapter of the layer that computes the same; raises
-            where there is none. None: never.
+            weight as it is stored, to PEFT's tensors of one adapter of the layer that computes
+            the same; raises where there is none. None: never.
         write_layers: the fields of PEFT's config for each of all layers; a value of None has no
             say. Fields of `patterns` may differ between layers.
-        write_model: our adapter-wide tensors to PEFT's fields, and to its tensors by our names.
+        write_model: the config, our adapter-wide tensors, and the model's anatomy, to PEFT's
+            fields and to its tensors by the names in `shared`; raises where PEFT's format cannot
+            express them.
     """
 
     config: type[AdapterConfig]
@@ -296,21 +304,34 @@ class PeftSpelling:
     inert: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
     wide: tuple[str, ...] = ()
+    subsets: Mapping[str, Callable[[Tensors], bool]] = field(default_factory=dict)
     refuse: Callable[[Mapping[str, Any]], str | None] = lambda _fields: None
+    read: Callable[[PeftLayer], Tensors] = lambda layer: layer.tensors
     read_layers: Callable[[Sequence[PeftLayer]], Sequence[Fields]] = lambda layers: [
         {} for _ in layers
     ]
     read_model: Callable[
-        [Mapping[str, Any], Tensors, Sequence[PeftLayer]], tuple[Fields, Tensors]
-    ] = lambda _fields, tensors, _layers: ({}, tensors)
+        [Mapping[str, Any], Tensors, Sequence[PeftLayer], Anatomy], tuple[Fields, Tensors]
+    ] = lambda _fields, tensors, _layers, _anatomy: ({}, tensors)
     unsayable: Callable[[Placement], str | None] = lambda _placement: None
+    write: Callable[[PeftPart], Tensors] = lambda part: part.tensors
     join: Callable[[Sequence[PeftPart], Callable[[], Tensor | None]], Tensors] | None = None
     write_layers: Callable[[Sequence[PeftOutput]], Sequence[Fields]] = lambda layers: [
         {} for _ in layers
     ]
-    write_model: Callable[[AdapterConfig, Tensors], tuple[Fields, Tensors]] = (
-        lambda _config, tensors: ({}, tensors)
+    write_model: Callable[[AdapterConfig, Tensors, Anatomy], tuple[Fields, Tensors]] = (
+        lambda _config, tensors, _anatomy: ({}, tensors)
     )
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether tensors belong to layers, or all of them to the whole model."""
+        return bool(self.tensors)
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of the model's own tensors begin with: PEFT wraps changed layers twice."""
+        return "base_model.model." if self.has_layers else "base_model."
 
 
 adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelling")

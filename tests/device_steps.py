@@ -70,9 +70,15 @@ def build(
 
 
 def fitted(config: AdapterConfig) -> AdapterConfig:
-    """The config for a width of 32: two units may both be dead, and pass no gradient."""
+    """The config for a width of 32: two units may both be dead, and pass no gradient.
+
+    Without ReLU, whose slope at 0 is chosen by rounding.
+    """
     names = {field.name for field in dataclasses.fields(config)}
-    return config.replace(reduction_factor=2) if "reduction_factor" in names else config
+    changes: dict[str, Any] = {"reduction_factor": 2} if "reduction_factor" in names else {}
+    if "non_linearity" in names and config["non_linearity"] == "relu":
+        changes["non_linearity"] = "gelu"
+    return config.replace(**changes)
 
 
 def batch(device: str = "cpu") -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from snapshots import adapter_bits, same_bits, stir
 
 import adapterzoo
-from adapterzoo import AutoAdapterModel, BOFTConfig, ConfigUnion, DoRAConfig, LoRAConfig
+from adapterzoo import AutoAdapterModel, BOFTConfig, ConfigUnion, DoRAConfig, IA3Config, LoRAConfig
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
 
@@ -263,6 +263,54 @@ def test_vera_of_layers_of_unlike_widths(save_projection, tmp_path):
     close(reloaded("bert", tmp_path / "back"), expected)
 
 
+# BERT's and T5's defaults are PEFT's own; `output.dense` names two layers of each block of BERT
+SCALED: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "gpt2": {"fan_in_fan_out": True},
+    "llama": {},
+    "t5": {},
+    "vit": {"target_modules": ["k_proj", "v_proj", "fc2"], "feedforward_modules": ["fc2"]},
+    "roberta": {"target_modules": r".*\.(key|dense)", "feedforward_modules": r".*output\.dense",
+                "exclude_modules": ["classifier.dense"]},
+    "gpt_neox": {"target_modules": ["query_key_value", "dense"], "feedforward_modules": []},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_ia3_of_peft_loads_and_goes_back(family, tmp_path):
+    task = {"bert": "SEQ_CLS", "roberta": "SEQ_CLS"}.get(family)
+    config = peft.IA3Config(task_type=task, **SCALED[family])
+    expected = trained(family, config, tmp_path / "theirs", std=0.5)
+    model = ours(family)
+    model.load_adapter(tmp_path / "theirs", load_as="a", set_active=True)
+    assert (expected - logits(plain(family), family)).abs().max() > 1e-2
+    close(logits(model, family), expected)
+    model.save_adapter(tmp_path / "back", "a", format="peft", with_head=task is not None)
+    theirs, mine = (load_file(tmp_path / f / TENSORS) for f in ("theirs", "back"))
+    assert sorted(theirs) == sorted(mine)
+    assert all(same_bits(theirs[key], mine[key]) for key in theirs)
+    close(reloaded(family, tmp_path / "back"), expected)
+    model.save_adapter(tmp_path / "own", "a")
+    other = ours(family)
+    other.load_adapter(tmp_path / "own", set_active=True)
+    close(logits(other, family), expected)
+
+
+def test_both_layers_that_bert_calls_output_dense_are_scaled_at_their_input(tmp_path):
+    trained("bert", peft.IA3Config(task_type="SEQ_CLS"), tmp_path / "theirs")
+    model = ours("bert")
+    model.load_adapter(tmp_path / "theirs", load_as="a")
+    config = model.adapters_config["a"]
+    assert config.target_modules == ("key", "output.dense", "value")
+    assert config.feedforward_modules == ("dense",)
+    at_input = {path for path, module in model.adapter_modules("a") if module.scales_input}
+    assert at_input == {
+        f"encoder.layer.{i}.{name}.dense"
+        for i in range(2)
+        for name in ("attention.output", "output")
+    }
+
+
 @pytest.mark.parametrize(
     ("file", "base", "kept"),
     [(torch.bfloat16, torch.float32, torch.float32),
@@ -362,10 +410,19 @@ EXPORTS: dict[str, Any] = {
     "dora qkv": DoRAConfig(attn_matrices=("q", "k", "v"), output_lora=True),
     "boft": BOFTConfig(target_modules="all-linear", boft_n_butterfly_factor=2),
     "boft blocks": BOFTConfig(target_modules="all-linear", boft_block_num=4),
+    "ia3": IA3Config(alpha=0.5),
+    "ia3 outputs": IA3Config(convention="adapterhub", output_lora=True),
+    "ia3 inputs": IA3Config(
+        target_modules="all-linear", feedforward_modules=r".*\.(0|1)\..*(dense|proj|wo)"
+    ),
+    "two ia3": ConfigUnion(
+        IA3Config(alpha=3.0), IA3Config(attn_matrices=("q", "k"), intermediate_lora=False)
+    ),
     "two loras": ConfigUnion(LoRAConfig(), LoRAConfig(attn_matrices=("q",), r=2, alpha=2)),
 }  # fmt: skip
 EXPORTED = [("bert", kind) for kind in EXPORTS]
 EXPORTED += [("gpt2", kind) for kind in EXPORTS if not kind.startswith("boft")]
+EXPORTED += [(family, "ia3") for family in ("llama", "t5", "vit", "gpt_neox", "phi3")]
 EXPORTED += [("llama", "all-linear"), ("t5", "boft blocks"), ("vit", "two loras")]
 # other ways to fuse query, key and value: in turns for each head, and of unlike widths
 EXPORTED += [(family, kind) for family in ("gpt_neox", "phi3") for kind in ("lora", "dora")]
@@ -383,8 +440,9 @@ def test_peft_loads_ours_and_agrees(family, kind, tmp_path, monkeypatch):
     expected = logits(model, family)
     assert not torch.allclose(expected, logits(plain(family), family), atol=1e-3)
     model.save_adapter(tmp_path, "a", format="peft")
-    # the magnitudes of rows of a fused layer that have no adapter are norms rounded to float32
-    near = 1e-5 if kind.startswith("dora") else 1e-10
+    # rounded to float32: the magnitudes of rows of a fused layer that have no adapter, which are
+    # norms, and the products of several vectors
+    near = 1e-5 if kind.startswith(("dora", "two ia3")) else 1e-10
     close(reloaded(family, tmp_path), expected, near)
     other = ours(family)
     other.load_adapter(tmp_path, load_as="b", set_active=True)

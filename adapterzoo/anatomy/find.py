@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .attentions import attentions_of
+from .entries import entry_of
 from .experts import stores_turned
 from .layouts import parts_of
 from .names import below, parent
@@ -69,7 +70,8 @@ def find(model: nn.Module) -> Anatomy:
     outside = tuple(_outside(tree, inside))
     attentions, unreachable = attentions_of(tree, blocks)
     reason = "" if blocks else _why_none(tree)
-    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable)
+    entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
+    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable, entry, no_entry)
 
 
 def _layers(site: Site) -> tuple[str, ...]:

@@ -135,6 +135,7 @@ class Row:
         states: what the output of a block is, where it is not one state for each token of each
             row.
         outside: whether the class looks like a block but is none.
+        no_entry: why nothing can stand in front of the first block.
         note: why there are no stream sites, or what is mixed.
     """
 
@@ -152,6 +153,7 @@ class Row:
     apart: frozenset[SubLayerKind] = frozenset()
     states: str = ""
     outside: bool = False
+    no_entry: str = ""
     note: str = ""
 
 
@@ -200,6 +202,7 @@ _XLM_NORMS: Mapping[str, tuple[Place, SubLayerKind] | None] = {
 
 # by the class of the block, or by `model_type` of the nearest configuration
 ARCHITECTURES: Mapping[str, Row] = {
+    "albert": Row(no_entry="its first block runs several times in one call"),
     "axk2": Row(
         roles={r"self_attn\.q_gate_proj": "qkv"},
         layouts={r"self_attn\.q_gate_proj": "q, gate per head"},

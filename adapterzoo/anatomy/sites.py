@@ -21,7 +21,9 @@ Role = Literal[
     "lm_head",
     "other",
 ]
-Kind = Literal["linear", "embedding", "experts", "output", "norm", "block", "attention"]
+Kind = Literal[
+    "linear", "embedding", "experts", "output", "norm", "block", "attention", "entry"
+]  # fmt: skip
 SubLayerKind = Literal["attention", "cross", "mlp"]
 
 ATTENTION_ROLES: tuple[Role, ...] = ("query", "key", "value", "qkv", "attention_out")
@@ -65,7 +67,8 @@ class Site:
         layer: number of the block, counted over all stacks in model order; −1 outside blocks.
         stack: path of the container of blocks, empty outside blocks.
         kind: what sits there: a layer with a 2-D weight, an embedding, a fused parameter that
-            holds all experts, or (stream sites) a module's output, a norm, a block.
+            holds all experts, or (stream sites) a module's output, a norm, a block; "entry": what
+            the first block is given, with as many tokens as the model was called with.
         d_in: input features.
         d_out: output features; of the part, when `output_slice` is set.
         cross: whether it belongs to cross-attention.
@@ -263,6 +266,9 @@ class Anatomy:
         reason: why there are no blocks; empty when there are.
         attentions: the attention modules that take keys and values beside their own.
         unreachable: why some attention of a block does not; empty when all do.
+        entry: the site in front of the first block that the embeddings feed; `d_in` and `d_out`
+            are the width there. None without one.
+        no_entry: why there is none; empty when there is.
     """
 
     blocks: tuple[Block, ...]
@@ -270,6 +276,8 @@ class Anatomy:
     reason: str = ""
     attentions: tuple[Attention, ...] = ()
     unreachable: str = ""
+    entry: Site | None = None
+    no_entry: str = ""
 
     def __iter__(self) -> Iterator[Site]:
         """Every whole site: those of the blocks, then those outside."""

@@ -33,6 +33,7 @@ from .adapted import (
     swap,
 )
 from .attention import AdaptedAttention
+from .entry import close_entry, leave, place_at
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .views import matrix, put_slice, stores_transposed, take_slice
 
@@ -45,12 +46,15 @@ __all__ = [
     "below_wrappers",
     "capture_input",
     "check_put",
+    "close_entry",
     "combine",
     "discard",
     "init_from_layer",
     "is_additive",
+    "leave",
     "matrix",
     "mergeable",
+    "place_at",
     "plain_class",
     "positions_of",
     "put",

@@ -77,6 +77,7 @@ def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
             "boft_n_butterfly_factor": m,
             "boft_dropout": config["boft_dropout"],
             "init_weights": True,
+            "bias": "none",
         }
         for (m, number, _, size), config in zip(shapes, configs, strict=True)
     ]

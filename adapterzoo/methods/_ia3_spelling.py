@@ -1,18 +1,37 @@
-"""(IA)³ in AdapterHub's files."""
+"""(IA)³ in the peers' files."""
 
 from __future__ import annotations
 
-from adapterzoo.configs import AdapterConfig
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from adapterzoo.anatomy import Site
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
     Container,
     Fields,
+    PeftLayer,
+    PeftPart,
+    PeftSpelling,
     Tensors,
     same,
 )
 
 from . import _layer_flags
+from ._low_rank_peft import row_numbers
+
+
+class _IA3Config(Protocol):
+    """What is read of the config."""
+
+    alpha: float
+
+    def scales_input(self, site: Site) -> bool: ...
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
@@ -45,3 +64,74 @@ def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
 
 def _write(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     return {"lora_B": tensors["ia3_l"].unsqueeze(-1)}
+
+
+def peft(config: type[AdapterConfig]) -> PeftSpelling:
+    """How PEFT spells (IA)³: ℓ `[d_out, 1]` for the output of a layer, `[1, d_in]` for its input.
+
+    PEFT has no alpha: it becomes a part of ℓ.
+    """
+    return PeftSpelling(
+        config=config,
+        peft_type="IA3",
+        tensors={"ia3_l": ("ia3_l",)},
+        subsets={"feedforward_modules": _scales_input},
+        inert=frozenset(("init_ia3_weights",)),
+        read=_from_peft,
+        unsayable=_unsayable,
+        write=lambda part: _join([part], lambda: None),
+        join=_join,
+        write_layers=lambda layers: [{"init_ia3_weights": True} for _ in layers],
+    )
+
+
+def _scales_input(tensors: Tensors) -> bool:
+    return tensors["ia3_l"].shape[0] == 1
+
+
+def _from_peft(layer: PeftLayer) -> Tensors:
+    vector = layer.tensors["ia3_l"]
+    if vector.dim() != 2 or 1 not in vector.shape:
+        raise CheckpointError(
+            f"at {layer.name!r} ia3_l is {list(vector.shape)}; it is [d_out, 1] or [1, d_in]. Copy "
+            f"the file again from where it was saved."
+        )
+    return {"ia3_l": vector.flatten()}
+
+
+def _unsayable(placement: Placement) -> str | None:
+    site = placement.site
+    if site.parameter is not None:
+        return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
+    if site.kind == "embedding":
+        return f"a vector at {site.path!r}, an embedding, where PEFT has no IA3"
+    if site.output_slice is not None and _config(placement).scales_input(site):
+        return f"a vector at {site.path!r} that scales the input of one part of the layer"
+    return None
+
+
+def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:
+    """The product of all vectors, 1 for features that have none.
+
+    Raises:
+        CheckpointError: some scale the input of the layer and others its output.
+    """
+    site = parts[0].placement.site
+    inputs = [_config(part.placement).scales_input(site) for part in parts]
+    if len({*inputs}) > 1:
+        raise CheckpointError(
+            f"at {site.path!r} one adapter scales the input and another the output, and PEFT has "
+            f"one vector for a layer. Write {argument('format', 'native')}."
+        )
+    rows = site.output_slice
+    d_out = site.d_out if rows is None else rows.groups * rows.width
+    vector = parts[0].tensors["ia3_l"].new_ones(site.d_in if inputs[0] else d_out)
+    for part in parts:
+        own = part.placement.site.output_slice
+        mine = slice(None) if own is None else row_numbers(own)
+        vector[mine] *= part.tensors["ia3_l"] * _config(part.placement).alpha
+    return {"ia3_l": vector.unsqueeze(0 if inputs[0] else 1)}
+
+
+def _config(placement: Placement) -> _IA3Config:
+    return cast("_IA3Config", placement.config)

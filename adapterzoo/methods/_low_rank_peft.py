@@ -124,6 +124,7 @@ def _write_layer(layer: PeftOutput) -> Fields:
         "lora_dropout": None if site.kind == "embedding" else one.dropout,
         "use_rslora": one.use_rslora,
         "init_lora_weights": True,
+        "bias": "none",
     }
 
 

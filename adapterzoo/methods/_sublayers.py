@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from adapterzoo.anatomy import Anatomy, Block, Kind, Role, Site, SubLayer, SubLayerKind
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import SiteError, listing
 
 _SHOWN: Mapping[SubLayerKind, str] = {
@@ -58,6 +59,25 @@ def sublayers(
                 f"{len(anatomy.blocks) - 1}. Write {field}=False, or a shorter leave_out."
             )
     return found
+
+
+def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
+    """The placement of an invertible function in front of the first block.
+
+    Args:
+        config: of the adapter.
+        anatomy: of the model.
+
+    Raises:
+        SiteError: nothing can stand there.
+    """
+    if anatomy.entry is None:
+        raise SiteError(
+            f"{type(config).__name__}(inv_adapter={config['inv_adapter']!r}): in this model "
+            f"nothing can stand in front of the first block ({anatomy.no_entry}). Write "
+            f"inv_adapter=None, inv_adapter_reduction_factor=None."
+        )
+    return Placement(anatomy.entry, config, "invertible")
 
 
 def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -> list[Site]:

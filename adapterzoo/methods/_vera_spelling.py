@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.fields import MAX_WIDTH
 from adapterzoo.spelling import (
@@ -84,7 +85,7 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
 
 
 def _read_model(
-    fields: Mapping[str, Any], tensors: Tensors, layers: Sequence[PeftLayer]
+    fields: Mapping[str, Any], tensors: Tensors, layers: Sequence[PeftLayer], _anatomy: Anatomy
 ) -> tuple[Fields, Tensors]:
     if tensors or not layers:
         return {}, tensors
@@ -116,6 +117,7 @@ def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
             "projection_prng_key": config["projection_prng_key"],
             "save_projection": True,
             "init_weights": True,
+            "bias": "none",
         }
         for config in configs
     ]

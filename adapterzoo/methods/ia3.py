@@ -4,11 +4,10 @@ Paper: Liu et al. 2022, arXiv:2205.05638, §3.3: k ← ℓ_k ⊙ k, v ← ℓ_v 
 the feed-forward part h ← ℓ_ff ⊙ h after their non-linearity, where the last layer reads them.
 y = (W x + b) ⊙ ℓ · alpha at a layer's output, y = W (x ⊙ ℓ · alpha) + b at its input.
 
-Differs from the paper: nothing with alpha = 1. Differs from PEFT: nothing. Differs from adapters:
-`convention="adapterhub"` scales the first feed-forward layer's output, before the non-linearity;
-merging scales the bias too.
+Differs from the paper: nothing with alpha = 1. Differs from PEFT: nothing; alpha becomes a part of
+ℓ in its files. Differs from adapters: `convention="adapterhub"` scales the first feed-forward
+layer's output, before the non-linearity; merging scales the bias too.
 Cost per site: d_out parameters, d_in where the input is scaled; one product of each activation.
-Cannot do: PEFT's files, which name the scaled inputs by layer.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ._targets import TargetedConfig
 
 @architectures.register("ia3")
 @config_strings.register("ia3")
-@spelled(_ia3_spelling.adapterhub)
+@spelled(_ia3_spelling.adapterhub, _ia3_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class IA3Config(TargetedConfig):
     """Config of (IA)³; `TargetedConfig` says where the adapters sit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,11 @@ def _combined(
     sources: list[dict[str, Any]] = [dict(modules_of(model, each)) for each in names]
     for path, (adapter, placements) in made.items():
         if not placements:
-            _share(adapter, [modules[path] for modules in sources if path in modules])
+            for member, own, theirs in _by_member(config, adapter, [m[path] for m in sources]):
+                if member.averages_shared:
+                    _average(own, theirs, weights, strategy)
+                else:
+                    _share(own, theirs)
             continue
         there = [i for i, modules in enumerate(sources) if path in modules]
         layer = backbone_of(model).get_submodule(path)
@@ -107,6 +111,27 @@ def _combined(
                 model._adapter_state.originals.get(path, {}),
             )
     return made
+
+
+def _by_member(
+    config: AdapterConfig, made: nn.Module, others: Sequence[nn.Module]
+) -> Iterator[tuple[AdapterConfig, nn.Module, list[nn.Module]]]:
+    """Yield what the layers of each config share: the one of the result, and those of others."""
+    if config.members == (config,):
+        yield config, made, list(others)
+        return
+    for number, own in made.named_children():
+        theirs = [other.get_submodule(number) for other in others]
+        yield config.members[int(number)], own, theirs
+
+
+def _average(
+    made: nn.Module, others: Sequence[nn.Module], weights: Sequence[float], strategy: Combination
+) -> None:
+    """Give the average the weighted sum of the parameters that the layers of each adapter share."""
+    for key, target in made.named_parameters():
+        value = weighted_sum([upcast(o.get_parameter(key), target) for o in others], weights)
+        strategy.fill(target.data, value, key)
 
 
 def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:

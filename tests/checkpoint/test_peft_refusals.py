@@ -49,7 +49,7 @@ def refused(folder, *words):
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "another method": ({"peft_type": "IA3"}, ("peft_type='IA3'", "LORA", "merge_and_unload")),
+    "another method": ({"peft_type": "ADALORA"}, ("'ADALORA'", "LORA", "merge_and_unload")),
     "no name": ({"peft_type": ["LORA"]}, ("peft_type=['LORA']",)),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, ("base weights", "path_initial_model")),
     "corda": ({"init_lora_weights": "corda"}, ("base weights",)),
@@ -201,6 +201,17 @@ def test_a_convolution_turned_by_boft_is_refused(folder):
     refused(folder, "bert.convolution")
 
 
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [((32,), ("ia3_l is [32]", "[d_out, 1] or [1, d_in]")), ((4, 8), ("ia3_l is [4, 8]",)),
+     ((48, 1), ("ia3_l", "[48]", "[32]"))],
+)  # fmt: skip
+def test_vectors_of_other_shapes_are_refused(shape, words, folder):
+    change(folder, peft_type="IA3")
+    save_file({key(0, "ia3_l"): torch.ones(*shape)}, folder / TENSORS)
+    refused(folder, *words)
+
+
 def test_unknown_fields_are_named_in_a_warning(folder):
     change(folder, new_trick=0.5, off=None, none=[])
     with pytest.warns(UserWarning, match=r"not known here: 'new_trick'\. They are ignored"):
@@ -232,6 +243,9 @@ UNSAYABLE: dict[str, tuple[str, Any, str]] = {
     "two dropouts": ("bert", "lora[dropout=0.1]|lora[dropout=0.2]", "dropout"),
     "rotated Conv1D": ("gpt2", "boft[target_modules='all-linear']", "Conv1D"),
     "rotated parts": ("gpt2", "boft[attn_matrices=['q']]", "Conv1D"),
+    "a scaled embedding": ("bert", "ia3[target_modules=['word_embeddings']]", "an embedding"),
+    "the input of a part": ("gpt2", "ia3[feedforward_modules=['c_attn']]", "input of one part"),
+    "two shared pairs": ("bert", "vera[attn_matrices=['q']]|vera[attn_matrices=['v']]", "2 VERA"),
 }
 
 

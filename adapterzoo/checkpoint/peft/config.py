@@ -64,7 +64,8 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         raise CheckpointError(f"{CONFIG}: {why}")
     known = {*_INERT.split()}
     for each in peft_spellings.values():
-        known |= {*each.inert, *each.fixed, *each.fields, *each.patterns, *each.optional.values()}
+        known |= {*each.inert, *each.fixed, *each.fields, *each.patterns, *each.subsets}
+        known |= {*each.optional.values()}
     if unknown := sorted(k for k, v in metadata.items() if v and k not in known):
         warnings.warn(
             f"{CONFIG} has fields that are not known here: {listing(unknown)}. They are ignored; "

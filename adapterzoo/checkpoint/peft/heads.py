@@ -19,8 +19,7 @@ from adapterzoo.heads import head_types
 
 from .config import CONFIG, MERGE, PeftConfig
 
-# PEFT's words for tasks, and the classes of transformers for them by type of model
-_TASKS: Mapping[str, Mapping[str, Any]] = {
+TASKS: Mapping[str, Mapping[str, Any]] = {
     "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
@@ -28,6 +27,7 @@ _TASKS: Mapping[str, Mapping[str, Any]] = {
     "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
 }
+"""PEFT's words for tasks, and the classes of transformers for them by type of model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,14 @@ def _class_in(theirs: PeftConfig, info: ModelInfo) -> str:
     if theirs.base_class is not None:
         return theirs.base_class
     task = theirs.task_type
-    if task is None or task not in _TASKS:
+    if task is None or task not in TASKS:
         raise CheckpointError(
             f"the file has a head, and {CONFIG} says task_type={task!r}, so that it "
-            f"is not known what the head does; legal are {listing(_TASKS)}. Write "
+            f"is not known what the head does; legal are {listing(TASKS)}. Write "
             f"{argument('with_head', False)}"
             f"{in_python(', or load it into the class of its head after adapterzoo.init(model)')}."
         )
-    return next(_classes(_TASKS[task], info), task)
+    return next(_classes(TASKS[task], info), task)
 
 
 def _classes(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:
@@ -136,7 +136,7 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
     head_type = dict(metadata.get("config") or {}).get("head_type")
     known = head_types.get(str(head_type))
     task_type = None if known is None else known.peft_task
-    mapping = _TASKS.get(str(task_type), {})
+    mapping = TASKS.get(str(task_type), {})
     if known is not None and known.peft_classes is not None:
         mapping = getattr(modeling_auto, known.peft_classes)
     model_class = next(iter(_classes(mapping, info)), None)
@@ -150,7 +150,7 @@ def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, T
 
 
 def _task_of(model_class: str) -> str | None:
-    for task, mapping in _TASKS.items():
+    for task, mapping in TASKS.items():
         classes = (c for v in mapping.values() for c in ((v,) if isinstance(v, str) else v))
         if model_class in set(classes):
             return task
@@ -161,12 +161,12 @@ def _without_head(info: ModelInfo) -> Task:
     """The class that adapters without a head are used with: what generates, or the base model."""
     encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
-        ("SEQ_2_SEQ_LM", _TASKS["SEQ_2_SEQ_LM"]),
+        ("SEQ_2_SEQ_LM", TASKS["SEQ_2_SEQ_LM"]),
         # PEFT's word for these tasks would ask for `input_ids`
         (None, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
-        ("CAUSAL_LM", {} if encodes else _TASKS["CAUSAL_LM"]),
+        ("CAUSAL_LM", {} if encodes else TASKS["CAUSAL_LM"]),
         (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
-        ("FEATURE_EXTRACTION", _TASKS["FEATURE_EXTRACTION"]),
+        ("FEATURE_EXTRACTION", TASKS["FEATURE_EXTRACTION"]),
     )
     found = [Task(c, task) for task, mapping in generating for c in _classes(mapping, info)]
     return found[0] if found else Task(info.model_class, None)

@@ -7,7 +7,7 @@ taken from the config.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_spellings
 from .config import CONFIG, PeftConfig
 from .patterns import by_name, exactly, most_common, short_names, values_at
 
-_PREFIX = "base_model.model."
 # PEFT writes no name of the adapter, other tools do
 _NAME = "default"
 
@@ -47,11 +46,13 @@ def read_adapter(
     _check_complete(theirs, layers)
     dtype, layers, shared = _in_one_dtype(spelling, layers, shared, info)
     try:
-        fields, shared = spelling.read_model(theirs.fields, shared, [*layers.values()])
+        fields, shared = spelling.read_model(
+            theirs.fields, shared, [*layers.values()], info.anatomy
+        )
         configs = [
             spelling.config.from_dict({"dtype": dtype, **member, **fields})
-            for member in _members(theirs, layers, info)
-        ] or [spelling.config.from_dict(fields)]
+            for member in _members(theirs, layers, info) or [{}]
+        ]
         config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
         # the widths of the sites are part of what is legal
         config.placements(info.anatomy)
@@ -59,7 +60,8 @@ def read_adapter(
         raise CheckpointError(
             f"the config of the checkpoint is not legal; nothing has been loaded. {error}"
         ) from error
-    found = {f"{path}/{name}": t for path, at in layers.items() for name, t in at.tensors.items()}
+    read = {path: spelling.read(layer) for path, layer in layers.items()}
+    found = {f"{path}/{name}": t for path, own in read.items() for name, t in own.items()}
     return config, found | {shared_key(name): t for name, t in shared.items()}, rest
 
 
@@ -70,6 +72,7 @@ def _sorted(
     spelling = theirs.spelling
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
+    others = {key for each in peft_spellings.values() for key in each.shared.values()} - {*wide}
     # what other methods, and other versions of this one, call their tensors
     stems = {f".{end.partition('_')[0]}_" for s in peft_spellings.values() for end in _ends(s)}
     sites = {site.path: site for site in info.anatomy if site.parameter is None}
@@ -81,13 +84,14 @@ def _sorted(
         if key in wide:
             shared[wide[key]] = tensor
             continue
-        place = key.removeprefix(_PREFIX)
+        place = key.removeprefix(spelling.prefix)
         named, parameter = _split(place, ends)
         if parameter is None:
-            if any(stem in place for stem in stems):
+            if key in others or any(stem in place for stem in stems):
                 raise CheckpointError(
                     f"the tensor {place!r} is not of a known kind; {spelling.peft_type} has "
-                    f"{listing(sorted(ends), limit=20)}. Save the adapter again with PEFT, alone."
+                    f"{listing(sorted((*ends, *wide)), limit=20)}. Save the adapter again with "
+                    f"PEFT, alone."
                 )
             rest[place] = tensor
             continue
@@ -112,8 +116,8 @@ def _sorted(
         )
     if not layers and not shared:
         raise CheckpointError(
-            f"the file holds no tensors of {spelling.peft_type} ({listing(sorted(ends))}); it "
-            f"holds {listing(sorted(tensors))}. {AGAIN}."
+            f"the file holds no tensors of {spelling.peft_type} "
+            f"({listing(sorted((*ends, *wide)))}); it holds {listing(sorted(tensors))}. {AGAIN}."
         )
     for name in theirs.patterns:
         _resolve(name, theirs, layers)
@@ -209,7 +213,7 @@ def _in_one_dtype(
 
 def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
     """The fields of our configs: one for all layers that differ in nothing but patterns."""
-    patterns = theirs.spelling.patterns
+    patterns, subsets = theirs.spelling.patterns, theirs.spelling.subsets
     varying = {ours for _, ours in patterns.values()}
     groups: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
     read = theirs.spelling.read_layers([*layers.values()]) if layers else ()
@@ -226,11 +230,17 @@ def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[s
             values = {path: own[ours] for path, own in paths.items()}
             numbers[ours] = most_common(values, theirs.fields[field])
             numbers[pattern] = by_name(values, numbers[ours])
-        members.append({**alike, **numbers, "target_modules": _targets(paths, info)})
+        chosen = {
+            name: _names([p for p in paths if among(layers[p].tensors)], paths)
+            for name, among in subsets.items()
+        }
+        sites = (site.path for site in info.anatomy if site.parameter is None)
+        targets = _names([*paths], sites)
+        members.append({**alike, **numbers, **chosen, "target_modules": targets})
     return members
 
 
-def _targets(paths: Iterable[str], info: ModelInfo) -> str | list[str]:
-    paths = list(paths)
-    names = short_names(paths, (site.path for site in info.anatomy if site.parameter is None))
-    return exactly(paths) if names is None else list(names)
+def _names(paths: Sequence[str], everything: Iterable[str]) -> str | list[str] | None:
+    """What a config says for some of all paths; None for none."""
+    names = short_names(paths, everything)
+    return exactly(paths) if names is None else list(names) or None

@@ -12,14 +12,9 @@ from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.checkpoint.places import places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument, listing
-from adapterzoo.spelling import (
-    PeftOutput,
-    PeftPart,
-    PeftSpelling,
-    peft_spellings,
-)
+from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
-from .heads import Task
+from .heads import TASKS, Task
 from .patterns import by_path, most_common, short_names
 
 # names that layers of heads have too: as ends of paths they would reach into one
@@ -28,12 +23,11 @@ _IN_HEADS = """
     summary vocab_projector vocab_transform
 """
 _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-_PREFIX = "base_model.model."
 
 
 def encode_adapter(
     checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+) -> tuple[Fields, dict[str, Tensor]]:
     """PEFT's config, and all tensors by PEFT's keys.
 
     Args:
@@ -48,19 +42,37 @@ def encode_adapter(
     """
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
     spelling, parts = _parts(config, checkpoint.adapter, info)
-    layers = {path: _output(path, here, spelling, info) for path, here in parts.items()}
     modules = info.modules(task.model_class)
-    paths = {path: _path_in_task(path, modules, info, task) for path in layers}
-    fields, shared = spelling.write_model(config.members[0], shared_tensors(checkpoint.adapter))
-    fields |= _layer_fields(spelling, {paths[path]: layer for path, layer in layers.items()})
+    fields, shared = _of_model(spelling, config, checkpoint.adapter, info)
     tensors = {spelling.shared[name]: tensor for name, tensor in shared.items()}
+    tensors |= {f"{spelling.prefix}{key}": tensor for key, tensor in head.items()}
+    fields |= _task_fields(head, modules, task, info)
+    if not spelling.has_layers:
+        _check_task(spelling, head, task)
+        return fields, tensors
+    layers = {path: _output(path, here, spelling, info) for path, here in parts.items()}
+    paths = {path: _path_in_task(path, modules, info, task) for path in layers}
+    fields |= _target_fields(spelling, layers, paths, modules)
+    fields |= _layer_fields(spelling, {paths[path]: layer for path, layer in layers.items()})
     for path, layer in layers.items():
         embedded = layer.parts[0].placement.site.kind == "embedding"
         table = {**spelling.tensors, **(spelling.embedding_tensors if embedded else {})}
         for name, tensor in layer.tensors.items():
-            tensors[f"{_PREFIX}{paths[path]}.{table[name][0]}"] = tensor
-    tensors |= {f"{_PREFIX}{key}": tensor for key, tensor in head.items()}
-    return _common_fields(layers, paths, head, modules, task, info) | fields, tensors
+            tensors[f"{spelling.prefix}{paths[path]}.{table[name][0]}"] = tensor
+    return fields, tensors
+
+
+def _of_model(
+    spelling: PeftSpelling, config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
+) -> tuple[Fields, dict[str, Tensor]]:
+    """The fields and tensors that belong to no layer."""
+    if spelling.shared and len(config.members) > 1:
+        raise CheckpointError(
+            f"the adapter is a union of {len(config.members)} {spelling.peft_type} adapters, and a "
+            f"file of PEFT has one. Write {argument('format', 'native')}."
+        )
+    fields, shared = spelling.write_model(config.members[0], shared_tensors(tensors), info.anatomy)
+    return {"peft_type": spelling.peft_type, **spelling.fixed, **fields}, shared
 
 
 def _parts(
@@ -104,7 +116,7 @@ def _output(
 ) -> PeftOutput:
     """The adapters of a layer as one of the whole layer."""
     if len(parts) == 1 and parts[0].placement.site.output_slice is None:
-        return PeftOutput(parts, parts[0].tensors)
+        return PeftOutput(parts, spelling.write(parts[0]))
     if spelling.join is None:
         roles = listing([str(part.placement.site.role) for part in parts])
         raise CheckpointError(
@@ -117,14 +129,14 @@ def _output(
     return PeftOutput(parts, spelling.join(parts, lambda: info.tensor(key)))
 
 
-def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> dict[str, Any]:
+def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> Fields:
     """The fields of PEFT's config that the layers ask for.
 
     Args:
         spelling: of the method.
         layers: by path in the task class.
     """
-    found: dict[str, Any] = {"peft_type": spelling.peft_type, **spelling.fixed}
+    found: Fields = {}
     if not layers:
         return found
     for parameter, flag in spelling.optional.items():
@@ -156,38 +168,74 @@ def _same(name: str, values: set[Any]) -> Any:
     return next(iter(values))
 
 
-def _common_fields(
+def _target_fields(
+    spelling: PeftSpelling,
     layers: Mapping[str, PeftOutput],
     paths: Mapping[str, str],
+    modules: Mapping[str, tuple[str, ...]],
+) -> Fields:
+    """The fields that say which layers are adapted."""
+    # only whole paths are sure to name nothing else
+    whole = tuple(sorted(paths.values()))
+    targets = short_names(paths.values(), modules)
+    if targets is None or any(name in _IN_HEADS.split() for name in targets):
+        targets = whole
+    chosen = {
+        field: {paths[path] for path, layer in layers.items() if among(layer.tensors)}
+        for field, among in spelling.subsets.items()
+    }
+    # PEFT compares the names of a subset with the ends of paths, within words too
+    ends = [{path for path in whole if path.endswith(name)} for name in targets]
+    if any(found & own and found - own for found in ends for own in chosen.values()):
+        targets = whole
+    subsets = {
+        field: [name for name in targets if any(path.endswith(name) for path in own)]
+        for field, own in chosen.items()
+    }
+    return {
+        **subsets,
+        "fan_in_fan_out": any(
+            part.placement.site.transposed for layer in layers.values() for part in layer.parts
+        ),
+        "target_modules": list(targets),
+    }
+
+
+def _task_fields(
     head: Mapping[str, Tensor],
     modules: Mapping[str, tuple[str, ...]],
     task: Task,
     info: ModelInfo,
-) -> dict[str, Any]:
-    """The fields that configs of all methods have."""
-    targets = short_names(paths.values(), modules)
-    if targets is None or any(name in _IN_HEADS.split() for name in targets):
-        # only whole paths are sure to name nothing else
-        targets = tuple(sorted(paths.values()))
+) -> Fields:
+    """The fields that say of which model and task the adapter is."""
     # PEFT looks for the heads of these tasks in the file
     task_type = None if not head and task.task_type in _HEADED else task.task_type
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "auto_mapping": None,
         "base_model_name_or_path": info.model_name,
-        "bias": "none",
-        "fan_in_fan_out": any(
-            part.placement.site.transposed for layer in layers.values() for part in layer.parts
-        ),
         "inference_mode": True,
         "modules_to_save": _modules_to_save(head, modules) or None,
         "revision": None,
-        "target_modules": list(targets),
         "task_type": task_type,
     }
     if task_type is None:
         library = getattr(getattr(transformers, task.model_class, None), "__module__", None)
         fields["auto_mapping"] = {"base_model_class": task.model_class, "parent_library": library}
     return fields
+
+
+def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) -> None:
+    """Refuse what PEFT would load and then ignore: without a task it changes layers alone."""
+    if task.task_type is None:
+        raise CheckpointError(
+            f"PEFT's {spelling.peft_type} acts in models of its tasks alone ({listing(TASKS)}), "
+            f"and {task.model_class} is of none. Write {argument('format', 'native')}."
+        )
+    if task.task_type in _HEADED and not head:
+        raise CheckpointError(
+            f"PEFT loads a {spelling.peft_type} for {task.model_class} with its head alone. Write "
+            f"{argument('with_head', True)}, or {argument('format', 'native')}."
+        )
 
 
 def _path_in_task(
