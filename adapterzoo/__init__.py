@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .methods.ia3 import IA3Config
     from .methods.lora import LoRAConfig
     from .methods.prefix_tuning import PrefixTuningConfig
+    from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
     from .methods.vera import VeraConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
@@ -88,6 +89,7 @@ _HOMES = {
     "PooledHead": "heads",
     "PredictionHead": "heads",
     "PrefixTuningConfig": "methods.prefix_tuning",
+    "PromptTuningConfig": "methods.prompt_tuning",
     "QuestionAnsweringHead": "heads",
     "ReftConfig": "methods.reft",
     "Seq2SeqAdapterTrainer": "trainer",
@@ -135,6 +137,7 @@ __all__ = [
     "PooledHead",
     "PredictionHead",
     "PrefixTuningConfig",
+    "PromptTuningConfig",
     "QuestionAnsweringHead",
     "ReftConfig",
     "Seq2SeqAdapterTrainer",

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .errors import StateError
+
+Places: TypeAlias = "Callable[[tuple[str, int | None] | None, Tensor], Tensor | None]"
+"""Gives the places `[rows, length]` of the tokens that an adapter adds."""
 
 
 class StackCall(ABC):
@@ -62,6 +65,19 @@ class StackCall(ABC):
             compute: makes the tensor from the tokens of a call that has the prompt.
         """
 
+    def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
+        """Return the places `[rows, length]` of the tokens that an adapter adds.
+
+        Args:
+            key: `Adapter.shared_key` of the adapter.
+            x: the input of the layer that they join.
+
+        Returns:
+            None where the call has no room for them: at a token that follows the prompt, and
+            where a model calls the layer for something else than its tokens.
+        """
+        return None
+
     def of_part(self, x: Tensor, take: Callable[[Tensor], Tensor], key: object) -> StackCall:
         """Return the call as some rows or tokens of it see it.
 
@@ -90,14 +106,22 @@ class Generation:
 class RecordedCall(StackCall):
     """The call of a module that was given a mask, a cache, or neither."""
 
-    def __init__(self, path: str, given: Mapping[str, Any], generation: Generation | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        given: Mapping[str, Any],
+        generation: Generation | None,
+        places: Places | None = None,
+    ) -> None:
         """Record the arguments.
 
         Args:
             path: of the stack below the base model.
             given: arguments of its forward, by name.
             generation: the running `generate`, None outside.
+            places: see `StackCall.added`; None where the call has no room for more tokens.
         """
+        self._places = places
         self._path = path
         self._mask = given.get("attention_mask")
         self._generation = generation
@@ -122,6 +146,10 @@ class RecordedCall(StackCall):
                 f"[batch, tokens] with a column for each."
             )
         return mask[:, -tokens:].to(x.device) != 0  # [rows, tokens]
+
+    def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
+        """Return the places of an adapter's tokens; see `StackCall.added`."""
+        return None if self._places is None else self._places(key, x)
 
     def has_prompt(self, x: Tensor) -> bool:
         """Return whether the call has tokens of the prompt; see `StackCall.has_prompt`."""
@@ -174,6 +202,11 @@ class _PartOfCall(StackCall):
     def has_prompt(self, x: Tensor) -> bool:
         """Return whether the call has tokens of the prompt."""
         return self._whole.has_prompt(self._x)
+
+    def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
+        """Return the places of an adapter's tokens in this part."""
+        at = self._whole.added(key, self._x)
+        return None if at is None else self._take(at)
 
     def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
         """Return a tensor of the prompt, of this part."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Generation, StackCall
-from .composition import Composition, RowMap, Step
+from .composition import Composition, Joined, Prompts, RowMap, Step
 from .contracts import Adapter, Prefix, SharedInputAdapter
 from .errors import StateError
 from .kernels import mode
@@ -51,6 +51,7 @@ class Plan:
         skip_layers: numbers of the blocks that were left out.
         rows: which rows of a batch take which part of the composition; None where all take all.
         stacks: paths of the encoders and decoders whose calls are recorded.
+        prompts: the tokens that are added to sequences; None for none.
     """
 
     setup: Composition | None = None
@@ -63,6 +64,7 @@ class Plan:
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
     stacks: frozenset[str] = frozenset()
+    prompts: Prompts | None = None
 
 
 class Default:
@@ -231,6 +233,11 @@ class CallContext:
             )
         return self.stacks[-1].call
 
+    @property
+    def joined(self) -> Joined | None:
+        """The sequences of the running call with the tokens that adapters add."""
+        return self.stacks[-1].joined if self.stacks else None
+
     def shared(self, key: tuple[str, int | None]) -> nn.Module:
         """Return what the layers of an adapter share, on this replica.
 
@@ -261,11 +268,13 @@ class Frame(NamedTuple):
         call: the facts about it.
         module: that runs.
         shared: what layers share, where the module holds it.
+        joined: its sequences with the tokens that adapters add; None where none does.
     """
 
     call: StackCall
     shared: nn.Module | None
     module: nn.Module
+    joined: Joined | None = None
 
 
 class ActiveState(threading.local):

@@ -21,6 +21,7 @@ from .sites import (
     Site,
     SubLayer,
     SubLayerKind,
+    TokenInput,
     part_names,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "Site",
     "SubLayer",
     "SubLayerKind",
+    "TokenInput",
     "find",
     "part_names",
 ]

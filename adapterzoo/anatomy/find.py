@@ -26,6 +26,7 @@ from .patterns import (
 )
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
 from .streams import sublayers_of
+from .tokens import tokens_of
 from .tree import Branch, Tree
 
 
@@ -69,7 +70,8 @@ def find(model: nn.Module) -> Anatomy:
     outside = tuple(_outside(tree, inside))
     attentions, unreachable = attentions_of(tree, blocks)
     reason = "" if blocks else _why_none(tree)
-    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable)
+    tokens = tokens_of(tree, blocks)
+    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable, tokens=tokens)
 
 
 def _layers(site: Site) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from ._compile import compile_rows, compile_site, fusion_key, join_rows
 from ._copies import Copies
 from ._node import Composition
 from ._prefixes import prefix_of
+from ._prompts import Joined, Prompts, prompts_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, rows_of
 from ._steps import Step, evaluate, fold
 from ._views import Nested
@@ -28,8 +29,10 @@ __all__ = [
     "Composition",
     "Copies",
     "Fuse",
+    "Joined",
     "Nested",
     "Parallel",
+    "Prompts",
     "RowMap",
     "Split",
     "Stack",
@@ -48,6 +51,7 @@ __all__ = [
     "numbered",
     "parse",
     "prefix_of",
+    "prompts_of",
     "rows_of",
     "to_json",
     "without",

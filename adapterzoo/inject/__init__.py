@@ -14,7 +14,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from adapterzoo.averaging import Combination
-from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer
+from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer, PromptAdapter
 from adapterzoo.errors import CompositionError, DuplicateNameError, StateError, listing
 from adapterzoo.runtime import ActiveState
 
@@ -33,6 +33,7 @@ from .adapted import (
     swap,
 )
 from .attention import AdaptedAttention
+from .embeddings import AdaptedEmbeddings
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .views import matrix, put_slice, stores_transposed, take_slice
 
@@ -89,12 +90,19 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState,
             f"first, or another name."
         )
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
-    kind = AdaptedAttention if isinstance(adapter, AttentionAdapter) else None
-    swap(layer, selection, path, parameters, kind=kind)
+    swap(layer, selection, path, parameters, kind=_kind_for(adapter))
     adapters = cast(
         "AdapterDict", layer._modules.setdefault("adapters", AdapterDict().train(layer.training))
     )
     adapters[name] = adapter.train(layer.training)
+
+
+def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
+    """What is mixed into the class of the adapter's layer, where that is more than `Adapted`."""
+    if isinstance(adapter, AttentionAdapter):
+        return AdaptedAttention
+    prompts = (m for m in adapter.modules() if isinstance(m, PromptAdapter))
+    return AdaptedEmbeddings if any(m.joins == "embeddings" for m in prompts) else None
 
 
 def check_put(layer: nn.Module, path: str) -> None:

@@ -7,12 +7,14 @@ It holds for all threads (`set_active`), or for one thread and task inside an `A
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from adapterzoo import inject
+from adapterzoo.anatomy import TokenInput
 from adapterzoo.composition import (
     Composition,
     Fuse,
+    Prompts,
     RowMap,
     Stack,
     Step,
@@ -22,10 +24,11 @@ from adapterzoo.composition import (
     has_tokens,
     numbered,
     parse,
+    prompts_of,
     rows_of,
     without,
 )
-from adapterzoo.contracts import Adapter, SharedInputAdapter, WeightAdapter
+from adapterzoo.contracts import Adapter, PromptAdapter, SharedInputAdapter, WeightAdapter
 from adapterzoo.errors import (
     AdapterZooError,
     CompositionError,
@@ -36,6 +39,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.runtime import Plan
 
+from .hf.backbone import plain_token
 from .hf.continuous_batching import refuse_while_batching
 from .state import AdaptedModel, anatomy_of, modules_of, stacks_of
 
@@ -101,7 +105,32 @@ def make_plan(
     shared = _shared_inputs(model, acting, steps, present)
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
-    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks)
+    prompts = _prompts(model, parts, present)
+    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, prompts)
+
+
+def _prompts(
+    model: AdaptedModel, parts: tuple[Any, ...], present: Mapping[str, Mapping[str, Adapter]]
+) -> Prompts | None:
+    """Return the tokens that the adapters of a plan add to sequences; None for none."""
+    found: dict[str, list[PromptAdapter]] = {}
+    for modules in present.values():
+        for name, module in modules.items():
+            inside = [m for m in module.modules() if isinstance(m, PromptAdapter)]
+            found.setdefault(name, []).extend(inside)
+    adapters = {name: inside for name, inside in found.items() if inside}
+    if not adapters:
+        return None
+    added = prompts_of(parts, adapters)
+    joins = dict.fromkeys(adapter.joins for inside in adapters.values() for adapter in inside)
+    if len(joins) > 1:
+        raise CompositionError(
+            f"{listing(adapters)} add tokens that join {listing(joins)}, and those of one call "
+            f"join one of them. Activate them one by one."
+        )
+    places = model._head_strategy.token_places()
+    tokens = cast("TokenInput", anatomy_of(model).tokens)
+    return Prompts(added, next(iter(joins)), tokens, plain_token(model.config), places)
 
 
 def _shared_inputs(

@@ -93,7 +93,11 @@ def _combined(
     sources: list[dict[str, Any]] = [dict(modules_of(model, each)) for each in names]
     for path, (adapter, placements) in made.items():
         if not placements:
-            _share(adapter, [modules[path] for modules in sources if path in modules])
+            others = [modules[path] for modules in sources if path in modules]
+            if all(member.shared_is_linear for member in config.members):
+                _average_shared(adapter, others, weights, strategy)
+            else:
+                _share(adapter, others)
             continue
         there = [i for i, modules in enumerate(sources) if path in modules]
         layer = backbone_of(model).get_submodule(path)
@@ -107,6 +111,15 @@ def _combined(
                 model._adapter_state.originals.get(path, {}),
             )
     return made
+
+
+def _average_shared(
+    made: nn.Module, others: Sequence[nn.Module], weights: Sequence[float], strategy: Combination
+) -> None:
+    """Give the average the sum of what the layers of each adapter share."""
+    for key, target in made.named_parameters():
+        theirs = [upcast(other.get_parameter(key), target) for other in others]
+        strategy.fill(target, weighted_sum(theirs, weights), key)
 
 
 def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:

@@ -230,8 +230,11 @@ class Host(AdapterModelMixin, nn.Module):
         """Token ids `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`."""
         if not self._active.plan.stacks:
             return self._run(x)
-        with recorded(self, ("x",), self._active, "", (x,), {}):
-            return self._run(x)
+        name = "inputs_embeds" if x.is_floating_point() else "input_ids"
+        with recorded(self, (), self._active, "", (), {name: x}) as (_, given):
+            y = self._run(given[name])
+        # without the tokens that an adapter adds in front
+        return y[:, y.shape[1] - x.shape[1] :] if self._active.plan.prompts else y
 
     def _run(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
