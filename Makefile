@@ -136,7 +136,7 @@ format: $(VENV)/.test-$(KEY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist runs notebooks/runs notebooks/rescale.py .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist runs notebooks/runs notebooks/tied_lora.py .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("adapterzoo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Write: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         StaticAdapterFusionConfig,
     )
     from .methods.ia3 import IA3Config
+    from .methods.invertible import DoubleSeqBnInvConfig, SeqBnInvConfig
     from .methods.lora import LoRAConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
@@ -76,6 +77,7 @@ _HOMES = {
     "DiReftConfig": "methods.reft",
     "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
+    "DoubleSeqBnInvConfig": "methods.invertible",
     "DynamicAdapterFusionConfig": "methods.fusion",
     "Fuse": "composition",
     "IA3Config": "methods.ia3",
@@ -94,6 +96,7 @@ _HOMES = {
     "ReftConfig": "methods.reft",
     "Seq2SeqAdapterTrainer": "trainer",
     "SeqBnConfig": "methods.bottleneck",
+    "SeqBnInvConfig": "methods.invertible",
     "Split": "composition",
     "Stack": "composition",
     "StaticAdapterFusionConfig": "methods.fusion",
@@ -124,6 +127,7 @@ __all__ = [
     "DiReftConfig",
     "DoRAConfig",
     "DoubleSeqBnConfig",
+    "DoubleSeqBnInvConfig",
     "DynamicAdapterFusionConfig",
     "Fuse",
     "IA3Config",
@@ -142,6 +146,7 @@ __all__ = [
     "ReftConfig",
     "Seq2SeqAdapterTrainer",
     "SeqBnConfig",
+    "SeqBnInvConfig",
     "Split",
     "Stack",
     "StaticAdapterFusionConfig",

@@ -2,10 +2,15 @@
 
 A layer sees neither padding nor the prompt. The module that holds the blocks is given the mask and
 the cache; what it was given is kept here while it runs.
+
+States are `[rows, tokens, d]`. A grid `[rows, height, width, d]` counts as one sequence for each
+row, line by line; states `[tokens, d]` are sequences one after the other, which `cu_seqlens`, an
+argument of the layer, tells apart.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -13,7 +18,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .errors import StateError
+from .errors import StateError, listing
+
+# arguments of a layer that tell where packed sequences start and end
+_BOUNDS = ("cu_seqlens", "cu_seq_lens_q")
+# what is added to the score of a hidden token is less: -10,000 in old models, else all but infinite
+_HIDDEN = -5_000.0
 
 Places: TypeAlias = "Callable[[tuple[str, int | None] | None, Tensor], Tensor | None]"
 """Gives the places `[rows, length]` of the tokens that an adapter adds."""
@@ -34,7 +44,7 @@ class StackCall(ABC):
             x: the input of a layer of the stack, `[rows, tokens, …]`.
 
         Raises:
-            StateError: the mask does not tell.
+            StateError: the mask does not tell, or a row of it has no real token.
         """
 
     @abstractmethod
@@ -45,8 +55,31 @@ class StackCall(ABC):
             x: as for `real`.
 
         Raises:
-            StateError: the mask does not tell.
+            StateError: as for `real`.
         """
+
+    def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Return where the first and the last real tokens of each prompt are.
+
+        Args:
+            x: as for `real`.
+            first: how many tokens from the start of a prompt.
+            last: how many up to its end; a token that is among both counts among these.
+
+        Returns:
+            `[sequences, first + last]`, indices into the tokens of all sequences one after the
+            other; the number of all tokens where a prompt is too short.
+
+        Raises:
+            StateError: as for `real`.
+        """
+        prompt = self.prompt(x)
+        rows, tokens = prompt.shape
+        places, exists = _places(prompt.sum(1), first, last)
+        # the n-th real token is where the count of real ones reaches n
+        at = torch.searchsorted(prompt.cumsum(1), places)  # [rows, first + last]
+        at = at + tokens * torch.arange(rows, device=x.device).unsqueeze(1)
+        return torch.where(exists, at, rows * tokens)
 
     @abstractmethod
     def has_prompt(self, x: Tensor) -> bool:
@@ -78,6 +111,13 @@ class StackCall(ABC):
         """
         return None
 
+    @abstractmethod
+    def of_encoder(self) -> StackCall:
+        """Return the call as layers see it whose input is the encoder's output.
+
+        In a decoder these make the keys and values of cross-attention.
+        """
+
     def of_part(self, x: Tensor, take: Callable[[Tensor], Tensor], key: object) -> StackCall:
         """Return the call as some rows or tokens of it see it.
 
@@ -103,8 +143,18 @@ class Generation:
         self.tensors: dict[object, Tensor] = {}
 
 
-class RecordedCall(StackCall):
-    """The call of a module that was given a mask, a cache, or neither."""
+class RecordedCall:
+    """What a stack of blocks was given: a mask, a cache, or neither.
+
+    Attributes:
+        path: of the stack below the base model.
+        mask: its `attention_mask`.
+        encoder_mask: its `encoder_attention_mask`.
+        generation: the running `generate`, None outside.
+        cached: number of tokens in the cache before the call.
+        places: gives those of the tokens that adapters add; None where the call has no room.
+        is_checked: whether each row is known to have a real token.
+    """
 
     def __init__(
         self,
@@ -121,62 +171,183 @@ class RecordedCall(StackCall):
             generation: the running `generate`, None outside.
             places: see `StackCall.added`; None where the call has no room for more tokens.
         """
-        self._places = places
-        self._path = path
-        self._mask = given.get("attention_mask")
-        self._generation = generation
+        self.places = places
+        self.path = path
+        self.mask = given.get("attention_mask")
+        self.encoder_mask = given.get("encoder_attention_mask")
+        self.generation = generation
         cache = given.get("past_key_values")
         # asked now: the first layer of the stack adds the tokens of this call
         self.cached = 0 if cache is None else int(cache.get_seq_length())
+        self.is_checked = False
+
+
+class LayerStackCall(StackCall):
+    """The call of a stack, as a layer with arguments of its own sees it."""
+
+    def __init__(self, stack: RecordedCall, own: Mapping[str, Any]) -> None:
+        """Look at a call.
+
+        Args:
+            stack: the call.
+            own: arguments of the layer's forward, by name.
+        """
+        self._stack = stack
+        self._own = own
 
     def real(self, x: Tensor) -> Tensor | None:
         """Return which tokens are real; see `StackCall.real`."""
-        mask, (rows, tokens) = self._mask, x.shape[:2]
-        if mask is None:
-            return None
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != rows:
-            shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        rows, tokens = self._sizes(x)
+        stack = self._stack
+        mask, own = stack.mask, self._own.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == (rows, stack.cached + tokens):
+            real = mask[:, stack.cached :] != 0  # [rows, tokens]
+        else:
+            masks = (*_members(own), *_members(mask))
+            read = (_attended(m, rows, tokens, stack.cached) for m in masks)
+            found = next((seen for seen in read if seen is not None), None)
+            if found is None:
+                # attention that is given no mask sees all tokens
+                if not masks or ("attention_mask" in self._own and own is None):
+                    return None
+                raise StateError(_unreadable(mask, rows, tokens))
+            real = found
+        real = real.to(x.device)
+        self._check(real)
+        return real
+
+    def _check(self, real: Tensor) -> None:
+        """Raise once for each call where a row has no real token."""
+        stack = self._stack
+        if stack.is_checked or not _has_values(real):
+            return
+        stack.is_checked = True
+        if empty := (~real.any(1)).nonzero().flatten().tolist():
             raise StateError(
-                f"attention_mask={shown}: an active adapter needs to know which of the "
-                f"{list(x.shape[:2])} tokens are real. Pass a mask [batch, tokens] of 0 and 1."
+                f"attention_mask={list(real.shape)}: it is 0 at every token of rows "
+                f"{listing(empty)}, and an active adapter counts the real tokens of each row. "
+                f"Leave these rows out, or write 1 at their tokens."
             )
-        if mask.shape[1] < tokens:
-            raise StateError(
-                f"attention_mask={list(mask.shape)}: the layer got {tokens} tokens. Pass a mask "
-                f"[batch, tokens] with a column for each."
-            )
-        return mask[:, -tokens:].to(x.device) != 0  # [rows, tokens]
 
     def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
         """Return the places of an adapter's tokens; see `StackCall.added`."""
-        return None if self._places is None else self._places(key, x)
+        places = self._stack.places
+        return None if places is None else places(key, x)
 
     def has_prompt(self, x: Tensor) -> bool:
         """Return whether the call has tokens of the prompt; see `StackCall.has_prompt`."""
-        return self._prompt_length(x) > self.cached
+        return self._prompt_length(x) > self._stack.cached
 
     def prompt(self, x: Tensor) -> Tensor:
         """Return which tokens are real tokens of the prompt; see `StackCall.prompt`."""
-        rows, tokens = x.shape[:2]
-        count = max(self._prompt_length(x) - self.cached, 0)
+        rows, tokens = self._sizes(x)
+        count = max(self._prompt_length(x) - self._stack.cached, 0)
         inside = torch.arange(tokens, device=x.device) < count  # [tokens]
         real = self.real(x)
         return inside.expand(rows, tokens) if real is None else real & inside
 
+    def of_encoder(self) -> StackCall:
+        """Return the call as layers see it that read the encoder's output."""
+        given = {"attention_mask": self._stack.encoder_mask}
+        return LayerStackCall(RecordedCall(self._stack.path, given, None), {})
+
+    def prompt_ends(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Return the ends of each prompt; see `StackCall.prompt_ends`."""
+        bounds = self._bounds()
+        if bounds is None:
+            return super().prompt_ends(x, first, last)
+        starts = bounds[:-1].unsqueeze(1)  # [sequences, 1]
+        places, exists = _places(bounds.diff(), first, last)
+        return torch.where(exists, starts + places - 1, math.prod(x.shape[:-1]))
+
+    def _bounds(self) -> Tensor | None:
+        """Where packed sequences start and end, `[sequences + 1]`; None where none are packed."""
+        found = next((b for n in _BOUNDS if (b := self._own.get(n)) is not None), None)
+        return None if found is None else found.long()
+
+    def _sizes(self, x: Tensor) -> tuple[int, int]:
+        """Rows and tokens of an input."""
+        shape = x.shape[:-1] if x.is_floating_point() else x.shape
+        if len(shape) < 2 or self._bounds() is not None:
+            raise StateError(
+                f"a layer got {list(x.shape)}, where sequences follow one another: an active "
+                f"adapter needs [rows, tokens, d_model]. Pass an adapter without gates or "
+                f"positions, or leave the layer out."
+            )
+        return shape[0], math.prod(shape[1:])
+
     def _prompt_length(self, x: Tensor) -> int:
         """Tokens of the prompt, with those in the cache."""
-        if self._generation is None:
-            return 0 if self.cached else x.shape[1]
-        return self._generation.prompts.setdefault(self._path, self.cached + x.shape[1])
+        tokens = math.prod(x.shape[1:-1] if x.is_floating_point() else x.shape[1:])
+        stack = self._stack
+        if stack.generation is None:
+            return 0 if stack.cached else tokens
+        return stack.generation.prompts.setdefault(stack.path, stack.cached + tokens)
 
     def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
         """Return a tensor of the prompt; see `StackCall.remembered`."""
-        if self._generation is None:
+        if self._stack.generation is None:
             return compute()
-        kept = self._generation.tensors
+        kept = self._stack.generation.tensors
         if owner not in kept:
             kept[owner] = compute()
         return kept[owner]
+
+
+def _places(counts: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """The first and the last of `counts` tokens `[rows]`, from 1, and which of them there are.
+
+    Both `[rows, first + last]`.
+    """
+    count = counts.unsqueeze(1)  # [rows, 1]
+    steps = torch.arange(first + last, device=counts.device)  # [first + last]
+    is_first = steps < first
+    places = torch.where(is_first, steps, count + steps - first - last) + 1  # [rows, first + last]
+    exists = (places > 0) & (places <= torch.where(is_first, count - last, count))
+    return places, exists
+
+
+def _members(mask: Any) -> tuple[Any, ...]:
+    """The masks for layers of different kinds, or the only one."""
+    masks = tuple(mask.values()) if isinstance(mask, Mapping) else (mask,)
+    return tuple(m for m in masks if m is not None)
+
+
+def _attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
+    """The tokens that some query attends to, `[rows, tokens]` bool; None where it does not tell.
+
+    Args:
+        mask: `[rows, keys]`, or `[rows or 1, …, keys]`: bool, or added to scores.
+        rows: of the batch.
+        tokens: of the call.
+        cached: tokens of the calls before.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.shape[0] not in (1, rows):
+        return None
+    keys = mask.shape[-1]
+    if keys < tokens or (mask.dim() == 2 and keys != cached + tokens):
+        return None
+    seen = mask > _HIDDEN if mask.is_floating_point() else mask != 0
+    start = min(cached, keys - tokens)
+    seen = seen[..., start : start + tokens].flatten(1, -2).any(1) if mask.dim() > 2 else seen
+    return seen.expand(rows, -1)[:, -tokens:]
+
+
+def _has_values(t: Tensor) -> bool:
+    """Whether the numbers of a tensor may be looked at: not while something traces or captures."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or type(t) is not Tensor:
+        return False
+    if t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return False
+    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _unreadable(mask: Any, rows: int, tokens: int) -> str:
+    shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    return (
+        f"attention_mask={shown}: an active adapter needs to know which of the "
+        f"{[rows, tokens]} tokens are real. Pass a mask [batch, tokens] of 0 and 1."
+    )
 
 
 class _PartOfCall(StackCall):
@@ -211,3 +382,7 @@ class _PartOfCall(StackCall):
     def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
         """Return a tensor of the prompt, of this part."""
         return self._whole.remembered((owner, self._key), compute)
+
+    def of_encoder(self) -> StackCall:
+        """Return the part of the call as layers see it that read the encoder's output."""
+        return self._whole.of_encoder().of_part(self._x, self._take, self._key)

@@ -84,11 +84,6 @@ class AdapterConfig(Config):
         """
         return True
 
-    @property
-    def shared_is_linear(self) -> bool:
-        """Whether adapters are averaged by the parameters that their layers share."""
-        return False
-
     @abstractmethod
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return every site of the model that gets an adapter.
@@ -126,6 +121,11 @@ class AdapterConfig(Config):
             ConfigError: a value does not fit the placements.
         """
         return None
+
+    @property
+    def averages_shared(self) -> bool:
+        """Whether the parameters that layers share are averaged; else they must be equal."""
+        return False
 
     def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
         """Give what the layers share its initial values, where these are those of a text.

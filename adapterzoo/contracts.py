@@ -118,9 +118,12 @@ class Adapter(nn.Module, ABC):
         acts_on: `"output"` for a function of the layer's output or a delta beside it,
             `"input"` for one that changes the layer's input. It says in which order a `Stack`
             nests: the first adapter of a stack is always the first to act.
+        stacks_only: what keeps adapters of the class out of averages, fusions and splits; empty
+            where nothing does.
     """
 
     acts_on: ClassVar[str] = "output"
+    stacks_only: ClassVar[str] = ""
     reads_call: bool = False
     shared_key: tuple[str, int | None] | None = None
 
@@ -279,6 +282,8 @@ class AttentionAdapter(Adapter):
     In a `Stack` the keys and values of the first adapter come first.
     """
 
+    stacks_only: ClassVar[str] = "keys and values of a prefix"
+
     @abstractmethod
     def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]
         """The keys and values.
@@ -287,6 +292,16 @@ class AttentionAdapter(Adapter):
             x: the input of the attention, on the side of its queries, `[rows, tokens, d_model]`.
             base: the attention.
         """
+
+
+class InvertibleAdapter(Adapter):
+    """A function at the entry of a model whose inverse acts in front of the logits."""
+
+    stacks_only: ClassVar[str] = "an invertible function"
+
+    @abstractmethod
+    def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
+        """The inverse of `forward`, of what enters a head's last layer, `[*batch, d_model]`."""
 
 
 Joins: TypeAlias = Literal["inputs", "embeddings"]
@@ -305,6 +320,7 @@ class PromptAdapter(Adapter):
         joins: what they join.
     """
 
+    stacks_only: ClassVar[str] = "the tokens of a prompt"
     reads_call = True
     length: int
     after_first: bool

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from .call import Generation, StackCall
+from .call import Generation, RecordedCall
 from .composition import Composition, Joined, Prompts, RowMap, Step
 from .contracts import Adapter, Prefix, SharedInputAdapter
 from .errors import StateError
@@ -51,6 +51,8 @@ class Plan:
         skip_layers: numbers of the blocks that were left out.
         rows: which rows of a batch take which part of the composition; None where all take all.
         stacks: paths of the encoders and decoders whose calls are recorded.
+        exit: path of the entry whose step has an inverse, which acts in front of the logits; None
+            without one.
         prompts: the tokens that are added to sequences; None for none.
     """
 
@@ -64,6 +66,7 @@ class Plan:
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
     stacks: frozenset[str] = frozenset()
+    exit: str | None = None
     prompts: Prompts | None = None
 
 
@@ -174,15 +177,10 @@ class SharedInput:
                 del self._waiting[i]
                 return part
         key = adapter.shared_input_key
+        others = [member for member in self._members if member is not adapter]
         alike: list[SharedInputAdapter] = [adapter]
-        if any(member is adapter for member in self._members):
-            for member in self._members:
-                if (
-                    member is not adapter
-                    and type(member) is kind
-                    and member.shared_input_key == key
-                ):
-                    alike.append(member)
+        if len(others) < len(self._members):
+            alike += [m for m in others if type(m) is kind and m.shared_input_key == key]
         made = kind.from_input(alike, x)
         # what was made of another tensor before, and nobody has asked for, goes
         self._waiting = [
@@ -220,7 +218,7 @@ class CallContext:
         self.reads: list[tuple[object, dict[tuple[object, ...], Tensor]]] = []
 
     @property
-    def stack(self) -> StackCall:
+    def stack(self) -> RecordedCall:
         """The innermost running call of an encoder or decoder.
 
         Raises:
@@ -244,12 +242,9 @@ class CallContext:
         Args:
             key: name of the adapter, and in a union the number of its config.
         """
-        name, member = key
         # a replica has modules of its own, which only the modules around the layer know
         found = next((f.shared for f in reversed(self.stacks) if f.shared is not None), None)
-        shared: Any = self._default.shared if found is None else found
-        own = shared._modules[name]
-        return cast("nn.Module", own if member is None else own._modules[str(member)])
+        return shared_by(self._default.shared if found is None else found, key)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -261,17 +256,29 @@ class CallContext:
             self.generation = outer
 
 
+def shared_by(modules: nn.Module | None, key: tuple[str, int | None]) -> nn.Module:
+    """Return what the layers of an adapter share.
+
+    Args:
+        modules: what layers of each adapter share, by its name.
+        key: name of the adapter, and in a union the number of its config.
+    """
+    name, member = key
+    own: Any = cast("nn.Module", modules)._modules[name]
+    return cast("nn.Module", own if member is None else own._modules[str(member)])
+
+
 class Frame(NamedTuple):
     """A running call of an encoder or decoder.
 
     Attributes:
-        call: the facts about it.
+        call: what it was given.
         module: that runs.
         shared: what layers share, where the module holds it.
         joined: its sequences with the tokens that adapters add; None where none does.
     """
 
-    call: StackCall
+    call: RecordedCall
     shared: nn.Module | None
     module: nn.Module
     joined: Joined | None = None

@@ -87,6 +87,7 @@ class Container:
         aliases: other names of the container, in older files.
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
+        held_by: at "model": whether an adapter of a config has such tensors.
         read: AdapterHub's tensors of one place, and the config, to ours.
         write: ours to AdapterHub's.
     """
@@ -98,6 +99,7 @@ class Container:
     aliases: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
     in_encoder: bool = False
+    held_by: Callable[[AdapterConfig], bool] = lambda _config: True
     read: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
     write: Callable[[Tensors, AdapterConfig], Tensors] = unchanged
 

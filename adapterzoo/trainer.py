@@ -96,16 +96,10 @@ class AdapterTrainer(Trainer):
         if model is not None:
             self._take(model)
         with trainable_when_quantised(model):
-            super().__init__(
-                cast("Any", model),
-                args,
-                data_collator,
-                train_dataset,
-                eval_dataset,
-                processing_class=processing_class,
-                model_init=cast("Any", model_init),
-                **kwargs,
-            )
+            cast("Any", super()).__init__(
+                model, args, data_collator, train_dataset, eval_dataset,
+                processing_class=processing_class, model_init=model_init, **kwargs,
+            )  # fmt: skip
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise StateError(
                 f"{type(self).__name__}: with FSDP or DeepSpeed each process has a part of each "
@@ -125,14 +119,12 @@ class AdapterTrainer(Trainer):
     # --- the model ---
 
     @property
-    def _adapted(self) -> Any:
-        return _unwrapped(self.model)
+    def _adapted(self) -> AdapterModelMixin:
+        return cast("AdapterModelMixin", _unwrapped(self.model))
 
     def _heads(self) -> dict[str, PredictionHead]:
         """Return the named heads that answer; none for a model with a static head."""
-        model = self._adapted
-        heads: dict[str, PredictionHead] = model._head_strategy.answering()
-        return heads
+        return self._adapted._head_strategy.answering()
 
     def _take(self, model: nn.Module) -> None:
         adapted = _unwrapped(model)
@@ -180,7 +172,7 @@ class AdapterTrainer(Trainer):
     def _check_ready(self) -> None:
         model = self._adapted
         call = f"{type(self).__name__}.train()"
-        active = model.active_adapters.flatten()
+        active = () if model.active_adapters is None else model.active_adapters.flatten()
         fusions = [fuse.name for fuse in fusions_of(model.active_adapters)]
         own = [p for name in active for p in parameters_of(model, name)]
         for name in fusions:
@@ -234,9 +226,7 @@ class AdapterTrainer(Trainer):
         return cast("list[int]", everyone.sum(0).tolist())
 
     def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
-        model = self._adapted
-        labels: Tensor | None = model._head_strategy.counted_labels(batch)
-        return labels
+        return self._adapted._head_strategy.counted_labels(batch)
 
     def compute_loss(
         self,

@@ -141,10 +141,7 @@ def planted_shared(model):
 
 def cases():
     for name, config in METHODS.items():
-        # the mask of a decoder has four dimensions here, which ReFT does not read
-        no_masks = name in ("loreft", "noreft", "direft")
-        families = ("bert",) if no_masks else ("bert", "gpt2", "llama")
-        for family in families:
+        for family in ("bert", "gpt2", "llama"):
             yield f"{name} on {family}", lambda c=config, f=family: run(build(c, family=f))
     for head in HEADS:
         yield f"head: {head}", lambda h=head: run(build("lora", h))

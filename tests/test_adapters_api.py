@@ -44,8 +44,8 @@ ABSENT = {
 
 # methods with an embedding, prefix or reparametrisation of their own, none of which is here
 ABSENT_CONFIGS = {
-    "CompacterConfig", "CompacterPlusPlusConfig", "DoubleSeqBnInvConfig",
-    "DvoRAConfig", "MTLLoRAConfig", "PromptTuningConfig", "SeqBnInvConfig",
+    "CompacterConfig", "CompacterPlusPlusConfig",
+    "DvoRAConfig", "MTLLoRAConfig", "PromptTuningConfig",
 }  # fmt: skip
 ABSENT_BLOCKS = {"AdapterCompositionBlock", "MultiTask"}
 

@@ -193,12 +193,23 @@ class NeedsThreeDimensions(LoRA):
         return super().forward(x, base)
 
 
-@breaks("any_leading_shape", "merge_equals_forward", "mixed_rows", "stacks")
+@breaks(
+    "any_leading_shape", "merge_equals_forward", "mixed_rows", "padding_changes_nothing", "stacks"
+)
 class RowsMeet(LoRA):
     def forward(self, x, base):
         y = base(x)
         update = super().forward(x, base) - y
         return y + (update - update.mean(0, keepdim=True) if update.dim() > 2 else update)
+
+
+@breaks("padding_changes_nothing", "merge_equals_forward", "stacks")
+class ReadsPadding(LoRA):
+    def forward(self, x, base):
+        y = base(x)
+        update = super().forward(x, base) - y
+        gate = torch.sigmoid(update).mean(1, keepdim=True) if update.dim() == 3 else 1.0
+        return y + update * gate
 
 
 @breaks("dtype_follows", broad=True)

@@ -19,7 +19,8 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "adapterhub
 FAMILIES = ("bert", "roberta", "gpt2", "llama", "t5", "vit")
 METHODS = (
     "ia3", "lora_scale", "vera", "vera_kv", "loreft", "loreft_prefix", "noreft", "direft",
-    "direft_prefix", "prefix_tuning", "prefix_tuning_flat", "mam", "unipelt",
+    "direft_prefix", "prefix_tuning", "prefix_tuning_flat", "mam", "unipelt", "seq_bn_inv",
+    "double_seq_bn_inv",
 )  # fmt: skip
 GOLDEN = [
     pytest.param(place / family / method, id=f"{place.name}-{family}-{method}")
@@ -29,7 +30,7 @@ GOLDEN = [
     if (place / family / method).is_dir()
 ]
 # what adapters 1.3 has beyond these
-ABSENT = ("compacter", "dvora", "mtl_lora", "prompt_tuning", "seq_bn_inv")
+ABSENT = ("compacter", "dvora", "mtl_lora", "prompt_tuning")
 INPUTS = ("input_ids", "attention_mask", "decoder_input_ids", "pixel_values")
 PICKLED = "pytorch_adapter.bin"
 

@@ -83,6 +83,8 @@ def other(field: str, value: Any) -> Any:
         return VALUES[field]
     if field in ("activation_function", "non_linearity"):
         return "relu"
+    if field == "inv_adapter":
+        return None
     if field == "scaling":
         return 2.0 if value == "learned" else "learned"
     if field == "init_weights":

@@ -7,6 +7,7 @@ the residual stream, the module that reads the stream, the norm behind the addit
 
 from __future__ import annotations
 
+from .entries import NAME as ENTRY
 from .find import find
 from .sites import (
     ATTENTION_ROLES,
@@ -27,6 +28,7 @@ from .sites import (
 
 __all__ = [
     "ATTENTION_ROLES",
+    "ENTRY",
     "MLP_ROLES",
     "ROLES",
     "Anatomy",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .attentions import attentions_of
+from .entries import entry_of
 from .experts import stores_turned
 from .layouts import parts_of
 from .names import below, parent
@@ -70,8 +71,9 @@ def find(model: nn.Module) -> Anatomy:
     outside = tuple(_outside(tree, inside))
     attentions, unreachable = attentions_of(tree, blocks)
     reason = "" if blocks else _why_none(tree)
+    entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
     tokens = tokens_of(tree, blocks)
-    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable, tokens=tokens)
+    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable, entry, no_entry, tokens)
 
 
 def _layers(site: Site) -> tuple[str, ...]:
@@ -158,6 +160,7 @@ def _read(branch: Branch, stack: str) -> Block:
             and CROSS.search(f"{stack.rpartition('.')[2]}.{shape.path}") is not None,
             parameter=shape.parameter,
             transposed=shape.transposed,
+            overwritten=bool(row.overwritten and re.fullmatch(row.overwritten, shape.path)),
             experts=shape.experts,
         )
         for shape in shapes
@@ -176,6 +179,7 @@ def _read(branch: Branch, stack: str) -> Block:
         absent=row.absent | _absent(sites),
         mixed=streams.mixed,
         apart=streams.apart,
+        states=row.states,
         note=streams.note,
     )
 

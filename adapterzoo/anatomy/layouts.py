@@ -103,24 +103,19 @@ def _falcon(site: Site, inner: int, branch: Branch) -> Split:
     return _bigcode(site, inner, branch)
 
 
-def _codegen(site: Site, inner: int, branch: Branch) -> Split:
-    """`[q | v | k]` for each of the four slices of the tensor-parallel training run."""
-    size = site.d_out // 12
-    return _consecutive(("query", "value", "key"), (size, size, size), 4)
+def _equal(*roles: Role, groups: int = 1) -> Layout:
+    """Parts of equal width in each group."""
 
+    def layout(site: Site, inner: int, branch: Branch) -> Split:
+        size = site.d_out // groups // len(roles)
+        return _consecutive(roles, (size,) * len(roles), groups)
 
-def _key_value(site: Site, inner: int, branch: Branch) -> Split:
-    """`[k | v]`."""
-    half = site.d_out // 2
-    return _consecutive(("key", "value"), (half, half))
+    return layout
 
 
 def _one_for_both(site: Site, inner: int, branch: Branch) -> Split:
     """The same features are key and value."""
-    return {
-        "key": OutputSlice(1, site.d_out, 0, site.d_out),
-        "value": OutputSlice(1, site.d_out, 0, site.d_out),
-    }
+    return dict.fromkeys(("key", "value"), OutputSlice(1, site.d_out, 0, site.d_out))
 
 
 def _latent(site: Site, inner: int, branch: Branch) -> Split:
@@ -169,18 +164,6 @@ def _levit(site: Site, inner: int, branch: Branch) -> Split:
     return _consecutive(("key", "value"), (size, value), heads)
 
 
-def _gate_in(site: Site, inner: int, branch: Branch) -> Split:
-    """`[gate | in]`; the gate is the half that goes through the activation."""
-    half = site.d_out // 2
-    return _consecutive(("mlp_gate", "mlp_in"), (half, half))
-
-
-def _in_gate(site: Site, inner: int, branch: Branch) -> Split:
-    """`[in | gate]`."""
-    half = site.d_out // 2
-    return _consecutive(("mlp_in", "mlp_gate"), (half, half))
-
-
 def _gate_in_by_turns(site: Site, inner: int, branch: Branch) -> Split:
     """Gate and input alternate feature by feature."""
     return _consecutive(("mlp_gate", "mlp_in"), (1, 1), site.d_out // 2)
@@ -191,15 +174,17 @@ LAYOUTS: Mapping[str, Layout] = {
     "q, k, v per head": _per_head,
     "q, k, v by multi_query": _bigcode,
     "falcon": _falcon,
-    "codegen": _codegen,
-    "k, v": _key_value,
+    # for each of the four slices of the tensor-parallel training run
+    "codegen": _equal("query", "value", "key", groups=4),
+    "k, v": _equal("key", "value"),
     "k = v": _one_for_both,
     "k, v per head": _latent,
     "q, gate per head": _query_gate,
     "q, k, v of linear attention": _linear_attention,
     "q, k, v, z per head": _gated_linear_attention,
     "levit": _levit,
-    "gate, in": _gate_in,
-    "in, gate": _in_gate,
+    # the gate is the half that goes through the activation
+    "gate, in": _equal("mlp_gate", "mlp_in"),
+    "in, gate": _equal("mlp_in", "mlp_gate"),
     "gate, in by turns": _gate_in_by_turns,
 }

@@ -119,6 +119,7 @@ class Row:
         roles: layer to role.
         absent: roles that a block may lack, since it takes the values from elsewhere.
         functional: layers whose weights are read without the layer being called.
+        overwritten: layers into whose output the model writes in place.
         experts: modules with a 3-D `weight` that holds all experts, to role.
         layouts: fused layer to the name of a layout of `layouts.LAYOUTS`.
         post_norm: whether ambiguous norms follow the addition; the name of a config flag says
@@ -131,13 +132,17 @@ class Row:
         mixed: sub-layers whose source does not read the stream alone; `note` says what it reads.
         apart: sub-layers whose output is not plainly added to the stream; `note` says what
             becomes of it.
+        states: what the output of a block is, where it is not one state for each token of each
+            row.
         outside: whether the class looks like a block but is none.
+        no_entry: why nothing can stand in front of the first block.
         note: why there are no stream sites, or what is mixed.
     """
 
     roles: Mapping[str, Role] = field(default_factory=dict)
     absent: frozenset[Role] = frozenset()
     functional: str | None = None
+    overwritten: str | None = None
     experts: Mapping[str, Role] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     post_norm: bool | str | None = None
@@ -146,10 +151,13 @@ class Row:
     lists: tuple[str, ...] = ()
     mixed: frozenset[SubLayerKind] = frozenset()
     apart: frozenset[SubLayerKind] = frozenset()
+    states: str = ""
     outside: bool = False
+    no_entry: str = ""
     note: str = ""
 
 
+_FIRST = "[tokens, rows, d_model]"
 _STABLE = Row(post_norm="!do_stable_layer_norm")
 _POST = Row(post_norm=True)
 _SHARED_KV = Row(absent=frozenset({"key", "value"}))
@@ -161,6 +169,7 @@ _BRANCH_NORMS = Row(
 )
 _BOTH: frozenset[SubLayerKind] = frozenset({"attention", "mlp"})
 _HYPER = Row(
+    states="several residual streams",
     layouts={r"self_attn\.kv_proj": "k = v"},
     apart=_BOTH,
     note="hyper-connections: several residual streams, mixed by learned weights",
@@ -169,6 +178,7 @@ _SHARED_BLOCK = Row(
     apart=_BOTH, note="the shared attention block only adds to what the next Mamba layer reads"
 )
 _ATTENTION: frozenset[SubLayerKind] = frozenset({"attention", "cross"})
+_OVERWRITTEN_QUERY = Row(overwritten=r".*\.query(_global)?")
 _QUERIES = Row(post_norm=True, mixed=_ATTENTION, note="attention reads the stream plus positions")
 _LW_DETR = Row(
     norms={r"layer_norm": ("at", "mlp")}, post_norm=True, mixed=_ATTENTION, note=_QUERIES.note
@@ -192,15 +202,18 @@ _XLM_NORMS: Mapping[str, tuple[Place, SubLayerKind] | None] = {
 
 # by the class of the block, or by `model_type` of the nearest configuration
 ARCHITECTURES: Mapping[str, Row] = {
+    "albert": Row(no_entry="its first block runs several times in one call"),
     "axk2": Row(
         roles={r"self_attn\.q_gate_proj": "qkv"},
         layouts={r"self_attn\.q_gate_proj": "q, gate per head"},
     ),
     "bigbird_pegasus": Row(post_norm=False),
+    "BridgeTowerResidualAttention": Row(states=_FIRST),
     "blt": Row(norms={"q_norm": ("pre", "cross")}),
     "ClvpEncoderLayer": Row(layouts={r"mlp\.fc1\.proj": "in, gate"}),
     "ClvpSelfAttention": Row(outside=True),
     "codegen": Row(layouts={r"attn\.qkv_proj": "codegen"}),
+    "cpmant": Row(states="led by a prompt of the model's own, which is cut off at the end"),
     "data2vec-audio": _POST,
     "deepseek_v4": _HYPER,
     "EdgeTamVideoTwoWayAttentionBlock": _QUERIES,
@@ -222,9 +235,12 @@ ARCHITECTURES: Mapping[str, Row] = {
     "FastSpeech2ConformerEncoderLayer": Row(post_norm="!normalize_before"),
     "GroundingDinoDecoderLayer": _QUERIES,
     "GroundingDinoEncoderLayer": _GROUNDING,
-    "falcon": Row(layouts={r".*query_key_value": "falcon"}),
+    "falcon": Row(layouts={r".*query_key_value": "falcon"}, overwritten=r"mlp\.dense_4h_to_h"),
     "flaubert": Row(lists=_XLM_LISTS, norms=_XLM_NORMS, post_norm="!pre_norm"),
-    "gemma3n_text": _SHARED_KV,
+    "fsmt": Row(states=_FIRST),
+    "gemma3n_text": Row(
+        absent=frozenset({"key", "value"}), states="several residual streams (AltUp)"
+    ),
     "gemma4_text": _SHARED_KV,
     "glm5_next_text": _HYPER,
     "gpt_bigcode": Row(layouts={r"attn\.c_attn": "q, k, v by multi_query"}),
@@ -248,13 +264,19 @@ ARCHITECTURES: Mapping[str, Row] = {
             r"mlp\.output_linear": "mlp",
         },
     ),
-    "levit": Row(note="attention and feed-forward part are blocks of their own, of convolutions"),
+    "led": _OVERWRITTEN_QUERY,
+    "levit": Row(
+        states="that of the next stage, narrower in tokens and wider in features",
+        note="attention and feed-forward part are blocks of their own, of convolutions",
+    ),
     "LightGlueTransformerLayer": Row(
         norms={r".*_mlp\.layer_norm": None},
         mixed=frozenset({"mlp"}),
         apart=frozenset({"attention", "cross"}),
         note="the feed-forward part reads the stream beside attention's output",
     ),
+    "llama4_text": Row(overwritten=r"feed_forward\.shared_expert\.down_proj"),
+    "longformer": _OVERWRITTEN_QUERY,
     "LwDetrDecoderLayer": _LW_DETR,
     "Mask2FormerMaskedAttentionDecoderLayer": Row(
         post_norm="!pre_norm", mixed=_ATTENTION, note=_QUERIES.note
@@ -340,7 +362,9 @@ ARCHITECTURES: Mapping[str, Row] = {
     "SeamlessM4Tv2TextToUnitDecoderLayer": _POST,
     "sew": _POST,
     "speecht5": _POST,
-    "SwiftFormerStage": Row(absent=frozenset({"value"})),
+    "SwiftFormerStage": Row(
+        absent=frozenset({"value"}), states="a feature map [rows, d_model, height, width]"
+    ),
     "swin2sr": _BRANCH_NORMS,
     "swinv2": _BRANCH_NORMS,
     "timesformer": Row(outs={r"temporal_attention\.output\.dense": "temporal_dense"}),
@@ -352,6 +376,7 @@ ARCHITECTURES: Mapping[str, Row] = {
         outs={r"attention": "attention"},
         post_norm="!do_stable_layer_norm",
     ),
+    "VitDetLayer": Row(states="a feature map [rows, d_model, height, width]"),
     "XCLIPVisionEncoderLayer": Row(
         norms={
             r"layer_norm1": ("pre", "attention"),

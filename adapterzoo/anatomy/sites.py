@@ -21,7 +21,9 @@ Role = Literal[
     "lm_head",
     "other",
 ]
-Kind = Literal["linear", "embedding", "experts", "output", "norm", "block", "attention"]
+Kind = Literal[
+    "linear", "embedding", "experts", "output", "norm", "block", "attention", "entry"
+]  # fmt: skip
 SubLayerKind = Literal["attention", "cross", "mlp"]
 
 ATTENTION_ROLES: tuple[Role, ...] = ("query", "key", "value", "qkv", "attention_out")
@@ -65,7 +67,8 @@ class Site:
         layer: number of the block, counted over all stacks in model order; −1 outside blocks.
         stack: path of the container of blocks, empty outside blocks.
         kind: what sits there: a layer with a 2-D weight, an embedding, a fused parameter that
-            holds all experts, or (stream sites) a module's output, a norm, a block.
+            holds all experts, or (stream sites) a module's output, a norm, a block; "entry": what
+            the first block is given, with as many tokens as the model was called with.
         d_in: input features.
         d_out: output features; of the part, when `output_slice` is set.
         cross: whether it belongs to cross-attention.
@@ -76,6 +79,7 @@ class Site:
         transposed: whether the weight is stored `[d_in, d_out]` (Conv1D, some experts).
         source: stream sites only: path of the module whose first input is the residual stream
             before the sub-layer.
+        overwritten: whether the model writes into the layer's output in place.
         experts: how many weights the parameter holds, 0 for one without an experts dimension.
         heads: attention sites only: number of heads of keys and values.
         head_widths: attention sites only: features of a key and of a value in one head.
@@ -93,6 +97,7 @@ class Site:
     parameter: str | None = None
     transposed: bool = False
     source: str | None = None
+    overwritten: bool = False
     experts: int = 0
     heads: int = 0
     head_widths: tuple[int, int] = (0, 0)
@@ -231,6 +236,7 @@ class Block:
             keys and values that several blocks share.
         mixed: sub-layers whose source reads something else beside the stream.
         apart: sub-layers whose output meets the stream in another way than by an addition.
+        states: what its output is, where it is not one state for each token of each row.
         note: what that is, or why there are no stream sites; empty for almost all models.
     """
 
@@ -245,7 +251,18 @@ class Block:
     absent: frozenset[Role] = frozenset()
     mixed: frozenset[SubLayerKind] = frozenset()
     apart: frozenset[SubLayerKind] = frozenset()
+    states: str = ""
     note: str = ""
+
+    @property
+    def output(self) -> str | None:
+        """Path of the module whose output is that of the block, None where there is none.
+
+        XLM keeps the layers of all blocks in parallel lists; a norm comes last in each block.
+        """
+        if self.path.startswith(f"{self.stack}."):
+            return self.path
+        return self.sublayers[-1].norm if self.sublayers else None
 
     def named(self, role: Role, cross: bool | None = None) -> tuple[Site, ...]:
         """The block's sites of a role: whole layers, and parts of fused ones.
@@ -282,6 +299,9 @@ class Anatomy:
         reason: why there are no blocks; empty when there are.
         attentions: the attention modules that take keys and values beside their own.
         unreachable: why some attention of a block does not; empty when all do.
+        entry: the site in front of the first block that the embeddings feed; `d_in` and `d_out`
+            are the width there. None without one.
+        no_entry: why there is none; empty when there is.
         tokens: where tokens are embedded; None without blocks.
     """
 
@@ -290,6 +310,8 @@ class Anatomy:
     reason: str = ""
     attentions: tuple[Attention, ...] = ()
     unreachable: str = ""
+    entry: Site | None = None
+    no_entry: str = ""
     tokens: TokenInput | None = None
 
     def __iter__(self) -> Iterator[Site]:

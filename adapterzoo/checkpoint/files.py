@@ -7,6 +7,7 @@ that belong together are replaced together, see `folders`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -14,7 +15,7 @@ import pickle
 import stat
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,23 +136,25 @@ def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
     try:
         check_regular(file)
         size = file.stat().st_size
-        if size > MAX_JSON:
-            raise CheckpointError(
-                f"{str(file)!r} has {size:,} bytes; a config has at most {MAX_JSON:,}. {hint}."
-            )
-        values = parse_json(file.read_bytes())
-    except CheckpointError:
-        raise
+        text = file.read_bytes() if size <= MAX_JSON else b""
     except OSError as error:
         raise CheckpointError(
             f"{str(file)!r} cannot be read ({error.strerror or error}). {hint}."
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(file)!r} is not JSON ({error}). {hint}.") from error
-    if not isinstance(values, dict):
+    if size > MAX_JSON:
         raise CheckpointError(
-            f"{str(file)!r} holds a {type(values).__name__}, not an object. {hint}."
+            f"{str(file)!r} has {size:,} bytes; a config has at most {MAX_JSON:,}. {hint}."
         )
+    return _object(text, repr(str(file)), hint)
+
+
+def _object(text: str | bytes, what: str, hint: str) -> dict[str, Any]:
+    try:
+        values = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not JSON ({error}). {hint}.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{what} holds a {type(values).__name__}, not an object. {hint}.")
     return values
 
 
@@ -192,14 +195,9 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     """
     if file.suffix == ".safetensors":
         return read_safetensors(file)[1]
-    try:
-        check_regular(file)
+    with _told(file):
         _refuse_compressed(file)
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except _DAMAGED as error:
-        raise _damaged(file, error) from error
     if not isinstance(loaded, dict) or not all(
         isinstance(key, str) and _is_plain(value) for key, value in loaded.items()
     ):
@@ -220,16 +218,10 @@ def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    try:
-        _check_header(file)
-        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-            # cloned: a mapped file must not change under a model, nor keep the file open
-            tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
-            return opened.metadata() or {}, tensors
-    except CheckpointError:
-        raise
-    except _DAMAGED as error:
-        raise _damaged(file, error) from error
+    with _opened(file) as opened:
+        # cloned: a mapped file must not change under a model, nor keep the file open
+        tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
+        return opened.metadata() or {}, tensors
 
 
 def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
@@ -238,14 +230,8 @@ def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the file is damaged, or there is something else.
     """
-    try:
-        _check_header(file)
-        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-            return parse_metadata(file, opened.metadata() or {}, key)
-    except CheckpointError:
-        raise
-    except _DAMAGED as error:
-        raise _damaged(file, error) from error
+    with _opened(file) as opened:
+        return parse_metadata(file, opened.metadata() or {}, key)
 
 
 def parse_metadata(file: Path, metadata: Mapping[str, str], key: str) -> dict[str, Any] | None:
@@ -256,18 +242,7 @@ def parse_metadata(file: Path, metadata: Mapping[str, str], key: str) -> dict[st
     """
     if key not in metadata:
         return None
-    try:
-        values = parse_json(metadata[key])
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{str(file)!r}: its metadata {key!r} is not JSON ({error}). {AGAIN}."
-        ) from error
-    if not isinstance(values, dict):
-        raise CheckpointError(
-            f"{str(file)!r}: its metadata {key!r} is a {type(values).__name__}, not an object. "
-            f"{AGAIN}."
-        )
-    return values
+    return _object(metadata[key], f"{str(file)!r}: its metadata {key!r}", AGAIN)
 
 
 def check_regular(file: Path) -> None:
@@ -283,25 +258,37 @@ def check_regular(file: Path) -> None:
         raise CheckpointError(f"{str(file)!r} is not a regular file. {AGAIN}.")
 
 
-def _check_header(file: Path) -> None:
-    check_regular(file)
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-    if size > _MAX_HEADER:
+@contextlib.contextmanager
+def _told(file: Path) -> Iterator[None]:
+    """Read a regular file, and turn what a damaged one raises into one error."""
+    try:
+        check_regular(file)
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{str(file)!r}: there is no such file. {AGAIN}.") from error
+    except _DAMAGED as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{str(file)!r} is damaged: its header would have more than {_MAX_HEADER:,} bytes. "
-            f"{AGAIN}."
-        )
+            f"{str(file)!r} is damaged, or holds more than tensors ({reason}). {AGAIN}; a file "
+            f"that holds code is not opened."
+        ) from error
 
 
-def _damaged(file: Path, error: Exception) -> CheckpointError:
-    if isinstance(error, FileNotFoundError):
-        return CheckpointError(f"{str(file)!r}: there is no such file. {AGAIN}.")
-    reason = str(error).partition("\n")[0] or type(error).__name__
-    return CheckpointError(
-        f"{str(file)!r} is damaged, or holds more than tensors ({reason}). {AGAIN}; a file that "
-        f"holds code is not opened."
-    )
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file with a header that is not too long."""
+    with _told(file):
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+        if size > _MAX_HEADER:
+            raise CheckpointError(
+                f"{str(file)!r} is damaged: its header would have more than {_MAX_HEADER:,} bytes. "
+                f"{AGAIN}."
+            )
+        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
 
 
 def _is_plain(value: object) -> bool:

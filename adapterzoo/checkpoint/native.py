@@ -3,8 +3,7 @@
 `adapter.safetensors` holds an adapter, with its head where there is one; `head.safetensors` a
 head alone. Keys are `<path of the site>/<parameter>`, those of a head `head//<parameter>`; no
 name of an adapter or head is part of them. The metadata say what the tensors mean, and have one
-SHA-256 of both. The JSON file repeats the metadata; an edit there would have no effect, and is
-therefore an error.
+SHA-256 of both. The JSON file repeats the metadata: an edit there has no effect, so it is an error.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ _HEAD = "head//"
 _HASH = "sha256"
 # of files before there was one
 _OLD_HASHES = ("digest", "digests")
-# in an edited config, what is not the editor's to change
-_FIXED = ("format", "version")
 # of a value, in characters, and of lines
 _WIDTH, _LINES = 60, 3
 
@@ -83,37 +80,23 @@ def keyed(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return checkpoint.adapter | {_HEAD + key: tensor for key, tensor in checkpoint.head.items()}
 
 
-def save(folder: Path, kind: str, checkpoint: Checkpoint) -> None:
-    """Write `<kind>.safetensors` and `<kind>_config.json`.
-
-    Raises:
-        CheckpointError: the folder cannot be written; an old checkpoint is still whole.
-    """
-    files.write_all(folder, encode(checkpoint, kind))
-
-
-def load(folder: Path, kind: str, edited: bool = False) -> Checkpoint:
-    """Read what `save` wrote.
+def load(folder: Path, kind: str) -> Checkpoint:
+    """Read a checkpoint from `<kind>.safetensors`.
 
     Args:
-        folder: that `save` was given.
-        kind: the same.
-        edited: whether `<kind>_config.json`, changed by hand, replaces the metadata.
+        folder: on disk.
+        kind: what it holds.
 
     Raises:
         CheckpointError: it is missing, damaged, of another format or of a newer version.
     """
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{str(folder)!r}: there is no such folder. Write the folder that save_{kind} was "
-            f"given."
-        )
     file = folder / f"{kind}.safetensors"
     with folders.reading(folder):
         if not file.exists():
+            what = "file" if folder.is_dir() else "folder"
             raise CheckpointError(
-                f"{str(file)!r}: there is no such file. Write the folder that save_{kind} was "
-                f"given."
+                f"{str(file if what == 'file' else folder)!r}: there is no such {what}. Write the "
+                f"folder that save_{kind} was given."
             )
         metadata, tensors = read(file)
         version = metadata.get("version")
@@ -127,7 +110,7 @@ def load(folder: Path, kind: str, edited: bool = False) -> Checkpoint:
                 f"{str(file)!r} was written in version {version} of the format, and this release "
                 f"reads up to {VERSION}. Write pip install -U adapterzoo."
             )
-        metadata = _as_written(file, metadata, tensors, edited)
+        metadata = _as_written(file, metadata, tensors)
     head = {k.removeprefix(_HEAD): t for k, t in tensors.items() if k.startswith(_HEAD)}
     adapter = {k: t for k, t in tensors.items() if not k.startswith(_HEAD)}
     return Checkpoint(metadata, adapter, head)
@@ -150,25 +133,20 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _as_written(
-    file: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor], edited: bool
+    file: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The metadata, after comparing them and the tensors with what was written."""
+    """The metadata, after comparing them, the tensors and the copy with what was written."""
     expected = metadata.pop(_HASH, None)
     for old in _OLD_HASHES:
         metadata.pop(old, None)
-    copy_file = file.with_name(f"{file.stem}_config.json")
+    copy = file.with_name(f"{file.stem}_config.json")
     try:
         if expected is not None and expected != fingerprint(metadata, tensors):
             raise CheckpointError(
                 f"{str(file)!r} is not what was written: metadata or tensors have another SHA-256 "
                 f"than {_short(expected)}; nothing has been loaded. {files.AGAIN}."
             )
-        if not copy_file.exists() and not edited:
-            return metadata
-        copy = files.read_json(copy_file)
-        if edited:
-            return copy | {key: metadata[key] for key in _FIXED}
-        lines = list(_differences("", copy, metadata))
+        lines = list(_differences("", files.read_json(copy), metadata)) if copy.exists() else []
     except RecursionError as error:
         raise CheckpointError(
             f"the metadata of {str(file)!r} are nested too deeply; nothing has been loaded. "
@@ -178,10 +156,8 @@ def _as_written(
         shown = "; ".join(lines[:_LINES])
         shown += f"; and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
         raise CheckpointError(
-            f"{str(copy_file)!r} says {shown}. The tensors' file decides, and nothing has been "
-            f"loaded. If you edited the config on purpose, write adapterzoo convert "
-            f"{str(file.parent)!r} NEW_FOLDER --to native --edited; else delete {copy_file.name}, "
-            f"or copy the checkpoint again from where it was saved."
+            f"{str(copy)!r} says {shown}. The tensors' file decides, and nothing has been loaded. "
+            f"Delete {copy.name}, or copy the checkpoint again from where it was saved."
         )
     return metadata
 

@@ -50,30 +50,7 @@ class RefusedError(click.ClickException):
 
 
 class ExampleCommand(click.Command):
-    """A command whose help ends with an example.
-
-    Attributes:
-        example: lines as a user types them.
-    """
-
-    def __init__(self, *args: Any, example: str, **kwargs: Any) -> None:
-        """As `click.Command`.
-
-        Args:
-            *args: of `click.Command`.
-            example: lines as a user types them.
-            **kwargs: of `click.Command`.
-        """
-        super().__init__(*args, **kwargs)
-        self.example = example
-
-    def get_short_help_str(self, limit: int = 45) -> str:
-        """Return the first sentence of the help, uncut.
-
-        Args:
-            limit: ignored.
-        """
-        return (self.help or "").partition(".")[0].replace("\n", " ") + "."
+    """A command whose epilog is an example, in lines as a user types them."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the example.
@@ -83,7 +60,7 @@ class ExampleCommand(click.Command):
             formatter: takes the lines.
         """
         with formatter.section("Example"):
-            for line in self.example.splitlines():
+            for line in (self.epilog or "").splitlines():
                 formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -143,8 +120,11 @@ def command(name: str, example: str) -> Callable[[Callable[..., None]], ExampleC
     settings = {"help_option_names": ["-h", "--help"], "show_default": True}
 
     def make(function: Callable[..., None]) -> ExampleCommand:
-        made = click.command(name, cls=ExampleCommand, example=example, context_settings=settings)
-        return made(function)
+        # the first sentence, uncut
+        short = (function.__doc__ or "").partition(".")[0].replace("\n", " ") + "."
+        return click.command(
+            name, ExampleCommand, epilog=example, short_help=short, context_settings=settings
+        )(function)
 
     return make
 

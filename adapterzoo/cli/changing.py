@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import click
 
 from .app import command, model_option
@@ -18,7 +16,6 @@ from .output import be_quiet, note, wants_progress
 @model_option
 @click.option("--name", help="Name of the adapter in DST.  [default: its own]")
 @click.option("--head/--no-head", default=True, help="Whether to write the head too.")
-@click.option("--edited", is_flag=True, help="Take SRC's config as it was edited by hand.")
 @click.option("--revision", help="Branch, tag or commit of SRC on the Hub.")
 def convert_command(
     src: str,
@@ -27,30 +24,24 @@ def convert_command(
     model: str | None,
     name: str | None,
     head: bool,
-    edited: bool,
     revision: str | None,
 ) -> None:
     """Write an adapter in another format: that of adapterzoo, AdapterHub or PEFT.
 
     SRC is a folder or 'user/repository', DST a folder. The base model's config is needed to know
     its layers; its weights are read only if a file must hold some of them. If the format cannot
-    express the adapter, nothing is written. A native adapter whose adapter_config.json was edited
-    is refused everywhere except here with --edited.
+    express the adapter, nothing is written.
     """
     check_adapter(src)
     check_base(model)
     check_can_write(dst)
 
     from .checkpoints import open_checkpoint
-    from .converting import convert, with_edits
+    from .converting import convert
 
     be_quiet(wants_progress(False))
-    with contextlib.ExitStack() as stack:
-        if edited:
-            checkpoint = stack.enter_context(with_edits(src, revision))
-        else:
-            checkpoint = open_checkpoint(src, revision)
-        convert(checkpoint, dst, to, model, name, head)
+    checkpoint = open_checkpoint(src, revision)
+    convert(checkpoint, dst, to, model, name, head)
     click.echo(f"{dst}: {checkpoint.kind} in the format {to!r}, from {checkpoint.format!r}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,15 +16,13 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from adapterzoo import hub
-from adapterzoo.checkpoint import files, folders, formats, native
 from adapterzoo.errors import CheckpointError
 from adapterzoo.heads import HeadConfig
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.static_table import is_task
 from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 
-from .checkpoints import CheckpointFolder, open_checkpoint
+from .checkpoints import CheckpointFolder
 from .early import unwritable
 from .models import (
     Fitted,
@@ -102,32 +99,6 @@ def convert(
         return
     meta = checkpoint.meta
     found.model.save_adapter(folder, found.name, with_head=with_head, meta_dict=meta, format=to)
-
-
-@contextlib.contextmanager
-def with_edits(path: str, revision: str | None) -> Iterator[CheckpointFolder]:
-    """Open a native checkpoint whose config was edited by hand.
-
-    Args:
-        path: folder or name on the Hub.
-        revision: branch, tag or commit on the Hub.
-
-    Raises:
-        CheckpointError: it is damaged or in another format.
-        HubError: it cannot be downloaded.
-    """
-    folder = hub.resolve(path, revision)
-    with folders.reading(folder):
-        there = [kind for kind in formats.KINDS if formats.of(folder, kind) == "native"]
-        if not there:
-            raise CheckpointError(
-                f"{path!r} holds no native checkpoint; edited configs of other formats need no "
-                f"flag. Leave --edited out."
-            )
-        contents = native.encode(native.load(folder, there[0], edited=True), there[0])
-    with tempfile.TemporaryDirectory() as copy:
-        files.write_all(Path(copy), contents)
-        yield dataclasses.replace(open_checkpoint(copy), path=path)
 
 
 def merge(

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 from ._compile import compile_rows, compile_site, fusion_key, join_rows
 from ._copies import Copies
+from ._inverses import inverse_of
 from ._node import Composition
 from ._prefixes import prefix_of
 from ._prompts import Joined, Prompts, prompts_of
-from ._rows import RowMap, has_rows, has_tokens, numbered, rows_of
+from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
 from ._steps import Step, evaluate, fold
-from ._views import Nested
+from ._views import Around, Nested
 from .nodes import Average, BatchSplit, Fuse, Parallel, Split, Stack
 from .rules import from_json, fusions_of, last_adapter, parse, to_json, without
 
 __all__ = [
+    "Around",
     "Average",
     "BatchSplit",
     "Composition",
@@ -46,10 +48,12 @@ __all__ = [
     "fusions_of",
     "has_rows",
     "has_tokens",
+    "inverse_of",
     "join_rows",
     "last_adapter",
     "numbered",
     "parse",
+    "parts_of",
     "prefix_of",
     "prompts_of",
     "rows_of",

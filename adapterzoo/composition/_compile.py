@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from adapterzoo.contracts import Adapter, AttentionAdapter, can_batch
+from adapterzoo.contracts import Adapter, can_batch
 from adapterzoo.errors import CompositionError
 
 from ._node import Child, Node
@@ -29,7 +29,7 @@ def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) 
     if all(step is None for step in steps):
         return None
     if isinstance(setup, (Average, Fuse, Split)):
-        _refuse_prefixes(setup, present, adapter_of)
+        _refuse_unmixable(setup, present, adapter_of)
     if isinstance(setup, Fuse):
         return _fused(setup, steps, adapter_of)
     if isinstance(setup, Split):
@@ -47,13 +47,14 @@ def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) 
     return names if len(names) == len(nested) else Nest(nested, "output" if inner else "input")
 
 
-def _refuse_prefixes(setup: Node, present: Collection[str], adapter_of: AdapterOf) -> None:
+def _refuse_unmixable(setup: Node, present: Collection[str], adapter_of: AdapterOf) -> None:
     for name in setup.flatten():
-        if name in present and isinstance(adapter_of(name), AttentionAdapter):
+        what = adapter_of(name).stacks_only if name in present else ""
+        if what:
             raise CompositionError(
-                f"{setup!r}: {name!r} has keys and values of a prefix, which cannot be averaged, "
-                f"fused or given to a part of the sequence. Write Stack({name!r}, …), or "
-                f"BatchSplit({name!r}, …) for different rows of a batch."
+                f"{setup!r}: {name!r} has {what}, which cannot be averaged, fused or given to a "
+                f"part of the sequence. Write Stack({name!r}, …), or BatchSplit({name!r}, …) for "
+                f"different rows of a batch."
             )
 
 

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from adapterzoo.anatomy import TokenInput
 from adapterzoo.contracts import Joins, PromptAdapter
-from adapterzoo.errors import CompositionError
 
 from ._node import Child, Node
-from .nodes import Average, Fuse, Split
 
 Key = tuple[str, int | None]
 
@@ -77,9 +75,6 @@ def prompts_of(
     Args:
         parts: compositions without rows.
         adapters: name to those of its adapters that add tokens.
-
-    Raises:
-        CompositionError: such an adapter is fused, averaged, or on a part of the sequence.
     """
     return tuple(tuple(_added(part, adapters)) for part in parts)
 
@@ -92,13 +87,6 @@ def _added(node: Child, adapters: Mapping[str, Sequence[PromptAdapter]]) -> list
             Added(adapter.shared_key or (node, None), adapter.length, adapter.after_first)
             for adapter in adapters.get(node, ())
         ]
-    inside = [name for name in node.flatten() if adapters.get(name)]
-    if inside and isinstance(node, (Average, Fuse, Split)):
-        raise CompositionError(
-            f"{node!r}: {inside[0]!r} adds tokens to the sequence, which cannot be averaged, fused "
-            f"or given to a part of it. Write Stack({inside[0]!r}, …), or "
-            f"BatchSplit({inside[0]!r}, …) for different rows of a batch."
-        )
     return [added for child in node.children for added in _added(child, adapters)]
 
 

@@ -225,6 +225,11 @@ class RowMap:
         """The same rows where parts have other numbers, several the same perhaps."""
         return replace(self, index=tuple(numbers[part] for part in self.index), _layouts={})
 
+    def of(self, other: RowMap, part: int) -> RowMap:
+        """The rows that take a part of another division of the batch, in the order of `take`."""
+        index = tuple(own for own, p in zip(self.index, other.index, strict=True) if p == part)
+        return replace(self, index=index, _layouts={})
+
     def layout(self, count: int) -> Layout:
         """The layout of a batch of so many rows.
 
@@ -286,3 +291,16 @@ def numbered(parts: Sequence[Child]) -> tuple[tuple[Child, ...], tuple[int, ...]
     """The different ones among the rows' compositions, and the number of each row's."""
     numbers: Mapping[Child, int] = {p: i for i, p in enumerate(dict.fromkeys(parts))}
     return tuple(numbers), tuple(numbers[p] for p in parts)
+
+
+def parts_of(setup: Node) -> tuple[tuple[Child, ...], RowMap | None]:
+    """The different compositions of a batch's rows, and which row takes which; None: all take one.
+
+    Raises:
+        CompositionError: two divisions of the batch in it do not fit each other.
+    """
+    if not has_rows(setup):
+        return (setup,), None
+    found, repeats, exact = rows_of(setup)
+    parts, index = numbered(found)
+    return parts, RowMap(index, repeats, exact=exact)

@@ -10,6 +10,7 @@ from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types, token_places
 from ._labels import labels_from
 from ._lm import LMHead
+from ._losses import Logits
 from ._pooled import PooledHead
 from ._pooling import POOLINGS, Pooling, pool
 from ._static import InexpressibleError, Shapes, Static, StaticHead
@@ -32,6 +33,7 @@ __all__ = [
     "ImageClassificationConfig",
     "InexpressibleError",
     "LMHead",
+    "Logits",
     "MaskedLMConfig",
     "MultilabelClassificationConfig",
     "MultipleChoiceConfig",

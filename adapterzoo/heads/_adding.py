@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from adapterzoo.registry import Registry
 
 from ._base import HeadConfig
+from ._labels import labels_from
 
 Labels = Mapping[int, str] | None
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -25,12 +28,30 @@ class Model(Protocol):
         """Add a head and make it the active one."""
 
 
-def adds_head(function: _F) -> _F:
-    """Make a function a method of all models with named heads, which its name tells.
+def adds_head(config: Callable[..., HeadConfig]) -> Callable[[_F], _F]:
+    """Make a declaration a method of all models with named heads.
+
+    The declaration is a signature and a docstring. Its arguments are AdapterHub's: `self`, the
+    model; `head_name`; `overwrite_ok`; `id2label`, if the head has labels; fields of the config.
 
     Args:
-        function: its first argument is the model, called `self`, the second is `head_name`; the
-            arguments are AdapterHub's.
+        config: makes the config from the fields.
     """
-    add_methods.register(function.__name__)(function)
-    return function
+
+    def decorate(declared: _F) -> _F:
+        signature = inspect.signature(declared)
+
+        @functools.wraps(declared)
+        def add(*args: object, **kwargs: object) -> None:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            fields = dict(given.arguments)
+            model, name, overwrite_ok = map(fields.pop, ("self", "head_name", "overwrite_ok"))
+            if "id2label" in fields:
+                fields["label2id"] = labels_from(fields.pop("id2label"))
+            model.add_prediction_head_from_config(name, config(**fields), overwrite_ok)
+
+        add_methods.register(declared.__name__)(add)
+        return cast("_F", add)
+
+    return decorate

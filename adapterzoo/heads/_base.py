@@ -81,6 +81,18 @@ class HeadConfig(Config):
 
     label2id: Mapping[str, int] | None = None
 
+    def __post_init__(self) -> None:
+        """Check every field, and number the labels that have no names."""
+        super().__post_init__()
+        if (count := self.label_count) is not None:
+            names = checked(type(self).__name__, self.label2id, count)
+            object.__setattr__(self, "label2id", names)
+
+    @property
+    def label_count(self) -> int | None:
+        """The number of labels; None without the field for it."""
+        return getattr(self, self.count_field, None)
+
     @abstractmethod
     def build(self, backbone: Backbone) -> PredictionHead:
         """Return a fresh head on the backbone's device and of its dtype.
@@ -190,11 +202,6 @@ class HeadConfig(Config):
             changes["label2id"] = recounted(type(self).__name__, count, *names)
         return super().replace(**changes)
 
-    def _check_labels(self, count: int) -> None:
-        """Number the labels where they have no names; check the names where they have."""
-        names = checked(type(self).__name__, self.label2id, count)
-        object.__setattr__(self, "label2id", names)
-
 
 class PredictionHead(Head):
     """Base of the heads that a model can hold by name.
@@ -203,7 +210,11 @@ class PredictionHead(Head):
         config: from which it was built; saved with it.
         pooling: how one vector is taken from the tokens of a sequence; it decides which hidden
             states and which mask `forward` gets. None for heads on tokens.
+        has_exit: whether `forward` takes `at_exit`, a function of what enters its last layer, with
+            which adapters undo what they did to the embeddings.
     """
+
+    has_exit: ClassVar[bool] = False
 
     def __init__(self, config: HeadConfig, pooling: Pooling | None = None) -> None:
         """Keep the config.

@@ -27,27 +27,18 @@ class LayersConfig(HeadConfig):
         layers: number of linear layers.
         activation_function: between them; None for none.
         dropout_prob: before each; None for that of the model.
+        bias: whether the last layer has one.
     """
 
     layers: int = field(1, LAYERS)
     activation_function: str | None = field("tanh", ActivationName())
     dropout_prob: float | None = field(None, Maybe(Share(), "that of the model"))
-
-    def __post_init__(self) -> None:
-        """Check every field, and number the labels that have no names."""
-        super().__post_init__()
-        self._check_labels(self.label_count)
-
-    @property
-    def label_count(self) -> int:
-        """How many labels there are."""
-        count: int = getattr(self, self.count_field)
-        return count
+    bias: bool = field(True, ours=True)
 
     @property
     def d_out(self) -> int:
         """Features after the last layer."""
-        return self.label_count
+        return self.label_count or 0
 
 
 class Activation(nn.Module):
@@ -81,11 +72,7 @@ class LayersHead(PredictionHead):
     config: LayersConfig
 
     def __init__(
-        self,
-        config: LayersConfig,
-        backbone: Backbone,
-        pooling: Pooling | None = None,
-        bias: bool = True,
+        self, config: LayersConfig, backbone: Backbone, pooling: Pooling | None = None
     ) -> None:
         """Make the layers.
 
@@ -93,7 +80,6 @@ class LayersHead(PredictionHead):
             config: of the head.
             backbone: the model below.
             pooling: resolved; None for a head on tokens.
-            bias: whether the last layer has one.
         """
         super().__init__(config, pooling)
         dropout = backbone.dropout if config.dropout_prob is None else config.dropout_prob
@@ -103,7 +89,7 @@ class LayersHead(PredictionHead):
             layers += [nn.Dropout(dropout), backbone.linear(width, width)]
             if config.activation_function:
                 layers.append(Activation(config.activation_function))
-        layers += [nn.Dropout(dropout), backbone.linear(width, config.d_out, bias)]
+        layers += [nn.Dropout(dropout), backbone.linear(width, config.d_out, config.bias)]
         number(self, layers)
 
     def score(self, x: Tensor) -> Tensor:

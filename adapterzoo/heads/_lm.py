@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -95,6 +96,7 @@ class LMHead(VocabularyHead):
     """Layers on each token, the last onto the vocabulary; children numbered in their order."""
 
     config: LMConfig
+    has_exit: ClassVar[bool] = True
 
     def __init__(
         self, config: LMConfig, backbone: Backbone, embedding_size: int | None, dropout: float
@@ -159,9 +161,15 @@ class LMHead(VocabularyHead):
             logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
         return logits
 
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        at_exit: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Return logits `[batch, tokens, vocab_size]`. `hidden` `[batch, tokens, d_model]`."""
-        return self.decode(self.features(hidden))
+        features = self.features(hidden)
+        return self.decode(features if at_exit is None else at_exit(features))
 
     def loss(self, logits: Logits, labels: Tensor, count: Count = None) -> Tensor:
         """Return the cross entropy of `labels` `[batch, tokens]`."""

@@ -29,13 +29,11 @@ class PooledConfig(LayersConfig):
 
     Attributes:
         use_pooler: whether the model pools; the same as `pooling="pooler"`.
-        bias: whether the last layer has one.
         pooling: which tokens stand for the sequence.
     """
 
     layers: int = 2
     use_pooler: bool = False
-    bias: bool = field(True, ours=True)
     pooling: Pooling = field("auto", Choice(*POOLINGS), ours=True)
 
     def __post_init__(self) -> None:
@@ -134,7 +132,7 @@ class PooledHead(LayersHead):
 
     def __init__(self, config: PooledConfig, backbone: Backbone) -> None:
         """Make the layers."""
-        super().__init__(config, backbone, config.resolved(backbone), config.bias)
+        super().__init__(config, backbone, config.resolved(backbone))
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return logits `[batch, num_labels]`.

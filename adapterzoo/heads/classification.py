@@ -6,13 +6,12 @@ Differs from AdapterHub: `pooling` chooses the tokens; labels of −100 do not c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from adapterzoo.fields import field
 
 from ._adding import Labels, Model, adds_head
 from ._base import head_types
-from ._labels import labels_from
 from ._layers import COUNT
 from ._pooled import PooledConfig, is_multilabel
 from ._pooling import Pooling
@@ -35,28 +34,17 @@ class ClassificationConfig(PooledConfig):
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
-        """Return the head of a classifier of sequences, unless each label is a yes or no."""
-        return None if is_multilabel(static) else super().from_static(static)
+        """Return the head of a sequence classifier, if its labels are of the kind of this type."""
+        fits = is_multilabel(static) == (cls is MultilabelClassificationConfig)
+        return super().from_static(static) if fits else None
 
 
 @head_types.register("multilabel_classification")
 @dataclass(frozen=True, kw_only=True)
-class MultilabelClassificationConfig(PooledConfig):
+class MultilabelClassificationConfig(ClassificationConfig):
     """A head that gives a yes or no for each of `num_labels` labels."""
 
     head_type: ClassVar[str] = "multilabel_classification"
-    output_class: ClassVar[str] = "SequenceClassifierOutput"
-    pipeline_tag: ClassVar[str | None] = "text-classification"
-    peft_task: ClassVar[str | None] = "SEQ_CLS"
-    task_classes: ClassVar[tuple[str, ...]] = ("ForSequenceClassification",)
-
-    num_labels: int = field(2, COUNT)
-    bias: bool = True
-
-    @classmethod
-    def from_static(cls, static: Static) -> StaticHead | None:
-        """Return the head of a classifier of sequences where each label is a yes or no."""
-        return super().from_static(static) if is_multilabel(static) else None
 
     @property
     def problem_type(self) -> str:
@@ -64,7 +52,11 @@ class MultilabelClassificationConfig(PooledConfig):
         return "multi_label_classification"
 
 
-@adds_head
+def _config(*, multilabel: bool, **fields: Any) -> PooledConfig:
+    return (MultilabelClassificationConfig if multilabel else ClassificationConfig)(**fields)
+
+
+@adds_head(_config)
 def add_classification_head(
     self: Model,
     head_name: str,
@@ -91,13 +83,3 @@ def add_classification_head(
         use_pooler: whether to take the model's own pooled output.
         pooling: which tokens stand for the sequence; "auto" as in the model's family.
     """
-    kind = MultilabelClassificationConfig if multilabel else ClassificationConfig
-    config = kind(
-        num_labels=num_labels,
-        layers=layers,
-        activation_function=activation_function,
-        label2id=labels_from(id2label),
-        use_pooler=use_pooler,
-        pooling=pooling,
-    )
-    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -24,7 +24,6 @@ from adapterzoo.fields import Range, field
 from ._adding import Labels, Model, adds_head
 from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types
-from ._labels import labels_from
 from ._losses import IGNORED, Count, Logits, check_range, cross_entropy
 
 
@@ -44,11 +43,6 @@ class DependencyParsingConfig(HeadConfig):
     inputs: ClassVar[tuple[str, ...]] = ("word_starts",)
 
     num_labels: int = field(2, Range(1, 100_000))
-
-    def __post_init__(self) -> None:
-        """Check every field, and number the labels that have no names."""
-        super().__post_init__()
-        self._check_labels(self.num_labels)
 
     def build(self, backbone: Backbone) -> DependencyParsingHead:
         """Return a fresh head; its scores are 0 until it is trained."""
@@ -170,7 +164,7 @@ def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
     return (member.to(hidden.dtype) @ hidden) / share
 
 
-@adds_head
+@adds_head(DependencyParsingConfig)
 def add_dependency_parsing_head(
     self: Model,
     head_name: str,
@@ -179,5 +173,3 @@ def add_dependency_parsing_head(
     id2label: Labels = None,
 ) -> None:
     """Add a head that finds each word's head and relation; `forward` takes `word_starts`."""
-    config = DependencyParsingConfig(num_labels=num_labels, label2id=labels_from(id2label))
-    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -13,7 +13,6 @@ from adapterzoo.fields import field
 
 from ._adding import Labels, Model, adds_head
 from ._base import head_types
-from ._labels import labels_from
 from ._layers import COUNT
 from ._pooled import PooledConfig, is_multilabel
 from ._pooling import Pooling
@@ -76,7 +75,7 @@ class ImageClassificationConfig(PooledConfig):
         return {**super().labels_of(static, outputs), "multilabel": is_multilabel(static)}
 
 
-@adds_head
+@adds_head(ImageClassificationConfig)
 def add_image_classification_head(
     self: Model,
     head_name: str,
@@ -90,13 +89,3 @@ def add_image_classification_head(
     pooling: Pooling = "auto",
 ) -> None:
     """Add a head that classifies images; arguments as of `add_classification_head`."""
-    config = ImageClassificationConfig(
-        num_labels=num_labels,
-        layers=layers,
-        activation_function=activation_function,
-        multilabel=multilabel,
-        label2id=labels_from(id2label),
-        use_pooler=use_pooler,
-        pooling=pooling,
-    )
-    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -10,6 +10,7 @@ BART compute, so that these heads equal those models bit for bit.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -116,7 +117,7 @@ class Seq2SeqLMConfig(LMConfig):
         return LMHead(self, backbone, None, 0.0)
 
 
-@adds_head
+@adds_head(MaskedLMConfig)
 def add_masked_lm_head(
     self: Model,
     head_name: str,
@@ -125,11 +126,9 @@ def add_masked_lm_head(
     overwrite_ok: bool = False,
 ) -> None:
     """Add a head that predicts masked tokens; it shares the embedding if the model ties it."""
-    config = MaskedLMConfig(layers=layers, activation_function=activation_function)
-    self.add_prediction_head_from_config(head_name, config, overwrite_ok)
 
 
-@adds_head
+@adds_head(functools.partial(CausalLMConfig, layer_norm=True, bias=True))
 def add_causal_lm_head(
     self: Model,
     head_name: str,
@@ -138,15 +137,10 @@ def add_causal_lm_head(
     overwrite_ok: bool = False,
 ) -> None:
     """Add a head that predicts the next token; it shares the embedding if the model ties it."""
-    config = CausalLMConfig(
-        layers=layers, activation_function=activation_function, layer_norm=True, bias=True
-    )
-    self.add_prediction_head_from_config(head_name, config, overwrite_ok)
 
 
-@adds_head
+@adds_head(Seq2SeqLMConfig)
 def add_seq2seq_lm_head(
     self: Model, head_name: str, layers: int = 1, overwrite_ok: bool = False
 ) -> None:
     """Add a head that predicts a decoder's next token, on encoder–decoder models."""
-    self.add_prediction_head_from_config(head_name, Seq2SeqLMConfig(layers=layers), overwrite_ok)

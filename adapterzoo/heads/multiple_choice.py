@@ -16,7 +16,6 @@ from adapterzoo.fields import field
 from ._adding import Labels, Model, adds_head
 from ._backbone import Backbone
 from ._base import head_types
-from ._labels import labels_from
 from ._layers import COUNT
 from ._pooled import PooledConfig, PooledHead
 from ._pooling import Pooling
@@ -90,7 +89,7 @@ class MultipleChoiceHead(PooledHead):
         return super().forward(hidden, mask).view(-1, choices)  # [batch, num_choices]
 
 
-@adds_head
+@adds_head(MultipleChoiceConfig)
 def add_multiple_choice_head(
     self: Model,
     head_name: str,
@@ -115,12 +114,3 @@ def add_multiple_choice_head(
         use_pooler: whether to take the model's own pooled output.
         pooling: which tokens stand for a sequence.
     """
-    config = MultipleChoiceConfig(
-        num_choices=num_choices,
-        layers=layers,
-        activation_function=activation_function,
-        label2id=labels_from(id2label),
-        use_pooler=use_pooler,
-        pooling=pooling,
-    )
-    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -22,7 +22,6 @@ from adapterzoo.fields import Choice, field
 from ._adding import Labels, Model, adds_head
 from ._backbone import Backbone
 from ._base import head_types
-from ._labels import labels_from
 from ._layers import LayersConfig, LayersHead
 from ._losses import IGNORED, Count, Logits, cross_entropy
 from ._static import Static, StaticHead
@@ -35,7 +34,6 @@ class QuestionAnsweringConfig(LayersConfig):
 
     Attributes:
         num_labels: 2, the two scores.
-        bias: whether the last layer has one.
     """
 
     head_type: ClassVar[str] = "question_answering"
@@ -48,7 +46,6 @@ class QuestionAnsweringConfig(LayersConfig):
     logit_names: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
 
     num_labels: int = field(2, Choice(2))
-    bias: bool = field(True, ours=True)
 
     @classmethod
     def adapterhub_quirk(cls, model_type: str, config: Mapping[str, Any]) -> str | None:
@@ -72,7 +69,7 @@ class QuestionAnsweringConfig(LayersConfig):
 
     def build(self, backbone: Backbone) -> QuestionAnsweringHead:
         """Return a fresh head."""
-        return QuestionAnsweringHead(self, backbone, bias=self.bias)
+        return QuestionAnsweringHead(self, backbone)
 
 
 class QuestionAnsweringHead(LayersHead):
@@ -113,7 +110,7 @@ class QuestionAnsweringHead(LayersHead):
         return (first + last) / 2
 
 
-@adds_head
+@adds_head(QuestionAnsweringConfig)
 def add_qa_head(
     self: Model,
     head_name: str,
@@ -124,10 +121,3 @@ def add_qa_head(
     id2label: Labels = None,
 ) -> None:
     """Add a head that finds the span of an answer; `num_labels` is 2, its start and end."""
-    config = QuestionAnsweringConfig(
-        num_labels=num_labels,
-        layers=layers,
-        activation_function=activation_function,
-        label2id=labels_from(id2label),
-    )
-    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

@@ -17,7 +17,6 @@ from adapterzoo.fields import field
 from ._adding import Labels, Model, adds_head
 from ._backbone import Backbone
 from ._base import head_types
-from ._labels import labels_from
 from ._layers import COUNT, LayersConfig, LayersHead
 from ._losses import Count, Logits, cross_entropy
 from ._static import InexpressibleError, Static, StaticHead
@@ -33,7 +32,6 @@ class TaggingConfig(LayersConfig):
 
     Attributes:
         num_labels: number of classes.
-        bias: whether the last layer has one.
     """
 
     head_type: ClassVar[str] = "tagging"
@@ -44,7 +42,6 @@ class TaggingConfig(LayersConfig):
     task_classes: ClassVar[tuple[str, ...]] = ("ForTokenClassification",)
 
     num_labels: int = field(2, COUNT)
-    bias: bool = field(True, ours=True)
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead:
@@ -68,7 +65,7 @@ class TaggingConfig(LayersConfig):
 
     def build(self, backbone: Backbone) -> TaggingHead:
         """Return a fresh head."""
-        return TaggingHead(self, backbone, bias=self.bias)
+        return TaggingHead(self, backbone)
 
 
 class TaggingHead(LayersHead):
@@ -85,7 +82,7 @@ class TaggingHead(LayersHead):
         return cross_entropy(logits, labels, count)
 
 
-@adds_head
+@adds_head(TaggingConfig)
 def add_tagging_head(
     self: Model,
     head_name: str,
@@ -96,10 +93,3 @@ def add_tagging_head(
     id2label: Labels = None,
 ) -> None:
     """Add a head that classifies tokens; arguments as of `add_classification_head`."""
-    config = TaggingConfig(
-        num_labels=num_labels,
-        layers=layers,
-        activation_function=activation_function,
-        label2id=labels_from(id2label),
-    )
-    self.add_prediction_head_from_config(head_name, config, overwrite_ok)

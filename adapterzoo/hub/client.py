@@ -69,18 +69,18 @@ _UNUSABLE = (
 # what is wrong and what to do: by the status of an answer (500 stands for all above), by the class
 # of an error, and by name
 _MESSAGES: dict[object, str] = {
-    401: "the token is missing or invalid, or the name is wrong: private repositories are hidden. "
-    "Check the name; write {token} or run 'hf auth login'; for a public repository write "
-    "{no_token}.",
-    403: "the token may not {do} it. Write {token} with a token that may {do} it, from "
+    401: "{here}{answers}the token is missing or invalid, or the name is wrong: private "
+    "repositories are hidden. Check the name; write {token} or run 'hf auth login'; for a public "
+    "repository write {no_token}.",
+    403: "{answers}the token may not {do} it. Write {token} with a token that may {do} it, from "
     "{hub}/settings/tokens.",
-    404: "it has no such file. Check name, subfolder and revision.",
-    429: "too many requests came from here. Try again {when}, or run 'hf auth login': users with a "
-    "token may send more.",
-    500: "it has a problem. Try again later{or_cache}.",
-    HfHubHTTPError: "the request was refused. Check the arguments.",
-    RepositoryNotFoundError: "there is no such repository, or it is private and the token may not "
-    "read it. Check the name; write {token} or run 'hf auth login'.",
+    404: "{answers}it has no such file. Check name, subfolder and revision.",
+    429: "{answers}too many requests came from here. Try again {when}, or run 'hf auth login': "
+    "users with a token may send more.",
+    500: "{answers}it has a problem. Try again later{or_cache}.",
+    HfHubHTTPError: "{answers}the request was refused. Check the arguments.",
+    RepositoryNotFoundError: "{here}{answers}there is no such repository, or it is private and the "
+    "token may not read it. Check the name; write {token} or run 'hf auth login'.",
     RevisionNotFoundError: "{repo} has no revision {revision!r}. Write {main} or another branch, "
     "tag or commit of it.",
     GatedRepoError: "{repo} is gated, and you have no access yet. Ask for it at {hub}/{repo_id}, "
@@ -97,13 +97,9 @@ _MESSAGES: dict[object, str] = {
     "{cache} or set HF_HOME to a folder that can be written.",
     "offline": "the Hub may not be asked (HF_HUB_OFFLINE=1 or TRANSFORMERS_OFFLINE=1), so {lost}. "
     "Unset that variable and start again with a network.",
-    "not cached": "{repo}{at} is not, or not completely, in the cache {cached!r}, and the Hub may "
-    "not be asked (HF_HUB_OFFLINE=1 or local_files_only=True). Load it once without that.",
+    "not cached": "{here}{repo}{at} is not, or not completely, in the cache {cached!r}, and the "
+    "Hub may not be asked (HF_HUB_OFFLINE=1 or local_files_only=True). Load it once without that.",
 }
-# with these there may be no such repository, and a folder may have been meant
-_HIDDEN = (401, RepositoryNotFoundError, "not cached")
-# these follow "the Hub answers 401 for 'user/repository'"
-_ANSWERS = (401, 403, 404, 429, 500, HfHubHTTPError, RepositoryNotFoundError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +133,17 @@ class Client:
             HubError: there is no answer; the message says why and what to do.
         """
         start = time.monotonic()
-        pauses = iter(_PAUSES)
-        while True:
+        for pause in (*_PAUSES, None):
             try:
                 return question()
             except _FAILURES as error:
-                failure = error
-            pause = next(pauses, None)
-            wait = None if pause is None else _wait(_root(failure), pause, once)
+                failure = _root(error)
+            wait = None if pause is None else _wait(failure, pause, once)
             if wait is None or time.monotonic() - start + wait > _PATIENCE:
-                # outside `except`: otherwise the new error would keep the old one and its token
-                raise self._error(_root(failure)) from (None if self._leaks(failure) else failure)
+                break
             time.sleep(wait)
+        # outside `except`: the new error must not keep the old one, which may show a token
+        raise self._error(failure)
 
     def not_cached(self, cache: str) -> HubError:
         """Make the error for a missing file in a cache where the Hub may not be asked."""
@@ -181,17 +176,16 @@ class Client:
 
     def _told(self, key: object, **values: object) -> HubError:
         """Fill in a message, and take out every token."""
-        text = _MESSAGES[key]
-        if key in _ANSWERS:
-            text = f"the Hub answers {{status}} for {{repo}}{{said}}: {text}"
-        if key in _HIDDEN and self.no_folder:
-            text = f"there is no such folder here, and {text}"
         revision = self.revision or constants.DEFAULT_REVISION
+        repo = "the Hub" if self.repo_id is None else repr(self.repo_id)
         known = {
-            "repo": "the Hub" if self.repo_id is None else repr(self.repo_id),
+            "repo": repo,
+            "answers": f"the Hub answers {values.get('status')} for {repo}{values.get('said')}: ",
             "repo_id": self.repo_id,
             "revision": self.revision,
             "at": "" if self.repo_id is None else f" at revision {revision!r}",
+            # a folder may have been meant
+            "here": "there is no such folder here, and " if self.no_folder else "",
             "hub": constants.ENDPOINT,
             "do": "write to" if self.writes else "read",
             "or_cache": ", or set HF_HUB_OFFLINE=1 to use the cache" if self.cached else "",
@@ -200,22 +194,13 @@ class Client:
             "no_token": argument("token", False),
             "cache": argument("cache_dir", "…"),
         }
-        return HubError(self._clean(text.format(**{**known, **values})))
+        return HubError(self._clean(_MESSAGES[key].format(**{**known, **values})))
 
     def _clean(self, text: str) -> str:
         tokens = [self.token if isinstance(self.token, str) else None, get_token()]
         for secret in {form for token in tokens if token for form in (token, token.strip())}:
             text = text.replace(secret, "<token>").replace(repr(secret)[1:-1], "<token>")
         return _SECRET.sub("<token>", text)
-
-    def _leaks(self, error: BaseException) -> bool:
-        """Return whether the error or one of its causes shows a token."""
-        chain: BaseException | None = error
-        while chain is not None:
-            if self._clean(f"{chain}{chain!r}") != f"{chain}{chain!r}":
-                return True
-            chain = chain.__cause__ or chain.__context__
-        return False
 
 
 def _root(error: Exception) -> Exception:

@@ -68,9 +68,11 @@ def resolve(
     if isinstance(ref, Path):
         return ref
     client = Client(ref.repo_id, revision, token, cached=True, no_folder=source is None)
-    cache = _Cache(client, ref, cache_dir)
+    cache = Cache(client, ref, cache_dir)
     if local_files_only or constants.HF_HUB_OFFLINE:
-        return cache.folder_or_raise()
+        if (found := cache.folder()) is None:
+            raise client.not_cached(str(cache_dir or constants.HF_HUB_CACHE))
+        return found
     found = None if force_download else cache.folder()
     if found is not None and revision is not None and _COMMIT.fullmatch(revision):
         return found
@@ -85,15 +87,6 @@ def resolve(
     files = [cache.fetch(name, commit, digests[name], force_download) for name in names]
     cache.remember(names[-1], commit)
     return files[-1].parent
-
-
-def fetch_file(client: Client, ref: RepoRef, name: str, commit: str, digest: str | None) -> Path:
-    """Download one file of a commit and compare it with its digest.
-
-    Raises:
-        HubError: it cannot be had.
-    """
-    return _Cache(client, ref, None).fetch(name, commit, digest, force=False)
 
 
 def repository(client: Client, repo_id: str) -> tuple[ModelInfo, dict[str, str | None]]:
@@ -134,12 +127,19 @@ def _listing(client: Client, ref: RepoRef) -> tuple[str, dict[str, str | None]]:
     return info.sha, digests
 
 
-class _Cache:
+class Cache:
     """The files of one reference in the cache of `huggingface_hub`."""
 
     def __init__(
-        self, client: Client, ref: RepoRef, cache_dir: str | os.PathLike[str] | None
+        self, client: Client, ref: RepoRef, cache_dir: str | os.PathLike[str] | None = None
     ) -> None:
+        """Look at the cache.
+
+        Args:
+            client: downloads what is missing.
+            ref: the folder on the Hub.
+            cache_dir: of `huggingface_hub`; None: its default.
+        """
         self._client = client
         self._ref = ref
         self._dir = None if cache_dir is None else Path(cache_dir)
@@ -153,18 +153,7 @@ class _Cache:
             return None
         return next(iter(files.values())).parent
 
-    def folder_or_raise(self) -> Path:
-        """Return the same folder.
-
-        Raises:
-            HubError: there is none.
-        """
-        found = self.folder()
-        if found is None:
-            raise self._client.not_cached(str(self._dir or constants.HF_HUB_CACHE))
-        return found
-
-    def fetch(self, name: str, commit: str, digest: str | None, force: bool) -> Path:
+    def fetch(self, name: str, commit: str, digest: str | None, force: bool = False) -> Path:
         """Return a file of a commit, from the cache or the Hub, compared with its digest.
 
         Raises:

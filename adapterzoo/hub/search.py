@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from adapterzoo.checkpoint.files import read_json
 from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing, names_call
 
 from .client import Client
-from .download import fetch_file, repository
+from .download import Cache, repository
 from .files import ADAPTER_CONFIG
 from .repo_ref import RepoRef, check_repo_id
 
@@ -94,16 +95,12 @@ def list_adapters(
         )
     if limit is not None and limit < 0:
         raise ConfigError(f"limit={limit} is negative. Write limit=100, or None for all.")
-    client = Client(token=token)
+    asked = {"pipeline_tag": task, "search": search, "author": author, "token": token}
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:
-        answers = client.ask(
-            lambda name=name: list(  # type: ignore[misc]
-                itertools.islice(_search(name, base_model, task, search, author, token), limit)
-            )
-        )
+        search_one = functools.partial(_search, name, base_model, limit, asked)
         # a repository of two formats is found twice
-        found = {info.adapter_id: info for info in answers} | found
+        found = {info.adapter_id: info for info in Client(token=token).ask(search_one)} | found
     ranked = sorted(found.values(), key=lambda info: (-info.downloads, info.adapter_id))
     return ranked[:limit]
 
@@ -127,8 +124,8 @@ def adapter_info(
     model, digests = repository(client, adapter_id)
     document: dict[str, Any] | None = None
     if ADAPTER_CONFIG in digests and model.sha is not None:
-        digest = digests[ADAPTER_CONFIG]
-        file = fetch_file(client, RepoRef(adapter_id), ADAPTER_CONFIG, model.sha, digest)
+        cache = Cache(client, RepoRef(adapter_id))
+        file = cache.fetch(ADAPTER_CONFIG, model.sha, digests[ADAPTER_CONFIG])
         try:
             document = read_json(file, "Tell its author")
         except CheckpointError as error:
@@ -137,32 +134,19 @@ def adapter_info(
 
 
 def _search(
-    library: str,
-    base_model: str | None,
-    task: str | None,
-    search: str | None,
-    author: str | None,
-    token: bool | str | None,
-) -> Iterator[AdapterInfo]:
-    tags = [LIBRARIES[library]]
+    library: str, base_model: str | None, limit: int | None, asked: Mapping[str, Any]
+) -> list[AdapterInfo]:
     # AdapterHub writes the base model into the config only, where the Hub does not search
     by_config = library == "adapters"
+    tags = [LIBRARIES[library]]
     if base_model is not None and not by_config:
         tags.append(f"base_model:{base_model}")
     models = HfApi().list_models(
-        filter=tags,
-        pipeline_tag=task,
-        search=search,
-        author=author,
-        sort="downloads",
-        full=True,
-        fetch_config=by_config,
-        token=token,
+        filter=tags, sort="downloads", full=True, fetch_config=by_config, **asked
     )
-    for model in models:
-        info = _info(model, None)
-        if not by_config or base_model in (None, info.model_name):
-            yield info
+    found = (_info(model, None) for model in models)
+    own = (i for i in found if not by_config or base_model in (None, i.model_name))
+    return list(itertools.islice(own, limit))
 
 
 def _info(model: ModelInfo, document: dict[str, Any] | None) -> AdapterInfo:

@@ -34,6 +34,7 @@ from .adapted import (
 )
 from .attention import AdaptedAttention
 from .embeddings import AdaptedEmbeddings
+from .entry import close_entry, leave, place_at
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .views import matrix, put_slice, stores_transposed, take_slice
 
@@ -46,12 +47,15 @@ __all__ = [
     "below_wrappers",
     "capture_input",
     "check_put",
+    "close_entry",
     "combine",
     "discard",
     "init_from_layer",
     "is_additive",
+    "leave",
     "matrix",
     "mergeable",
+    "place_at",
     "plain_class",
     "positions_of",
     "put",
@@ -68,7 +72,14 @@ __all__ = [
 ]
 
 
-def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState, path: str) -> None:
+def put(
+    layer: nn.Module,
+    name: str,
+    adapter: nn.Module,
+    selection: ActiveState,
+    path: str,
+    overwritten: bool = False,
+) -> None:
     """Hang the adapter below the layer, inactive until the selection says otherwise.
 
     Args:
@@ -77,6 +88,7 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState,
         adapter: on the device and of the dtype that it shall have; or what adapters there share.
         selection: the model's.
         path: of the layer, as plans name it.
+        overwritten: whether the model writes into the layer's output in place.
 
     Raises:
         DuplicateNameError: the layer has an adapter of this name.
@@ -91,6 +103,7 @@ def put(layer: nn.Module, name: str, adapter: nn.Module, selection: ActiveState,
         )
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     swap(layer, selection, path, parameters, kind=_kind_for(adapter))
+    cast("Adapted", layer)._link.overwritten |= overwritten
     adapters = cast(
         "AdapterDict", layer._modules.setdefault("adapters", AdapterDict().train(layer.training))
     )

@@ -11,7 +11,7 @@ import inspect
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -43,6 +43,8 @@ class _Link:
     path: str
     # sites and names of the adapters that need the module
     helps: set[tuple[str, str]] = field(default_factory=set)
+    # whether the model writes into the layer's output in place
+    overwritten: bool = False
 
 
 class Adapted(nn.Module):
@@ -51,6 +53,8 @@ class Adapted(nn.Module):
     _link: _Link
     # names of the parameters that are read changed, where the layer computes with parameters
     _read: tuple[str, ...] = ()
+    # arguments of the forward that can be given by position
+    _positions: tuple[str, ...] = ()
     adapters: AdapterDict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +80,9 @@ class Adapted(nn.Module):
         x = args[0] if args else next(iter(kwargs.values()))
         adapters = cast("Any", self._modules["adapters"])._modules
         if not self._read:
-            return base.pack(evaluate(step, adapters, x, base, plan.rows))
+            y = evaluate(step, adapters, x, base, plan.rows)
+            # an adapter may keep its output for the backward
+            return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
         # a module may read a parameter once for each expert: what it reads is built once
         active.call.reads.append((self, {}))
         try:
@@ -117,7 +123,7 @@ class Adapted(nn.Module):
         # worker threads run the replicas: they must see what the replicating thread sees
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         link = self._link
-        replica._link = _Link(link.active.pinned(), link.path, link.helps)
+        replica._link = replace(link, active=link.active.pinned())
         return replica
 
 
@@ -129,18 +135,15 @@ def _kind_of(layer: Adapted) -> type[Adapted] | None:
 class AdaptedStack(Adapted):
     """Mixed into the class of an encoder or decoder where adapters read facts about its calls."""
 
-    # arguments of the forward that can be given by position
-    _positions: tuple[str, ...] = ()
-
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """The arguments of the forward of a class, which `generate` looks up as well."""
+        """A forward with the signature of the class's own, which `generate` looks up."""
 
         @functools.wraps(plain.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return AdaptedStack.forward(self, *args, **kwargs)
 
-        return {"_positions": positions_of(plain), "forward": forward}
+        return {"forward": forward}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; its arguments are recorded while it runs."""
@@ -312,7 +315,7 @@ def _adapted_class(
 ) -> type[Adapted]:
     key = (cls, parameters, kind)
     if key not in _classes:
-        members: dict[str, Any] = {"_read": parameters}
+        members: dict[str, Any] = {"_read": parameters, "_positions": positions_of(cls)}
         for parameter in parameters:
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),

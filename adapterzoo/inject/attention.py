@@ -67,7 +67,7 @@ class AdaptedAttention(Adapted):
             )
         x = args[0] if args else next(iter(kwargs.values()))
         adapters = cast("Any", self._modules["adapters"])._modules
-        base = LayerCall(self, super(Adapted, self).forward, context=active.call)
+        base = LayerCall(self, super(Adapted, self).forward, args, kwargs, context=active.call)
         active.call.prefixes.append((self, prefix_of(step, adapters, x, base, plan.rows)))
         forward = super(Adapted, self).forward
         if link.path in plan.shared_inputs:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.anatomy import Site, part_names
+from adapterzoo.anatomy import ENTRY, Site, part_names
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError
@@ -21,8 +21,13 @@ from .quantised import is_quantised
 
 
 def layer_at(model: nn.Module, path: str) -> nn.Module:
-    """`model.get_submodule(path)` for a path that is known to exist, in a tenth of the time."""
+    """`model.get_submodule(path)` for a path that is known to exist, in a tenth of the time.
+
+    For an entry that is not there yet it is the block.
+    """
     for name in path.split(".") if path else ():
+        if name == ENTRY and name not in model._modules:
+            break
         model = cast("nn.Module", model._modules[name])
     return model
 
@@ -60,6 +65,12 @@ def build(
         if id(placement.config) in sharing:
             adapter.shared_key = "", sharing[id(placement.config)]
     sites = [p.site for p in placements]
+    if sites[0].kind == "entry" and len(built) > 1:
+        raise ConfigError(
+            f"{placements[0].config!r} with {placements[1].config!r}: both change what the first "
+            f"block is given, and have one name. Add them under two names and write "
+            f"set_active_adapters(Stack('a', 'b'))."
+        )
     if len(built) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
         return built[0]
     whole = [

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self, cast
 
-import torch
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import OutputSlice
@@ -42,10 +41,9 @@ class FusedAdapters(WeightAdapter):
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Show each child its rows of the layer."""
-        empty = torch.empty(0)
         for label, rows in self.rows.items():
             adapter = cast("Adapter", self._modules[label])
-            adapter.init_from_layer(base if rows is None else SlicedLayer(base, rows, empty, empty))
+            adapter.init_from_layer(base if rows is None else SlicedLayer(base, rows))
 
     def combine(
         self,
@@ -55,7 +53,6 @@ class FusedAdapters(WeightAdapter):
         base: BaseLayer,
     ) -> None:
         """Each child takes what those of its rows become."""
-        empty = torch.empty(0)
         if any(adapter.rows != self.rows for adapter in adapters):
             raise CompositionError(
                 f"the adapters have other parts at one layer: "
@@ -64,7 +61,7 @@ class FusedAdapters(WeightAdapter):
             )
         for label, children in _by_label(adapters).items():
             rows, own = self.rows[label], cast("Adapter", self._modules[label])
-            shown = base if rows is None else SlicedLayer(base, rows, empty, empty)
+            shown = base if rows is None else SlicedLayer(base, rows)
             own.combine(children, weights, strategy, shown)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -117,21 +114,19 @@ class FusedAdapters(WeightAdapter):
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """The merged weight of all rows, `[d_out, d_in]`, with experts in front."""
-        empty = w.new_empty(0)
         for label, rows in self.rows.items():
             adapter = mergeable(self._modules[label])
             whole = rows or _all_rows(w, -2)
-            part = adapter.weight(take_slice(w, whole, -2), SlicedLayer(base, whole, empty, empty))
+            part = adapter.weight(take_slice(w, whole, -2), SlicedLayer(base, whole))
             w = put_slice(w, part, whole, -2)
         return w
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """The merged bias of all rows, `[d_out]`."""
-        empty = b.new_empty(0)
         for label, rows in self.rows.items():
             adapter = mergeable(self._modules[label])
             whole = rows or _all_rows(b)
-            part = adapter.bias(take_slice(b, whole, 0), SlicedLayer(base, whole, empty, empty))
+            part = adapter.bias(take_slice(b, whole, 0), SlicedLayer(base, whole))
             b = put_slice(b, part, whole, 0)
         return b
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import OutputSlice
 from adapterzoo.anatomy.experts import stores_turned
 from adapterzoo.anatomy.patterns import EXPERTS
-from adapterzoo.call import StackCall
+from adapterzoo.call import LayerStackCall, StackCall
+from adapterzoo.composition import Around
 from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.runtime import CallContext, SharedInput
@@ -54,7 +55,7 @@ class LayerCall(BaseLayer):
         self._kwargs = kwargs or {}
         self._residual = residual
         self._context = context
-        self._rest: tuple[Any, ...] | None = None
+        self._rest: tuple[Any, ...] | list[Any] | None = None
         # the last input and its output: an adapter may ask for what one before it has asked for
         self._last: tuple[Tensor, Tensor] | None = None
         self.shown: Tensor | None = None
@@ -74,14 +75,16 @@ class LayerCall(BaseLayer):
         else:
             out = self._forward(**{**self._kwargs, next(iter(self._kwargs)): x})
         # blocks may return (hidden, attention weights, …)
-        if isinstance(out, tuple):
+        if isinstance(out, tuple | list):
             self._rest = out[1:]
             return cast("Tensor", out[0])
         return cast("Tensor", out)
 
     def pack(self, y: Tensor) -> Any:
         """The output in the form in which the layer itself returned it."""
-        return y if self._rest is None else (y, *self._rest)
+        if self._rest is None:
+            return y
+        return [y, *self._rest] if isinstance(self._rest, list) else (y, *self._rest)
 
     @property
     def weight(self) -> Tensor:
@@ -132,7 +135,9 @@ class LayerCall(BaseLayer):
         Raises:
             StateError: none is running.
         """
-        return self._in_model().stack
+        positions: tuple[str, ...] = vars(type(self._module)).get("_positions", ())
+        named = dict(zip(positions, self._args, strict=False))
+        return LayerStackCall(self._in_model().stack, named | self._kwargs)
 
     def shared(self, adapter: Adapter) -> nn.Module:
         """What the adapter's layers share.
@@ -156,20 +161,29 @@ class LayerCall(BaseLayer):
         return self._context
 
 
-class SlicedLayer(BaseLayer):
+class SlicedLayer(Around):
     """Some output features of a fused layer, as a layer of their own."""
 
-    __slots__ = ("_base", "_family", "_rows", "_taken", "_x", "_y")
+    __slots__ = ("_family", "_rows", "_taken", "_x", "_y")
 
     def __init__(
         self,
         base: BaseLayer,
         rows: OutputSlice,
-        x: Tensor,
-        y: Tensor,
+        x: Tensor | None = None,
+        y: Tensor | None = None,
         family: SharedInput | None = None,
     ) -> None:
-        self._base = base
+        """Look at a part of a layer.
+
+        Args:
+            base: the layer.
+            rows: the part.
+            x: an input whose output is known.
+            y: the layer's output for `x`.
+            family: the adapters of all parts, which share what they make of an input.
+        """
+        self._inner = base
         self._family = family
         self._rows = rows
         self._x = x
@@ -179,11 +193,11 @@ class SlicedLayer(BaseLayer):
 
     def __call__(self, x: Tensor) -> Tensor:
         """These rows of the layer's output."""
-        return self._take(self._y if x is self._x else self._base(x))
+        return self._take(self._y if x is self._x and self._y is not None else self._inner(x))
 
     def original(self, x: Tensor) -> Tensor:
         """The untouched layer's output for these rows."""
-        return self._take(self._base.original(x))
+        return self._take(self._inner.original(x))
 
     def _take(self, y: Tensor) -> Tensor:
         if self._taken is None or self._taken[0] is not y:
@@ -193,41 +207,17 @@ class SlicedLayer(BaseLayer):
     @property
     def weight(self) -> Tensor:
         """The untouched weight."""
-        return take_slice(self._base.weight, self._rows, -2)
+        return take_slice(self._inner.weight, self._rows, -2)
 
     @property
     def bias(self) -> Tensor | None:
         """The untouched bias."""
-        bias = self._base.bias
+        bias = self._inner.bias
         return None if bias is None else take_slice(bias, self._rows, 0)
-
-    @property
-    def scale(self) -> float | Tensor:
-        """The factor of the output."""
-        return self._base.scale
-
-    @property
-    def padding_idx(self) -> int | None:
-        """The token without gradient."""
-        return self._base.padding_idx
-
-    @property
-    def residual(self) -> Tensor:
-        """The residual stream before the sub-layer."""
-        return self._base.residual
-
-    @property
-    def call(self) -> StackCall:
-        """The call of the encoder or decoder."""
-        return self._base.call
-
-    def shared(self, adapter: Adapter) -> nn.Module:
-        """What the adapter's layers share."""
-        return self._base.shared(adapter)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """What the adapter needs of x, made with that of the other parts of the layer."""
-        asked = self._base if self._family is None else self._family
+        asked = self._inner if self._family is None else self._family
         return asked.from_input(adapter, x)
 
 

@@ -133,7 +133,9 @@ def shrink_backward(
     return dx, da
 
 
-def expand(y: Tensor, t: Tensor, b: Tensor, scaling: Sequence[float], groups: Groups) -> Tensor:
+def expand(
+    y: Tensor, t: Tensor, b: Tensor, scaling: Sequence[float] | Tensor, groups: Groups
+) -> Tensor:
     """Add the update: y + scaling · t bᵀ.
 
     `y` `[batch, *tokens, d_out]`, `t` `[batch, *tokens, rank]`, `b` `[n, d_out, rank]` → shape and
@@ -151,7 +153,7 @@ def expand_backward(
     dy: Tensor,
     t: Tensor,
     b: Tensor,
-    scaling: Sequence[float],
+    scaling: Sequence[float] | Tensor,
     groups: Groups,
     needs_t: bool = True,
     needs_b: bool = True,
@@ -281,8 +283,10 @@ def _taken(factors: Tensor, adapters: str, groups: Groups) -> Tensor:
     return own
 
 
-def _scaled(t: Tensor, scaling: Sequence[float], groups: Groups) -> tuple[Tensor, float]:
+def _scaled(t: Tensor, scaling: Sequence[float] | Tensor, groups: Groups) -> tuple[Tensor, float]:
     """`t` and the one factor that is left; adapters of unequal scaling take theirs here."""
+    if isinstance(scaling, Tensor):
+        scaling = scaling.tolist()
     if _is_one(scaling):
         return t, scaling[0] if scaling else 1.0
     each = groups.row_scales(tuple(scaling), t.device, t.dtype)  # [batch]

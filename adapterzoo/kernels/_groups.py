@@ -47,24 +47,6 @@ class Groups:
         host: `index` as a tensor on the CPU, int64 `[batch]`.
     """
 
-    __slots__ = (
-        "_made",
-        "_ways",
-        "adapters",
-        "base",
-        "even",
-        "host",
-        "index",
-        "inverse",
-        "lengths",
-        "of_all",
-        "of_rows",
-        "order",
-        "rows",
-        "sorted",
-        "whole",
-    )
-
     def __init__(self, index: tuple[int, ...], host: Tensor) -> None:
         """See `Groups.of`."""
         found: dict[int, list[int]] = {}

@@ -5,6 +5,7 @@ Through the dispatcher `torch.compile`, FakeTensor, autocast, DDP and FSDP2 see 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,11 +14,16 @@ from torch import Tensor
 
 from adapterzoo.errors import KernelError, listing
 
+from . import mode
+
 _LIBRARY = torch.library.Library("adapterzoo", "FRAGMENT")
 # where views are noted
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 # the device types whose autocast the dispatcher knows by name
 _AUTOCAST = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
+
+Prepare = Callable[[bool, tuple[Any, ...]], tuple[Any, ...]]
+"""Whether Triton computes, and an operator's arguments, to those of the function that computes."""
 
 
 def register(
@@ -25,7 +31,7 @@ def register(
     run: Callable[..., Any],
     shapes: Callable[..., Any],
     function: type[torch.autograd.Function] | None = None,
-    cast: Callable[..., tuple[Any, ...]] | None = None,
+    narrows: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """Define an operator `adapterzoo::name`; no output may share memory with an input.
 
@@ -38,8 +44,7 @@ def register(
         shapes: the same on fake tensors: empty outputs of the right shape, dtype and device.
         function: its `forward` saves for the backward pass and returns `below(op, …)`; None for
             an operator that is not differentiated.
-        cast: under autocast, called with the dtype and the arguments; gives the arguments to
-            take. None: all as they are.
+        narrows: positions of the tensors that autocast casts to its dtype, float64 excepted.
 
     Returns:
         The operator, to be called.
@@ -50,7 +55,7 @@ def register(
     torch.library.register_fake(f"adapterzoo::{name}", shapes, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.adapterzoo, name).default
     for kind in _AUTOCAST:
-        _LIBRARY.impl(name, _exact(op, kind.lower(), cast), f"Autocast{kind}")
+        _LIBRARY.impl(name, _exact(op, kind.lower(), narrows), f"Autocast{kind}")
     if function is not None:
         apply = function.apply
 
@@ -60,6 +65,131 @@ def register(
 
         _LIBRARY.impl(name, differentiable, "Autograd")
     return op
+
+
+def product(
+    schema: str,
+    kernel: str,
+    triton: str,
+    in_torch: tuple[Callable[..., Any], Callable[..., Any]],
+    shapes: Callable[..., Any],
+    *,
+    added: bool = False,
+    noise: int | None = None,
+    prepare: Prepare | None = None,
+    narrows: tuple[int, ...] = (),
+    width: Callable[[Tensor], int] = lambda factor: factor.shape[-1],
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Define an operator that multiplies x with a factor, and the operator of its backward.
+
+    Each of the two gradients needs the other operand. The backward gets the gradient, all
+    arguments but what the product is added to, and which of the two gradients are needed; it
+    gives both, empty where not needed.
+
+    Args:
+        schema: as of `register`; x and the factor come first, after what the product is added to.
+        kernel: its name, for messages.
+        triton: the module with functions of the names of `in_torch`.
+        in_torch: the product in torch operations, and its backward.
+        shapes: as of `register`.
+        added: whether the product is added to the first argument.
+        noise: the position of dropout's noise.
+        prepare: the operator's arguments to those of the functions.
+        narrows: as of `register`.
+        width: the width of x, from the factor.
+
+    Returns:
+        Both operators.
+    """
+    forward, backward = in_torch
+
+    def shapes_of_both(grad: Tensor, x: Tensor, factor: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        needs_x, needs_factor = rest[-2:]
+        dx = x.new_empty((*grad.shape[:-1], width(factor)) if needs_x else 0)
+        return dx, factor.new_empty(factor.shape if needs_factor else 0)
+
+    def in_torch_operations(*args: Any) -> Any:
+        return backward(*(args if prepare is None else prepare(False, args)))
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            x, factor, *rest = args[added:]
+            # of an x that only passes the gradient on, the dtype is enough
+            x = x if ctx.needs_input_grad[added + 1] else x.new_empty(0)
+            tensors = [v if isinstance(v, Tensor) else None for v in rest]
+            ctx.save_for_backward(x, factor, *tensors)
+            ctx.rest = [None if isinstance(v, Tensor) else v for v in rest]
+            return below(op, *args)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, factor, *tensors = ctx.saved_tensors
+            rest = [v if t is None else t for t, v in zip(tensors, ctx.rest, strict=True)]
+            needs = ctx.needs_input_grad[added : added + 2]
+            run = in_torch_operations if torch.is_grad_enabled() else op_backward
+            found = run(grad, x, factor, *rest, *needs)
+            own = (g if need else None for g, need in zip(found, needs, strict=True))
+            return *[grad] * added, *own, *[None] * len(rest)
+
+    name, _, arguments = schema.partition("(")
+    inner = arguments.partition(")")[0].split(", ")[added:]
+    operands = 2 + added
+    op = register(
+        schema,
+        computed(kernel, triton, forward, operands, noise, prepare),
+        shapes,
+        Product,
+        narrows,
+    )
+    op_backward = register(
+        f"{name}_backward(Tensor grad, {', '.join(inner)}, bool needs_x, bool needs_factor) "
+        f"-> (Tensor, Tensor)",
+        computed(kernel, triton, backward, 3, None if noise is None else noise + 1, prepare),
+        shapes_of_both,
+    )
+    return op, op_backward
+
+
+def computed(
+    kernel: str,
+    triton: str,
+    in_torch: Callable[..., Any],
+    operands: int,
+    noise: int | None = None,
+    prepare: Prepare | None = None,
+) -> Callable[..., Any]:
+    """Return what computes an operator: Triton where it takes the operands, else torch operations.
+
+    Args:
+        kernel: its name, for messages.
+        triton: the module with a function of the name of `in_torch`; imported when it is needed.
+        in_torch: the same in torch operations.
+        operands: how many of the arguments, from the first, Triton has to take; those that are
+            None do not count.
+        noise: the position of dropout's noise: a seed is for Triton and bits are for torch, so
+            that a backward sees the mask of its forward.
+        prepare: the operator's arguments to those of the functions.
+    """
+
+    def run(*args: Any) -> Any:
+        drawn = None if noise is None else args[noise]
+        if drawn is None:
+            given = [v for v in args[:operands] if v is not None]
+            taken = mode.takes_triton(kernel, *given)
+        else:
+            taken = drawn.dtype is torch.int64
+        args = args if prepare is None else prepare(taken, args)
+        if taken:
+            module = importlib.import_module(f".{triton}", __package__)
+            return getattr(module, in_torch.__name__)(*args)
+        out = in_torch(*args)
+        # in the layout that fake tensors have
+        if isinstance(out, Tensor):
+            return out.contiguous()
+        return tuple(each.contiguous() for each in out)
+
+    return run
 
 
 def below(op: Callable[..., Any], *args: Any) -> Any:
@@ -106,22 +236,18 @@ def check(
         )
 
 
-def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in the dtype of autocast, which leaves float64 alone."""
-    return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
-
-
-def _exact(
-    op: Callable[..., Any], kind: str, cast: Callable[..., tuple[Any, ...]] | None
-) -> Callable[..., Any]:
+def _exact(op: Callable[..., Any], kind: str, narrows: tuple[int, ...]) -> Callable[..., Any]:
     """The operator under autocast, which must not reach the operations inside."""
     device = torch._C._get_privateuse1_backend_name if kind == "privateuse1" else lambda: kind
 
     def run(*args: Any) -> Any:
         own = device()
-        if cast is not None:
-            args = cast(torch.get_autocast_dtype(own), *args)
+        dtype = torch.get_autocast_dtype(own)
+        cast = [
+            v.to(dtype) if i in narrows and v.dtype is not torch.float64 else v
+            for i, v in enumerate(args)
+        ]
         with torch.autocast(own, enabled=False):
-            return op(*args)
+            return op(*cast)
 
     return run

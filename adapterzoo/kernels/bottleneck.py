@@ -9,7 +9,6 @@ than a call. Where x is `to` itself, its two gradients are added in the product 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.nn.functional import linear
 
 from . import _bottleneck_torch, mode
 from ._bottleneck_torch import FUNCTIONS, SMALL
-from ._ops import below, check, narrowed, register
+from ._ops import below, check, computed, register
 
 _LEGAL = (
     "to and x are [*batch, d_model], down is [width, d_model], up [d_model, width], their biases "
@@ -96,81 +95,22 @@ def bottleneck(
     return out
 
 
-def _run(
-    to: Tensor,
-    x: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor,
-    up: Tensor,
-    up_bias: Tensor,
-    scaling: float,
-    activation: str,
-    keeps: bool,
+def _shapes(
+    to: Tensor, x: Tensor | None, down: Tensor, down_bias: Tensor, up: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    operands = (to, to if x is None else x, down, down_bias, up, up_bias)
-    rest = (down, down_bias, up, up_bias, scaling, activation, keeps)
-    if not mode.takes_triton("bottleneck", *operands):
-        return _bottleneck_torch.bottleneck(to, x, *rest)
-    from . import bottleneck_triton
-
-    return bottleneck_triton.bottleneck(to, x, *rest)
-
-
-def _run_backward(
-    dy: Tensor,
-    x: Tensor,
-    h: Tensor,
-    down: Tensor,
-    up: Tensor,
-    scaling: float,
-    activation: str,
-    adds: bool,
-    *needs: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
-    run = _bottleneck_torch.bottleneck_backward
-    if mode.takes_triton("bottleneck", dy, x, h, down, up):
-        from . import bottleneck_triton
-
-        run = bottleneck_triton.bottleneck_backward
-    return run(dy, x, h, down, up, scaling, activation, adds, *needs)
-
-
-def _fake(
-    to: Tensor,
-    x: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor,
-    up: Tensor,
-    up_bias: Tensor,
-    scaling: float,
-    activation: str,
-    keeps: bool,
-) -> tuple[Tensor, Tensor]:
+    up_bias, _, _, keeps = rest
     operands = {"to": to, "x": x, "down": down, "down_bias": down_bias, "up": up}
-    operands["up_bias"] = up_bias
     fits = down.shape == (*down_bias.shape, *up_bias.shape) and up.shape == down.shape[::-1]
     fits = fits and to.shape[-1:] == up_bias.shape and (x is None or x.shape == to.shape)
-    check("bottleneck", "to", "down", operands, fits, _LEGAL)
+    check("bottleneck", "to", "down", operands | {"up_bias": up_bias}, fits, _LEGAL)
     h = down.new_empty((*to.shape[:-1], down.shape[0]) if keeps else 0)
     return to.new_empty(to.shape), h
 
 
-def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    h: Tensor,
-    down: Tensor,
-    up: Tensor,
-    scaling: float,
-    activation: str,
-    adds: bool,
-    needs_x: bool,
-    *needs: bool,
+def _shapes_of_backward(
+    dy: Tensor, x: Tensor, h: Tensor, down: Tensor, up: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    operands = {"dy": dy, "x": x, "h": h, "down": down, "up": up}
-    fits = dy.shape == (*h.shape[:-1], up.shape[0]) and h.shape[-1:] == down.shape[:1]
-    check("bottleneck's backward", "dy", "h", operands, fits, _LEGAL)
+    _, _, _, needs_x, *needs = rest
     shapes = (down.shape, down.shape[:1], up.shape, up.shape[:1])
     grads = (h.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True))
     return x.new_empty(dy.shape if needs_x else 0), *grads
@@ -178,23 +118,13 @@ def _fake_backward(
 
 class _Bottleneck(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        to: Tensor,
-        x: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor,
-        up: Tensor,
-        up_bias: Tensor,
-        scaling: float,
-        activation: str,
-        keeps: bool,
-    ) -> Any:
-        out, h = below(_bottleneck, to, x, down, down_bias, up, up_bias, scaling, activation, True)
+    def forward(ctx: Any, *args: Any) -> Any:
+        to, x, down, _, up, _, ctx.scaling, ctx.activation, _ = args
+        out, h = below(_bottleneck, *args[:-1], True)
         read = to if x is None else x
         # of an x that only passes the gradient on, the dtype is enough
         ctx.save_for_backward(read if ctx.needs_input_grad[2] else read.new_empty(0), h, down, up)
-        ctx.scaling, ctx.activation, ctx.adds = scaling, activation, x is None
+        ctx.adds = x is None
         # h is an output so that second derivatives find their way through it; a first has none
         ctx.set_materialize_grads(False)
         return out, h
@@ -218,15 +148,15 @@ class _Bottleneck(torch.autograd.Function):
 _bottleneck = register(
     "bottleneck(Tensor to, Tensor? x, Tensor down, Tensor down_bias, Tensor up, Tensor up_bias, "
     "float scaling, str activation, bool keeps) -> (Tensor, Tensor)",
-    _run,
-    _fake,
+    computed("bottleneck", "bottleneck_triton", _bottleneck_torch.bottleneck, 6),
+    _shapes,
     _Bottleneck,
-    lambda dtype, to, x, *rest: (to, x, *(narrowed(v, dtype) for v in rest[:4]), *rest[4:]),
+    narrows=(2, 3, 4, 5),
 )
 _bottleneck_backward = register(
     "bottleneck_backward(Tensor dy, Tensor x, Tensor h, Tensor down, Tensor up, float scaling, "
     "str activation, bool adds, bool needs_x, bool needs_down, bool needs_down_bias, "
     "bool needs_up, bool needs_up_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
+    computed("bottleneck", "bottleneck_triton", _bottleneck_torch.bottleneck_backward, 5),
+    _shapes_of_backward,
 )

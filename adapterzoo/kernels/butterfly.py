@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _butterfly_torch, mode
-from ._ops import below, check, narrowed, register
+from ._ops import check, product
 from .exact import exactly
 
 # products of narrower blocks waste a matrix unit, and a batch of them costs more than its FLOPs
@@ -154,68 +153,19 @@ def _swapped(y: Tensor, chunks: int, outer: int, inner: int) -> Tensor:
     return table.transpose(-3, -2).flatten(-4)  # [.., d_in]
 
 
-def _run(x: Tensor, blocks: Tensor) -> Tensor:
-    if not mode.takes_triton("rotate", x, blocks):
-        return _butterfly_torch.rotate(x, blocks).contiguous()
-    from . import butterfly_triton
-
-    return butterfly_triton.rotate(x, blocks)
-
-
-def _run_backward(
-    dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool, needs_blocks: bool
-) -> tuple[Tensor, Tensor]:
-    if not mode.takes_triton("rotate", dy, x, blocks):
-        return _butterfly_torch.rotate_backward(dy, x, blocks, needs_x, needs_blocks)
-    from . import butterfly_triton
-
-    return butterfly_triton.rotate_backward(dy, x, blocks, needs_x, needs_blocks)
-
-
-def _fake(x: Tensor, blocks: Tensor) -> Tensor:
+def _shapes(x: Tensor, blocks: Tensor) -> Tensor:
     chunks, width = blocks.shape[-3:-1]
     fits = x.shape[-1] == chunks * width and x.shape[: blocks.dim() - 3] == blocks.shape[:-3]
     check("rotate", "x", "blocks", {"x": x, "blocks": blocks}, fits, _LEGAL)
     return x.new_empty(x.shape)
 
 
-def _fake_backward(
-    dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool, needs_blocks: bool
-) -> tuple[Tensor, Tensor]:
-    operands = {"dy": dy, "x": x, "blocks": blocks}
-    fits = dy.shape[-1] == blocks.shape[-3] * blocks.shape[-1]
-    check("rotate's backward", "dy", "blocks", operands, fits, _LEGAL)
-    dx = x.new_empty(dy.shape if needs_x else 0)
-    return dx, blocks.new_empty(blocks.shape if needs_blocks else 0)
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, blocks: Tensor) -> Any:
-        # of an x that only passes the gradient on, the dtype is enough
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else x.new_empty(0), blocks)
-        return below(_rotate, x, blocks)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, blocks = ctx.saved_tensors
-        run = _butterfly_torch.rotate_backward if torch.is_grad_enabled() else _rotate_backward
-        dx, dblocks = run(dy, x, blocks, *ctx.needs_input_grad)
-        return tuple(
-            g if need else None for g, need in zip((dx, dblocks), ctx.needs_input_grad, strict=True)
-        )
-
-
-_rotate = register(
+_rotate, _rotate_backward = product(
     "rotate(Tensor x, Tensor blocks) -> Tensor",
-    _run,
-    _fake,
-    _Rotate,
-    lambda dtype, x, blocks: (narrowed(x, dtype), blocks),
-)
-_rotate_backward = register(
-    "rotate_backward(Tensor dy, Tensor x, Tensor blocks, bool needs_x, bool needs_blocks) "
-    "-> (Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
+    "rotate",
+    "butterfly_triton",
+    (_butterfly_torch.rotate, _butterfly_torch.rotate_backward),
+    _shapes,
+    narrows=(0,),
+    width=lambda blocks: blocks.shape[-3] * blocks.shape[-1],
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 from adapterzoo.errors import KernelError
 
 from . import _compose_torch, mode
-from ._ops import below, check, register
+from ._ops import below, check, computed, register
 from .exact import exactly
 
 # the output tells what was there before it only where the gain has not made it small; what is
@@ -98,93 +98,29 @@ def _output_tells(gain: Tensor, dtype: torch.dtype) -> bool:
     return bool(gain.detach().abs().min() >= least)
 
 
-def _run(
-    y: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    t: Tensor | None,
-    b: Tensor | None,
-    scaling: float,
-    tells: bool,
-) -> Tensor:
-    given = [v for v in (y, gain, bias, t, b) if v is not None]
-    if not mode.takes_triton("compose", *given):
-        return _compose_torch.compose(y, gain, bias, t, b, scaling)
-    from . import compose_triton
-
-    return compose_triton.compose(y, gain, bias, t, b, scaling)
-
-
-def _run_backward(
-    dy: Tensor,
-    kept: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    t: Tensor | None,
-    b: Tensor | None,
-    scaling: float,
-    *flags: bool,
-) -> tuple[Tensor, ...]:
-    given = [v for v in (dy, kept, gain, bias, t, b) if v is not None]
-    if not mode.takes_triton("compose", *given):
-        return _compose_torch.compose_backward(dy, kept, gain, bias, t, b, scaling, *flags)
-    from . import compose_triton
-
-    return compose_triton.compose_backward(dy, kept, gain, bias, t, b, scaling, *flags)
-
-
-def _fake(
-    y: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    t: Tensor | None,
-    b: Tensor | None,
-    scaling: float,
-    tells: bool,
-) -> Tensor:
-    operands = {"y": y, "gain": gain, "bias": bias, "t": t, "b": b}
+def _shapes(y: Tensor, gain: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    operands = {"y": y, "gain": gain, "bias": bias, "t": rest[0], "b": rest[1]}
     check("compose", "y", "gain", operands, y.shape[-1:] == gain.shape, _LEGAL)
     return y.new_empty(y.shape)
 
 
-def _fake_backward(
-    dy: Tensor,
-    kept: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    t: Tensor | None,
-    b: Tensor | None,
-    scaling: float,
-    tells: bool,
-    *needs: bool,
-) -> tuple[Tensor, ...]:
-    operands = {"dy": dy, "kept": kept, "gain": gain, "bias": bias, "t": t, "b": b}
-    check("compose's backward", "dy", "gain", operands, dy.shape[-1:] == gain.shape, _LEGAL)
-    shaped = (dy, gain, bias, t, b)
+def _shapes_of_backward(dy: Tensor, kept: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    gain, bias, t, b, _, _, *needs = args
     return tuple(
         gain.new_empty(0) if of is None else of.new_empty(of.shape if need else 0)
-        for of, need in zip(shaped, needs, strict=True)
+        for of, need in zip((dy, gain, bias, t, b), needs, strict=True)
     )
 
 
 class _Compose(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        gain: Tensor,
-        bias: Tensor | None,
-        t: Tensor | None,
-        b: Tensor | None,
-        scaling: float,
-        tells: bool,
-    ) -> Any:
-        out = below(_compose, y, gain, bias, t, b, scaling, tells)
-        kept = out if tells else y
+    def forward(ctx: Any, *args: Any) -> Any:
+        out = below(_compose, *args)
+        y, gain, bias, t, b, ctx.scaling, ctx.tells = args
+        kept = out if ctx.tells else y
         # only the gradient of the gain looks at it
         kept = kept if ctx.needs_input_grad[1] else y.new_empty(0)
         ctx.save_for_backward(kept, gain, bias, t, b)
-        ctx.scaling, ctx.tells = scaling, tells
         return out
 
     @staticmethod
@@ -207,14 +143,15 @@ class _Compose(torch.autograd.Function):
 _compose = register(
     "compose(Tensor y, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, float scaling, "
     "bool tells) -> Tensor",
-    _run,
-    _fake,
+    # `tells` is for the backward
+    computed("compose", "compose_triton", _compose_torch.compose, 5, prepare=lambda _, x: x[:6]),
+    _shapes,
     _Compose,
 )
 _compose_backward = register(
     "compose_backward(Tensor dy, Tensor kept, Tensor gain, Tensor? bias, Tensor? t, Tensor? b, "
     "float scaling, bool tells, bool needs_y, bool needs_gain, bool needs_bias, bool needs_t, "
     "bool needs_b) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
+    computed("compose", "compose_triton", _compose_torch.compose_backward, 6),
+    _shapes_of_backward,
 )

@@ -11,7 +11,6 @@ of x in it lives no longer than a call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.nn.functional import dropout as plain_dropout
 from torch.nn.functional import linear
 
 from . import _dropout, _low_rank_torch, mode
-from ._ops import below, check, narrowed, register
+from ._ops import check, product
 
 
 def low_rank_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -120,140 +119,32 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     return out
 
 
-def _takes_triton(kernel: str, noise: Tensor | None, *operands: Tensor) -> bool:
-    # a seed is for Triton, bits are for torch, and a backward must see the mask of its forward
-    if noise is not None:
-        return noise.dtype is torch.int64
-    return mode.takes_triton(kernel, *operands)
-
-
-def _run_shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
-    if not _takes_triton("shrink", noise, x, a):
-        return _low_rank_torch.shrink(x, a, p, noise).contiguous()
-    from . import low_rank_triton
-
-    return low_rank_triton.shrink(x, a, p, noise)
-
-
-def _run_shrink_backward(
-    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, *needs: bool
-) -> tuple[Tensor, Tensor]:
-    if not _takes_triton("shrink", noise, dt, x, a):
-        return _low_rank_torch.shrink_backward(dt, x, a, p, noise, *needs)
-    from . import low_rank_triton
-
-    return low_rank_triton.shrink_backward(dt, x, a, p, noise, *needs)
-
-
-def _run_expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
-    if not _takes_triton("expand", None, y, t, b):
-        return _low_rank_torch.expand(y, t, b, scaling)
-    from . import low_rank_triton
-
-    return low_rank_triton.expand(y, t, b, scaling)
-
-
-def _run_expand_backward(
-    dy: Tensor, t: Tensor, b: Tensor, scaling: float, *needs: bool
-) -> tuple[Tensor, Tensor]:
-    if not _takes_triton("expand", None, dy, t, b):
-        dt, db = _low_rank_torch.expand_backward(dy, t, b, scaling, *needs)
-        return dt.contiguous(), db
-    from . import low_rank_triton
-
-    return low_rank_triton.expand_backward(dy, t, b, scaling, *needs)
-
-
-def _fake_shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
+def _shapes_of_shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
     check("shrink", "x", "a", {"x": x, "a": a, "noise": noise}, x.shape[-1:] == a.shape[1:])
     return x.new_empty((*x.shape[:-1], a.shape[0]), dtype=a.dtype)
 
 
-def _fake_shrink_backward(
-    dt: Tensor,
-    x: Tensor,
-    a: Tensor,
-    p: float,
-    noise: Tensor | None,
-    needs_x: bool,
-    needs_a: bool,
-) -> tuple[Tensor, Tensor]:
-    operands = {"dt": dt, "x": x, "a": a, "noise": noise}
-    check("shrink's backward", "dt", "a", operands, dt.shape[-1:] == a.shape[:1])
-    dx = x.new_empty((*dt.shape[:-1], a.shape[1]) if needs_x else 0)
-    return dx, a.new_empty(a.shape if needs_a else 0)
-
-
-def _fake_expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
+def _shapes_of_expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     fits = y.shape == (*t.shape[:-1], b.shape[0]) and t.shape[-1:] == b.shape[1:]
     check("expand", "t", "b", {"y": y, "t": t, "b": b}, fits)
     return y.new_empty(y.shape)
 
 
-def _fake_expand_backward(
-    dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool, needs_b: bool
-) -> tuple[Tensor, Tensor]:
-    check("expand's backward", "dy", "b", {"dy": dy, "t": t, "b": b}, dy.shape[-1:] == b.shape[:1])
-    dt = t.new_empty((*dy.shape[:-1], b.shape[1]) if needs_t else 0)
-    return dt, b.new_empty(b.shape if needs_b else 0)
-
-
-class _Shrink(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Any:
-        # of an x that only passes the gradient on, the dtype is enough
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else x.new_empty(0), a, noise)
-        ctx.p = p
-        return below(_shrink, x, a, p, noise)
-
-    @staticmethod
-    def backward(ctx: Any, dt: Tensor) -> Any:
-        x, a, noise = ctx.saved_tensors
-        needs_x, needs_a = ctx.needs_input_grad[:2]
-        run = _low_rank_torch.shrink_backward if torch.is_grad_enabled() else _shrink_backward
-        dx, da = run(dt, x, a, ctx.p, noise, needs_x, needs_a)
-        return dx if needs_x else None, da if needs_a else None, None, None
-
-
-class _Expand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Any:
-        ctx.save_for_backward(t if ctx.needs_input_grad[2] else t.new_empty(0), b)
-        ctx.scaling = scaling
-        return below(_expand, y, t, b, scaling)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        t, b = ctx.saved_tensors
-        needs_t, needs_b = ctx.needs_input_grad[1:3]
-        run = _low_rank_torch.expand_backward if torch.is_grad_enabled() else _expand_backward
-        dt, db = run(dy, t, b, ctx.scaling, needs_t, needs_b)
-        return dy, dt if needs_t else None, db if needs_b else None, None
-
-
-_shrink = register(
+_shrink, _shrink_backward = product(
     "low_rank_shrink(Tensor x, Tensor a, float p, Tensor? noise) -> Tensor",
-    _run_shrink,
-    _fake_shrink,
-    _Shrink,
-    lambda dtype, x, a, p, noise: (x, narrowed(a, dtype), p, noise),
+    "shrink",
+    "low_rank_triton",
+    (_low_rank_torch.shrink, _low_rank_torch.shrink_backward),
+    _shapes_of_shrink,
+    noise=3,
+    narrows=(1,),
 )
-_shrink_backward = register(
-    "low_rank_shrink_backward(Tensor dt, Tensor x, Tensor a, float p, Tensor? noise, "
-    "bool needs_x, bool needs_a) -> (Tensor, Tensor)",
-    _run_shrink_backward,
-    _fake_shrink_backward,
-)
-_expand = register(
+_expand, _expand_backward = product(
     "low_rank_expand(Tensor y, Tensor t, Tensor b, float scaling) -> Tensor",
-    _run_expand,
-    _fake_expand,
-    _Expand,
-    lambda dtype, y, t, b, scaling: (y, narrowed(t, dtype), narrowed(b, dtype), scaling),
-)
-_expand_backward = register(
-    "low_rank_expand_backward(Tensor dy, Tensor t, Tensor b, float scaling, "
-    "bool needs_t, bool needs_b) -> (Tensor, Tensor)",
-    _run_expand_backward,
-    _fake_expand_backward,
+    "expand",
+    "low_rank_triton",
+    (_low_rank_torch.expand, _low_rank_torch.expand_backward),
+    _shapes_of_expand,
+    added=True,
+    narrows=(1, 2),
 )

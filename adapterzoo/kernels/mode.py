@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -22,25 +22,7 @@ _mode = "auto"
 _CHANGE = threading.Lock()
 
 
-class _Before:
-    """Puts the earlier mode back at the end of a `with` block."""
-
-    def __init__(self, mode: str) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        """The mode was set when the object was made."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _set(self._mode)
-
-
-def use(mode: str) -> _Before:
+def use(mode: str) -> contextlib.ExitStack:
     """Choose what computes all kernels, from now on or until a `with` block ends.
 
     A mode changes time and memory, and results by no more than rounding and the random numbers
@@ -70,7 +52,9 @@ def use(mode: str) -> _Before:
                 f"use('triton'): {what}. {hint}, or write use('auto'), which takes torch "
                 f"operations where Triton cannot run."
             )
-    return _Before(_set(mode))
+    block = contextlib.ExitStack()
+    block.callback(_set, _set(mode))
+    return block
 
 
 def is_reference() -> bool:

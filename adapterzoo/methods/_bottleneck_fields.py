@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
 
 from adapterzoo.activations import ActivationName
-from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import ConfigError
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.contracts import InvertibleAdapter
+from adapterzoo.errors import ConfigError, listing
 from adapterzoo.fields import (
     FACTOR,
     MAX_WIDTH,
@@ -18,18 +23,35 @@ from adapterzoo.fields import (
     Choice,
     Either,
     Layers,
+    Maybe,
     Positive,
     Share,
     declared,
     field,
 )
+from adapterzoo.registry import Registry
 
 from ._init import DTYPE
+
+
+class InvertibleKind(InvertibleAdapter):
+    """Base of the invertible functions that `inv_adapter` names.
+
+    Attributes:
+        block: holds their parameters; made of a config, the width, a device and a dtype.
+    """
+
+    block: ClassVar[type[nn.Module]]
+
+
+invertible_adapters: Registry[type[InvertibleKind]] = Registry("invertible adapter")
+"""`inv_adapter` to the class of the adapter in front of the first block."""
 
 # fields that mean something only when another one is set
 _NEEDS = {
     "adapter_residual_before_ln": "ln_after=True",
-    "inv_adapter_reduction_factor": "inv_adapter",
+    "convention": "use_gating=True",
+    "inv_adapter_reduction_factor": "inv_adapter='nice'",
     "phm_dim": "phm_layer=True",
     "factorized_phm_W": "phm_layer=True",
     "shared_W_phm": "phm_layer=True",
@@ -90,11 +112,15 @@ class BottleneckFields(AdapterConfig):
         scaling: factor of the bottleneck's result: a number, "learned", or "channel" for a
             learned one per feature.
         use_gating: a learned gate, one number per sequence, on the result.
+        convention: of the gate. "paper": the mean over the real tokens of the prompt;
+            "adapterhub": over all tokens of the call, padding included.
         residual_before_ln: what the result is added to when `original_ln_before`: True: h;
             "post_add": s; False: what the bottleneck reads.
         adapter_residual_before_ln: the norm of `ln_after` encloses that addition.
-        inv_adapter: None; invertible adapters do not exist here.
-        inv_adapter_reduction_factor: None; of `inv_adapter`.
+        inv_adapter: "nice" for an invertible function of the embeddings, whose inverse acts in
+            front of the logits, see `adapterzoo.methods.invertible`; None for none.
+        inv_adapter_reduction_factor: the width of that function's layers is
+            (d_model / 2) // inv_adapter_reduction_factor.
         cross_adapter: adapters after cross-attention.
         leave_out: numbers of blocks without adapters; encoder blocks first, then decoder.
         dropout: probability, 0 to below 1, of dropping a feature of the result.
@@ -133,10 +159,11 @@ class BottleneckFields(AdapterConfig):
     is_parallel: bool = False
     scaling: float | str = field(1.0, Either(FACTOR, Choice("learned", "channel")))
     use_gating: bool = False
+    convention: str = field("paper", Choice("paper", "adapterhub"))
     residual_before_ln: bool | str = field(True, Choice(True, False, "post_add"))
     adapter_residual_before_ln: bool = False
     inv_adapter: str | None = None
-    inv_adapter_reduction_factor: float | None = None
+    inv_adapter_reduction_factor: float | None = field(None, Maybe(Positive(), "none"))
     cross_adapter: bool = False
     leave_out: tuple[int, ...] = field((), Layers())
     dropout: float = field(0.0, Share())
@@ -171,7 +198,22 @@ class BottleneckFields(AdapterConfig):
             self.original_ln_before and self.original_ln_after
         )
         zero = self.init_weights == "mam_adapter"
-        return zero and keeps and not self.adapter_residual_before_ln
+        alone = self.inv_adapter is None
+        return zero and keeps and alone and not self.adapter_residual_before_ln
+
+    def shared(
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
+    ) -> nn.Module | None:
+        """Return the parameters of the invertible function; None without one."""
+        if self.inv_adapter is None:
+            return None
+        width = next(p.site.d_in for p in placements if p.site.kind == "entry")
+        return invertible_adapters[self.inv_adapter].block(self, width, device, dtype)
+
+    @property
+    def averages_shared(self) -> bool:
+        """True, as for the bottlenecks themselves."""
+        return True
 
     def width_at(self, layer: int, d_model: int) -> int:
         """Return the bottleneck's width in a block.
@@ -222,13 +264,7 @@ class BottleneckFields(AdapterConfig):
             )
 
     def _check_together(self) -> None:
-        if self.inv_adapter is not None:
-            raise self._error(
-                f"inv_adapter={self.inv_adapter!r}",
-                "invertible adapters need one module at two places, the embeddings and the LM "
-                "head, and do not exist here",
-                "inv_adapter=None",
-            )
+        self._check_invertible()
         if self.phm_layer:
             raise self._error(
                 "phm_layer=True",
@@ -237,7 +273,11 @@ class BottleneckFields(AdapterConfig):
                 "phm_layer=False with a larger reduction_factor",
             )
         defaults = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
-        without = {"ln_after=True": not self.ln_after}
+        without = {
+            "ln_after=True": not self.ln_after,
+            "use_gating=True": not self.use_gating,
+            "inv_adapter='nice'": self.inv_adapter is None,
+        }
         for name, need in _NEEDS.items():
             value = getattr(self, name)
             if value != defaults[name] and without.get(need, True):
@@ -253,6 +293,25 @@ class BottleneckFields(AdapterConfig):
                 "output_adapter=True",
             )
         self._check_residuals()
+
+    def _check_invertible(self) -> None:
+        asked = f"inv_adapter={self.inv_adapter!r}"
+        if self.inv_adapter == "glow":
+            raise self._error(
+                asked,
+                "adapters computes it of tokens instead of features and fails in every forward, "
+                "so that there is nothing to be compatible with",
+                "inv_adapter='nice'",
+            )
+        if self.inv_adapter is not None and self.inv_adapter not in invertible_adapters:
+            known = listing([*sorted(invertible_adapters), None])
+            raise self._error(asked, f"inv_adapter is one of {known}", "inv_adapter=None")
+        if self.inv_adapter is not None and self.inv_adapter_reduction_factor is None:
+            raise self._error(
+                f"{asked}, inv_adapter_reduction_factor=None",
+                "nothing says how wide its layers are",
+                "inv_adapter_reduction_factor=2",
+            )
 
     def _check_residuals(self) -> None:
         if self.is_parallel and self.original_ln_before:

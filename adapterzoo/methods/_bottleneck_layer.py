@@ -20,7 +20,7 @@ from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, s
 from ._bottleneck_fields import BottleneckFields
 from ._gate import Gate
 from ._init import DTYPES, constant, drawn, generator, kaiming, normal
-from ._rows import features, normed, openness, restored
+from ._rows import features, gated, normed, restored
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
 """What acts in the place of a bottleneck's function, if anything."""
@@ -130,7 +130,10 @@ class BottleneckLayer(FusibleAdapter):
         self.adapter_norm_after: nn.LayerNorm | None = None
         if config.ln_after:
             self.adapter_norm_after = nn.LayerNorm(d_model, device=device, dtype=dtype)
-        self.gate = Gate(d_model, source, device, dtype) if config.use_gating else None
+        self.gate: Gate | None = None
+        if config.use_gating:
+            self.gate = Gate(site, config.convention, source, device, dtype)
+            self.reads_call = self.gate.reads_call
         # a number is left to the sum at the end, which multiplies without an operation of its own
         self.factor = 1.0
         if isinstance(config.scaling, str):
@@ -141,7 +144,9 @@ class BottleneckLayer(FusibleAdapter):
 
     def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
-        add = self.added if instead is None else partial(self.added, instead=instead)
+        add: Added = self.added
+        if instead is not None or self.gate is not None:
+            add = partial(self.added, instead=instead, base=base)
         if self.acts_on == "input":
             return base(self.changed(x, base.original(x), base, add))
         return self.changed(x, base(x), base, add)
@@ -167,6 +172,7 @@ class BottleneckLayer(FusibleAdapter):
                 a.reads_normed,
                 a.adapter_norm_after is None,
                 a.gate is None,
+                a.reads_call,
                 a.original_ln_after,
             )
             drops = a.dropout, a.stochastic_depth, a.non_linearity, a.adapter_up.weight.dtype
@@ -181,7 +187,7 @@ class BottleneckLayer(FusibleAdapter):
         """The adapted module, each row of the batch with its own bottleneck."""
         if not groups.rows:
             return base(x)
-        add = partial(cls._added_by_rows, adapters, groups)
+        add = partial(cls._added_by_rows, adapters, groups, base)
         if cls.acts_on == "input":
             return base(restored(adapters[0].changed(x, base.original(x), base, add), x, groups))
         y = base(x)
@@ -189,7 +195,11 @@ class BottleneckLayer(FusibleAdapter):
 
     @staticmethod
     def _added_by_rows(
-        adapters: Sequence[BottleneckLayer], groups: Groups, x: Tensor, to: Tensor
+        adapters: Sequence[BottleneckLayer],
+        groups: Groups,
+        base: BaseLayer,
+        x: Tensor,
+        to: Tensor,
     ) -> Tensor:
         """`added`, each row with its own bottleneck; rows without one are to be put right."""
         one, dim = adapters[0], x.dim()
@@ -213,7 +223,7 @@ class BottleneckLayer(FusibleAdapter):
             scaling, factor = features(factors, groups, dim), 1.0
         gates = [a.gate for a in adapters if a.gate is not None]
         norms = [a.adapter_norm_after for a in adapters if a.adapter_norm_after is not None]
-        gate = partial(openness, gates, groups) if gates else None
+        gate = partial(gated, gates, groups, base=base) if gates else None
         norm = partial(normed, norms, groups) if norms else None
         return one._finished(update, x, to, Finish(scaling, factor, gate, norm))
 
@@ -223,13 +233,16 @@ class BottleneckLayer(FusibleAdapter):
         inner = self.activation(self.adapter_down(x.to(up.weight.dtype)))  # [*batch, width]
         return linear(inner, up.weight, up.bias) * self.scaling
 
-    def added(self, x: Tensor, to: Tensor, instead: Instead = None) -> Tensor:
+    def added(
+        self, x: Tensor, to: Tensor, instead: Instead = None, base: BaseLayer | None = None
+    ) -> Tensor:
         """`to` + f(x), or with the norm of `ln_after` around f(x) or around the sum.
 
         Args:
             x: what the bottleneck reads, `[*batch, d_model]`.
             to: what its result is added to, same shape; its dtype is that of the result.
             instead: acts in the place of f.
+            base: the module, which a gate asks for the call.
         """
         if instead is not None:
             return to + instead(x).to(to.dtype)
@@ -248,7 +261,8 @@ class BottleneckLayer(FusibleAdapter):
         # the parameters may have another dtype than the model
         x = x.to(weight.dtype)
         update = linear(self.activation(self.adapter_down(x)), weight, up.bias)
-        parts = Finish(self.scaling, self.factor, self.gate, self.adapter_norm_after)
+        gate = None if self.gate is None else partial(self.gate, base=cast("BaseLayer", base))
+        parts = Finish(self.scaling, self.factor, gate, self.adapter_norm_after)
         return self._finished(update, x, to, parts)
 
     def _finished(self, update: Tensor, x: Tensor, to: Tensor, parts: Finish) -> Tensor:

@@ -12,6 +12,7 @@ from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
 
+from . import _gate
 from ._bottleneck_fields import BottleneckFields
 
 LOCATIONS: Mapping[SubLayerKind, str] = {
@@ -20,31 +21,25 @@ LOCATIONS: Mapping[SubLayerKind, str] = {
     "mlp": "output_adapter",
 }
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
-_FIELDS = same(*(name for name in _DEFAULTS if name != "dtype"))
+_FIELDS = same(*(name for name in _DEFAULTS if name not in ("dtype", "convention")))
 # without a meaning since adapter-transformers 2.0
 _FORGOTTEN = ("attention_type", "new_attention_norm")
 _OLD_NAMES = {"LN_after": "ln_after", "LN_before": "ln_before", "MH_Adapter": "mh_adapter",
               "Output_Adapter": "output_adapter"}  # fmt: skip
 _OLD_ACTIVATIONS = {"gelu": "gelu_new", "gelu_orig": "gelu"}
 _INVERTIBLE = {"invertible_adapters", "invertible_lang_adapters"}
+_NESTED = {"inv_adapter": "block_type", "inv_adapter_reduction_factor": "reduction_factor"}
 
 
 def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
-    """The fields of a file in our terms.
-
-    Raises:
-        CheckpointError: the file has invertible adapters.
-    """
+    """The fields of a file in our terms."""
     fields = {_OLD_NAMES.get(k, k): v for k, v in fields.items() if k not in _FORGOTTEN}
-    inverse = fields.pop("invertible_adapter", None) or fields.pop("inv_adapter", None)
+    nested = fields.pop("invertible_adapter", None)
+    if isinstance(nested, Mapping):
+        fields |= {ours: nested.get(theirs) for ours, theirs in _NESTED.items()}
     # in old files task adapters name invertible adapters that they do not have
-    if inverse is not None and file.words & _INVERTIBLE:
-        raise CheckpointError(
-            f"the checkpoint needs invertible adapters (inv_adapter={inverse!r}), which do not "
-            f"exist here; nothing has been loaded. Load an adapter without them."
-        )
-    for name in ("inv_adapter", "inv_adapter_reduction_factor"):
-        fields.pop(name, None)
+    if not file.words & _INVERTIBLE and not str(file.version).startswith("adapters."):
+        fields |= dict.fromkeys(_NESTED)
     without_effect = [k for k in fields if "phm" in k or k == "hypercomplex_nonlinearity"]
     if not fields.get("ln_after"):
         without_effect.append("adapter_residual_before_ln")
@@ -54,6 +49,8 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     activation = fields.get("non_linearity")
     if file.version is None and isinstance(activation, str):
         fields["non_linearity"] = _OLD_ACTIVATIONS.get(activation, activation)
+    if fields.get("use_gating"):
+        fields["convention"] = "adapterhub"
     return fields | {"leave_out": fields.get("leave_out") or ()}
 
 
@@ -92,6 +89,14 @@ _CONTAINER = Container(
     ),
     read=_read,
     write=_write,
+)
+
+_COUPLING = Container(
+    "invertible_adapters",
+    "model",
+    aliases=("invertible_lang_adapters",),
+    in_encoder=True,
+    held_by=lambda config: config["inv_adapter"] is not None,
 )
 
 # --- what adapters 1.3 computes otherwise than its documentation says, seen in its outputs ---
@@ -146,6 +151,12 @@ def _fusion_quirk(config: AdapterConfig) -> str | None:
     )
 
 
+def _unsayable(config: AdapterConfig) -> str | None:
+    values = config.to_dict()
+    is_masked = values["use_gating"] and values["convention"] == "paper"
+    return _gate.UNSAYABLE if is_masked else None
+
+
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
     """How AdapterHub spells bottlenecks."""
     return AdapterHubSpelling(
@@ -153,9 +164,10 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         architecture=(None, "", "bottleneck"),
         fixed={"phm_layer": False},
         fields=_FIELDS,
-        omitted=("dtype",),
-        containers=(_CONTAINER,),
+        omitted=("dtype", "convention"),
+        containers=(_CONTAINER, _COUPLING),
         read_fields=_read_fields,
+        unsayable=_unsayable,
         quirk=_quirk,
         fusion_quirk=_fusion_quirk,
     )

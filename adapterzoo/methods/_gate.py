@@ -1,16 +1,32 @@
 """The gate of UniPELT: how much of an adapter a sequence gets.
 
-Paper: Mao et al. 2022, arXiv:2110.07577, §3.2: g = σ(W x + b), one number a sequence, the mean over
-its tokens.
+Paper: Mao et al. 2022, arXiv:2110.07577, §3.2: g = σ(W x + b), one number for a sequence.
+
+In the paper's convention g is the mean over the real tokens of the prompt, so that padding, a cache
+and new tokens change nothing. In that of adapters it is the mean over all tokens of the call.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from adapterzoo.anatomy import Site
+from adapterzoo.call import StackCall
+from adapterzoo.contracts import BaseLayer
+from adapterzoo.errors import StateError
+
 from ._init import constant, drawn, normal
+
+UNSAYABLE = (
+    "a gate of adapters reads all tokens of a call, padding included, and this one the real tokens "
+    "of the prompt; only use_gating=True, convention='adapterhub' can be written"
+)
+"""Why AdapterHub's format cannot express a gate in the paper's convention."""
 
 
 class Gate(nn.Module):
@@ -19,12 +35,15 @@ class Gate(nn.Module):
     Attributes:
         weight: `[1, d_in]`.
         bias: `[1]`.
-        decided: what it decides goes through it, for those who listen.
+        reads_call: whether it asks the call which tokens are real.
+        reads_encoder: whether its input is the encoder's output, at cross-attention's keys.
+        decided: an identity that each result goes through, for `OutputRecorder`.
     """
 
     def __init__(
         self,
-        d_in: int,
+        site: Site,
+        convention: str,
         source: torch.Generator | None,
         device: torch.device,
         dtype: torch.dtype,
@@ -32,31 +51,62 @@ class Gate(nn.Module):
         """Make the parameters: W normal with deviation 0.02, b zero.
 
         Args:
-            d_in: width of what is read.
+            site: gives the width and whose tokens are read.
+            convention: "paper" or "adapterhub".
             source: of random numbers.
             device: of the parameters.
             dtype: of the parameters.
         """
         super().__init__()
-        self.weight = drawn((1, d_in), normal(0.02, source), device, dtype)
+        self.weight = drawn((1, site.d_in), normal(0.02, source), device, dtype)
         self.bias = drawn((1,), constant(0.0), device, dtype)
+        # an expert gets tokens of no sequence, each with a gate of its own
+        self.reads_call = convention == "paper" and not site.is_routed
+        self.reads_encoder = site.cross and site.role in ("key", "value")
         self.decided = nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """How open it is. `x` `[batch, *tokens, d_in]` → `[batch, 1, …, 1]`, of x's dimensions."""
-        decided: Tensor = self.decided(
-            opened(linear(x.to(self.weight.dtype), self.weight, self.bias))
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the gate. `x` `[batch, *tokens, d_in]` → `[batch, 1, …, 1]`, of x's dimensions."""
+        score = partial(linear, x.to(self.weight.dtype), self.weight, self.bias)
+        mean: Tensor = self.decided(self.mean(score, x, base, self))
+        return mean
+
+    def mean(
+        self, score: Callable[[], Tensor], x: Tensor, base: BaseLayer, owner: object
+    ) -> Tensor:
+        """Return the mean of σ over the tokens, `[batch, 1, …, 1]`.
+
+        Args:
+            score: gives W x + b `[batch, *tokens, 1]`.
+            x: what it is of, `[batch, *tokens, d_in]`.
+            base: the layer.
+            owner: whose mean it is, from one step of `generate` to the next.
+        """
+        if not self.reads_call or x.dim() != 3:
+            opened = torch.sigmoid(score())
+            if x.dim() < 3:
+                return opened  # [*batch, 1]
+            return opened.mean(tuple(range(1, x.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]
+        call = base.call.of_encoder() if self.reads_encoder else base.call
+        return call.remembered(owner, lambda: prompt_mean(torch.sigmoid(score()), x, call))
+
+
+def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:
+    """Return the mean over the real tokens of the prompt, `[batch, 1, width]`.
+
+    Args:
+        values: `[batch, tokens, width]`.
+        x: the input of the layer, `[batch, tokens, d_in]`.
+        call: of the stack.
+
+    Raises:
+        StateError: the prompt was in an earlier call, outside of `generate`.
+    """
+    if not call.has_prompt(x):
+        raise StateError(
+            "use_gating=True: a gate is the mean over the prompt, and this call has only tokens "
+            "behind it (past_key_values). Write model.generate(…), or pass the whole sequence "
+            "without past_key_values."
         )
-        return decided
-
-    def extra_repr(self) -> str:
-        """The width."""
-        return f"d_in={self.weight.shape[1]}"
-
-
-def opened(score: Tensor) -> Tensor:
-    """The mean of σ over the tokens. `score` `[batch, *tokens, 1]` → `[batch, 1, …, 1]`."""
-    openness = torch.sigmoid(score)
-    if score.dim() < 3:
-        return openness  # [*batch, 1]
-    return openness.mean(tuple(range(1, score.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]
+    real = call.prompt(x).unsqueeze(-1).to(values.dtype)  # [batch, tokens, 1]
+    return (values * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)

@@ -9,7 +9,7 @@ from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, same
 
-from . import _layer_flags
+from . import _gate, _layer_flags
 from ._low_rank_config import LowRankConfig
 
 FIELDS = _layer_flags.FLAGS | same(
@@ -26,6 +26,8 @@ def read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     # adapters before 1.1 scaled by 1, and it multiplies a gated update by the gate alone
     if (file.is_before(1, 1, 0) or fields.get("use_gating")) and "r" in fields:
         fields["alpha"] = fields["r"]
+    if fields.get("use_gating"):
+        fields["convention"] = "adapterhub"
     return fields | {"leave_out": fields.get("leave_out") or ()}
 
 
@@ -43,6 +45,8 @@ def unsayable(config: AdapterConfig) -> str | None:
     unknown = [m for m in values["attn_matrices"] if m not in _layer_flags.MATRICES.values()]
     if unknown:
         return f"adapters has no attn_matrices={unknown!r}"
+    if values.get("use_gating") and values["convention"] == "paper":
+        return _gate.UNSAYABLE
     if values.get("use_gating") and values["alpha"] != values["r"]:
         return (
             f"adapters does not scale a gated update, and this one is scaled by alpha / r = "

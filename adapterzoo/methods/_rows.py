@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from torch.nn.utils.rnn import pad_sequence
 
-from adapterzoo.contracts import compute_dtype
+from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.kernels.grouped import Groups, grouped_shrink
 
-from ._gate import Gate, opened
+from ._gate import Gate
 
 
 def taken(tensors: Sequence[Tensor], groups: Groups) -> Tensor:
@@ -54,15 +54,18 @@ def normed(norms: Sequence[nn.LayerNorm], groups: Groups, x: Tensor) -> Tensor:
     return torch.addcmul(bias.to(core.dtype), core, weight.to(core.dtype)).to(x.dtype)
 
 
-def openness(gates: Sequence[Gate], groups: Groups, x: Tensor) -> Tensor:
-    """How open each row's gate is; `x` `[rows, *tokens, d_in]` → `[rows, 1, …, 1]`.
+def gated(gates: Sequence[Gate], groups: Groups, x: Tensor, base: BaseLayer) -> Tensor:
+    """Return each row's gate; `x` `[rows, *tokens, d_in]` → `[rows, 1, …, 1]`.
 
-    Rows without adapter are half open. Who listens to a gate hears of its rows.
+    Rows without adapter have 1/2. Each gate's `decided` gets the results of its rows.
     """
-    weights = torch.stack([gate.weight for gate in gates])  # [n, 1, d_in]
-    score = grouped_shrink(x, weights, groups)  # [rows, *tokens, 1]
-    biases = features([gate.bias for gate in gates], groups, x.dim())
-    whole = opened(score + biases.to(score.dtype))
+
+    def score() -> Tensor:
+        weights = torch.stack([gate.weight for gate in gates])  # [n, 1, d_in]
+        products = grouped_shrink(x, weights, groups)  # [rows, *tokens, 1]
+        return products + features([g.bias for g in gates], groups, x.dim()).to(products.dtype)
+
+    whole = gates[0].mean(score, x, base, tuple(gates))
     parts = whole.index_select(0, groups.numbers("order", x.device)).split(groups.lengths)
     for i, part in zip(groups.adapters, parts, strict=True):
         gates[i].decided(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from adapterzoo.anatomy import Anatomy, Block, Kind, Role, Site, SubLayer, SubLayerKind
+from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import SiteError, listing
 
 _SHOWN: Mapping[SubLayerKind, str] = {
@@ -60,6 +61,25 @@ def sublayers(
     return found
 
 
+def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
+    """The placement of an invertible function in front of the first block.
+
+    Args:
+        config: of the adapter.
+        anatomy: of the model.
+
+    Raises:
+        SiteError: nothing can stand there.
+    """
+    if anatomy.entry is None:
+        raise SiteError(
+            f"{type(config).__name__}(inv_adapter={config['inv_adapter']!r}): in this model "
+            f"nothing can stand in front of the first block ({anatomy.no_entry}). Write "
+            f"inv_adapter=None, inv_adapter_reduction_factor=None."
+        )
+    return Placement(anatomy.entry, config, "invertible")
+
+
 def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -> list[Site]:
     """The outputs of blocks.
 
@@ -69,7 +89,8 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
         config: its name, for messages.
 
     Raises:
-        SiteError: the model has no blocks, none of a number, or one whose width cannot be told.
+        SiteError: the model has no blocks, none of a number, or one whose output is not one state
+            of a known width for each token.
     """
     if not anatomy.blocks:
         raise SiteError(
@@ -83,18 +104,22 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
             f"{numbers[-1]}. Write layers='all' or numbers of these."
         )
     asked = [block for block in anatomy.blocks if layers is None or block.layer in layers]
-    if unclear := [block.layer for block in asked if not block.d_model]:
-        raise SiteError(
-            f"{config}: the width of the states cannot be told in blocks {listing(unclear)}. Write "
-            f"layers=[…] with other blocks."
-        )
+    for block in asked:
+        output = block.output
+        why = f"the output of {block.path!r} is {block.states}" if block.states else ""
+        if not output:
+            why = f"the output of block {block.layer} cannot be reached"
+        elif not block.d_model:
+            why = f"the width of the states of {block.path!r} cannot be told"
+        if why:
+            raise SiteError(f"{config}: {why}. Write layers=[…] with other blocks, if any differ.")
     return [
         Site(
-            path=block.path,
+            path=block.output or "",
             role="other",
             layer=block.layer,
             stack=block.stack,
-            kind="block",
+            kind="block" if block.output == block.path else "norm",
             d_in=block.d_model,
             d_out=block.d_model,
         )

@@ -15,9 +15,9 @@ Differs from the papers: nothing. Differs from adapters: a seed gives each site 
 `stochastic_depth` holds for parallel bottlenecks too, and "post_add" in pre-LN blocks, where it
 means the same as elsewhere; a `Stack` of parallel bottlenecks adds all of them, not the last.
 Cost per site: 2 · width · d_model + width + d_model parameters.
-Cannot do: Compacter's shared matrices, invertible adapters at the embeddings; configs that lose
-the model's own residual connection. Not the identity at first, except with "mam_adapter". Where h
-is still scaled or dropped out on its way to the sum, f acts before that.
+Cannot do: Compacter's shared matrices; configs that lose the model's own residual connection. Not
+the identity at first, except with "mam_adapter". Where h is still scaled or dropped out on its way
+to the sum, f acts before that.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from torch import Tensor
 
 from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
 from adapterzoo.configs import Placement, architectures, config_strings
-from adapterzoo.contracts import BaseLayer
+from adapterzoo.contracts import Adapter, BaseLayer
 from adapterzoo.spelling import spelled
 
 from . import _bottleneck_spelling
-from ._bottleneck_fields import BottleneckFields
+from ._bottleneck_fields import BottleneckFields, invertible_adapters
 from ._bottleneck_layer import Added, BottleneckLayer
 from ._bottleneck_spelling import LOCATIONS
-from ._sublayers import stream_site, sublayers
+from ._sublayers import entry_placement, stream_site, sublayers
 
 
 @architectures.register("bottleneck")
@@ -54,12 +54,15 @@ class BnConfig(BottleneckFields):
         wanted = {kind: field for kind, field in LOCATIONS.items() if getattr(self, field)}
         found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
         self.warn_of_idle(len(anatomy.blocks))
-        return [
+        entry = [] if self.inv_adapter is None else [entry_placement(self, anatomy)]
+        return entry + [
             Placement(self._site(block, sub), self, LOCATIONS[sub.kind]) for block, sub in found
         ]
 
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> BottleneckLayer:
-        """Return a fresh bottleneck for the site."""
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
+        """Return a fresh bottleneck for the site, or the invertible function."""
+        if site.kind == "entry":
+            return invertible_adapters[str(self.inv_adapter)]()
         kind: type[BottleneckLayer] = Bottleneck
         if self.is_parallel:
             kind = ParallelBottleneck

@@ -7,7 +7,7 @@ alpha / √rank with `use_rslora`.
 Differs from the paper: dropout before A, as in all implementations. Differs from PEFT: parameters
 live in the dtype of their layer unless `dtype` says otherwise; layers that read one input may
 drop the same features of it. Differs from adapters: a `Stack` adds the updates; a gated update
-is scaled by s as well.
+is scaled by s as well; without `convention="adapterhub"` a gate does not read padding.
 Cost per site: rank · (d_in + d_out) parameters, two matrix products of that size in the forward.
 Cannot do: initialisations that change the base weights (PiSSA, OLoRA, LoftQ).
 """
@@ -27,6 +27,7 @@ from adapterzoo.averaging import Combination
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.grouped import (
     Groups,
     grouped_expand,
@@ -35,31 +36,44 @@ from adapterzoo.kernels.grouped import (
     stacked,
 )
 from adapterzoo.kernels.low_rank import expand
-from adapterzoo.spelling import Container, adapterhub_spellings, peft_spellings, same
+from adapterzoo.spelling import spelled
 
-from . import _low_rank_adapterhub, _low_rank_peft
+from . import _lora_spelling
 from ._gate import Gate
 from ._init import constant, drawn, generator
 from ._low_rank import LowRank
 from ._low_rank_config import LowRankConfig
-from ._rows import features, openness, restored
+from ._rows import features, gated, restored
 
 
 @architectures.register("lora")
 @config_strings.register("lora")
+@spelled(_lora_spelling.adapterhub, _lora_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig(LowRankConfig):
     """Config of LoRA; `TargetedConfig` chooses the layers, `LowRankConfig` how large they are.
 
     Attributes:
-        use_gating: scale the update by a learned gate, one number a token sequence (UniPELT).
+        use_gating: scale the update by a learned gate, one number per sequence (UniPELT).
+        convention: of the gate. "paper": the mean over the real tokens of the prompt;
+            "adapterhub": over all tokens of the call, padding included.
         lora_bias: give B a bias.
     """
 
     architecture: ClassVar[str] = "lora"
 
     use_gating: bool = False
+    convention: str = field("paper", Choice("paper", "adapterhub"))
     lora_bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        if self.convention != "paper" and not self.use_gating:
+            raise ConfigError(
+                f"{type(self).__name__}(convention={self.convention!r}): has an effect only with "
+                f"use_gating=True. Write convention='paper'."
+            )
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> LoRA:
         """Return a fresh adapter for the site."""
@@ -89,8 +103,7 @@ class LoRA(LowRank):
         if (site.parameter or self.looks_up) and (config.use_gating or config.lora_bias):
             raise ConfigError(
                 f"LoRAConfig(use_gating={config.use_gating}, lora_bias={config.lora_bias}) at "
-                f"{site.path!r}: its weight alone can change. "
-                f"Write use_gating=False, lora_bias=False."
+                f"{site.path!r}: its weight alone can change. Write False for both."
             )
         dtype = config.dtype_at(dtype)
         self.lora_B_bias: nn.Parameter | None = None
@@ -99,7 +112,8 @@ class LoRA(LowRank):
         self.gate: Gate | None = None
         if config.use_gating:
             source = generator(config.init_weights_seed, f"{site.path}{site.role}/gate")
-            self.gate = Gate(site.d_in, source, device, dtype)
+            self.gate = Gate(site, config.convention, source, device, dtype)
+            self.reads_call = self.gate.reads_call
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The layer with the update; in an embedding `x` is token numbers `[*batch]`.
@@ -116,17 +130,15 @@ class LoRA(LowRank):
             return expand(y, t, b, self.scaling)
         update = linear(t, b, self.lora_B_bias) * self.scaling
         if self.gate is not None:
-            update = update * self.gate(x)
+            update = update * self.gate(x, base)
         return y + update.to(y.dtype)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Whether they are of the same dtype, dropout and options, on features."""
-        kinds = {
-            (a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.gate is None, a.lora_B_bias is None)
-            for a in adapters
-        }
-        return len(kinds) == 1 and not any(a.looks_up for a in adapters)
+        kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.reads_call) for a in adapters}
+        options = {(a.gate is None, a.lora_B_bias is None) for a in adapters}
+        return len(kinds) == len(options) == 1 and not any(a.looks_up for a in adapters)
 
     @classmethod
     def forward_batched(
@@ -150,7 +162,7 @@ class LoRA(LowRank):
         each_scaling = groups.row_scales(stack.scaling, t.device, t.dtype)  # [rows]
         update = update * each_scaling.view(-1, *(1 for _ in y.shape[1:]))
         if gates:
-            update = update * openness(gates, groups, x)
+            update = update * gated(gates, groups, x, base)
         return restored(y + update.to(y.dtype), y, groups)
 
     def combine(
@@ -183,17 +195,3 @@ class LoRA(LowRank):
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias b + s · B's bias, `[d_out]`."""
         return b if self.lora_B_bias is None else b + self.scaling * self.lora_B_bias.to(b.dtype)
-
-
-adapterhub_spellings.register("lora")(
-    _low_rank_adapterhub.spelling(
-        LoRAConfig, {"use_dora": False}, Container("loras", "layer"),
-        fields=_low_rank_adapterhub.FIELDS | same("use_gating"),
-    )
-)  # fmt: skip
-peft_spellings.register("lora")(
-    _low_rank_peft.spelling(
-        LoRAConfig, {"use_dora": False}, {"lora_B_bias": ("lora_B.bias",)},
-        optional={"lora_B_bias": "lora_bias"},
-    )
-)  # fmt: skip

@@ -35,6 +35,7 @@ from adapterzoo.spelling import spelled
 
 from . import _prefix_tuning_spelling
 from ._bottleneck_layer import Affine
+from ._gate import prompt_mean
 from ._init import DTYPE, DTYPES, constant, drawn, generator, kaiming, normal, uniform
 
 
@@ -248,8 +249,7 @@ class PrefixTuning(AttentionAdapter):
         call = base.call
 
         def mean() -> Tensor:
-            real = call.prompt(x).unsqueeze(-1)  # [rows, tokens, 1]
-            score = torch.sigmoid(gate(x.to(gate.weight.dtype)))  # [rows, tokens, 1 or 2]
-            return (score * real).sum(1) / real.sum(1).clamp(min=1)
+            values = torch.sigmoid(gate(x.to(gate.weight.dtype)))  # [rows, tokens, 1 or 2]
+            return prompt_mean(values, x, call).squeeze(1)  # [rows, 1 or 2]
 
         return call.remembered(self, mean)

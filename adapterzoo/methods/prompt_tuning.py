@@ -92,7 +92,7 @@ class PromptTuningConfig(AdapterConfig):
         return False
 
     @property
-    def shared_is_linear(self) -> bool:
+    def averages_shared(self) -> bool:
         """True: the prompt of an average has the averages of the rows."""
         return True
 

@@ -1,8 +1,7 @@
 """ReFT — Representation Finetuning: LoReFT, NoReFT and DiReFT.
 
-Paper: Wu et al. 2024, arXiv:2404.03592, eq. 2 (LoReFT), eq. 3 (DiReFT); NoReFT is LoReFT without
-orthonormal rows (§D.1).
-At chosen positions of a block's output h, with A and R `[r, d_model]`:
+Paper: Wu et al. 2024, arXiv:2404.03592, eq. 2 (LoReFT), eq. 3 (DiReFT), §D.1 (NoReFT: LoReFT with
+any R). At chosen tokens of a block's output h, with A and R `[r, d_model]`:
 
     LoReFT, NoReFT    h ← h + (φ(A h + a) − R h) R
     DiReFT            h ← h + φ(A h + a) R
@@ -27,28 +26,15 @@ from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout, linear, pad
 
 from adapterzoo.activations import ActivationName, activation
 from adapterzoo.anatomy import Anatomy, Site
-from adapterzoo.configs import (
-    AdapterConfig,
-    Placement,
-    architectures,
-    config_strings,
-)
+from adapterzoo.call import StackCall
+from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
-from adapterzoo.errors import ConfigError, StateError
-from adapterzoo.fields import (
-    MAX_WIDTH,
-    SEED,
-    Choice,
-    Either,
-    Layers,
-    Range,
-    Share,
-    field,
-)
+from adapterzoo.errors import ConfigError
+from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Either, Layers, Range, Share, field
 from adapterzoo.spelling import spelled
 
 from . import _reft_spelling
@@ -158,24 +144,15 @@ class ReftUnit(nn.Module):
 
     Attributes:
         source: A `[r, d_model]` and a `[r]`.
-        projection: R `[r, d_model]`; where the config says so, its rows are made orthonormal
-            before they are used.
+        projection: R `[r, d_model]`, before its rows are made orthonormal.
     """
 
     def __init__(
-        self, config: ReftConfig, site: Site, number: int, device: torch.device, dtype: torch.dtype
+        self, config: ReftConfig, d: int, name: str, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the parameters: A and a as torch's linear layers do, R with orthonormal rows.
-
-        Args:
-            config: of the adapter.
-            site: gives the width.
-            number: 0 for the prefix, 1 for the suffix.
-            device: of the parameters.
-            dtype: of the parameters.
-        """
+        """Draw A and a as torch's linear layers do, and R with orthonormal rows if it has them."""
         super().__init__()
-        d, draw = site.d_out, generator(config.init_weights_seed, f"{site.path}/{number}")
+        draw = generator(config.init_weights_seed, name)
         fresh = kaiming(draw)
         self.source = Affine(
             drawn((config.r, d), fresh, device, dtype),
@@ -189,12 +166,13 @@ class ReftUnit(nn.Module):
         self.activation = activation(config.non_linearity)
 
     def forward(self, h: Tensor) -> Tensor:
-        """The edited states. `h` `[rows, positions, d_model]`, same shape."""
+        """The edited states. `h` `[rows, positions, d_model]`, same shape and dtype."""
+        dtype, h = h.dtype, h.to(self.projection.dtype)
         R = self.rows()  # [r, d_model]
         change = self.activation(self.source(h))  # [rows, positions, r]
         if self.subtracts:
             change = change - linear(h, R)  # [rows, positions, r]
-        return dropout(h + change @ R, self.dropout, self.training)
+        return dropout(h + change @ R, self.dropout, self.training).to(dtype)
 
     def rows(self) -> Tensor:
         """R `[r, d_model]`, with orthonormal rows where the config says so."""
@@ -220,13 +198,7 @@ class Reft(Adapter):
     def __init__(
         self, config: ReftConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the units.
-
-        Args:
-            config: of the adapter.
-            site: the output of a block.
-            device: of the parameters.
-            dtype: of the block.
+        """Make the units for the output of a block.
 
         Raises:
             ConfigError: the rank is larger than the width of the model.
@@ -241,50 +213,33 @@ class Reft(Adapter):
         dtype = DTYPES[config.dtype] if config.dtype else dtype
         # what edits nothing would get no gradient
         own = {"0": self.prefix, "1": self.suffix}
-        numbers = ["0"] if config.tied_weights else [n for n, count in own.items() if count]
+        names = ["0"] if config.tied_weights else [n for n, count in own.items() if count]
         self.units = nn.ModuleDict(
-            {n: ReftUnit(config, site, int(n), device, dtype) for n in numbers}
+            {n: ReftUnit(config, site.d_out, f"{site.path}/{n}", device, dtype) for n in names}
         )
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The block's output with the edit. `x` `[rows, tokens, d_model]`, same shape."""
-        h = base(x)  # [rows, tokens, d_model]
-        if h.dim() != 3:
-            raise StateError(
-                f"ReFT: a block returned {list(h.shape)}, and positions are counted in "
-                f"[rows, tokens, d_model]. Write another method for this model."
-            )
         call = base.call
-        if not call.has_prompt(h):
+        # asked first: a mask that does not tell raises before the block runs
+        ends = self._ends(call, x) if call.has_prompt(x) else None
+        h = base(x)  # [rows, tokens, d_model]
+        if ends is None:
             return h
-        prompt, tokens = call.prompt(h), h.shape[1]
-        first, count = prompt.int().argmax(1), prompt.sum(1)  # [rows] each
-        # the suffix is the later edit, and starts from the old states
-        out = self._edited(h, h, "0", first, count, min(self.prefix, tokens))
-        size = min(self.suffix, tokens)
-        return self._edited(h, out, "1", first + count - size, count - size, size)
+        if h.shape[:-1] != x.shape[:-1]:
+            ends = self._ends(call, h)
+        # one more stands for the tokens that a short prompt lacks
+        states = pad(h.flatten(0, -2), (0, 0, 0, 1))  # [rows · tokens + 1, d_model]
+        edited = states
+        for name, at in zip("01", ends, strict=True):
+            if at.shape[1]:
+                unit = cast("ReftUnit", self.units[name if name in self.units else "0"])
+                edited = edited.index_put((at,), unit(states[at]))  # [rows · tokens + 1, d_model]
+        return edited[:-1].view(h.shape)  # [rows, tokens, d_model]
 
-    def _edited(
-        self, h: Tensor, out: Tensor, unit: str, start: Tensor, valid: Tensor, size: int
-    ) -> Tensor:
-        """`out` with the edit of `h` from the positions `start` `[rows]` on.
-
-        Args:
-            h: the old states, `[rows, tokens, d_model]`.
-            out: where the edit is entered, same shape.
-            unit: "0" for the prefix, "1" for the suffix.
-            start: of the edited positions, `[rows]`; may lie outside of the row.
-            valid: how many of the positions exist, `[rows]`; for a suffix less its size.
-            size: how many positions are looked at.
-        """
-        if not size:
-            return out
-        steps = torch.arange(size, device=h.device)  # [size]
-        # positions of no token wrap around to others, where they change nothing
-        at = ((start.unsqueeze(1) + steps) % h.shape[1]).unsqueeze(-1)  # [rows, size, 1]
-        exists = steps < valid.unsqueeze(1) if unit == "0" else steps >= -valid.unsqueeze(1)
-        at = at.expand(-1, -1, h.shape[2])  # [rows, size, d_model]
-        old = h.gather(1, at)  # [rows, size, d_model]
-        module = cast("ReftUnit", self.units[unit if unit in self.units else "0"])
-        new = module(old.to(module.projection.dtype)).to(h.dtype)  # [rows, size, d_model]
-        return out.scatter(1, at, torch.where(exists.unsqueeze(-1), new, out.gather(1, at)))
+    def _ends(self, call: StackCall, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The edited tokens of the states `x`, `[rows, prefix]` and `[rows, suffix]`."""
+        tokens = x.flatten(0, -2).shape[0]
+        first, last = min(self.prefix, tokens), min(self.suffix, tokens)
+        prefix, suffix = call.prompt_ends(x, first, last).split((first, last), 1)
+        return prefix, suffix

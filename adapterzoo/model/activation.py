@@ -7,6 +7,7 @@ It holds for all threads (`set_active`), or for one thread and task inside an `A
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 from adapterzoo import inject
@@ -15,20 +16,23 @@ from adapterzoo.composition import (
     Composition,
     Fuse,
     Prompts,
-    RowMap,
     Stack,
     Step,
     compile_rows,
     fusions_of,
-    has_rows,
     has_tokens,
-    numbered,
     parse,
+    parts_of,
     prompts_of,
-    rows_of,
     without,
 )
-from adapterzoo.contracts import Adapter, PromptAdapter, SharedInputAdapter, WeightAdapter
+from adapterzoo.contracts import (
+    Adapter,
+    InvertibleAdapter,
+    PromptAdapter,
+    SharedInputAdapter,
+    WeightAdapter,
+)
 from adapterzoo.errors import (
     AdapterZooError,
     CompositionError,
@@ -41,7 +45,7 @@ from adapterzoo.runtime import Plan
 
 from .hf.backbone import plain_token
 from .hf.continuous_batching import refuse_while_batching
-from .state import AdaptedModel, anatomy_of, modules_of, stacks_of
+from .state import AdaptedModel, AdapterRecord, FusionRecord, anatomy_of, modules_of, stacks_of
 
 # --- plans ---
 
@@ -69,7 +73,7 @@ def make_plan(
     for name in names:
         state.find(name)
     _refuse_unfused(model, setup)
-    heads = model._head_strategy.for_setup(setup, head_setup)
+    heads = model._head_strategy.for_setup(setup, head_setup, model._active.heads)
     # a merged adapter acts through the base weights
     acting = [name for name in names if name not in state.merged]
     refuse_mixed(model, state.merged, acting)
@@ -82,12 +86,7 @@ def make_plan(
             # what all layers share sits at none
             if places[path] and places[path][0].site.layer not in skip_layers:
                 present.setdefault(path, {})[name] = module
-    rows = None
-    parts: tuple[Any, ...] = (setup,)
-    if has_rows(setup):
-        found, repeats, exact = rows_of(setup)
-        parts, index = numbered(found)
-        rows = RowMap(index, repeats, exact=exact)
+    parts, rows = parts_of(setup)
     refuse_merged_part(setup, state.merged)
     if len(parts) > 1 or has_tokens(setup):
         _refuse_routed(model, setup, acting)
@@ -105,8 +104,40 @@ def make_plan(
     shared = _shared_inputs(model, acting, steps, present)
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
+    entry = anatomy_of(model).entry
+    at_entry = {} if entry is None else present.get(entry.path, {})
+    inverts = any(isinstance(module, InvertibleAdapter) for module in at_entry.values())
+    leaving = entry.path if entry is not None and inverts and entry.path in steps else None
     prompts = _prompts(model, parts, present)
-    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, prompts)
+    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, leaving, prompts)
+
+
+def check_setup(
+    model: AdaptedModel,
+    setup: Composition | None,
+    skip_layers: tuple[int, ...],
+    records: Mapping[str, AdapterRecord] = MappingProxyType({}),
+    fusions: Mapping[str, FusionRecord] = MappingProxyType({}),
+) -> None:
+    """Check that a setup can be active with adapters or fusions that are not yet in the model.
+
+    Args:
+        model: with adapters; it has not changed afterwards.
+        setup: what shall act.
+        skip_layers: numbers of blocks in which no adapter acts.
+        records: of the adapters, with their `coming` modules.
+        fusions: records of the fusions.
+
+    Raises:
+        AdapterZooError: it cannot.
+    """
+    state = model._adapter_state
+    before = state.records, state.fusions
+    state.records, state.fusions = {**before[0], **records}, {**before[1], **fusions}
+    try:
+        make_plan(model, setup, [], skip_layers)
+    finally:
+        state.records, state.fusions = before
 
 
 def _prompts(
@@ -163,7 +194,7 @@ def set_active(
     setup = parse(adapter_setup)
     default = model._active.default
     # not those of the calling thread, which an AdapterSetup may have changed
-    heads = model._head_strategy.named_like(setup, default.plan.heads)
+    heads = model._head_strategy.for_setup(setup, None, default.plan.heads)
     skipped = check_layers(skip_layers, len(anatomy_of(model).blocks))
     refuse_while_batching(model)
     default.plan = make_plan(model, setup, list(heads), skipped)
@@ -262,13 +293,14 @@ def refuse_taken(
 
 
 def refuse_overridden(model: AdaptedModel, name: str) -> None:
-    """Refuse to change an adapter that is active in a block of this thread, or batched.
+    """Refuse to change an adapter or fusion that is active in a block of this thread, or batched.
 
     Raises:
         StateError: it is.
     """
     refuse_while_batching(model, name)
-    if any(name in p.setup.flatten() for p in model._active.overrides if p.setup):
+    setups = [plan.setup for plan in model._active.overrides if plan.setup]
+    if any(name in (*s.flatten(), *(fuse.name for fuse in fusions_of(s))) for s in setups):
         raise StateError(
             f"{name!r} is active in an AdapterSetup of this thread. Leave the "
             f"'with AdapterSetup(…)' block first."

@@ -6,20 +6,20 @@ out; everything else that adds or replaces adapters goes through `bring_in`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import dataclasses
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
-from adapterzoo.composition import fusion_key
+from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import AdapterZooError, ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -31,8 +31,9 @@ from adapterzoo.inject.building import (
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
-from .activation import refuse_taken, refuse_used, replan, set_active
+from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads.ties import list_ties
+from .hf.continuous_batching import refuse_while_batching
 from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
 from .state import (
@@ -136,52 +137,25 @@ def bring_in(
     Raises:
         AdapterZooError: it cannot act, or not beside what is merged.
     """
-    replaced = model._adapter_state.records.get(name)
-    old = dict(modules_of(model, name)) if replaced is not None else {}
-
-    def undo() -> None:
+    modules = {path: adapter for path, (adapter, _) in made.items()}
+    places = {path: tuple(placements) for path, (_, placements) in made.items()}
+    # all of them, and not the first alone: each is told its name
+    reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name)]
+    record = AdapterRecord(config, places, shared_inputs(places), bool(reading), dict(meta))
+    plan = model._active.default.plan
+    setup, skipped = (plan.setup, plan.skip_layers)
+    if active:
+        refuse_while_batching(model)
+        setup, skipped = parse(name), ()
+    coming = dataclasses.replace(record, coming=modules)
+    check_setup(model, setup, skipped, records={name: coming})
+    if name in model._adapter_state.records:
         remove(model, name)
-        if replaced is not None:
-            before = {path: (old[path], list(ps)) for path, ps in replaced.places.items()}
-            install(model, name, replaced.config, before, replaced.meta)
-
-    with undone(model, name, old, undo):
-        if replaced is not None:
-            remove(model, name)
-        install(model, name, config, made, meta)
-        if active:
-            set_active(model, name)
-        else:
-            replan(model)
-
-
-@contextmanager
-def undone(
-    model: AdaptedModel, owner: str, paths: Iterable[str], undo: Callable[[], None]
-) -> Iterator[None]:
-    """Leave the model as it was where an adapter or a fusion cannot be replaced by another.
-
-    Args:
-        model: with adapters.
-        owner: the name under which layers keep it.
-        paths: of the layers that have one of that name already.
-        undo: removes the new one and installs the old one.
-    """
-    state, strategy, default = model._adapter_state, model._head_strategy, model._active.default
-    plan, records, fusions = default.plan, dict(state.records), dict(state.fusions)
-    head = strategy.kept(owner)
-    layers = [cast("Any", backbone_of(model).get_submodule(path)) for path in paths]
-    orders = [(layer, list(layer.adapters)) for layer in layers]
-    try:
-        yield
-    except AdapterZooError:
-        undo()
-        # in the state dict, and in the records
-        for layer, order in orders:
-            layer.adapters._modules = {name: layer.adapters._modules[name] for name in order}
-        strategy.put_back(owner, head)
-        state.records, state.fusions, default.plan = records, fusions, plan
-        raise
+    install(model, name, record, modules)
+    if active:
+        set_active(model, name)
+    else:
+        replan(model)
 
 
 # --- make, install, remove ---
@@ -224,21 +198,22 @@ def make(model: AdaptedModel, config: AdapterConfig, device: torch.device | None
 
 
 def install(
-    model: AdaptedModel,
-    name: str,
-    config: AdapterConfig,
-    made: Made,
-    meta: Mapping[str, Any] = MappingProxyType({}),
+    model: AdaptedModel, name: str, record: AdapterRecord, modules: Mapping[str, Adapter]
 ) -> None:
-    """Put an adapter into the model, inactive."""
+    """Put an adapter into the model, inactive.
+
+    Args:
+        model: that gets it.
+        name: of the adapter.
+        record: of the adapter.
+        modules: of the adapter by path.
+    """
     backbone, active = backbone_of(model), model._active
-    places = {path: tuple(placements) for path, (_, placements) in made.items()}
-    # all of them, and not the first alone: each is told its name
-    reading = [path for path, (adapter, _) in made.items() if _reads_calls(adapter, name)]
-    record = AdapterRecord(config, places, shared_inputs(places), bool(reading), dict(meta))
-    for path, (adapter, _) in made.items():
+    for path, adapter in modules.items():
         if path:
-            inject.put(layer_at(backbone, path), name, adapter, active, path)
+            layer = inject.place_at(backbone, path, active)
+            overwritten = any(placement.site.overwritten for placement in record.places[path])
+            inject.put(layer, name, adapter, active, path, overwritten)
         else:
             inject.put_shared(backbone, name, adapter, active)
     for source, reader in record.sources():
@@ -248,7 +223,7 @@ def install(
     for path, stack in stacks_of(model):
         if _guard_of(stack) is None:
             stack.register_forward_pre_hook(_Guard(active), with_kwargs=True)
-        if reading:
+        if record.reads_calls:
             inject.record_calls(stack, name, active, path)
     model._adapter_state.records[name] = record
     model._head_strategy.installed(name)
@@ -280,6 +255,7 @@ def remove(model: AdaptedModel, name: str) -> None:
     for path in record.places:
         if path:
             inject.take(backbone.get_submodule(path), name)
+            inject.close_entry(backbone, path)
     inject.take_shared(backbone, name, model._active)
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)
@@ -356,10 +332,7 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
 
 
 def move(
-    model: AdaptedModel,
-    name: str,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    model: AdaptedModel, name: str, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
     """Move or cast an adapter alone, with its head."""
     for _, module in modules_of(model, name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,11 +93,11 @@ def _combined(
     sources: list[dict[str, Any]] = [dict(modules_of(model, each)) for each in names]
     for path, (adapter, placements) in made.items():
         if not placements:
-            others = [modules[path] for modules in sources if path in modules]
-            if all(member.shared_is_linear for member in config.members):
-                _average_shared(adapter, others, weights, strategy)
-            else:
-                _share(adapter, others)
+            for member, own, theirs in _by_member(config, adapter, [m[path] for m in sources]):
+                if member.averages_shared:
+                    _average(own, theirs, weights, strategy)
+                else:
+                    _share(own, theirs)
             continue
         there = [i for i, modules in enumerate(sources) if path in modules]
         layer = backbone_of(model).get_submodule(path)
@@ -113,13 +113,25 @@ def _combined(
     return made
 
 
-def _average_shared(
+def _by_member(
+    config: AdapterConfig, made: nn.Module, others: Sequence[nn.Module]
+) -> Iterator[tuple[AdapterConfig, nn.Module, list[nn.Module]]]:
+    """Yield what the layers of each config share: the one of the result, and those of others."""
+    if config.members == (config,):
+        yield config, made, list(others)
+        return
+    for number, own in made.named_children():
+        theirs = [other.get_submodule(number) for other in others]
+        yield config.members[int(number)], own, theirs
+
+
+def _average(
     made: nn.Module, others: Sequence[nn.Module], weights: Sequence[float], strategy: Combination
 ) -> None:
-    """Give the average the sum of what the layers of each adapter share."""
+    """Give the average the weighted sum of the parameters that the layers of each adapter share."""
     for key, target in made.named_parameters():
-        theirs = [upcast(other.get_parameter(key), target) for other in others]
-        strategy.fill(target, weighted_sum(theirs, weights), key)
+        value = weighted_sum([upcast(o.get_parameter(key), target) for o in others], weights)
+        strategy.fill(target.data, value, key)
 
 
 def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:

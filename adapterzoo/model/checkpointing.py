@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -35,30 +34,11 @@ from adapterzoo.names import check_name
 from . import adapters, fusion, sharding
 from .activation import check_layers, refuse_taken
 from .heads import tables
-from .heads.interface import HeadRecord
+from .heads.interface import HeadRecord, LoadOptions
 from .hf.info import info_of
-from .state import (
-    AdaptedModel,
-    anatomy_of,
-    backbone_of,
-    fusion_modules,
-    named_tensors,
-    tensors_of,
-)
+from .state import AdaptedModel, anatomy_of, backbone_of, fusion_modules, named_tensors, tensors_of
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """An adapter that was read and fits the model, its meta, and what enters its head."""
-
-    name: str
-    config: AdapterConfig
-    made: adapters.Made
-    meta: Mapping[str, Any]
-    set_active: bool
-    enter_head: Callable[[], None] | None
 
 
 # --- adapters ---
@@ -78,13 +58,10 @@ def save_adapter(
     _check_meta(meta)
     sharding.reshard(model)
     embeddings, tensors = tables.compact(model, name, tensors_of(model, name))
-    head_name = strategy.name_with(name)
     head = None
     if with_head:
-        get = strategy.record if head_name == name else strategy.record_alone
-        head = get(head_name)
-        if head is not None and format == "native":
-            head = strategy.shortened(head_name, head)
+        head_name = strategy.name_with(name)
+        head = strategy.record(head_name, alone=head_name != name, short=format == "native")
     document = {
         **_provenance(model, name),
         "config": record.config.to_dict(),
@@ -104,7 +81,7 @@ def load_adapter(
     revision: str | None,
     source: str | None,
     hub_options: Mapping[str, Any],
-    **options: Any,
+    asked: LoadOptions,
 ) -> str:
     """Load an adapter, and its head, from a folder or from the Hub.
 
@@ -115,7 +92,7 @@ def load_adapter(
         revision: branch, tag or commit on the Hub.
         source: "hf" for the Hub.
         hub_options: as `hub.resolve` takes them.
-        **options: those of `AdapterModelMixin.load_adapter` about what is loaded.
+        asked: what is loaded, and how.
 
     Raises:
         ConfigError: an argument is not legal.
@@ -127,53 +104,41 @@ def load_adapter(
         )
     folder = hub.resolve(path, revision or version, source, **hub_options)
     name = None if folder == Path(path) else str(path)
-    return _enter(model, _fitting(model, folder, name, **options))
+    name, enter = _fitting(model, folder, asked, name)
+    enter()
+    return name
 
 
 def _fitting(
-    model: AdaptedModel,
-    path: StrPath,
-    hub_name: str | None = None,
-    *,
-    load_as: str | None = None,
-    with_head: bool = True,
-    leave_out: Iterable[int] | None = None,
-    id2label: Mapping[int, str] | None = None,
-    set_active: bool = False,
-    overwrite_ok: bool = False,
-    dtype: torch.dtype | None = None,
-) -> _Loaded:
-    """Read what `load_adapter` loads and check it in every way; the model has not changed."""
+    model: AdaptedModel, path: StrPath, asked: LoadOptions, hub_name: str | None = None
+) -> tuple[str, Callable[[], None]]:
+    """Read what `load_adapter` loads and check it; return its name and what enters it."""
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    info = info_of(model, with_head)
+    info = info_of(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)
-    name = _name_in(load_as, stored, hub_name or path)
-    refuse_taken(model, name, overwrite_ok, argument("load_as", "another_name"))
-    left_out = check_layers(leave_out, len(anatomy_of(model).blocks), "leave_out")
-    config, made = _filled(model, stored, left_out, dtype)
-    has_head = with_head and stored.metadata.get("head") is not None
-    if id2label is not None and not has_head:
+    name = _name_in(asked.load_as, stored, hub_name or path)
+    refuse_taken(model, name, asked.overwrite_ok, argument("load_as", "another_name"))
+    left_out = check_layers(asked.leave_out, len(anatomy_of(model).blocks), "leave_out")
+    config, made = _filled(model, stored, left_out, asked.dtype)
+    has_head = asked.with_head and stored.metadata.get("head") is not None
+    if asked.id2label is not None and not has_head:
         raise ConfigError(
-            f"id2label={id2label!r} names the labels of a head, and none is loaded. "
+            f"id2label={asked.id2label!r} names the labels of a head, and none is loaded. "
             f"Leave id2label out, or load a checkpoint with a head."
         )
     enter_head = None
     if has_head:
-        enter_head = model._head_strategy.fitting(
-            _head_in(stored), name, id2label, set_active, overwrite_ok, dtype
-        )
+        enter_head = model._head_strategy.fitting(_head_in(stored), name, asked)
     meta = stored.metadata.get("meta")
-    kept = dict(meta) if isinstance(meta, Mapping) else {}
-    return _Loaded(name, config, made, kept, set_active, enter_head)
+    meta = meta if isinstance(meta, Mapping) else {}
 
+    def enter() -> None:
+        # what may fail comes first
+        adapters.bring_in(model, name, config, made, asked.set_active, meta)
+        if enter_head is not None:
+            enter_head()
 
-def _enter(model: AdaptedModel, loaded: _Loaded) -> str:
-    name, active = loaded.name, loaded.set_active
-    # what may fail comes first
-    adapters.bring_in(model, name, loaded.config, loaded.made, active, loaded.meta)
-    if loaded.enter_head is not None:
-        loaded.enter_head()
-    return name
+    return name, enter
 
 
 def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> list[str]:
@@ -194,23 +159,20 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         raise CheckpointError(
             "no sub-folder holds an adapter. Write the folder that save_all_adapters was given."
         )
-    loads = [_fitting(model, each, with_head=with_head) for each in found]
-    names = [loaded.name for loaded in loads]
+    loads = [_fitting(model, each, LoadOptions(with_head=with_head)) for each in found]
+    names = [name for name, _ in loads]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DuplicateNameError(
             f"two sub-folders hold an adapter {twice[0]!r}. Load them one by one: "
             f"load_adapter(folder, load_as='another_name')."
         )
-    for loaded in loads:
-        _enter(model, loaded)
+    for _, enter in loads:
+        enter()
     return names
 
 
 def _filled(
-    model: AdaptedModel,
-    stored: Checkpoint,
-    leave_out: tuple[int, ...],
-    dtype: torch.dtype | None,
+    model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
 ) -> tuple[AdapterConfig, adapters.Made]:
     """Return the adapter's modules with the values of a checkpoint, not yet in the model."""
     document = stored.metadata.get("config")
@@ -298,37 +260,27 @@ def save_head(
         raise unknown_name("", "head", head_name, known)
     name = head_name or strategy.active_name()
     sharding.reshard(model)
-    record = strategy.record_alone(name)
+    record = strategy.record(name, alone=True, short=format == "native")
     if record is None:
         raise StateError(
             f"this {type(model).__name__} has no head to save. "
             f"Write add_classification_head('my_task') first."
         )
-    if format == "native":
-        record = strategy.shortened(name, record)
     own_name = name if name and strategy.is_named else sharding.class_name(model)
     document = {**_provenance(model, own_name), "head": record.document}
     stored = Checkpoint(document, {}, record.tensors)
     _write(model, folder, stored, "head", format)
 
 
-def load_head(
-    model: AdaptedModel,
-    folder: StrPath,
-    load_as: str | None,
-    id2label: Mapping[int, str] | None,
-    overwrite_ok: bool,
-    dtype: torch.dtype | None,
-) -> str:
+def load_head(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
     """Load a head; it becomes the active one."""
     strategy = model._head_strategy
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     info = info_of(model)
     stored = formats.read(Path(folder), "head", info)
-    name = _name_in(load_as, stored, folder)
+    name = _name_in(asked.load_as, stored, folder)
     target = name if strategy.is_named else strategy.active_name()
-    record = _head_in(stored)
-    strategy.fitting(record, target, id2label, True, overwrite_ok, dtype)()
+    strategy.fitting(_head_in(stored), target, asked)()
     return name
 
 
@@ -372,14 +324,7 @@ def save_fusion(
     sharding.save(model, stored, lambda s: fusions.write(Path(folder), s, format, info, configs))
 
 
-def load_fusion(
-    model: AdaptedModel,
-    folder: StrPath,
-    load_as: str | None,
-    set_active: bool,
-    overwrite_ok: bool,
-    dtype: torch.dtype | None,
-) -> str:
+def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
     """Load fusion layers; the adapters that they fuse must be there.
 
     Raises:
@@ -393,18 +338,18 @@ def load_fusion(
     are_names = isinstance(names, list) and names and all(isinstance(n, str) for n in names)
     if not isinstance(names, list) or not are_names or not isinstance(values, Mapping):
         raise CheckpointError("the checkpoint holds no fusion. Save it again.")
-    name = load_as or str(stored.metadata.get("name"))
+    name = asked.load_as or str(stored.metadata.get("name"))
     fuse = Fuse(*names, name=None if name == ",".join(names) else check_name(name))
-    fusion.check_free(model, fuse.name, overwrite_ok)
+    fusion.check_free(model, fuse.name, asked.overwrite_ok)
     config = AdapterFusionConfig.load(values)
     with torch.random.fork_rng(devices=()):
         made = fusion.make(model, tuple(names), config)
     fits = named_tensors(made, keep_vars=True)
-    fit.check_fit(type(model).__name__, stored.adapter, fits, dtype)
+    fit.check_fit(type(model).__name__, stored.adapter, fits, asked.dtype)
     by_path = _by_path(stored.adapter)
     for path, layer in made.items():
-        fit.fill(layer.to(dtype), by_path.get(path, {}))
-    fusion.enter(model, fuse, config, made, set_active)
+        fit.fill(layer.to(asked.dtype), by_path.get(path, {}))
+    fusion.enter(model, fuse, config, made, asked.set_active)
     return fuse.name
 
 
@@ -412,11 +357,7 @@ def load_fusion(
 
 
 def _write(
-    model: AdaptedModel,
-    folder: StrPath,
-    stored: Checkpoint,
-    kind: formats.Kind,
-    format: str,
+    model: AdaptedModel, folder: StrPath, stored: Checkpoint, kind: formats.Kind, format: str
 ) -> None:
     info = info_of(model)
     if format != "native":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -18,15 +18,14 @@ from adapterzoo.errors import (
     ConfigError,
     DuplicateNameError,
     SiteError,
-    StateError,
 )
 from adapterzoo.methods._gate import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
 
-from .activation import fused, make_plan, refuse_merged_part, set_active
-from .adapters import undone
+from .activation import check_setup, fused, make_plan, refuse_overridden, set_active
 from .hf.backbone import text_config
+from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, FusionRecord, backbone_of, fusion_modules, modules_of
 
@@ -55,9 +54,6 @@ def add(
     check_free(model, fuse.name, overwrite_ok)
     for adapter in fuse.flatten():
         model._adapter_state.find(adapter)
-    if active:
-        # what cannot be active shall not be added either
-        refuse_merged_part(fuse, model._adapter_state.merged)
     enter(model, fuse, loaded, make(model, fused(fuse), loaded), active)
 
 
@@ -66,7 +62,7 @@ def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
     name = as_fuse(adapter_names, None).name
     model._adapter_state.find_fusion(name)
     refuse_if_sharded(model, "Write set_active_adapters(None).")
-    _refuse_overridden(model, name)
+    refuse_overridden(model, name)
     _remove(model, name)
 
 
@@ -96,23 +92,13 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
     Raises:
         DuplicateNameError: the name is taken.
     """
-    if name not in model._adapter_state.fusions:
-        return
-    if not overwrite_ok:
-        raise DuplicateNameError(
-            f"there is a fusion {name!r}. Write overwrite_ok=True to replace it, or "
-            f"delete_adapter_fusion({name!r})."
-        )
-    _refuse_overridden(model, name)
-
-
-def _refuse_overridden(model: AdaptedModel, name: str) -> None:
-    for plan in model._active.overrides:
-        if any(fuse.name == name for fuse in fusions_of(plan.setup)):
-            raise StateError(
-                f"{name!r} is active in an AdapterSetup of this thread. Leave the "
-                f"'with AdapterSetup(…)' block first."
+    if name in model._adapter_state.fusions:
+        if not overwrite_ok:
+            raise DuplicateNameError(
+                f"there is a fusion {name!r}. Write overwrite_ok=True to replace it, or "
+                f"delete_adapter_fusion({name!r})."
             )
+        refuse_overridden(model, name)
 
 
 def make(
@@ -171,32 +157,24 @@ def enter(
         made: its layers by path.
         active: whether it becomes what is active.
     """
-    fusions, default, plan = model._adapter_state.fusions, model._active.default, None
-    name, adapters = fuse.name, fused(fuse)
-    replaced = dict(fusion_modules(model, name)) if name in fusions else {}
+    fusions, default = model._adapter_state.fusions, model._active.default
+    name, plan = fuse.name, default.plan
+    record = FusionRecord(config, fused(fuse), tuple(made))
     # one that was active and is replaced stays active
-    if any(f.name == name and fused(f) == adapters for f in fusions_of(default.plan.setup)):
-        plan = default.plan
-
-    def undo() -> None:
+    stays = any(f.name == name and fused(f) == record.adapters for f in fusions_of(plan.setup))
+    if active:
+        refuse_while_batching(model)
+        check_setup(model, fuse, (), fusions={name: record})
+    if name in fusions:
         _remove(model, name)
-        _install(model, name, replaced)
-
-    with undone(model, fusion_key(name), replaced, undo):
-        if name in fusions:
-            _remove(model, name)
-        _install(model, name, made)
-        fusions[name] = FusionRecord(config, adapters, tuple(made))
-        if active:
-            set_active(model, fuse)
-        elif plan is not None:
-            default.plan = make_plan(model, plan.setup, list(plan.heads), plan.skip_layers)
-
-
-def _install(model: AdaptedModel, name: str, layers: Mapping[str, Fusion]) -> None:
-    for path, fusion in layers.items():
-        layer = backbone_of(model).get_submodule(path)
-        inject.put(layer, fusion_key(name), fusion, model._active, path)
+    for path, layer in made.items():
+        at = backbone_of(model).get_submodule(path)
+        inject.put(at, fusion_key(name), layer, model._active, path)
+    fusions[name] = record
+    if active:
+        set_active(model, fuse)
+    elif stays:
+        default.plan = make_plan(model, plan.setup, list(plan.heads), plan.skip_layers)
 
 
 def _remove(model: AdaptedModel, name: str) -> None:
@@ -227,6 +205,8 @@ Scores: TypeAlias = dict[str, dict[int, dict[str, Tensor]]]
 """Name of an adapter or a fusion to block number to location to what was decided there."""
 
 _Place: TypeAlias = tuple[str, int, str]
+_Calls: TypeAlias = dict[_Place, list[Tensor]]
+_Watched: TypeAlias = tuple[_Place, nn.Module, Callable[[Any], Tensor]]
 
 
 def recorded(
@@ -255,16 +235,19 @@ def recorded(
         # the forward itself refuses what are not names, and lists that do not fit the batch
         listed = adapter_names if isinstance(adapter_names, Sequence) else ()
         acting, rows = [parse(name) for name in listed], True
-    recorders: dict[str, OutputRecorder] = {}
+    watched: dict[str, Iterable[_Watched]] = {}
+    if gates:
+        watched["adapter_gating_scores"] = _gates_of(model, acting)
+    if fusions:
+        watched["adapter_fusion_attentions"] = _fusions_of(model, acting)
+    calls: dict[str, _Calls] = {field: {} for field in watched}
     with ExitStack() as stack:
-        if gates:
-            recorder = OutputRecorder(_gates_of(model, acting), _score)
-            recorders["adapter_gating_scores"] = stack.enter_context(recorder.attached())
-        if fusions:
-            recorder = OutputRecorder(_fusions_of(model, acting), _shares)
-            recorders["adapter_fusion_attentions"] = stack.enter_context(recorder.attached())
+        for field, modules in watched.items():
+            for place, module, read in modules:
+                hook = _keeping(calls[field], place, read)
+                stack.callback(module.register_forward_hook(hook).remove)
         outputs = run()
-    found = {name: recorder.scores(rows) for name, recorder in recorders.items()}
+    found = {field: _scores(kept, rows) for field, kept in calls.items()}
     if isinstance(outputs, tuple):
         return (*outputs, *found.values())
     for name, scores in found.items():
@@ -272,59 +255,37 @@ def recorded(
     return outputs
 
 
-class OutputRecorder:
-    """Keeps the outputs of some modules, in calls of the thread that made it."""
+def _keeping(
+    calls: _Calls, place: _Place, read: Callable[[Any], Tensor]
+) -> Callable[[nn.Module, Any, Any], None]:
+    """Return a hook that keeps what is read from outputs, in calls of this thread."""
+    thread = threading.get_ident()
 
-    def __init__(
-        self, watched: Iterable[tuple[_Place, nn.Module]], read: Callable[[Any], Tensor]
-    ) -> None:
-        """Choose the modules.
+    def keep(module: nn.Module, args: Any, out: Any) -> None:
+        if threading.get_ident() == thread:
+            calls.setdefault(place, []).append(read(out).detach())
 
-        Args:
-            watched: modules with (name, block, location).
-            read: takes what is wanted out of a module's output.
-        """
-        self._watched = watched
-        self._read = read
-        self._thread = threading.get_ident()
-        self._calls: dict[_Place, list[Tensor]] = {}
-
-    @contextmanager
-    def attached(self) -> Iterator[OutputRecorder]:
-        """Record for as long as the context lasts."""
-        handles = [module.register_forward_hook(self._hook(at)) for at, module in self._watched]
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _hook(self, at: _Place) -> Callable[[nn.Module, Any, Any], None]:
-        def keep(module: nn.Module, args: Any, out: Any) -> None:
-            if threading.get_ident() == self._thread:
-                self._calls.setdefault(at, []).append(self._read(out).detach())
-
-        return keep
-
-    def scores(self, rows: bool) -> Scores:
-        """Return what was recorded by name, block and location.
-
-        Args:
-            rows: whether several calls of one module are of different rows of the batch; else
-                they are of the same rows, and give a column each.
-        """
-        found: Scores = {}
-        for (name, block, location), tensors in self._calls.items():
-            joined = torch.cat(tensors, 0 if rows else -1)  # [batch, …]
-            if joined.dim() == 2 and joined.shape[1] == 1:
-                joined = joined.squeeze(1)  # [batch]
-            found.setdefault(name, {}).setdefault(block, {})[location] = joined
-        return found
+    return keep
 
 
-def _gates_of(
-    model: AdaptedModel, acting: Iterable[Composition | None]
-) -> Iterator[tuple[_Place, nn.Module]]:
+def _scores(calls: _Calls, rows: bool) -> Scores:
+    """Return what was recorded by name, block and location.
+
+    Args:
+        calls: what was kept of each call.
+        rows: whether several calls of one module are of different rows of the batch; else they are
+            of the same rows, and give a column each.
+    """
+    found: Scores = {}
+    for (name, block, location), tensors in calls.items():
+        joined = torch.cat(tensors, 0 if rows else -1)  # [batch, …]
+        if joined.dim() == 2 and joined.shape[1] == 1:
+            joined = joined.squeeze(1)  # [batch]
+        found.setdefault(name, {}).setdefault(block, {})[location] = joined
+    return found
+
+
+def _gates_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> Iterator[_Watched]:
     names = dict.fromkeys(n for setup in acting if setup is not None for n in setup.flatten())
     for name in names:
         # names that the forward refuses have no gates
@@ -337,12 +298,12 @@ def _gates_of(
             parts = list(module.children()) if len(placements) > 1 else [module]
             for placement, part in zip(placements, parts, strict=False):
                 at = name, placement.site.layer, placement.location or str(placement.site.role)
-                yield from ((at, m.decided) for m in part.modules() if isinstance(m, Gate))
+                for gate in part.modules():
+                    if isinstance(gate, Gate):
+                        yield at, gate.decided, lambda open: open.flatten(1)  # [batch, 1]
 
 
-def _fusions_of(
-    model: AdaptedModel, acting: Iterable[Composition | None]
-) -> Iterator[tuple[_Place, nn.Module]]:
+def _fusions_of(model: AdaptedModel, acting: Iterable[Composition | None]) -> Iterator[_Watched]:
     fuses = {fuse.name: fuse for setup in acting for fuse in fusions_of(setup)}
     for name, fuse in fuses.items():
         if name not in model._adapter_state.fusions:
@@ -350,12 +311,5 @@ def _fusions_of(
         places = model._adapter_state.records[fused(fuse)[-1]].places
         for path, layer in fusion_modules(model, name):
             placement = places[path][0]
-            yield (name, placement.site.layer, placement.location), layer
-
-
-def _score(openness: Tensor) -> Tensor:
-    return openness.flatten(1)  # [batch, 1]
-
-
-def _shares(outputs: tuple[Tensor, Tensor]) -> Tensor:
-    return outputs[1]  # [batch, tokens, adapters]
+            at = name, placement.site.layer, placement.location
+            yield at, layer, lambda out: out[1]  # [batch, tokens, adapters]

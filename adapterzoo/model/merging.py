@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -11,17 +10,11 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.composition import Stack, parse
-from adapterzoo.contracts import Adapter, compute_dtype
+from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
 from adapterzoo.errors import StateError, listing
 from adapterzoo.inject.quantised import is_quantised
 
-from .activation import (
-    refuse_merged,
-    refuse_merged_part,
-    refuse_mixed,
-    refuse_overridden,
-    replan,
-)
+from .activation import refuse_merged, refuse_merged_part, refuse_mixed, refuse_overridden, replan
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, backbone_of, modules_of
@@ -29,16 +22,9 @@ from .state import AdaptedModel, backbone_of, modules_of
 # --- merge and reset ---
 
 
-def merge_one(model: AdaptedModel, name: str) -> None:
-    """Merge an adapter that is not merged."""
-    model._adapter_state.find(name)
-    refuse_merged(model, name)
-    merge(model, (name,))
-
-
 @torch.no_grad()
 def merge(model: AdaptedModel, added: Sequence[str]) -> None:
-    """Merge several adapters that are not merged, all or none.
+    """Merge adapters, all or none.
 
     Args:
         model: with adapters.
@@ -51,6 +37,8 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     refuse_if_sharded(model, "Merge before fully_shard(model).")
     refuse_while_batching(model)
     for name in added:
+        state.find(name)
+        refuse_merged(model, name)
         refuse_overridden(model, name)
     names = (*state.merged, *added)
     setup = model._active.default.plan.setup
@@ -74,29 +62,21 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     _refuse_tied(model, modules)
     before: dict[str, dict[str, Tensor]] = {}
     kept = dict(state.originals)
-    with ExitStack() as undo:
-        # whatever stops it, Ctrl-C too, leaves no weight half merged
-        undo.callback(_take_back, model, before, kept)
+    try:
         for path, beside in modules.items():
             before[path] = _copies(backbone.get_submodule(path), beside)
             # what an earlier merge kept is older: that is the original
             state.originals[path] = before[path] | kept.get(path, {})
             write(model, path, names)
-        undo.pop_all()
+    except BaseException:
+        # Ctrl-C too leaves no weight half merged
+        for path, originals in before.items():
+            _restore(backbone.get_submodule(path), originals)
+        state.originals = kept
+        raise
     state.merged = names
     model._head_strategy.merge()
     replan(model)
-
-
-def _take_back(
-    model: AdaptedModel,
-    before: Mapping[str, Mapping[str, Tensor]],
-    kept: dict[str, dict[str, Tensor]],
-) -> None:
-    """Undo a merge that has reached some layers only."""
-    for path, originals in before.items():
-        _restore(backbone_of(model).get_submodule(path), originals)
-    model._adapter_state.originals = kept
 
 
 @torch.no_grad()
@@ -143,9 +123,16 @@ def unload(model: AdaptedModel, architecture: str | None) -> Any:
 
 def _to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...]:
     """Return the names of the adapters that are to be merged and are not."""
-    state = model._adapter_state
+    state, plan = model._adapter_state, model._active.default.plan
     if names is None:
-        asked = _active_stack(model)
+        if plan.setup is not None and plan.skip_layers:
+            raise StateError(
+                f"the active adapters act in some blocks only, as skip_layers="
+                f"{list(plan.skip_layers)!r} says, and would be merged in all. Write "
+                f"set_active_adapters({plan.setup!r}), or "
+                f"merge_and_unload({list(plan.setup.flatten())!r})."
+            )
+        asked = () if plan.setup is None else _stacked(plan.setup)
     else:
         listed = names if isinstance(names, (list, tuple)) else _stacked(names)
         for name in listed:
@@ -157,20 +144,6 @@ def _to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ..
             f"{listing(state.records)}. Or unload(), for the model without adapters."
         )
     return tuple(name for name in asked if name not in state.merged)
-
-
-def _active_stack(model: AdaptedModel) -> tuple[str, ...]:
-    plan = model._active.default.plan
-    setup = plan.setup
-    if setup is None:
-        return ()
-    if plan.skip_layers:
-        raise StateError(
-            f"the active adapters act in some blocks only, as skip_layers="
-            f"{list(plan.skip_layers)!r} says, and would be merged in all. Write "
-            f"set_active_adapters({setup!r}), or merge_and_unload({list(setup.flatten())!r})."
-        )
-    return _stacked(setup)
 
 
 def _stacked(asked: object) -> tuple[str, ...]:
@@ -262,43 +235,36 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     layer = backbone_of(model).get_submodule(path)
     there = cast("Any", layer).adapters
     adapters = [there[name] for name in names if name in there]
-    for parameter, stored in model._adapter_state.originals[path].items():
-        if parameter == "bias":
-            continue
-        target = cast("Tensor", layer._parameters[parameter])
+    kept = model._adapter_state.originals[path]
+    # the model may have been moved since the copies were made
+    own = {name: t.to(cast("Tensor", layer._parameters[name]).device) for name, t in kept.items()}
+    bias = own.pop("bias", None)
+    for parameter, stored in own.items():
         transposed = inject.stores_transposed(layer, parameter)
-        # the model may have been moved since the copy was made
-        original = stored.to(target.device)
-        original = original.mT if transposed else original  # [*experts, d_out, d_in]
-        base = inject.base_of(layer, original)
+        original = stored.mT if transposed else stored  # [*experts, d_out, d_in]
+        base = inject.base_of(layer, original, bias)
         w = original.to(compute_dtype(original.dtype))
         for adapter in adapters:
             if isinstance(adapter, inject.ExpertAdapters):
                 w = adapter.changed(parameter, w, base)
             else:
                 w = inject.mergeable(adapter).weight(w, base)
+        target = cast("Tensor", layer._parameters[parameter])
         _fill(target, w.mT if transposed else w, f"the merged {parameter} at {path!r}")
-    _write_bias(model, path, adapters)
+        if parameter == "weight" and original.dim() == 2:
+            b = torch.zeros_like(w[:, 0]) if bias is None else bias.to(w.dtype)
+            _write_bias(layer, path, adapters, base, b)
 
 
-def _write_bias(model: AdaptedModel, path: str, adapters: list[Any]) -> None:
-    layer = backbone_of(model).get_submodule(path)
-    stored = model._adapter_state.originals[path].get("bias")
-    weight = model._adapter_state.originals[path].get("weight")
-    if weight is None or weight.dim() != 2:
-        return
-    # what the layer holds now is merged already, and may have been moved since the copy
-    original = weight.to(cast("Tensor", layer._parameters["weight"]).device)
-    original = original.mT if inject.stores_transposed(layer) else original  # [d_out, d_in]
-    own = None if stored is None else stored.to(original.device)
-    base = inject.base_of(layer, original, own)
-    zeros = torch.zeros_like(original[:, 0], dtype=compute_dtype(original.dtype))
-    b = zeros if own is None else own.to(zeros.dtype)
+def _write_bias(
+    layer: nn.Module, path: str, adapters: list[Any], base: BaseLayer, b: Tensor
+) -> None:
+    target = layer._parameters.get("bias")
     for adapter in adapters:
         if not isinstance(adapter, inject.ExpertAdapters):
             b = inject.mergeable(adapter).bias(b, base)
-    if stored is not None:
-        _fill(cast("Tensor", layer._parameters["bias"]), b, f"the merged bias at {path!r}")
+    if target is not None:
+        _fill(target, b, f"the merged bias at {path!r}")
     elif bool(b.count_nonzero()):
         raise StateError(
             f"the adapter adds a bias at {path!r}, where the layer has none. "

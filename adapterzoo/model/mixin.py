@@ -20,28 +20,12 @@ from adapterzoo.errors import names_calls
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
-from . import (
-    activation,
-    adapters,
-    averaging,
-    checkpointing,
-    fusion,
-    merging,
-    setup,
-    training,
-)
-from .heads.interface import HeadStrategy
+from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
+from .heads.interface import HeadStrategy, LoadOptions
 from .heads.static import StaticHead
 from .heads.ties import ties
 from .hf import config_entry, publishing
-from .state import (
-    AdaptersConfig,
-    AdapterState,
-    anatomy_of,
-    backbone_of,
-    fusion_modules,
-    modules_of,
-)
+from .state import AdaptersConfig, AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
 
 @names_calls
@@ -289,10 +273,7 @@ class AdapterModelMixin:
         )  # fmt: skip
 
     def adapter_to(
-        self,
-        name: str,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Move or cast an adapter alone, with its own copy of a static head.
 
@@ -475,7 +456,7 @@ class AdapterModelMixin:
                 active in an `AdapterSetup` of this thread, its merged weights are not finite, or
                 the model is sharded or quantised; nothing has changed then.
         """
-        merging.merge_one(self, name)
+        merging.merge(self, (name,))
 
     def reset_adapter(self) -> None:
         """Give the base weights back their bits; the adapters that were merged act as before.
@@ -672,11 +653,13 @@ class AdapterModelMixin:
             HubError: the files cannot be had from the Hub.
             StateError: the model is sharded.
         """
-        return checkpointing.load_adapter(
-            self, adapter_name_or_path, version, revision, source, hub_kwargs, load_as=load_as,
-            with_head=with_head, leave_out=leave_out, id2label=id2label, set_active=set_active,
-            overwrite_ok=overwrite_ok, dtype=dtype,
+        asked = LoadOptions(
+            load_as=load_as, with_head=with_head, leave_out=leave_out, id2label=id2label,
+            set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype,
         )  # fmt: skip
+        return checkpointing.load_adapter(
+            self, adapter_name_or_path, version, revision, source, hub_kwargs, asked
+        )
 
     def save_all_adapters(
         self,
@@ -766,7 +749,11 @@ class AdapterModelMixin:
             DuplicateNameError: the name is taken.
             StateError: the model is sharded.
         """
-        return checkpointing.load_head(self, save_directory, load_as, id2label, overwrite_ok, dtype)
+        asked = LoadOptions(
+            load_as=load_as, id2label=id2label, set_active=True, overwrite_ok=overwrite_ok,
+            dtype=dtype,
+        )  # fmt: skip
+        return checkpointing.load_head(self, save_directory, asked)
 
     def save_all_heads(
         self, save_directory: str | os.PathLike[str], format: str = "native"
@@ -834,9 +821,10 @@ class AdapterModelMixin:
             SiteError: the adapters do not sit in the same places.
             UnknownNameError: an adapter that is fused is not there.
         """
-        return checkpointing.load_fusion(
-            self, adapter_fusion_name_or_path, load_as, set_active, overwrite_ok, dtype
+        asked = LoadOptions(
+            load_as=load_as, set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype
         )
+        return checkpointing.load_fusion(self, adapter_fusion_name_or_path, asked)
 
     def push_adapter_to_hub(
         self,

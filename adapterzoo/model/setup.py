@@ -90,8 +90,7 @@ class AdapterSetup:
             UnknownNameError: no model has all the adapters and heads that are named.
         """
         with naming(lambda: repr(self)):
-            stack = self._entered_models()
-        self._entered.append((_here(), stack))
+            self._entered.append((_here(), self._entered_models()))
         return self
 
     def _entered_models(self) -> ExitStack:

@@ -25,9 +25,9 @@ from adapterzoo.runtime import ActiveState, Plan
 from .heads.interface import HeadStrategy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AdapterRecord:
-    """One named adapter.
+    """One named adapter; no two are equal.
 
     Attributes:
         config: its config.
@@ -35,6 +35,7 @@ class AdapterRecord:
         shared_inputs: path of a module to those of its adapted layers that read one input.
         reads_calls: whether its layers read facts about calls, or what they share.
         meta: JSON values that came with it from a checkpoint and go with it to the next.
+        coming: its modules by path, while they are not yet in the model.
     """
 
     config: AdapterConfig
@@ -42,6 +43,7 @@ class AdapterRecord:
     shared_inputs: dict[str, list[str]]
     reads_calls: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
+    coming: Mapping[str, Adapter] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, str]]:
         """Yield (path of a captured module, path of the site that reads it), each pair once."""
@@ -230,8 +232,10 @@ def modules_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
     Raises:
         UnknownNameError: there is no adapter of this name.
     """
-    backbone, places = backbone_of(model), model._adapter_state.find(name).places
-    layers = ((path, inject.below_wrappers(backbone.get_submodule(path))) for path in places)
+    backbone, record = backbone_of(model), model._adapter_state.find(name)
+    if record.coming:
+        return iter(record.coming.items())
+    layers = ((path, inject.below_wrappers(backbone.get_submodule(path))) for path in record.places)
     return ((path, cast("Adapter", layer.adapters[name])) for path, layer in layers)
 
 

@@ -147,8 +147,7 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
         for path, each in module.named_modules():
             each.training = modes.get(path, each.training)
         for name, record in records.items():
-            made = {p: (m, list(record.places[p])) for p, m in modules[name].items()}
-            adapters.install(model, name, record.config, made, record.meta)
+            adapters.install(model, name, record, modules[name])
     model._adapter_state.anatomy = None
 
 

@@ -6,6 +6,8 @@ weights are exact in float16, bfloat16, float32 and float64.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -42,7 +44,7 @@ class Conv1D(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, bias: bool) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
         self.q_proj = nn.Linear(WIDTH, WIDTH, bias)
         self.k_proj = nn.Linear(WIDTH, WIDTH, bias)
@@ -80,23 +82,6 @@ class _InterfaceAttention(nn.Module):
 
 def _attend(*args: Any, **kwargs: Any) -> Any:
     return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
-
-
-class _AttentionBlock(nn.Module):
-    """As in LLaMA: norms first, attention between tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm = nn.LayerNorm(WIDTH, bias=False)
-        self.self_attn = _InterfaceAttention()
-        self.pre_feedforward_layernorm = nn.LayerNorm(WIDTH, bias=False)
-        self.up_proj = nn.Linear(WIDTH, INNER, False)
-        self.down_proj = nn.Linear(INNER, WIDTH, False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
-        inner = gelu(self.up_proj(self.pre_feedforward_layernorm(x)))
-        return cast("Tensor", x + self.down_proj(inner))
 
 
 class _FusedAttention(nn.Module):
@@ -139,19 +124,18 @@ class _PostNormBlock(nn.Module):
 class _PreNormBlock(nn.Module):
     """As in LLaMA: each norm before its sub-layer, no biases."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: Callable[[], nn.Module] = _Attention) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(WIDTH, bias=False)
-        self.self_attn = _Attention(bias=False)
+        self.self_attn = attention()
         self.pre_feedforward_layernorm = nn.LayerNorm(WIDTH, bias=False)
         self.up_proj = nn.Linear(WIDTH, INNER, False)
         self.down_proj = nn.Linear(INNER, WIDTH, False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))
-        return cast(
-            "Tensor", x + self.down_proj(gelu(self.up_proj(self.pre_feedforward_layernorm(x))))
-        )
+        inner = gelu(self.up_proj(self.pre_feedforward_layernorm(x)))
+        return cast("Tensor", x + self.down_proj(inner))
 
 
 class _FusedBlock(nn.Module):
@@ -169,12 +153,12 @@ class _FusedBlock(nn.Module):
         return x + self.mlp(self.ln_2(x)), None
 
 
-_BLOCKS: dict[str, type[nn.Module]] = {
+_BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "linear": _PostNormBlock,
     "linear without bias": _PreNormBlock,
     "conv1d": _FusedBlock,
     "embedding": _PreNormBlock,
-    ATTENTION: _AttentionBlock,
+    ATTENTION: functools.partial(_PreNormBlock, _InterfaceAttention),
 }
 
 
@@ -226,13 +210,17 @@ class Host(AdapterModelMixin, nn.Module):
     def get_output_embeddings(self) -> None:
         """There are none."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Token ids `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`."""
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Token ids `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`.
+
+        Adapters can read the mask `[rows, tokens]`; the model itself ignores it.
+        """
         if not self._active.plan.stacks:
             return self._run(x)
         name = "inputs_embeds" if x.is_floating_point() else "input_ids"
-        with recorded(self, (), self._active, "", (), {name: x}) as (_, given):
-            y = self._run(given[name])
+        given = {name: x, "attention_mask": attention_mask}
+        with recorded(self, (), self._active, "", (), given) as (_, wide):
+            y = self._run(wide[name])
         # without the tokens that an adapter adds in front
         return y[:, y.shape[1] - x.shape[1] :] if self._active.plan.prompts else y
 

@@ -55,6 +55,24 @@ def any_leading_shape(case: Case) -> None:
     require(error <= 1e-5, f"an expanded input gives an output {error:.3g} off")
 
 
+@check()
+def padding_changes_nothing(case: Case) -> None:
+    """Real tokens get what they get without padding, before them or behind them."""
+    if case.kind == ATTENTION:
+        # its tokens attend to padding
+        return
+    model, x = case.trained("a"), case.input(2, 6)
+    model.set_active_adapters("a")
+    for side, real in (("before", slice(2, 6)), ("behind", slice(0, 4))):
+        mask = torch.ones(2, 6, dtype=torch.long, device=case.device)
+        mask[1] = 0
+        mask[1, real] = 1
+        with torch.no_grad():
+            padded = model(x, attention_mask=mask)[1:, real]
+        error = distance(padded, run(model, x[1:, real]))
+        require(error <= 1e-5, f"two tokens of padding {side} a row change it by {error:.3g}")
+
+
 @check(*DTYPES)
 def dtype_follows(case: Case) -> None:
     """Every adapted layer returns the base model's dtype, finite and close to float64."""

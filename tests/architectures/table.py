@@ -58,7 +58,7 @@ def methods() -> dict[str, list[AdapterConfig]]:
             config = AdapterConfig.load(text)
             # a few ReLUs may be off for all of a few tokens, and give no gradient
             changed = {"non_linearity": "gelu", "reduction_factor": 4}
-            kept = changed.keys() & fields_of(config)
+            kept = {n for n in changed.keys() & fields_of(config) if getattr(config, n) is not None}
             config = config.replace(**{name: changed[name] for name in kept})
             found.setdefault(config.architecture, {}).setdefault(type(config), config)
     return {name: list(_widths(list(found[name].values()))) for name in sorted(found)}
@@ -135,6 +135,7 @@ def _short(error: SiteError) -> str:
         return text.partition("no transformer blocks: ")[2].partition(". ")[0]
     for words, said in (
         ("is not known", "where a sub-layer meets the residual stream is not known"),
+        ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
     ):
         if words in text:

@@ -111,7 +111,8 @@ def test_names_of_adapter_transformers(model, golden, kind, prefix):
     nested = {"block_type": "nice", "non_linearity": "relu", "reduction_factor": 2}
     forgotten = {"attention_type": "sentence-lvl-dynamic", "new_attention_norm": False}
     document(folder, config(invertible_adapter=nested, **forgotten))
-    document(folder, lambda values: values.update(type="text_task", model_class="BertModel"))
+    old = {"type": "text_task", "model_class": "BertModel", "version": "3.2.1"}
+    document(folder, lambda values: values.update(old))
     document(folder, lambda values: values.update(model_class="BertModelWithHeads"), "head")
     model.load_adapter(folder, load_as="then")
     assert adapter_bits(model, "then") == adapter_bits(model, "now")
@@ -146,7 +147,8 @@ def test_upper_case_and_fields_without_effect(model, golden):
 
 
 def test_the_norm_before_a_bottleneck_stands_twice(model, tmp_path):
-    model.add_adapter("a", "double_seq_bn[ln_before=True,use_gating=True,scaling='learned']")
+    gated = "use_gating=True,convention='adapterhub'"
+    model.add_adapter("a", f"double_seq_bn[ln_before=True,{gated},scaling='learned']")
     model.save_adapter(tmp_path / "a", "a", with_head=False, format="adapterhub")
     file = tmp_path / "a" / "pytorch_adapter.bin"
     found = torch.load(file, weights_only=True)
@@ -177,7 +179,8 @@ def test_a_union(model, tmp_path):
 
 
 def test_a_gated_lora_is_not_scaled_by_adapters(model, tmp_path):
-    model.add_adapter("a", LoRAConfig(use_gating=True, r=4, alpha=4))
+    gated = LoRAConfig(use_gating=True, convention="adapterhub", r=4, alpha=4)
+    model.add_adapter("a", gated)
     stir(model, "a")
     model.save_adapter(tmp_path / "a", "a", with_head=False, format="adapterhub")
     model.load_adapter(tmp_path / "a", load_as="b")
@@ -186,7 +189,7 @@ def test_a_gated_lora_is_not_scaled_by_adapters(model, tmp_path):
     document(tmp_path / "a", config(alpha=16))
     model.load_adapter(tmp_path / "a", load_as="c")
     assert model.adapters_config["c"].alpha == 4
-    model.add_adapter("d", LoRAConfig(use_gating=True, r=4, alpha=16))
+    model.add_adapter("d", gated.replace(alpha=16))
     with refused(model, CheckpointError, "alpha / r = 16 / 4", "format='native'"):
         model.save_adapter(tmp_path / "d", "d", with_head=False, format="adapterhub")
 
@@ -292,14 +295,24 @@ def test_tensors_of_another_method_are_named(model, golden, key):
         model.load_adapter(folder)
 
 
-def test_invertible_adapters_that_are_there(model, golden):
+def test_invertible_adapters_that_a_file_lacks(model, golden):
     folder = golden("double_seq_bn")
     document(folder, config(inv_adapter="nice", inv_adapter_reduction_factor=2))
-    model.load_adapter(folder, load_as="without")
+    with refused(model, CheckpointError, "F.0.weight", "in the model only", "nothing has been"):
+        model.load_adapter(folder)
     key = "bert.invertible_adapters.golden.F.0.weight"
     tensors(folder, lambda found: found.update({key: torch.ones(2)}))
-    with refused(model, CheckpointError, "inv_adapter='nice'", "nothing has been loaded"):
+    with refused(model, CheckpointError, "F.0.weight", "[2]", "G.2.bias", "nothing has been"):
         model.load_adapter(folder)
+
+
+def test_task_adapters_of_old_files_name_invertible_adapters_that_they_lack(model, golden):
+    folder = golden("double_seq_bn")
+    model.load_adapter(folder, load_as="now")
+    document(folder, config(inv_adapter="nice", inv_adapter_reduction_factor=2))
+    document(folder, lambda values: values.update(version="2.3.0"))
+    model.load_adapter(folder, load_as="then")
+    assert model.adapters_config["then"] == model.adapters_config["now"]
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,12 @@ def test_files_have_the_mode_that_open_gives(tmp_path):
     ("millions", "what"), [(17, "the config, with meta_dict,"), (40, "names, shapes and")]
 )
 def test_what_would_not_be_read_again_is_not_written(tmp_path, millions, what):
-    native.save(tmp_path, "adapter", Checkpoint(DOCUMENT, tensors()))
+    files.write_all(tmp_path, native.encode(Checkpoint(DOCUMENT, tensors()), "adapter"))
     document = {**DOCUMENT, "meta": {"log": "x" * (millions * 10**6)}}
     large = Checkpoint(document, tensors(2.0))
     before = content(tmp_path)
     with pytest.raises(CheckpointError, match=f"{what}.*nothing has been written.*smaller meta"):
-        native.save(tmp_path, "adapter", large)
+        files.write_all(tmp_path, native.encode(large, "adapter"))
     assert content(tmp_path) == before
 
 
@@ -132,7 +132,7 @@ def test_every_cut_is_noticed(tmp_path):
     [(None, "no metadata of adapterzoo. Write a folder"),
      ({"format": "pt"}, "no metadata of adapterzoo. Write a folder"),
      ({"adapterzoo": "{"}, "is not JSON"),
-     ({"adapterzoo": "[1]"}, "is a list, not an object. Copy the checkpoint"),
+     ({"adapterzoo": "[1]"}, "holds a list, not an object. Copy the checkpoint"),
      ({"adapterzoo": "{}"}, "is not in the native format")],
 )  # fmt: skip
 def test_files_of_others(tmp_path, metadata, says):
@@ -149,7 +149,7 @@ def test_adapter_and_head_are_told_apart(tmp_path):
     stored = Checkpoint(
         {"name": "a"}, tensors(), {"0.weight": torch.ones(2), "head/x": torch.ones(1)}
     )
-    native.save(tmp_path, "adapter", stored)
+    files.write_all(tmp_path, native.encode(stored, "adapter"))
     read = native.load(tmp_path, "adapter")
     assert sorted(read.adapter) == sorted(tensors())
     assert sorted(read.head) == ["0.weight", "head/x"]
@@ -159,7 +159,7 @@ def test_adapter_and_head_are_told_apart(tmp_path):
 
 def test_a_layer_called_head_is_a_layer(tmp_path):
     stored = Checkpoint({}, {"head/w": torch.ones(1)}, {"w": torch.ones(2)})
-    native.save(tmp_path, "adapter", stored)
+    files.write_all(tmp_path, native.encode(stored, "adapter"))
     read = native.load(tmp_path, "adapter")
     assert (list(read.adapter), list(read.head)) == (["head/w"], ["w"])
 

@@ -42,7 +42,7 @@ def test_help_shows_an_example_that_parses(run, name):
     said = run(name, "--help").stdout
     assert "\nExample:\n" in said
     command = found(name)
-    for line in command.example.splitlines():
+    for line in (command.epilog or "").splitlines():
         assert f"  {line}\n" in said
         program, sub, *rest = shlex.split(line)
         assert (program, sub) == ("adapterzoo", name)

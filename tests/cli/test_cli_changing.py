@@ -147,7 +147,7 @@ def test_heads_alone_and_names(run, trained, base, tmp_path):
     assert document["meta"]["train"]["accuracy"] == trained["accuracy"]
 
 
-def test_an_edited_config_is_refused_but_where_it_is_taken(run, trained, tmp_path, base):
+def test_an_edited_config_is_refused(run, trained, tmp_path):
     folder = shutil.copytree(trained["folder"], tmp_path / "reviews")
     file = folder / "adapter_config.json"
     document = json.loads(file.read_text())
@@ -157,25 +157,8 @@ def test_an_edited_config_is_refused_but_where_it_is_taken(run, trained, tmp_pat
     for command in (["verify"], ["info"], ["convert", tmp_path / "new", "--to", "native"]):
         said = run(command[0], folder, *command[1:], code=1).stderr
         assert f"config.alpha={2 * alpha} where the tensors' file says {alpha}" in said
-        assert f"adapterzoo convert {str(folder)!r} NEW_FOLDER --to native --edited" in said
+        assert "Delete adapter_config.json" in said
     assert not (tmp_path / "new").exists()
-    for to in ("native", "peft"):
-        run("convert", folder, tmp_path / to, "--to", to, "--edited", "--no-head", "--model", base)
-    assert "complete" in run("verify", tmp_path / "native").stdout
-    taken = json.loads((tmp_path / "native/adapter_config.json").read_text())
-    assert (taken["config"]["alpha"], taken["name"]) == (2 * alpha, document["name"])
-    assert taken["meta"] == document["meta"]
-    theirs = json.loads((tmp_path / "peft/adapter_config.json").read_text())
-    assert theirs["lora_alpha"] == 2 * alpha
-    # the edited folder is as it was left
-    assert json.loads(file.read_text()) == document
-    said = run("convert", tmp_path / "peft", "x", "--to", "native", "--edited", code=1).stderr
-    assert "Leave --edited out." in said
-    document["config"]["alpha"] = "much"
-    file.write_text(json.dumps(document))
-    said = run("convert", folder, tmp_path / "x", "--to", "native", "--edited", code=1).stderr
-    assert "alpha='much'" in said
-    assert not (tmp_path / "x").exists()
 
 
 META = {"train": {"loss": [0.5, None], "é": True}, "why": "a test"}

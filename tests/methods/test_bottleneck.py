@@ -163,6 +163,8 @@ def stream(config, p, h, inp, norm):
     return apply(out + inp) if config.original_ln_after else out
 
 
+# the gate of the paper's convention, which reads the mask of a call, is in test_gates
+GATED = {"use_gating": True, "convention": "adapterhub"}
 WHERE = ("original_ln_before", "original_ln_after", "residual_before_ln", "is_parallel")
 EITHER = (False, True)
 RESIDUALS = [
@@ -174,8 +176,8 @@ INSIDES = [
     {"ln_before": True, "scaling": 3},
     {"ln_after": True, "scaling": "learned"},
     {"ln_after": True, "adapter_residual_before_ln": True, "scaling": 0.5},
-    {"use_gating": True, "scaling": "channel", "ln_before": True},
-    {"use_gating": True, "ln_before": True, "ln_after": True, "adapter_residual_before_ln": True},
+    {**GATED, "scaling": "channel", "ln_before": True},
+    {**GATED, "ln_before": True, "ln_after": True, "adapter_residual_before_ln": True},
 ]
 
 
@@ -254,6 +256,8 @@ def test_every_option_gives_what_adapters_gives(family, case):
     base = model(PEER[f"{family}/input_ids"])[0]
     config = AdapterConfig.from_dict(PEER_CONFIGS[case])
     assert isinstance(config, BnConfig)
+    if config.use_gating:
+        config = config.replace(convention="adapterhub")
     adapters = adapt(model, find(model), {"a": config}, torch.float32)["a"]
     used = set()
     for (layer, kind), adapter in adapters.items():
@@ -412,7 +416,7 @@ def test_a_seed_gives_each_site_values_of_its_own_in_any_order(scheme, seed):
 
 @pytest.mark.parametrize(
     "inside",
-    [{}, {"ln_before": True, "ln_after": True}, {"use_gating": True}, {"scaling": "learned"},
+    [{}, {"ln_before": True, "ln_after": True}, GATED, {"scaling": "learned"},
      {"ln_after": True, "adapter_residual_before_ln": True}],
     ids=str,
 )  # fmt: skip
@@ -451,7 +455,7 @@ def test_rows_or_features_are_dropped_in_training_only(config, rows):
 
 
 def test_a_gate_is_one_number_per_sequence_for_any_shape_of_tokens():
-    adapter = built(SeqBnConfig(reduction_factor=2, use_gating=True))
+    adapter = built(SeqBnConfig(reduction_factor=2, **GATED))
     randomise({0: adapter})
     image = torch.randn(2, 3, 4, D)
     zero = torch.zeros_like(image)
@@ -464,7 +468,7 @@ def test_a_gate_is_one_number_per_sequence_for_any_shape_of_tokens():
 
 def test_gradients_are_exact():
     config = BnConfig(
-        **PLAIN, use_gating=True, ln_before=True, ln_after=True, adapter_residual_before_ln=True,
+        **PLAIN, **GATED, ln_before=True, ln_after=True, adapter_residual_before_ln=True,
         scaling="channel",
     )  # fmt: skip
     adapter = built(config, dtype=torch.float64)
@@ -542,7 +546,9 @@ def test_a_reduction_factor_of_no_block_is_said(config):
         ({"adapter_residual_before_ln": True}, ["ln_after=True", "before_ln=False"]),
         ({"phm_layer": True}, ["phm_layer=True", "Compacter", "phm_layer=False"]),
         ({"phm_dim": 8}, ["phm_dim=8", "phm_layer=True", "phm_dim=4"]),
-        ({"inv_adapter": "nice"}, ["inv_adapter='nice'", "inv_adapter=None"]),
+        ({"inv_adapter": "nice"}, ["inv_adapter='nice'", "inv_adapter_reduction_factor=2"]),
+        ({"inv_adapter": "glow"}, ["tokens instead of features", "inv_adapter='nice'"]),
+        ({"inv_adapter": "flow"}, ["inv_adapter='flow'", "one of 'nice', None"]),
         ({"inv_adapter_reduction_factor": 2}, ["inv_adapter", "inv_adapter_reduction_factor=None"]),
         ({"output_adapter": False}, ["nothing is left", "output_adapter=True"]),
         ({"original_ln_after": False}, ["residual connection", "residual_before_ln=False"]),
@@ -595,7 +601,7 @@ def test_defaults_are_those_of_adapters():
     with pytest.raises(ConfigError, match=re.escape("no field 'reduction'")):
         AdapterConfig.load("seq_bn[reduction=2]")
     # these are ours
-    defaults = {**PEER_CONFIGS["after"], "dtype": None}
+    defaults = {**PEER_CONFIGS["after"], "dtype": None, "convention": "paper"}
     for config in map(AdapterConfig.from_dict, PEER_CONFIGS.values()):
         assert {k for k in config.to_dict() if k != "architecture"} == set(defaults)
     ours = BnConfig(**{k: defaults[k] for k in PLAIN}).to_dict()

@@ -103,7 +103,8 @@ def test_the_bias_of_b_is_scaled_with_it():
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 4, 5), (2, 3, 4, 5)])
 def test_the_gate_is_one_number_a_sequence(shape):
-    lora, base = layer(LoRAConfig(r=4, alpha=8, use_gating=True)), linear(7, 5)
+    config = LoRAConfig(r=4, alpha=8, use_gating=True, convention="adapterhub")
+    lora, base = layer(config), linear(7, 5)
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     gates = torch.sigmoid((x * lora.gate.weight[0]).sum(-1) + lora.gate.bias[0])
     # the first dimension is the batch; what stands between it and the features are tokens

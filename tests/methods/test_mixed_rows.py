@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from stack_calls import running
 from torch import Tensor, nn
 
 from adapterzoo.anatomy import Site
@@ -59,7 +60,7 @@ BATCHES = {"sorted": [0, 0, 1, 1], "mixed": [1, None, 0, 1, 1, None], "none of o
 
 def host(layer, residual):
     """A layer with a residual stream, of one batch."""
-    return LayerCall(layer, layer.forward, residual=residual)
+    return LayerCall(layer, layer.forward, residual=residual, context=running())
 
 
 def built(name, dtype=torch.float64):
@@ -248,7 +249,9 @@ def test_gates_are_heard_once_for_their_rows():
                 )
     mixed(adapters, index, x, host(layer, residual))
     assert [heard[i].flatten().shape for i in (0, 1)] == [(1,), (2,)]
-    torch.testing.assert_close(heard[1], adapters[1].gate(residual[[0, 3]]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        heard[1], adapters[1].gate(residual[[0, 3]], host(layer, None)), rtol=0, atol=1e-12
+    )
 
 
 def test_a_method_that_mixes_and_says_not_how_is_told_what_to_write():

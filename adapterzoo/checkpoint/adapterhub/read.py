@@ -118,9 +118,9 @@ def _read_group(
     own = {key.parameter: tensors[key.text] for key in keys}
     container = keys[0].container
     if container.at == "model":
-        if spot is None:
+        number = next((n for n, m in enumerate(members) if _holds(m, container)), None)
+        if spot is None or number is None:
             return texts
-        number = next(n for n, m in enumerate(members) if container.name in _containers(m))
         config = members[number]
         mine = _read(_of(config, container), own, config)
         in_union = number if len(members) > 1 else None
@@ -144,6 +144,10 @@ def _read_group(
 
 def _containers(config: AdapterConfig) -> dict[str, Container]:
     return {c.name: c for c in adapterhub_spellings[config.architecture].containers}
+
+
+def _holds(config: AdapterConfig, container: Container) -> bool:
+    return container.name in _containers(config) and _of(config, container).held_by(config)
 
 
 def _of(config: AdapterConfig, container: Container) -> Container:

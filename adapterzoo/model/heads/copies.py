@@ -19,17 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adapterzoo import inject
-from adapterzoo.composition import (
-    Composition,
-    Copies,
-    Fuse,
-    Stack,
-    fusion_key,
-    has_rows,
-    numbered,
-    rows_of,
-)
-from adapterzoo.contracts import compute_dtype
+from adapterzoo.averaging import weighted_sum
+from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
+from adapterzoo.contracts import upcast
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters
 from adapterzoo.inject.quantised import packing_of
 from adapterzoo.model.activation import replan
@@ -58,7 +50,7 @@ def owners_of(setup: Composition | None) -> tuple[str | None, ...]:
     """Return the owners of the heads that answer, None for the original; base rows have none."""
     if setup is None:
         return ()
-    parts = numbered(rows_of(setup)[0])[0] if has_rows(setup) else (setup,)
+    parts, _ = parts_of(setup)
     return tuple(dict.fromkeys(owner_of(part) for part in parts if part is not None))
 
 
@@ -174,25 +166,6 @@ def take(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
     """
     paths = model._adapter_state.copies.pop(owner, ())
     return {path: inject.take(_layer(model, path), owner) for path in paths}
-
-
-def put_back(
-    model: AdaptedModel, owner: str, layers: Layers, copies: dict[str, tuple[str, ...]]
-) -> None:
-    """Undo `take`: the order of the heads at each layer is what it was, too.
-
-    Args:
-        model: with adapters.
-        owner: of the head.
-        layers: what `take` gave.
-        copies: those of the model's state before.
-    """
-    for path, layer in layers.items():
-        at = _layer(model, path)
-        inject.put(at, owner, layer, model._active, _HEAD + path)
-        heads = cast("Any", at).adapters
-        heads._modules = {name: heads._modules[name] for name in copies if name in heads}
-    model._adapter_state.copies = copies
 
 
 def layers_with(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
@@ -341,11 +314,7 @@ def combined(
         original = {key: t.detach().clone() for key, t in layer.state_dict().items()}
         states = [each[path].state_dict() if each else original for each in theirs]
         for key, target in layer.state_dict(keep_vars=True).items():
-            if not target.is_floating_point() or packing_of(target) is not None:
-                continue
-            wide = compute_dtype(target.dtype)
-            total = (1 - sum(weights)) * original[key].to(wide)
-            for weight, state in zip(weights, states, strict=True):
-                total = total + weight * state[key].to(target.device, wide)
-            target.copy_(total)
+            if target.is_floating_point() and packing_of(target) is None:
+                total = weighted_sum([upcast(state[key], target) for state in states], weights)
+                target.copy_(total + (1 - sum(weights)) * upcast(original[key], target))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
@@ -11,14 +11,14 @@ from transformers.utils.generic import ModelOutput
 from adapterzoo import inject
 from adapterzoo.composition import RowMap
 from adapterzoo.errors import StateError, listing, unknown_name
-from adapterzoo.heads import head_types
+from adapterzoo.heads import Logits, head_types
 from adapterzoo.model.batches import batch_size, repeated
 
 from . import store
 from .inputs import decoder_labels, head_input, shift_labels
 from .interface import HeadNames
 from .outputs import MultiHeadOutput, answer
-from .rows import apart, given_to, head_rows, joined, outputs_of, take_rows, total, with_copies
+from .rows import apart, given_to, head_rows, joined, outputs_of, total, with_copies
 
 # arguments of `forward` that belong to heads of any type
 _COMMON = ("logits_to_keep", "num_items_in_batch")
@@ -80,11 +80,7 @@ def _run_all(
     outputs = model.base_model(**inputs, return_dict=True)
     mask = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
     return model.forward_head(
-        outputs,
-        head_name=head,
-        attention_mask=inputs.get(mask),
-        return_dict=return_dict,
-        **labels,
+        outputs, head_name=head, attention_mask=inputs.get(mask), return_dict=return_dict, **labels
     )
 
 
@@ -145,20 +141,16 @@ def forward_head(
     outputs: ModelOutput,
     head: HeadNames,
     return_dict: bool | None,
-    given: Mapping[str, Any],
-    keep: int | Tensor,
-    count: Tensor | int | None,
+    given: dict[str, Any],
 ) -> Any:
-    """Run heads on what the base model computed.
+    """Run heads on the outputs of the base model.
 
     Args:
         model: with named heads.
         outputs: of the base model.
         head: which heads; None for the active ones.
         return_dict: False for tuples.
-        given: labels, masks and what else heads take.
-        keep: of how many last tokens, or which, language models need logits; 0: all.
-        count: by what the sum of the losses is divided; None: by the number of labels.
+        given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
     strategy, rows = model._head_strategy, model._active.plan.rows
     names = strategy.answering_names(head)
@@ -167,12 +159,12 @@ def forward_head(
     found = head_rows(names, rows)
     answers: list[ModelOutput] | MultiHeadOutput
     if found is not None:
-        answers = _answers_of_rows(model, *found, outputs, given, keep, count)
+        answers = _answers_of_rows(model, *found, outputs, given)
     else:
-        extra = with_copies(rows, dict(given))
+        extra = with_copies(rows, given)
         answers = []
         for name in dict.fromkeys(names):
-            logits, loss = _run(model, name, outputs, extra, keep, count)
+            logits, loss = _run(model, name, outputs, extra, rows)
             answers.append(answer(store.find(model, name).config, loss, logits, outputs))
     if return_dict is False:
         tuples = [a.to_tuple() for a in answers]
@@ -186,59 +178,49 @@ def forward_head(
 
 
 def _run(
-    model: Any,
-    name: str,
-    outputs: ModelOutput,
-    given: Mapping[str, Any],
-    keep: int | Tensor,
-    count: Tensor | int | None,
-) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
-    """Return logits and loss of a head."""
-    head = store.find(model, name)
+    model: Any, name: str, outputs: ModelOutput, given: Mapping[str, Any], rows: RowMap | None
+) -> tuple[Logits, Tensor | None]:
+    """Return logits and loss of a head on some rows of the batch."""
+    head, plan = store.find(model, name), model._active.plan
     hidden, mask = head_input(model, head, outputs, given["attention_mask"], given["input_ids"])
-    hidden = head.tokens_to_score(hidden, keep)
-    logits = head(hidden, mask, **{n: given.get(n) for n in head.config.inputs})
+    hidden = head.tokens_to_score(hidden, given["logits_to_keep"])
+    extra = {n: given.get(n) for n in head.config.inputs}
+    if head.has_exit and plan.exit is not None:
+        extra["at_exit"] = lambda y: inject.leave(model.base_model, plan, y, rows)
+    logits = head(hidden, mask, **extra)
     labels = head.config.find_labels(name, given)
     if labels is None:
         return logits, None
-    return logits, head.loss(logits, head.config.mask_labels(labels, mask), count)
+    masked = head.config.mask_labels(labels, mask)
+    return logits, head.loss(logits, masked, given["num_items_in_batch"])
 
 
 def _answers_of_rows(
-    model: Any,
-    names: tuple[str, ...],
-    rows: RowMap,
-    outputs: ModelOutput,
-    given: Mapping[str, Any],
-    keep: int | Tensor,
-    count: Tensor | int | None,
+    model: Any, names: tuple[str, ...], rows: RowMap, outputs: ModelOutput, given: Mapping[str, Any]
 ) -> list[ModelOutput] | MultiHeadOutput:
     """Return the answers of heads that each answer some rows; one answer where they are alike."""
     heads = [store.find(model, name) for name in names]
     batch = len(rows.index) // rows.copies
     labelled = {n for h in heads for n in (*h.config.label_names, *h.config.inputs)}
-    of_rows = [
-        {
-            **given_to(i, name, rows, {k: v for k, v in given.items() if k in labelled}, batch),
-            **{k: take_rows(i, rows, v) for k, v in given.items() if k not in labelled},
-        }
-        for i, name in enumerate(names)
-    ]
-    parts = [outputs_of(i, rows, outputs, not rows.together) for i in range(len(names))]
-    found = [
-        _run(model, name, part, mine, keep, count)
-        for name, part, mine in zip(names, parts, of_rows, strict=True)
-    ]
+    whole = cast("RowMap", model._active.plan.rows)
+    logits: list[Logits] = []
+    losses: list[Tensor | None] = []
+    for i, name in enumerate(names):
+        mine = given_to(i, name, rows, {k: v for k, v in given.items() if k in labelled}, batch)
+        for key in given.keys() - labelled:
+            value = given[key]
+            has_rows = isinstance(value, Tensor) and key not in _COMMON
+            mine[key] = rows.take(i, value) if has_rows else value
+        part = outputs_of(i, rows, outputs, False)
+        scores, loss = _run(model, name, part, mine, whole.of(rows, i))
+        logits.append(scores)
+        losses.append(loss)
     if rows.together:
-        logits, losses = [f[0] for f in found], [f[1] for f in found]
-        whole = joined(heads, rows, logits, total(losses), outputs)
-        if whole is not None:
-            return [whole]
-        parts = [outputs_of(i, rows, outputs, True) for i in range(len(names))]
-    return apart(
-        [
-            answer(head.config, loss, score, part)
-            for head, (score, loss), part in zip(heads, found, parts, strict=True)
-        ],
-        rows,
-    )
+        one = joined(heads, rows, logits, total(losses), outputs)
+        if one is not None:
+            return [one]
+    answers = [
+        answer(head.config, losses[i], logits[i], outputs_of(i, rows, outputs, True))
+        for i, head in enumerate(heads)
+    ]
+    return apart(answers, rows)

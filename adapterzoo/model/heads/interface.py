@@ -29,6 +29,19 @@ class HeadRecord:
     tensors: dict[str, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """What a user asks of `load_adapter`, `load_head` and `load_adapter_fusion`; see there."""
+
+    load_as: str | None = None
+    with_head: bool = True
+    leave_out: Iterable[int] | None = None
+    id2label: Mapping[int, str] | None = None
+    set_active: bool = False
+    overwrite_ok: bool = False
+    dtype: torch.dtype | None = None
+
+
 class HeadStrategy:
     """What a model does with its heads; the defaults are those of a model without named heads."""
 
@@ -48,22 +61,21 @@ class HeadStrategy:
         """Return the names of the named heads."""
         return ()
 
-    @abstractmethod
     def saved_names(self) -> tuple[str, ...]:
         """Return the names under which heads can be saved."""
+        return self.names()
 
-    def for_setup(self, setup: Composition | None, head_setup: HeadNames) -> tuple[str, ...]:
+    def for_setup(
+        self, setup: Composition | None, wanted: HeadNames, active: tuple[str, ...]
+    ) -> tuple[str, ...]:
         """Return the heads of a plan.
 
         Args:
             setup: what acts.
-            head_setup: which heads the user wants; None: those named like the adapters where
-                there are any, else those that are active.
+            wanted: which heads the user wants; None: those named like the adapters that act last
+                where there are any, else the active ones.
+            active: the active ones.
         """
-        return ()
-
-    def named_like(self, setup: Composition | None, otherwise: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the heads named like the adapters that act last, where there are any."""
         return ()
 
     def for_rows(
@@ -110,13 +122,6 @@ class HeadStrategy:
 
     def removing(self, owner: str) -> None:
         """Prepare for an adapter or a fusion that goes."""
-
-    def kept(self, owner: str) -> Any:
-        """Return what `put_back` needs after the owner was removed and installed again."""
-        return None
-
-    def put_back(self, owner: str, kept: Any) -> None:
-        """Undo the removal of an adapter's or a fusion's head."""
 
     def ties(self) -> dict[str, str]:
         """Return the keys of the heads' parameters that are others', to the keys of those."""
@@ -182,42 +187,33 @@ class HeadStrategy:
         """Return the name of the one head that answers."""
 
     @abstractmethod
-    def record(self, name: str | None) -> HeadRecord | None:
-        """Return a head as a checkpoint holds it, None without one."""
+    def record(
+        self, name: str | None, alone: bool = False, short: bool = False
+    ) -> HeadRecord | None:
+        """Return a head as a checkpoint holds it, None without one.
 
-    def record_alone(self, name: str | None) -> HeadRecord | None:
-        """Return the record of a head that is saved without the adapter of its name."""
-        return self.record(name)
-
-    def shortened(self, name: str | None, record: HeadRecord) -> HeadRecord:
-        """Return the record without what a native file need not hold."""
-        return record
+        Args:
+            name: of the head; None: the original static head.
+            alone: whether it is saved without the adapter of its name.
+            short: whether to leave out what a native file need not hold.
+        """
 
     def lengthened(
         self, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return the tensors of a file with what `shortened` left out, of the same head."""
+        """Return the tensors of a file with what a short record left out, of the same head."""
         return tensors
 
     @abstractmethod
     def fitting(
-        self,
-        record: HeadRecord,
-        name: str | None,
-        id2label: Mapping[int, str] | None,
-        set_active: bool,
-        overwrite_ok: bool,
-        dtype: torch.dtype | None,
+        self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
         """Check a head of a checkpoint in every way; what is returned enters it.
 
         Args:
             record: of the checkpoint.
             name: of the head; of a static head its owner, None for the original.
-            id2label: other labels.
-            set_active: whether it becomes the active one.
-            overwrite_ok: whether one of the name may be replaced.
-            dtype: as in `load_adapter`.
+            asked: what the user asks for.
         """
 
     def restore(self, owners: Iterable[str]) -> None:

@@ -101,7 +101,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     def get_prediction_heads_config(self) -> dict[str, dict[str, Any]]:
         """Return the names of the heads with the dicts of their configs."""
-        return {name: head.config.to_dict() for name, head in store.all_heads(self).items()}
+        return {name: store.find(self, name).config.to_dict() for name in self.heads}
 
     @names_call
     def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:
@@ -334,10 +334,11 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             StateError: the base model did not compute what a head needs.
             UnknownNameError: the head is unknown.
         """
-        given = {**kwargs, "attention_mask": attention_mask, "input_ids": input_ids}
-        return forward.forward_head(
-            self, all_outputs, head_name, return_dict, given, logits_to_keep, num_items_in_batch
-        )
+        given = dict(
+            kwargs, attention_mask=attention_mask, input_ids=input_ids,
+            logits_to_keep=logits_to_keep, num_items_in_batch=num_items_in_batch,
+        )  # fmt: skip
+        return forward.forward_head(self, all_outputs, head_name, return_dict, given)
 
     @property  # type: ignore[override]
     def loss_type(self) -> str | None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.checkpoint import fit
-from adapterzoo.composition import Composition
+from adapterzoo.composition import Composition, parts_of
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
 from adapterzoo.heads import PredictionHead, labels_from
 from adapterzoo.model.hf.towers import refuse_unreadable
 
 from . import store, tables
-from .interface import HeadNames, HeadRecord, HeadStrategy
+from .interface import HeadNames, HeadRecord, HeadStrategy, LoadOptions
 from .output_layers import FIELD, with_output, without_output
 from .plain import as_plain, head_to_keep
 
@@ -32,19 +32,15 @@ class NamedHeads(HeadStrategy):
         """Return the names of the heads."""
         return tuple(self.model.heads)
 
-    def saved_names(self) -> tuple[str, ...]:
-        """Return the names of the heads."""
-        return tuple(self.model.heads)
-
-    def for_setup(self, setup: Composition | None, head_setup: HeadNames) -> tuple[str, ...]:
-        """Return those asked for, those named like the adapters, or the active ones."""
-        if head_setup is not None:
-            return store.checked_names(self.model, head_setup)
-        return store.heads_like(self.model, setup, self.model._active.heads)
-
-    def named_like(self, setup: Composition | None, otherwise: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the heads named like the adapters that act last, where there are any."""
-        return store.heads_like(self.model, setup, otherwise)
+    def for_setup(
+        self, setup: Composition | None, wanted: HeadNames, active: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Return those wanted, those named like the adapters that act last, or the active ones."""
+        if wanted is not None:
+            return store.checked_names(self.model, wanted)
+        if setup is None:
+            return active
+        return store.heads_of_parts(self.model, parts_of(setup)[0], active)
 
     def for_rows(
         self, parts: tuple[Any, ...], one_head: bool
@@ -127,7 +123,7 @@ class NamedHeads(HeadStrategy):
         """Train the active heads; embeddings that a head shares only where asked for."""
         backbone = {id(p) for p in self.model._backbone.parameters()}
         active = self.model._active.default.plan.heads
-        for name, head in store.all_heads(self.model).items():
+        for name, head in self.model.heads.items():
             for parameter in head.parameters():
                 if id(parameter) not in backbone:
                     parameter.requires_grad_(name in active)
@@ -181,26 +177,23 @@ class NamedHeads(HeadStrategy):
         """Return the name of the one head that is active."""
         return store.active_name(self.model)
 
-    def record(self, name: str | None) -> HeadRecord | None:
-        """Return config and own tensors of a head."""
+    def record(
+        self, name: str | None, alone: bool = False, short: bool = False
+    ) -> HeadRecord | None:
+        """Return config and own tensors of a head.
+
+        Alone, a table that it shares with its adapter is its own; short, the record lacks an output
+        layer that the base model's checkpoint brought.
+        """
         if name is None:
             return None
         head = store.find(self.model, name)
-        return HeadRecord({"config": head.config.to_dict()}, store.own_tensors(self.model, head))
-
-    def record_alone(self, name: str | None) -> HeadRecord | None:
-        """Return the record with the table that the head shares with its adapter."""
-        table = None if name is None else tables.table_of(self.model, name)
-        if name is None or table is None or not store.is_on(store.find(self.model, name), table):
-            return self.record(name)
-        head = store.find(self.model, name)
-        # what it shares with its adapter is its own where that is not saved with it
-        config = head.config.replace(tie_word_embeddings=False)
-        return HeadRecord({"config": config.to_dict()}, store.own_tensors(self.model, head, table))
-
-    def shortened(self, name: str | None, record: HeadRecord) -> HeadRecord:
-        """Return the record without an output layer that the base model's checkpoint brought."""
-        return record if name is None else without_output(store.find(self.model, name), record)
+        config, table = head.config, tables.table_of(self.model, name) if alone else None
+        if table is not None and store.is_on(head, table):
+            config = config.replace(tie_word_embeddings=False)
+        tensors = store.own_tensors(self.model, head, table)
+        record = HeadRecord({"config": config.to_dict()}, tensors)
+        return without_output(head, record) if short else record
 
     def lengthened(
         self, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -218,16 +211,10 @@ class NamedHeads(HeadStrategy):
                 f"{head.config!r}; nothing has been loaded. Add it with the config of the "
                 f"checkpoint."
             )
-        return with_output(head, store.all_heads(self.model).values(), document, tensors)
+        return with_output(head, self.model.heads.values(), document, tensors)
 
     def fitting(
-        self,
-        record: HeadRecord,
-        name: str | None,
-        id2label: Mapping[int, str] | None,
-        set_active: bool,
-        overwrite_ok: bool,
-        dtype: torch.dtype | None,
+        self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
         """Check a head of a checkpoint; what is returned enters it.
 
@@ -242,30 +229,30 @@ class NamedHeads(HeadStrategy):
                 f"{in_python(', or load it into that class')}."
             )
         config = store.config_from(self.model, values)
-        if id2label is not None:
-            config = config.replace(label2id=labels_from(id2label))
-        checked = store.free_name(self.model, name, overwrite_ok)
+        if asked.id2label is not None:
+            config = config.replace(label2id=labels_from(asked.id2label))
+        checked = store.free_name(self.model, name, asked.overwrite_ok)
         refuse_unreadable(self.model)
         # a stranger's config may ask for more memory than there is: compare before any is taken
         empty = store.built(self.model, config, torch.device("meta"))
-        heads = store.all_heads(self.model).values()
-        tensors = with_output(empty, heads, record.document, record.tensors, dtype)
+        heads = self.model.heads.values()
+        tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)
         fits = store.own_tensors(self.model, empty)
-        fit.check_fit(type(self.model).__name__, tensors, fits, dtype)
+        fit.check_fit(type(self.model).__name__, tensors, fits, asked.dtype)
         head = store.built(self.model, config)
         refuse_unreadable(self.model, head)
-        if dtype is not None:
+        if asked.dtype is not None:
             for tensor in store.own_tensors(self.model, head).values():
-                tensor.data = tensor.data.to(dtype)
+                tensor.data = tensor.data.to(asked.dtype)
         fit.fill(head, tensors)
-        if dtype is None:
+        if asked.dtype is None:
             head.of_checkpoint = FIELD in record.document
-        return lambda: store.enter(self.model, checked, head, set_active)
+        return lambda: store.enter(self.model, checked, head, asked.set_active)
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Return the own tensors of all heads."""
         return {
             f"head {name}: {key}": tensor
-            for name, head in store.all_heads(self.model).items()
+            for name, head in self.model.heads.items()
             for key, tensor in store.own_tensors(self.model, head).items()
         }

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import modeling_outputs
 from transformers.utils.generic import ModelOutput
 
-from adapterzoo.heads import HeadConfig
+from adapterzoo.heads import HeadConfig, Logits
 
 _SEQ2SEQ = "Seq2Seq"
 
@@ -72,10 +72,7 @@ class MultiHeadOutput(ModelOutput):
 
 
 def answer(
-    config: HeadConfig,
-    loss: Tensor | None,
-    logits: Tensor | tuple[Tensor, ...],
-    outputs: ModelOutput,
+    config: HeadConfig, loss: Tensor | None, logits: Logits, outputs: ModelOutput
 ) -> ModelOutput:
     """Return a head's answer in the output class of its task, with the base model's outputs.
 

@@ -11,7 +11,7 @@ from transformers.utils.generic import ModelOutput
 
 from adapterzoo.composition import RowMap
 from adapterzoo.errors import ConfigError
-from adapterzoo.heads import PredictionHead
+from adapterzoo.heads import Logits, PredictionHead
 from adapterzoo.model.batches import repeated
 
 from .outputs import MultiHeadOutput, answer
@@ -100,15 +100,10 @@ def with_copies(rows: RowMap | None, given: dict[str, Any]) -> dict[str, Any]:
     return {key: repeated(value, rows.copies, batch, key) for key, value in given.items()}
 
 
-def take_rows(part: int, rows: RowMap, value: Any) -> Any:
-    """Return the rows of a part of a tensor; anything else as it is."""
-    return rows.take(part, value) if isinstance(value, Tensor) else value
-
-
 def joined(
     heads: Sequence[PredictionHead],
     rows: RowMap,
-    logits: Sequence[Tensor | tuple[Tensor, ...]],
+    logits: Sequence[Logits],
     loss: Tensor | None,
     outputs: ModelOutput,
 ) -> ModelOutput | None:

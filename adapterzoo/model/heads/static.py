@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -25,7 +24,7 @@ from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
 from . import copies
-from .interface import HeadRecord, HeadStrategy
+from .interface import HeadRecord, HeadStrategy, LoadOptions
 
 _IGNORED = -100
 
@@ -50,14 +49,6 @@ class StaticHead(HeadStrategy):
     def removing(self, owner: str) -> None:
         """Take out the owner's copy."""
         copies.take(self.model, owner)
-
-    def kept(self, owner: str) -> Any:
-        """Return the owner's copy, and the order of all copies."""
-        return copies.layers_with(self.model, owner), dict(self.model._adapter_state.copies)
-
-    def put_back(self, owner: str, kept: Any) -> None:
-        """Put the owner's copy back where it was."""
-        copies.put_back(self.model, owner, *kept)
 
     # --- train, merge, average ---
 
@@ -153,19 +144,15 @@ class StaticHead(HeadStrategy):
             )
         return next(iter(owners), None) if len(owners) == 1 else None
 
-    def record(self, name: str | None) -> HeadRecord | None:
+    def record(
+        self, name: str | None, alone: bool = False, short: bool = False
+    ) -> HeadRecord | None:
         """Return a copy, or the original, by its keys in the task class."""
         tensors = copies.tensors_of(self.model, name)
         return HeadRecord({"static": class_name(self.model)}, tensors) if tensors else None
 
     def fitting(
-        self,
-        record: HeadRecord,
-        name: str | None,
-        id2label: Mapping[int, str] | None,
-        set_active: bool,
-        overwrite_ok: bool,
-        dtype: torch.dtype | None,
+        self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
         """Check the head of the same class; what is returned makes it a copy.
 
@@ -180,13 +167,13 @@ class StaticHead(HeadStrategy):
                 f"{argument('with_head', False)}"
                 f"{in_python(', or load it into AutoAdapterModel.from_pretrained(…)')}."
             )
-        if id2label is not None:
+        if asked.id2label is not None:
             raise ConfigError(
                 "id2label names the labels of a named head; this model's static head keeps them "
                 "in model.config.id2label. Leave id2label out."
             )
         mine = copies.tensors_of(self.model, None)
-        fit.check_fit(type(self.model).__name__, record.tensors, mine, dtype)
+        fit.check_fit(type(self.model).__name__, record.tensors, mine, asked.dtype)
         if name is None:
             return lambda: fit.fill(self.model, record.tensors)
         _refuse_shared(self.model, record)

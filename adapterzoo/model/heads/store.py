@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.composition import Composition, has_rows, last_adapter, numbered, rows_of
+from adapterzoo.composition import Composition, last_adapter
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import (
     CompositionError,
@@ -61,11 +61,6 @@ def find(model: Any, name: object) -> PredictionHead:
     if not isinstance(name, str) or name not in model.heads:
         raise unknown_name("", "head", name, model.heads)
     return cast("PredictionHead", model.heads[name])
-
-
-def all_heads(model: Any) -> dict[str, PredictionHead]:
-    """Return the heads by name."""
-    return dict(model.heads.items())
 
 
 def active_name(model: Any) -> str:
@@ -172,16 +167,6 @@ def heads_of_parts(model: Any, parts: Sequence[Any], otherwise: tuple[str, ...])
     return names[:1] if len(set(names)) == 1 else names
 
 
-def heads_like(
-    model: Any, setup: Composition | None, otherwise: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Return the heads named like the adapters that act last, where there are any."""
-    if setup is None:
-        return otherwise
-    parts = numbered(rows_of(setup)[0])[0] if has_rows(setup) else (setup,)
-    return heads_of_parts(model, parts, otherwise)
-
-
 # --- add and delete ---
 
 
@@ -198,7 +183,7 @@ def add(
     head = config.build(describe(model))
     refuse_unreadable(model, head)
     if not ties_output(model.config, head.config):
-        start_with(head, all_heads(model).values())
+        start_with(head, model.heads.values())
     enter(model, checked, head, set_active)
 
 
@@ -334,7 +319,7 @@ def resize(
     # tying them anew changes heads that share the table
     before = [
         (head, *_weight_and_bias(layer))
-        for head in all_heads(model).values()
+        for head in model.heads.values()
         if (layer := head.output_embeddings)
     ]
     # transformers would resize the layer of one active head, whatever its config says

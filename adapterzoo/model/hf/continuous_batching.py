@@ -9,31 +9,32 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+from adapterzoo.composition import Composition
 from adapterzoo.errors import StateError, naming
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.model.state import AdaptedModel, AdapterRecord
 
 # managers to what was active when they were made
 _managers: weakref.WeakKeyDictionary[Any, _Answering] = weakref.WeakKeyDictionary()
 
 
-class _Answering:
-    """What answers the requests of a manager."""
+class _Answering(NamedTuple):
+    """What answers the requests of a manager; a cache of one is wrong for another."""
 
-    def __init__(self, model: AdaptedModel) -> None:
-        plan, state = model._active.default.plan, model._adapter_state
-        names = () if plan.setup is None else plan.setup.flatten()
-        self.setup = plan.setup
-        self.names = {*names, *state.merged}
-        self._settings = plan.setup, plan.heads, plan.skip_layers, state.merged
-        # an adapter that has replaced one of its name is another one
-        self._records = [state.records[name] for name in sorted(self.names)]
+    setup: Composition | None
+    heads: tuple[str, ...]
+    skip_layers: tuple[int, ...]
+    merged: tuple[str, ...]
+    # an adapter that has replaced one of its name has another record
+    records: dict[str, AdapterRecord]
 
-    def differs(self, other: _Answering) -> bool:
-        """Return whether a cache of the one is wrong for the other."""
-        pairs = zip(self._records, other._records, strict=False)
-        return self._settings != other._settings or any(a is not b for a, b in pairs)
+
+def _answering(model: AdaptedModel) -> _Answering:
+    plan, state = model._active.default.plan, model._adapter_state
+    names = {*(() if plan.setup is None else plan.setup.flatten()), *state.merged}
+    records = {name: state.records[name] for name in names}
+    return _Answering(plan.setup, plan.heads, plan.skip_layers, state.merged, records)
 
 
 def watch(model: AdaptedModel, manager: Any) -> None:
@@ -45,7 +46,7 @@ def watch(model: AdaptedModel, manager: Any) -> None:
     if manager in _managers:
         _refuse_other_cache(manager, model)
         return
-    _managers[manager] = _Answering(model)
+    _managers[manager] = _answering(model)
     manager.add_request = functools.partial(
         _add_request, weakref.ref(manager), weakref.ref(cast("Any", model))
     )
@@ -62,7 +63,7 @@ def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
         StateError: a manager runs, with that adapter.
     """
     for manager, answering in list(_managers.items()):
-        affected = name is None or name in answering.names
+        affected = name is None or name in answering.records
         if manager.model is model and manager.is_running() and affected:
             raise StateError(
                 f"a manager of continuous batching runs, with {answering.setup!r}, and its cache "
@@ -110,8 +111,8 @@ def refuse_names(adapter_names: Any) -> None:
 
 
 def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
-    made, now = _managers[manager], _Answering(model)
-    if made.differs(now):
+    made, now = _managers[manager], _answering(model)
+    if made != now:
         raise StateError(
             f"the manager was made with {made.setup!r} active and its cache is of that; now "
             f"{now.setup!r} is active, or its adapters or heads have changed. Write "

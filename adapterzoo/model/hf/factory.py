@@ -184,9 +184,7 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def named_class(
-    base: type[nn.Module],
-    backbone: type[PreTrainedModel],
-    config_class: type[PreTrainedConfig],
+    base: type[nn.Module], backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[Any]:
     """Return the class of models with named heads above a base model.
 
@@ -199,9 +197,7 @@ def named_class(
 
 
 def _make_named(
-    base: type[nn.Module],
-    backbone: type[PreTrainedModel],
-    config_class: type[PreTrainedConfig],
+    base: type[nn.Module], backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[nn.Module]:
     family: Any = next(
         (c for c in backbone.__mro__[1:] if c.__name__.endswith("PreTrainedModel")), PreTrainedModel

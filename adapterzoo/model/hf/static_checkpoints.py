@@ -12,12 +12,7 @@ from typing import Any
 import safetensors
 import torch
 from torch import Tensor
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers import utils
 from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError
@@ -35,11 +30,15 @@ HUB_ARGUMENTS = (
 """Arguments of `from_pretrained` that say where a checkpoint is on the Hub."""
 
 
+# names of the file with all weights, and of the index where there are several
+_WEIGHTS = (
+    (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME),
+    (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME),
+)
+
+
 def keep_static_head(
-    model: Any,
-    path: str | os.PathLike[str],
-    info: dict[str, Any],
-    hub: Mapping[str, Any],
+    model: Any, path: str | os.PathLike[str], info: dict[str, Any], hub: Mapping[str, Any]
 ) -> None:
     """Make the static head of a checkpoint the named head "default", the active one.
 
@@ -120,25 +119,19 @@ def leftover_tensors(
 
 
 def _files(path: str, wanted: set[str], hub: Mapping[str, Any]) -> list[Path]:
-    for name, index in (
-        (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME),
-        (WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
-    ):
-        if (whole := _cached(path, name, hub)) is not None:
-            return [whole]
-        if (listed := _cached(path, index, hub)) is not None:
-            shards = json.loads(listed.read_text())["weight_map"]
+    quiet: dict[str, Any] = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+
+    def find(file: str) -> str | None:
+        return cached_file(path, file, **quiet, **hub)
+
+    for name, index in _WEIGHTS:
+        if whole := find(name):
+            return [Path(whole)]
+        if listed := find(index):
+            shards = json.loads(Path(listed).read_text())["weight_map"]
             names = sorted({shard for key, shard in shards.items() if key in wanted})
-            return [f for n in names if (f := _cached(path, n, hub)) is not None]
+            return [Path(file) for name in names if (file := find(name))]
     return []
-
-
-def _cached(path: str, name: str, hub: Mapping[str, Any]) -> Path | None:
-    file = cached_file(
-        path,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        **hub,
-    )
-    return None if file is None else Path(file)

@@ -21,11 +21,7 @@ __all__ = ["StaticHead", "from_static", "is_task", "to_static"]
 
 
 def from_static(
-    architecture: str,
-    tensors: Shapes,
-    config: Mapping[str, Any],
-    backbone: Backbone,
-    pooler: bool,
+    architecture: str, tensors: Shapes, config: Mapping[str, Any], backbone: Backbone, pooler: bool
 ) -> StaticHead | str:
     """Return a static head as a named head, or the reason why it has no equivalent.
 

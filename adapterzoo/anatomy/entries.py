@@ -1,0 +1,67 @@
+"""The entry of a model: what the first block is given, the embeddings with all that is added.
+
+It is looked for by the blocks alone, so that it does not matter of which modules embeddings
+consist, and whether a caller gives `inputs_embeds` in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from .names import nearness
+from .sites import Block, Site
+from .tree import Tree
+
+# what stands in front of the block while an adapter is there
+NAME = "entry"
+
+
+def entry_of(tree: Tree, blocks: Sequence[Block], repeated: str = "") -> tuple[Site | None, str]:
+    """The entry: the input of the first block of the stack that the embeddings feed.
+
+    In an encoder-decoder it is that of the encoder.
+
+    Args:
+        tree: of the model.
+        blocks: its blocks.
+        repeated: why the first block cannot have an entry, as the table says; empty if it can.
+
+    Returns:
+        The site, None without one; and the reason for that.
+    """
+    first = _first_block(tree, blocks)
+    if first is None:
+        return None, "it has no blocks"
+    path = tree.children(first.stack)[0]
+    if path != first.path and first.path not in tree.children(first.stack):
+        return None, f"the parts of {first.path!r} stand in lists, and no module is a block"
+    if repeated:
+        return None, repeated
+    width = first.d_model
+    if not width:
+        return None, f"the width of {first.path!r} cannot be told"
+    site = Site(f"{path}.{NAME}", "other", -1, first.stack, "entry", width, width)
+    return site, ""
+
+
+def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
+    """The first block, as far as it was read, of the stack that the embeddings feed."""
+    stacks = list(dict.fromkeys(block.stack for block in blocks))
+    root = tree.modules[""]
+    if getattr(getattr(root, "config", None), "is_encoder_decoder", False):
+        decoders = {b.stack for b in blocks if any(site.cross for site in b.sites)}
+        stacks = [s for s in stacks if s not in decoders] or stacks
+    embedding = _embedding_path(tree)
+    # of those equally near the first: stages of a pyramid, or an encoder before its decoder
+    stack = max(stacks, key=lambda s: nearness(s, embedding), default=None)
+    return next((b for b in blocks if b.stack == stack), None)
+
+
+def _embedding_path(tree: Tree) -> str:
+    """The path of the module that transformers calls the input embeddings, empty if none."""
+    try:
+        module = cast("Any", tree.modules[""]).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return ""
+    return next((path for path, m in tree.modules.items() if m is module), "")

@@ -1,0 +1,104 @@
+"""What stands in front of the first block while adapters act there.
+
+The block gets a child that passes on what it is given, and adapters hang below that child as they
+do below any layer. It has no parameters, and goes with the last adapter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from adapterzoo.anatomy import ENTRY
+from adapterzoo.composition import RowMap, inverse_of
+from adapterzoo.contracts import Adapter
+from adapterzoo.runtime import ActiveState, Plan, shared_by
+
+from .adapted import Adapted, restore, swap
+from .building import layer_at
+from .views import LayerCall
+
+
+class Entry(nn.Module):
+    """The identity; adapters at it change what the first block is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` `[rows, tokens, d_model]`."""
+        return x
+
+
+class AdaptedBlock(Adapted):
+    """Mixed into the class of the first block."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, of what the adapters in front of it make of its input."""
+        entry = cast("nn.Module", self._modules[ENTRY])
+        if args:
+            return super().forward(entry(args[0]), *args[1:], **kwargs)
+        first = next(iter(kwargs))
+        return super().forward(**{**kwargs, first: entry(kwargs[first])})
+
+
+def place_at(model: nn.Module, path: str, active: ActiveState) -> nn.Module:
+    """Return the module at a path; an entry that is not there yet is put in front of its block.
+
+    Args:
+        model: the base model.
+        path: of the module.
+        active: the model's.
+    """
+    layer = layer_at(model, path)
+    owner, _, name = path.rpartition(".")
+    if name != ENTRY or ENTRY in layer_at(model, owner)._modules:
+        return layer
+    swap(layer, active, owner, kind=AdaptedBlock)
+    cast("Adapted", layer)._link.helps.add((path, ""))
+    layer._modules[ENTRY] = entry = Entry()
+    return entry
+
+
+def close_entry(model: nn.Module, path: str) -> None:
+    """Take away the entry at a path if nothing is there any more; other paths stay as they are.
+
+    Args:
+        model: the base model.
+        path: from which an adapter has been taken.
+    """
+    owner, _, name = path.rpartition(".")
+    if name != ENTRY:
+        return
+    block = layer_at(model, owner)
+    if isinstance(block, AdaptedBlock) and type(block._modules[ENTRY]) is Entry:
+        del block._modules[ENTRY]
+        block._link.helps.discard((path, ""))
+        restore(block)
+
+
+class _ExitCall(LayerCall):
+    """What adapters see behind the last block: the modules that they share, on this replica."""
+
+    __slots__ = ("_shared",)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, model.forward)
+        self._shared = model._modules.get("adapters")
+
+    def shared(self, adapter: Adapter) -> nn.Module:
+        """What the adapter shares with its other places."""
+        key = adapter.shared_key
+        return super().shared(adapter) if key is None else shared_by(self._shared, key)
+
+
+def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tensor:
+    """Return the inverse of what the adapters at the entry of a model compute.
+
+    Args:
+        model: the base model.
+        plan: what holds; it has an exit.
+        y: what enters the last layer of a head, `[rows, tokens, d_model]`.
+        rows: of the batch, those of `y`.
+    """
+    path = cast("str", plan.exit)
+    adapters = cast("Any", layer_at(model, path)._modules["adapters"])._modules
+    return inverse_of(plan.steps[path], adapters, y, _ExitCall(model), rows)

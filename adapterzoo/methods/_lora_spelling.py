@@ -1,0 +1,29 @@
+"""LoRA in the peers' files."""
+
+from __future__ import annotations
+
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.spelling import AdapterHubSpelling, Container, PeftSpelling, same
+
+from . import _low_rank_adapterhub, _low_rank_peft
+
+
+def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
+    """How AdapterHub spells LoRA."""
+    return _low_rank_adapterhub.spelling(
+        config,
+        {"use_dora": False},
+        Container("loras", "layer"),
+        fields=_low_rank_adapterhub.FIELDS | same("use_gating"),
+        omitted=("convention",),
+    )
+
+
+def peft(config: type[AdapterConfig]) -> PeftSpelling:
+    """How PEFT spells LoRA."""
+    return _low_rank_peft.spelling(
+        config,
+        {"use_dora": False},
+        {"lora_B_bias": ("lora_B.bias",)},
+        optional={"lora_B_bias": "lora_bias"},
+    )

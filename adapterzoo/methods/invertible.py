@@ -1,0 +1,163 @@
+"""Invertible bottlenecks: a function of the embeddings, and its inverse in front of the logits.
+
+Paper: Pfeiffer et al. 2020 (MAD-X), arXiv:2005.00052, "Invertible Adapters"; the coupling is that
+of NICE, Dinh et al. 2015, arXiv:1410.8516.
+With x₁, x₂ the halves of what enters the first block, and F, G = W₂ φ(W₁ x + b₁) + b₂:
+
+    y₁ = x₁ + F(x₂)        y₂ = x₂ + G(y₁)
+    x₂ = y₂ − G(y₁)        x₁ = y₁ − F(x₂)
+
+The inverse acts on what enters the last layer of a named language modelling head. φ is that of the
+bottlenecks in the blocks, which are as without it (`methods/bottleneck.py`).
+
+Differs from the paper: nothing. Differs from adapters: all adapters of a `Stack` act, the inverses
+in the opposite order, where adapters takes the first alone; each row of a batch has its own. As in
+adapters, the head of a task class, which is transformers' own, is not given the inverse, and in an
+encoder-decoder the function acts in the encoder.
+Cost: 2 · width · (d_model + 1) + d_model parameters, once for all layers, where width is
+(d_model / 2) // inv_adapter_reduction_factor.
+Cannot do: merging; averages, fusions and splits, which have no inverse; "glow".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from adapterzoo.activations import activation
+from adapterzoo.configs import config_strings
+from adapterzoo.contracts import BaseLayer
+from adapterzoo.errors import ConfigError, StateError
+
+from ._bottleneck_fields import BottleneckFields, InvertibleKind, invertible_adapters
+from ._bottleneck_layer import Affine
+from ._init import DTYPES, constant, drawn, generator, normal
+from .bottleneck import DoubleSeqBnConfig, SeqBnConfig
+
+
+@config_strings.register("seq_bn_inv", "pfeiffer+inv")
+@dataclass(frozen=True, kw_only=True)
+class SeqBnInvConfig(SeqBnConfig):
+    """Pfeiffer et al. 2020 (MAD-X): one bottleneck per block, and an invertible function."""
+
+    inv_adapter: str | None = "nice"
+    inv_adapter_reduction_factor: float | None = 2
+
+
+@config_strings.register("double_seq_bn_inv", "houlsby+inv")
+@dataclass(frozen=True, kw_only=True)
+class DoubleSeqBnInvConfig(DoubleSeqBnConfig):
+    """Two bottlenecks per block, and an invertible function."""
+
+    inv_adapter: str | None = "nice"
+    inv_adapter_reduction_factor: float | None = 2
+
+
+class NiceBlock(nn.Module):
+    """The parameters of F and G, and the function that they make.
+
+    Attributes:
+        F: W₁, b₁ as "0" and W₂, b₂ as "2".
+        G: the same.
+    """
+
+    def __init__(
+        self, config: BottleneckFields, d: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters: weights N(0, 0.02), biases 0.
+
+        Args:
+            config: of the adapter.
+            d: width of what enters the first block.
+            device: of the parameters.
+            dtype: of the parameters, where the config has none.
+
+        Raises:
+            ConfigError: the width is odd, or nothing is left of half of it.
+        """
+        super().__init__()
+        half, factor = d // 2, config.inv_adapter_reduction_factor or 1
+        width = int(half // factor)
+        asked = f"{type(config).__name__}(inv_adapter='nice'"
+        if d % 2:
+            raise ConfigError(
+                f"{asked}): the model has {d} features, which have no halves. Write "
+                f"inv_adapter=None."
+            )
+        if not width:
+            raise ConfigError(
+                f"{asked}, inv_adapter_reduction_factor={factor!r}): nothing is left of half of "
+                f"{d} features; the factor is at most {half}. Write inv_adapter_reduction_factor=2."
+            )
+        dtype = DTYPES[config.dtype] if config.dtype else dtype
+        self.activation = activation(config.non_linearity)
+        for name in ("F", "G"):
+            source = generator(config.init_weights_seed, f"invertible/{name}")
+
+            def affine(d_out: int, d_in: int, source: torch.Generator | None = source) -> Affine:
+                weight = drawn((d_out, d_in), normal(0.02, source), device, dtype)
+                return Affine(weight, drawn((d_out,), constant(0.0), device, dtype))
+
+            self.add_module(
+                name, nn.ModuleDict({"0": affine(width, half), "2": affine(half, width)})
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The function. `x` `[*batch, d]`, same shape."""
+        x1, x2 = x.chunk(2, -1)  # [*batch, d / 2] each
+        y1 = x1 + self._of("F", x2)
+        y2 = x2 + self._of("G", y1)
+        return torch.cat([y1, y2], -1)  # [*batch, d]
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """The `x` of which `forward` makes `y` `[*batch, d]`."""
+        y1, y2 = y.chunk(2, -1)  # [*batch, d / 2] each
+        x2 = y2 - self._of("G", y1)
+        x1 = y1 - self._of("F", x2)
+        return torch.cat([x1, x2], -1)  # [*batch, d]
+
+    def _of(self, name: str, x: Tensor) -> Tensor:
+        """F or G of `x` `[*batch, d / 2]`, in its dtype."""
+        layers = cast("nn.ModuleDict", self._modules[name])
+        t = x
+        for number in ("0", "2"):
+            layer = cast("Affine", layers[number])
+            bias = cast("Tensor", layer.bias)
+            # at the head they may be needed on another device than at the embeddings
+            t = linear(t.to(layer.weight.dtype), layer.weight.to(t.device), bias.to(t.device))
+            t = self.activation(t) if number == "0" else t
+        return t.to(x.dtype)
+
+
+@invertible_adapters.register("nice")
+class Nice(InvertibleKind):
+    """The function in front of the first block; its parameters are shared with the head."""
+
+    block = NiceBlock
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """What the first block gets. `x` `[*batch, d]`, same shape."""
+        return cast("Tensor", self._block(x, base)(base(x)))
+
+    def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
+        """What the last layer of the head gets. `y` `[*batch, d]`, same shape."""
+        return self._block(y, base).inverse(y)
+
+    def _block(self, x: Tensor, base: BaseLayer) -> NiceBlock:
+        """The parameters.
+
+        Raises:
+            StateError: `x` has another width.
+        """
+        block = cast("NiceBlock", base.shared(self))
+        width = 2 * cast("Affine", cast("nn.ModuleDict", block.F)["0"]).weight.shape[1]
+        if x.shape[-1] != width:
+            raise StateError(
+                f"an invertible adapter of {width} features got {list(x.shape)}: in this model "
+                f"embeddings or heads have another width than the blocks. Use 'seq_bn'."
+            )
+        return block
