@@ -132,7 +132,13 @@ class PromptTuningConfig(AdapterConfig):
     def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
         """Take the embeddings of the text."""
         if self.prompt_init == "from_string":
-            rows = embedded(cast("str", self.prompt_init_text))  # [tokens, d]
+            text = cast("str", self.prompt_init_text)
+            try:
+                rows = embedded(text)  # [tokens, d]
+            except ConfigError as error:
+                raise ConfigError(
+                    f"PromptTuningConfig(prompt_init_text={text!r}): {error}"
+                ) from error
             cast("Prompt", shared).start_from(rows)
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PromptTuning:
@@ -168,8 +174,8 @@ class Prompt(nn.Module):
         length, width = self.prompt_embedding.shape
         if not len(rows) or rows.shape[1] != width:
             raise ConfigError(
-                f"prompt_init='from_string': the text has embeddings {list(rows.shape)}, and the "
-                f"prompt is {[length, width]}. Write prompt_init='random_uniform'."
+                f"the text has embeddings {list(rows.shape)}, and the prompt is "
+                f"{[length, width]}. Write prompt_init='random_uniform'."
             )
         with torch.no_grad():
             steps = torch.arange(length, device=rows.device) % len(rows)

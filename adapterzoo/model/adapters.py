@@ -95,7 +95,7 @@ def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -
     def embedded(text: str) -> torch.Tensor:
         if path is None:
             raise ConfigError(
-                f"the text {text!r} cannot be embedded: this model reads no tokens. Leave it out."
+                "a text cannot be embedded: this model reads no tokens. Leave it out."
             )
         layer = layer_at(backbone_of(model), path)
         with at_hand(layer):

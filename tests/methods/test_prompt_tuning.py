@@ -1,5 +1,6 @@
 """Prompt tuning: rows among the tokens of a call; files of adapters are in test_golden_zoo."""
 
+import peft
 import pytest
 import torch
 from families import tiny_config
@@ -28,7 +29,7 @@ from adapterzoo import (
     Stack,
     init,
 )
-from adapterzoo.errors import CompositionError, ConfigError
+from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError, StateError
 
 P = 3
 JOINS = ("inputs", "embeddings")
@@ -425,3 +426,192 @@ def test_rows_start_from_a_text(tmp_path):
     model.add_adapter("a", config)
     table = model.get_input_embeddings().weight
     assert torch.equal(rows_of(model), table[[5, 6, 7, 5, 6]])
+
+
+@pytest.mark.parametrize("joins", JOINS)
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_training_step_compiles_once_whatever_the_weights(family, joins):
+    model = made(family, a=prompt(joins=joins), b=prompt(2, joins=joins))
+    model.train_adapter("a")
+    model.eval()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    rows = model.adapters["a"].prompt_embedding
+    for _ in range(2):
+        found = compiled(input_ids=IDS, attention_mask=RIGHT, use_cache=False)[0]
+        expected = model(input_ids=IDS, attention_mask=RIGHT, use_cache=False)[0]
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(y.square().sum(), rows)[0] for y in (found, expected)]
+        torch.testing.assert_close(*grads)
+        with torch.no_grad():
+            rows.mul_(1.5)
+    assert len(graphs) == 1
+
+
+def test_the_rows_alone_are_trained():
+    model = made("gpt2", AutoModelForCausalLM, a=prompt(), b=prompt())
+    model.train_adapter("a")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(input_ids=IDS, attention_mask=RIGHT, labels=IDS).loss.backward()
+    rows = model.base_model.adapters["a"].prompt_embedding
+    assert (rows.grad != 0).any(1).all()
+    optimizer.step()
+    changed = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    assert [name for name in changed if "lm_head" not in name] == [
+        "transformer.adapters.a.prompt_embedding"
+    ]
+
+
+@pytest.mark.parametrize("joins", JOINS)
+def test_formats_of_ours(tmp_path, joins):
+    model = made("bert", a=prompt(joins=joins, combine="prefix_after_bos"))
+    truth = hidden(model, input_ids=IDS, attention_mask=RIGHT)
+    for name in ("native", "adapterhub")[: 1 + (joins == "embeddings")]:
+        model.save_adapter(tmp_path / name, "a", format=name)
+        again = init(plain("bert"))
+        again.load_adapter(tmp_path / name, load_as="other", set_active=True)
+        assert torch.equal(hidden(again, input_ids=IDS, attention_mask=RIGHT), truth)
+    if joins == "inputs":
+        with pytest.raises(CheckpointError, match="joins"):
+            model.save_adapter(tmp_path / "x", "a", format="adapterhub")
+    with pytest.raises(CheckpointError, match="before the first token"):
+        model.save_adapter(tmp_path / "p", "a", format="peft")
+
+
+TASKS = {
+    "bert": (AutoModelForSequenceClassification, "SEQ_CLS"),
+    "gpt2": (AutoModelForCausalLM, "CAUSAL_LM"),
+    "llama": (AutoModelForCausalLM, "CAUSAL_LM"),
+    "t5": (AutoModelForSeq2SeqLM, "SEQ_2_SEQ_LM"),
+}
+
+
+def peft_inputs(family):
+    kwargs = {"decoder_input_ids": IDS[:, :3]} if family == "t5" else {}
+    return {"input_ids": IDS, "attention_mask": RIGHT, **kwargs}
+
+
+def real_logits(family, logits):
+    wide = insert(RIGHT, torch.ones(P, dtype=torch.long), 0).bool()
+    return logits[wide] if family in ("gpt2", "llama") else logits
+
+
+@pytest.mark.parametrize("family", TASKS)
+def test_files_of_peft_compute_what_peft_computes(family, tmp_path):
+    auto, task = TASKS[family]
+    theirs = peft.get_peft_model(
+        plain(family, auto), peft.PromptTuningConfig(task_type=task, num_virtual_tokens=P)
+    ).double()
+    theirs.eval()
+    inputs = peft_inputs(family)
+    with torch.no_grad():
+        truth = theirs(**inputs).logits
+    theirs.save_pretrained(tmp_path / "peft")
+    model = init(plain(family, auto))
+    model.load_adapter(tmp_path / "peft", load_as="a", set_active=True)
+    with torch.no_grad():
+        found = model(**inputs).logits
+    # the rows are in float32 in the file
+    torch.testing.assert_close(real_logits(family, found), real_logits(family, truth))
+
+
+@pytest.mark.parametrize("family", TASKS)
+def test_peft_reads_our_files(family, tmp_path):
+    auto, _ = TASKS[family]
+    model = made(family, auto, a=prompt())
+    inputs = peft_inputs(family)
+    with torch.no_grad():
+        truth = model(**inputs).logits
+    model.save_adapter(tmp_path, "a", format="peft")
+    theirs = peft.PeftModel.from_pretrained(plain(family, auto), tmp_path).double().eval()
+    with torch.no_grad():
+        found = theirs(**inputs).logits
+    torch.testing.assert_close(real_logits(family, found), real_logits(family, truth))
+
+
+# --- what is refused ---
+
+
+def test_a_prompt_longer_than_the_positions_is_refused():
+    model = init(plain("bert"))
+    with pytest.raises(ConfigError, match=r"prompt_length=64\).*positions for 64.*63 or less"):
+        model.add_adapter("a", prompt(64))
+    assert not model.adapters_config
+    model.add_adapter("a", prompt(64, joins="embeddings"), set_active=True)
+    assert hidden(model, input_ids=IDS).shape[1] == 70
+    model.add_adapter("b", prompt(60), set_active=True)
+    with pytest.raises(StateError, match=r"adds 60 tokens to the 6 .* positions for 64.*at most 4"):
+        model(input_ids=IDS)
+    assert hidden(model, input_ids=IDS[:, :4]).shape[1] == 64
+
+
+def test_a_generation_longer_than_the_positions_is_refused():
+    model = made("gpt2", AutoModelForCausalLM, a=prompt(50))
+    calls = []
+    model.transformer.wte.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(StateError, match=r"50 .* 6 .* 10 new.*positions for 64"):
+        model.generate(IDS, **{**OPTIONS, "max_new_tokens": 10})
+    assert not calls
+    assert model.generate(IDS, **{**OPTIONS, "max_new_tokens": 9}).shape[1] == 15
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"cache_implementation": "static"}, "cache_implementation"),
+        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
+    ],
+)
+def test_generation_that_counts_the_cache_is_refused(options, word):
+    model = made("llama", AutoModelForCausalLM, a=prompt())
+    with pytest.raises(StateError, match=word):
+        model.generate(IDS, **OPTIONS, **options)
+    model.set_active_adapters(None)
+    model.generate(IDS[:1], **OPTIONS, **options)
+
+
+def test_masks_and_caches_that_do_not_fit_are_refused():
+    model = made("llama", AutoModelForCausalLM, a=prompt())
+    with pytest.raises(StateError, match=r"\[2, 1, 6, 6\].*which of the 6 tokens"):
+        model(input_ids=IDS, attention_mask=torch.zeros(2, 1, 6, 6))
+    with pytest.raises(StateError, match=r"\[2, 9\].*own tokens; those that 'a' adds"):
+        model(input_ids=IDS, attention_mask=torch.ones(2, 9))
+    model.set_active_adapters(None)
+    with torch.no_grad():
+        cache = model(input_ids=IDS[:, :2], use_cache=True).past_key_values
+    model.set_active_adapters("a")
+    with pytest.raises(StateError, match="made without it"):
+        model(input_ids=IDS[:, 2:], past_key_values=cache)
+
+
+def test_models_without_a_place_are_refused_by_name():
+    vit = init(plain("vit"))
+    with pytest.raises(SiteError, match=r"reads no tokens.*joins='embeddings'"):
+        vit.add_adapter("a", prompt())
+    gpt2 = init(plain("gpt2"))
+    with pytest.raises(SiteError, match=r"no module that embeds.*joins='inputs'"):
+        gpt2.add_adapter("a", prompt(joins="embeddings"))
+    with pytest.raises(ConfigError, match="no text to start from"):
+        prompt(prompt_init="from_string")
+    with pytest.raises(ConfigError, match="prompt_length"):
+        prompt(0)
+
+
+def test_heads_that_read_places_are_refused():
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    model.add_adapter("a", prompt(), set_active=True)
+    model.add_dependency_parsing_head("d", num_labels=2)
+    with pytest.raises(StateError, match="word_starts"):
+        model(input_ids=IDS, word_starts=torch.zeros(2, 6, dtype=torch.long))
+
+
+def test_continuous_batching_is_refused():
+    model = made("llama", AutoModelForCausalLM, a=prompt())
+    with pytest.raises(StateError, match="packs requests"):
+        model.generate_batch([[5, 6, 7]])

@@ -27,12 +27,12 @@ def embedded_text(model: Any, table: nn.Module, text: str) -> Tensor:
         ids = AutoTokenizer.from_pretrained(name)(text)["input_ids"] if name else []
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the text {text!r} needs the tokenizer of {name!r}, which was not found ({error}). "
-            f"Save one there: tokenizer.save_pretrained({name!r})."
+            f"the tokenizer of {name!r} was not found ({error}). Save one there: "
+            f"tokenizer.save_pretrained({name!r})."
         ) from error
     if not ids:
         raise ConfigError(
-            f"the text {text!r} has no tokens; the tokenizer is that of "
+            f"the text has no tokens; the tokenizer is that of "
             f"model.config._name_or_path={name!r}. Load the model from a folder with a tokenizer."
         )
     weight = cast("Tensor", table._parameters["weight"])
