@@ -47,9 +47,11 @@ if TYPE_CHECKING:
     from .methods.ia3 import IA3Config
     from .methods.invertible import DoubleSeqBnInvConfig, SeqBnInvConfig
     from .methods.lora import LoRAConfig
+    from .methods.mam import MAMConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
+    from .methods.unipelt import UniPELTConfig
     from .methods.vera import VeraConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
@@ -84,6 +86,7 @@ _HOMES = {
     "LMHead": "heads",
     "LoRAConfig": "methods.lora",
     "LoReftConfig": "methods.reft",
+    "MAMConfig": "methods.mam",
     "MultipleChoiceHead": "heads",
     "NoReftConfig": "methods.reft",
     "ParBnConfig": "methods.bottleneck",
@@ -101,6 +104,7 @@ _HOMES = {
     "Stack": "composition",
     "StaticAdapterFusionConfig": "methods.fusion",
     "TaggingHead": "heads",
+    "UniPELTConfig": "methods.unipelt",
     "VeraConfig": "methods.vera",
     "adapter_info": "hub",
     "init": "model",
@@ -134,6 +138,7 @@ __all__ = [
     "LMHead",
     "LoRAConfig",
     "LoReftConfig",
+    "MAMConfig",
     "MultipleChoiceHead",
     "NoReftConfig",
     "ParBnConfig",
@@ -151,6 +156,7 @@ __all__ = [
     "Stack",
     "StaticAdapterFusionConfig",
     "TaggingHead",
+    "UniPELTConfig",
     "VeraConfig",
     "adapter_info",
     "init",
