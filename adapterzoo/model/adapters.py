@@ -36,7 +36,7 @@ from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
 
-# arguments of `forward` that a model inside would take for some of its own `**kwargs`
+# arguments of `forward` that an inner model would swallow as `**kwargs`
 _WHOLE = ("adapter_names", "output_adapter_gating_scores", "output_adapter_fusion_attentions")
 
 
@@ -68,7 +68,7 @@ def init_values(model: AdaptedModel, path: str, adapter: Adapter) -> None:
     """Let a fresh adapter take initial values from its layer, where that has values yet."""
     layer = layer_at(model._backbone, path)
     with at_hand(layer), torch.no_grad():
-        # a model that is being loaded has none, and the file has the adapter's
+        # a model that is being loaded has no values, and the file has the adapter's
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
             originals = model._adapter_state.originals.get(path, {})
             inject.init_from_layer(layer, adapter, originals)
@@ -181,7 +181,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         record: of the adapter, with its modules.
     """
     backbone, active, modules = model._backbone, model._active, record.coming
-    # all of them, and not the first alone: each is told its name
+    # visit all of them, as each is told its name
     reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name)]
     record = AdapterRecord(
         record.config, record.places, shared_inputs(record.places), bool(reading), record.meta
