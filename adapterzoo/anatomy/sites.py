@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from adapterzoo.errors import SiteError
@@ -22,7 +22,7 @@ Role = Literal[
     "other",
 ]
 Kind = Literal[
-    "linear", "embedding", "experts", "output", "norm", "block", "attention", "entry"
+    "linear", "embedding", "experts", "output", "norm", "block", "attention", "entry", "positions"
 ]  # fmt: skip
 SubLayerKind = Literal["attention", "cross", "mlp"]
 
@@ -68,7 +68,8 @@ class Site:
         stack: path of the container of blocks, empty outside blocks.
         kind: what sits there: a layer with a 2-D weight, an embedding, a fused parameter that
             holds all experts, or (stream sites) a module's output, a norm, a block; "entry": what
-            the first block is given, with as many tokens as the model was called with.
+            the first block is given, with as many tokens as the model was called with;
+            "positions": a module that is given the numbers of tokens.
         d_in: input features.
         d_out: output features; of the part, when `output_slice` is set.
         cross: whether it belongs to cross-attention.
@@ -269,6 +270,8 @@ class Anatomy:
         entry: the site in front of the first block that the embeddings feed; `d_in` and `d_out`
             are the width there. None without one.
         no_entry: why there is none; empty when there is.
+        positions: the modules that are given the numbers of tokens.
+        unmovable: stacks whose tokens cannot be given other numbers, with the reason.
     """
 
     blocks: tuple[Block, ...]
@@ -278,6 +281,8 @@ class Anatomy:
     unreachable: str = ""
     entry: Site | None = None
     no_entry: str = ""
+    positions: tuple[Site, ...] = ()
+    unmovable: Mapping[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Site]:
         """Every whole site: those of the blocks, then those outside."""
