@@ -168,13 +168,9 @@ def _read(branch: Branch, stack: str) -> Block:
         d_model=_d_model(sites),
         sites=sites,
         parts=parts,
-        sublayers=streams.sublayers,
-        post_norm=streams.post_norm,
         absent=row.absent | _absent(sites),
-        mixed=streams.mixed,
-        apart=streams.apart,
         states=row.states,
-        note=streams.note,
+        **streams._asdict(),
     )
 
 
