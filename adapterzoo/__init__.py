@@ -47,8 +47,10 @@ if TYPE_CHECKING:
     from .methods.ia3 import IA3Config
     from .methods.invertible import DoubleSeqBnInvConfig, SeqBnInvConfig
     from .methods.lora import LoRAConfig
+    from .methods.mam import MAMConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
+    from .methods.unipelt import UniPELTConfig
     from .methods.vera import VeraConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
@@ -83,6 +85,7 @@ _HOMES = {
     "LMHead": "heads",
     "LoRAConfig": "methods.lora",
     "LoReftConfig": "methods.reft",
+    "MAMConfig": "methods.mam",
     "MultipleChoiceHead": "heads",
     "NoReftConfig": "methods.reft",
     "ParBnConfig": "methods.bottleneck",
@@ -99,6 +102,7 @@ _HOMES = {
     "Stack": "composition",
     "StaticAdapterFusionConfig": "methods.fusion",
     "TaggingHead": "heads",
+    "UniPELTConfig": "methods.unipelt",
     "VeraConfig": "methods.vera",
     "adapter_info": "hub",
     "init": "model",
@@ -132,6 +136,7 @@ __all__ = [
     "LMHead",
     "LoRAConfig",
     "LoReftConfig",
+    "MAMConfig",
     "MultipleChoiceHead",
     "NoReftConfig",
     "ParBnConfig",
@@ -148,6 +153,7 @@ __all__ = [
     "Stack",
     "StaticAdapterFusionConfig",
     "TaggingHead",
+    "UniPELTConfig",
     "VeraConfig",
     "adapter_info",
     "init",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -152,7 +152,8 @@ class AdapterConfig(Config):
         ends = zip([-1, *bars], [*bars, len(text)], strict=True)
         parse = super()._parse
         parts = [parse(text[bar + 1 : end].strip()) for bar, end in ends]
-        return parts[0] if len(parts) == 1 else ConfigUnion(*parts)
+        members = [member for part in parts for member in part.members]
+        return parts[0] if len(parts) == 1 else ConfigUnion(*members)
 
 
 @architectures.register("union")
@@ -231,13 +232,13 @@ class ConfigUnion(AdapterConfig):
         """Return the members' dicts under `configs`."""
         return {"architecture": "union", "configs": [c.to_dict() for c in self.configs]}
 
-    def replace(self, **changes: Any) -> Self:
-        """Return the union with the change made in each member."""
-        return type(self)(*(c.replace(**changes) for c in self.configs))
+    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
+        """Return the union with the changes made in each member."""
+        return type(self)(*(c._changed(shown, changes) for c in self.configs))
 
     def __repr__(self) -> str:
         """Return a constructor call."""
-        return f"ConfigUnion({', '.join(map(repr, self.configs))})"
+        return f"{type(self).__name__}({', '.join(map(repr, self.configs))})"
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:

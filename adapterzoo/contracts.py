@@ -118,8 +118,7 @@ class Adapter(nn.Module, ABC):
         acts_on: `"output"` for a function of the layer's output or a delta beside it,
             `"input"` for one that changes the layer's input. It says in which order a `Stack`
             nests: the first adapter of a stack is always the first to act.
-        stacks_only: what keeps adapters of the class out of averages, fusions and splits; empty
-            where nothing does.
+        stacks_only: what keeps it out of averages, fusions and splits; empty where nothing does.
     """
 
     acts_on: ClassVar[str] = "output"
@@ -268,12 +267,14 @@ class Prefix(NamedTuple):
             what they are without a prefix. "shifted": keys are counted from the first of the
             prefix and queries from 0. None: the attention has no such bias, as in
             cross-attention.
+        in_window: whether a sliding window hides it from tokens that are far behind it.
     """
 
     keys: Tensor
     values: Tensor
     mask: Tensor | None = None
     distances: Literal["kept", "shifted"] | None = "kept"
+    in_window: bool = False
 
 
 class AttentionAdapter(Adapter):
@@ -302,6 +303,12 @@ class InvertibleAdapter(Adapter):
     @abstractmethod
     def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
         """The inverse of `forward`, of what enters a head's last layer, `[*batch, d_model]`."""
+
+
+class PositionAdapter(Adapter):
+    """An adapter that gives tokens other numbers: `forward` calls `base` with them."""
+
+    acts_on = "input"
 
 
 class WeightAdapter(Adapter):

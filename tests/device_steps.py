@@ -32,8 +32,9 @@ def _methods() -> dict[str, AdapterConfig]:
     """The package's config strings, the first of each class; unions are made of others."""
     found: dict[type, str] = {}
     for text in config_strings:
-        kind = type(AdapterConfig.load(text)) if text != "union" else object
-        if kind.__module__.startswith("adapterzoo."):
+        config = None if text == "union" else AdapterConfig.load(text)
+        kind = type(config)
+        if config and len(config.members) == 1 and kind.__module__.startswith("adapterzoo."):
             found.setdefault(kind, text)
     return {text: AdapterConfig.load(text) for text in sorted(found.values())}
 
@@ -70,9 +71,15 @@ def build(
 
 
 def fitted(config: AdapterConfig) -> AdapterConfig:
-    """The config for a width of 32: two units may both be dead, and pass no gradient."""
+    """The config for a width of 32: two units may both be dead, and pass no gradient.
+
+    Without ReLU, whose slope at 0 is chosen by rounding.
+    """
     names = {field.name for field in dataclasses.fields(config)}
-    return config.replace(reduction_factor=2) if "reduction_factor" in names else config
+    changes: dict[str, Any] = {"reduction_factor": 2} if "reduction_factor" in names else {}
+    if "non_linearity" in names and config["non_linearity"] == "relu":
+        changes["non_linearity"] = "gelu"
+    return config.replace(**changes)
 
 
 def batch(device: str = "cpu") -> dict[str, Tensor]:

@@ -145,6 +145,9 @@ def cases():
             yield f"{name} on {family}", lambda c=config, f=family: run(build(c, family=f))
     for head in HEADS:
         yield f"head: {head}", lambda h=head: run(build("lora", h))
+    # what acts on the embeddings acts inversely in front of the logits
+    yield "exit on bert", lambda: run(build("seq_bn_inv", "masked lm"), ["a", "b"])
+    yield "exit on llama", lambda: run(build("seq_bn_inv", "causal lm", "llama"))
     yield "stack", lambda: run(build("lora"), ["a", "b"])
     yield "setup of the thread", lambda: run(build("seq_bn"), "b")
     yield "planted attribute", lambda: run(planted_attribute(build("lora")))

@@ -46,6 +46,7 @@ VALUES: dict[str, Any] = {
     "non_linearity": "tanh",
     "phm_c_init": "uniform",
     "pooling": "mean",
+    "positions": "shifted",
     "rank_pattern": {"query": 2},
     "reduction_factor": 8,
     "target_modules": ["dense"],
@@ -149,7 +150,11 @@ def seen_of(config: AdapterConfig, reads: str = "bert") -> list[bytes | str]:
 
 # of strings for one class of config, the first
 METHODS = sorted(
-    {type(AdapterConfig.load(n)): n for n in reversed([*config_strings]) if n != "union"}.values()
+    {
+        type(config): name
+        for name in reversed([*config_strings])
+        if name != "union" and len((config := AdapterConfig.load(name)).members) == 1
+    }.values()
 )
 FIELDS = [
     (name, field.name)

@@ -15,16 +15,8 @@ from .entries import entry_of
 from .experts import stores_turned
 from .layouts import parts_of
 from .names import below, parent
-from .patterns import (
-    ARCHITECTURES,
-    ASIDE,
-    ATTENTION_IN,
-    ATTENTION_OUT,
-    CROSS,
-    EXPERTS,
-    MLP,
-    Row,
-)
+from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
+from .positions import positions_of
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
 from .streams import sublayers_of
 from .tree import Branch, Tree
@@ -71,7 +63,9 @@ def find(model: nn.Module) -> Anatomy:
     attentions, unreachable = attentions_of(tree, blocks)
     reason = "" if blocks else _why_none(tree)
     entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
-    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable, entry, no_entry)
+    positions, unmovable = positions_of(tree, blocks)
+    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable
+    return Anatomy(tuple(blocks), outside, reason, *ways_in)
 
 
 def _layers(site: Site) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
                 near[0].scale = path
     post_norm = _is_post(branch, parts, row)
     if row.lists and not post_norm:
-        return Streams(note="a block is no module of its own: its output cannot be reached")
+        return Streams(note="a block is not a module of its own: its output cannot be reached")
     sublayers = tuple(part.sublayer(post_norm, row.outs) for part in parts)
     changed = any(WIDENING.search(s.path) and s.d_in != s.d_out for s in sites)
     if changed:

@@ -59,12 +59,7 @@ def convert_command(
 @click.option("--head/--no-head", default=True, help="Whether to write the adapter's head too.")
 @click.option("--revision", help="Branch, tag or commit of ADAPTER on the Hub.")
 def merge_command(
-    base: str,
-    adapter: str,
-    out: str,
-    architecture: str | None,
-    head: bool,
-    revision: str | None,
+    base: str, adapter: str, out: str, architecture: str | None, head: bool, revision: str | None
 ) -> None:
     """Write a plain transformers model that computes what BASE computes with the adapter.
 

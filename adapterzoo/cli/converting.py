@@ -24,15 +24,7 @@ from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
 
 from .checkpoints import CheckpointFolder
 from .early import unwritable
-from .models import (
-    Fitted,
-    base_of,
-    config_of,
-    fitted,
-    load_into,
-    plain_tokenizer,
-    with_weights,
-)
+from .models import Fitted, base_of, config_of, fitted, load_into, plain_tokenizer, with_weights
 
 _NAME = "merged"
 _PART = ".adapterzoo-part-"

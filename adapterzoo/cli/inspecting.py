@@ -53,11 +53,7 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
 @_revision
 @json_option
 def verify_command(
-    path: str,
-    model: str | None,
-    fingerprint: str | None,
-    revision: str | None,
-    as_json: bool,
+    path: str, model: str | None, fingerprint: str | None, revision: str | None, as_json: bool
 ) -> None:
     """Check an adapter: complete files, correct digests, finite values.
 

@@ -292,9 +292,7 @@ _classes: dict[tuple[Any, ...], type[Adapted]] = {}
 
 
 def _adapted_class(
-    cls: type[nn.Module],
-    parameters: tuple[str, ...],
-    kind: type[Adapted] | None = None,
+    cls: type[nn.Module], parameters: tuple[str, ...], kind: type[Adapted] | None = None
 ) -> type[Adapted]:
     key = (cls, parameters, kind)
     if key not in _classes:
@@ -356,9 +354,7 @@ def _set(layer: Adapted, value: object, parameter: str) -> None:
 
 
 def _blank(
-    cls: type[nn.Module],
-    parameters: tuple[str, ...],
-    kind: type[Adapted] | None,
+    cls: type[nn.Module], parameters: tuple[str, ...], kind: type[Adapted] | None
 ) -> nn.Module:
     adapted = _adapted_class(cls, parameters, kind)
     return adapted.__new__(adapted)

@@ -77,12 +77,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 def expand_backward(
-    dy: Tensor,
-    t: Tensor,
-    b: Tensor,
-    scaling: float,
-    needs_t: bool = True,
-    needs_b: bool = True,
+    dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool = True, needs_b: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The gradients of t and b; empty where not needed.
 

@@ -22,12 +22,7 @@ from adapterzoo.composition import (
     parts_of,
     without,
 )
-from adapterzoo.contracts import (
-    Adapter,
-    InvertibleAdapter,
-    SharedInputAdapter,
-    WeightAdapter,
-)
+from adapterzoo.contracts import Adapter, InvertibleAdapter, SharedInputAdapter, WeightAdapter
 from adapterzoo.errors import (
     AdapterZooError,
     CompositionError,
@@ -39,7 +34,7 @@ from adapterzoo.errors import (
 from adapterzoo.runtime import Plan
 
 from .hf.continuous_batching import refuse_while_batching
-from .state import AdaptedModel, AdapterRecord, FusionRecord, anatomy_of, modules_of, stacks_of
+from .state import AdaptedModel, AdapterRecord, FusionRecord, modules_of, stacks_of
 
 # --- plans ---
 
@@ -98,7 +93,7 @@ def make_plan(
     shared = _shared_inputs(model, acting, steps, present)
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
-    entry = anatomy_of(model).entry
+    entry = model.anatomy.entry
     at_entry = {} if entry is None else present.get(entry.path, {})
     inverts = any(isinstance(module, InvertibleAdapter) for module in at_entry.values())
     leaving = entry.path if entry is not None and inverts and entry.path in steps else None
@@ -164,7 +159,7 @@ def set_active(
     default = model._active.default
     # not those of the calling thread, which an AdapterSetup may have changed
     heads = model._head_strategy.for_setup(setup, None, default.plan.heads)
-    skipped = check_layers(skip_layers, len(anatomy_of(model).blocks))
+    skipped = check_layers(skip_layers, len(model.anatomy.blocks))
     refuse_while_batching(model)
     default.plan = make_plan(model, setup, list(heads), skipped)
     model._head_strategy.activated()

@@ -17,7 +17,7 @@ from adapterzoo.inject.quantised import is_quantised
 from .activation import refuse_merged, refuse_merged_part, refuse_mixed, refuse_overridden, replan
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, backbone_of, modules_of
+from .state import AdaptedModel, modules_of
 
 # --- merge and reset ---
 
@@ -33,7 +33,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     Raises:
         StateError: they cannot be merged; nothing has changed then.
     """
-    state, backbone = model._adapter_state, backbone_of(model)
+    state, backbone = model._adapter_state, model._backbone
     refuse_if_sharded(model, "Merge before fully_shard(model).")
     refuse_while_batching(model)
     for name in added:
@@ -92,7 +92,7 @@ def reset(model: AdaptedModel) -> None:
     for path in state.originals:
         _refuse_unwritable(model, path)
     for path, originals in state.originals.items():
-        _restore(backbone_of(model).get_submodule(path), originals)
+        _restore(model._backbone.get_submodule(path), originals)
     state.originals.clear()
     model._head_strategy.reset()
     state.merged = ()
@@ -177,7 +177,7 @@ def _refuse_unloading(model: AdaptedModel) -> None:
 
 
 def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
-    layer = backbone_of(model).get_submodule(path)
+    layer = model._backbone.get_submodule(path)
     if any(p is not None and p.is_meta for p in layer._parameters.values()):
         raise StateError(
             f"the weights at {path!r} are offloaded and cannot be written. Load the model without "
@@ -209,7 +209,7 @@ def _refuse_tied(model: AdaptedModel, paths: Iterable[str]) -> None:
     for name, p in model.named_parameters(remove_duplicate=False):
         sharing.setdefault(id(p), []).append(name)
     for path in paths:
-        own = backbone_of(model).get_submodule(path)._parameters.values()
+        own = model._backbone.get_submodule(path)._parameters.values()
         names = max((sharing.get(id(p), []) for p in own), key=len, default=[])
         if len(names) > 1:
             raise StateError(
@@ -232,7 +232,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     Raises:
         StateError: a merged value is not finite.
     """
-    layer = backbone_of(model).get_submodule(path)
+    layer = model._backbone.get_submodule(path)
     there = cast("Any", layer).adapters
     adapters = [there[name] for name in names if name in there]
     kept = model._adapter_state.originals[path]

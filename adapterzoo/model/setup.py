@@ -14,7 +14,7 @@ from adapterzoo.errors import ConfigError, StateError, UnknownNameError, naming,
 from adapterzoo.runtime import current_task
 
 from .activation import check_layers, make_plan
-from .state import AdaptedModel, anatomy_of
+from .state import AdaptedModel
 
 # every model with adapters, so that a setup finds those that know its names
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -110,7 +110,7 @@ class AdapterSetup:
                 if not fusions <= {*model._adapter_state.fusions}:
                     continue
                 if {*names} <= {*adapters} and {*heads} <= own_heads:
-                    skipped = check_layers(self.skip_layers, len(anatomy_of(model).blocks))
+                    skipped = check_layers(self.skip_layers, len(model.anatomy.blocks))
                     plan = make_plan(model, self.adapter_setup, self.head_setup, skipped)
                     stack.enter_context(model._active.entered(plan))
                     found = True

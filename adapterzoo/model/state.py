@@ -39,8 +39,8 @@ class AdapterRecord:
     """
 
     config: AdapterConfig
-    places: dict[str, tuple[Placement, ...]]
-    shared_inputs: dict[str, list[str]]
+    places: Mapping[str, tuple[Placement, ...]]
+    shared_inputs: Mapping[str, list[str]] = field(default_factory=dict)
     reads_calls: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)
     coming: Mapping[str, Adapter] = field(default_factory=dict)
@@ -169,6 +169,14 @@ class AdaptedModel(Protocol):
     @property
     def _head_strategy(self) -> HeadStrategy:
         """What the model does with its heads."""
+
+    @property
+    def _backbone(self) -> nn.Module:
+        """The base model, see `backbone_of`."""
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """Where adapters can sit in the base model."""
 
     def __getattr__(self, name: str) -> Any:
         """Find what a `PreTrainedModel` has."""

@@ -52,16 +52,20 @@ class _Late(BaseException):
 
 
 def methods() -> dict[str, list[AdapterConfig]]:
-    """Map the architecture of each registered method to the configs to try, the widest first."""
+    """Map the architecture of each registered method to the configs to try, the widest first.
+
+    Invertible bottlenecks have a column of their own.
+    """
     found: dict[str, dict[type, AdapterConfig]] = {}
     for text in config_strings:
-        if text != "union":
-            config = AdapterConfig.load(text)
+        if text != "union" and len((config := AdapterConfig.load(text)).members) == 1:
             # a few ReLUs may be off for all of a few tokens, and give no gradient
             changed = {"non_linearity": "gelu", "reduction_factor": 4}
             kept = {n for n in changed.keys() & fields_of(config) if getattr(config, n) is not None}
             config = config.replace(**{name: changed[name] for name in kept})
-            found.setdefault(config.architecture, {}).setdefault(type(config), config)
+            # bottlenecks sit in blocks, and these in front of the first one too
+            name = "invertible" if config.get("inv_adapter") else config.architecture
+            found.setdefault(name, {}).setdefault(type(config), config)
     return {name: list(_widths(list(found[name].values()))) for name in sorted(found)}
 
 
@@ -138,6 +142,7 @@ def _short(error: SiteError) -> str:
         ("is not known", "where a sub-layer meets the residual stream is not known"),
         ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
+        ("in front of the first block", "nothing can stand in front of its first block"),
     ):
         if words in text:
             return said

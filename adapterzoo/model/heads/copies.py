@@ -25,7 +25,7 @@ from adapterzoo.contracts import upcast
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters
 from adapterzoo.inject.quantised import packing_of
 from adapterzoo.model.activation import replan
-from adapterzoo.model.state import AdaptedModel, backbone_of
+from adapterzoo.model.state import AdaptedModel
 
 # in plans: no path of the base model starts with it
 _HEAD = "head//"
@@ -61,7 +61,7 @@ def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
     to it.
     """
     found: dict[str, nn.Module] = {}
-    backbone = backbone_of(model)
+    backbone = model._backbone
     if backbone is not cast("nn.Module", model):
         shared, seen = shared_ids(model), set[int]()
         for name, child in model.named_children():
@@ -106,7 +106,7 @@ def shared_ids(model: AdaptedModel) -> set[int]:
     """Return what has no copies: the base model and the output layer onto a vocabulary."""
     output = model.get_output_embeddings()
     # not the state dict of the base model, which has all that its adapters have
-    found = {id(p) for p in own_parameters(backbone_of(model))}
+    found = {id(p) for p in own_parameters(model._backbone)}
     return found | ({id(p) for p in output.parameters()} if output is not None else set())
 
 
@@ -238,7 +238,7 @@ def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
 
 
 def _original(model: AdaptedModel) -> dict[str, Tensor]:
-    backbone = backbone_of(model)
+    backbone = model._backbone
     if backbone is cast("nn.Module", model):
         return {}
     shared = shared_ids(model)

@@ -13,6 +13,7 @@ from adapterzoo.composition import RowMap
 from adapterzoo.errors import StateError, listing, unknown_name
 from adapterzoo.heads import Logits, head_types
 from adapterzoo.model.batches import batch_size, repeated
+from adapterzoo.model.state import anatomy_of
 
 from . import store
 from .inputs import decoder_labels, head_input, shift_labels
@@ -36,6 +37,7 @@ def forward(
         return_dict: False for tuples.
         times: how often the batch is repeated.
     """
+    _check_exit(model, head)
     labels = _take_labels(model, inputs, head)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
@@ -45,6 +47,27 @@ def forward(
     return model.forward_head(
         outputs, head_name=head, attention_mask=inputs.get(mask), return_dict=return_dict, **labels
     )
+
+
+def _check_exit(model: Any, head: HeadNames) -> None:
+    """Refuse a head that cannot be given the inverse of what acts on the embeddings.
+
+    Raises:
+        StateError: its last layer reads another width.
+    """
+    plan = model._active.plan
+    if plan.exit is None:
+        return
+    entry = anatomy_of(model).entry
+    width = 0 if entry is None else entry.d_out
+    for name, each in model._head_strategy.answering(head).items():
+        layer = each.output_embeddings if each.has_exit else None
+        if layer is not None and layer.in_features != width:
+            raise StateError(
+                f"the last layer of the head {name!r} reads {layer.in_features} features, and the "
+                f"invertible adapters of {plan.setup!r} have {width}: those of the blocks. Write "
+                f"inv_adapter=None in their config, or use a head of the model's own width."
+            )
 
 
 def label_arguments() -> tuple[str, ...]:

@@ -205,12 +205,7 @@ class NamedHeads(HeadStrategy):
         """
         saved = store.config_from(self.model, document["config"])
         head = store.find(self.model, name)
-        if saved != head.config:
-            raise CheckpointError(
-                f"the head {name!r} of the checkpoint is {saved!r}, that of the model "
-                f"{head.config!r}; nothing has been loaded. Add it with the config of the "
-                f"checkpoint."
-            )
+        fit.check_same(f"head {name!r}", saved, head.config)
         return with_output(head, self.model.heads.values(), document, tensors)
 
     def fitting(

@@ -317,11 +317,8 @@ def resize(
     """
     plan, table = model._active.plan, model.get_input_embeddings().weight
     # tying them anew changes heads that share the table
-    before = [
-        (head, *_weight_and_bias(layer))
-        for head in model.heads.values()
-        if (layer := head.output_embeddings)
-    ]
+    heads = [head for head in model.heads.values() if head.output_embeddings is not None]
+    before = [(head, *_weight_and_bias(head.output_embeddings)) for head in heads]
     # transformers would resize the layer of one active head, whatever its config says
     with model._active.overridden(dataclasses.replace(plan, heads=())):
         resized = resize_table()
