@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
-from .composition import Composition, RowMap, Step
+from .composition import Composition, Joined, Prompts, RowMap, Step
 from .contracts import Adapter, Prefix, SharedInputAdapter
 from .errors import StateError
 from .kernels import mode
@@ -53,6 +53,7 @@ class Plan:
         stacks: paths of the encoders and decoders whose calls are recorded.
         exit: path of the entry whose step has an inverse, which acts in front of the logits; None
             without one.
+        prompts: the tokens that are added to sequences; None for none.
     """
 
     setup: Composition | None = None
@@ -66,6 +67,7 @@ class Plan:
     rows: RowMap | None = None
     stacks: frozenset[str] = frozenset()
     exit: str | None = None
+    prompts: Prompts | None = None
 
 
 class Default:
@@ -228,6 +230,11 @@ class CallContext:
             )
         return self.stacks[-1].call
 
+    @property
+    def joined(self) -> Joined | None:
+        """The sequences of the running call with the tokens that adapters add."""
+        return self.stacks[-1].joined if self.stacks else None
+
     def shared(self, key: tuple[str, int | None]) -> nn.Module:
         """Return what the layers of an adapter share, on this replica.
 
@@ -267,11 +274,13 @@ class Frame(NamedTuple):
         call: what it was given.
         module: that runs.
         shared: what layers share, where the module holds it.
+        joined: its sequences with the tokens that adapters add; None where none does.
     """
 
     call: RecordedCall
     shared: nn.Module | None
     module: nn.Module
+    joined: Joined | None = None
 
 
 class ActiveState(threading.local):

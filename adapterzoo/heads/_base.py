@@ -28,6 +28,11 @@ head_types: Registry[type[HeadConfig]] = Registry("head type")
 """The `head_type` of a config to its class."""
 
 
+def token_places() -> tuple[str, ...]:
+    """Return the arguments that are numbers of tokens, of the heads of all known types."""
+    return tuple(dict.fromkeys(name for cls in head_types.values() for name in cls.token_places))
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(Config):
     """Base of all head configs.
@@ -52,6 +57,7 @@ class HeadConfig(Config):
             of `transformers.models.auto.modeling_auto` with the classes.
         task_classes: ends of the names of transformers' classes whose heads `from_static` reads.
         count_field: the field with the number of labels, if there is one.
+        token_places: arguments of the model's `forward` that are numbers of tokens in the sequence.
         label2id: names of the labels to their numbers; None without labels.
     """
 
@@ -71,6 +77,7 @@ class HeadConfig(Config):
     peft_classes: ClassVar[str | None] = None
     task_classes: ClassVar[tuple[str, ...]] = ()
     count_field: ClassVar[str] = "num_labels"
+    token_places: ClassVar[tuple[str, ...]] = ()
 
     label2id: Mapping[str, int] | None = None
 

@@ -42,6 +42,7 @@ class QuestionAnsweringConfig(LayersConfig):
     peft_task: ClassVar[str | None] = "QUESTION_ANS"
     task_classes: ClassVar[tuple[str, ...]] = ("ForQuestionAnswering",)
     label_names: ClassVar[tuple[str, ...]] = ("start_positions", "end_positions")
+    token_places: ClassVar[tuple[str, ...]] = ("start_positions", "end_positions")
     logit_names: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
 
     num_labels: int = field(2, Choice(2))

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any, cast
 
 from adapterzoo import inject
+from adapterzoo.anatomy import TokenInput
 from adapterzoo.composition import (
     Composition,
     Fuse,
+    Prompts,
     Stack,
     Step,
     compile_rows,
@@ -20,9 +23,16 @@ from adapterzoo.composition import (
     has_tokens,
     parse,
     parts_of,
+    prompts_of,
     without,
 )
-from adapterzoo.contracts import Adapter, InvertibleAdapter, SharedInputAdapter, WeightAdapter
+from adapterzoo.contracts import (
+    Adapter,
+    InvertibleAdapter,
+    PromptAdapter,
+    SharedInputAdapter,
+    WeightAdapter,
+)
 from adapterzoo.errors import (
     AdapterZooError,
     CompositionError,
@@ -33,6 +43,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.runtime import Plan
 
+from .hf.backbone import plain_token
 from .hf.continuous_batching import refuse_while_batching
 from .state import AdaptedModel, AdapterRecord, FusionRecord, modules_of, stacks_of
 
@@ -97,7 +108,8 @@ def make_plan(
     at_entry = {} if entry is None else present.get(entry.path, {})
     inverts = any(isinstance(module, InvertibleAdapter) for module in at_entry.values())
     leaving = entry.path if entry is not None and inverts and entry.path in steps else None
-    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, leaving)
+    prompts = _prompts(model, parts, present)
+    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, leaving, prompts)
 
 
 def check_setup(
@@ -126,6 +138,30 @@ def check_setup(
         make_plan(model, setup, [], skip_layers)
     finally:
         state.records, state.fusions = before
+
+
+def _prompts(
+    model: AdaptedModel, parts: tuple[Any, ...], present: Mapping[str, Mapping[str, Adapter]]
+) -> Prompts | None:
+    """Return the tokens that the adapters of a plan add to sequences; None for none."""
+    found: dict[str, list[PromptAdapter]] = {}
+    for modules in present.values():
+        for name, module in modules.items():
+            inside = [m for m in module.modules() if isinstance(m, PromptAdapter)]
+            found.setdefault(name, []).extend(inside)
+    adapters = {name: inside for name, inside in found.items() if inside}
+    if not adapters:
+        return None
+    added = prompts_of(parts, adapters)
+    joins = dict.fromkeys(adapter.joins for inside in adapters.values() for adapter in inside)
+    if len(joins) > 1:
+        raise CompositionError(
+            f"{listing(adapters)} add tokens that join {listing(joins)}, and those of one call "
+            f"join one of them. Activate them one by one."
+        )
+    places = model._head_strategy.token_places()
+    tokens = cast("TokenInput", model.anatomy.tokens)
+    return Prompts(added, next(iter(joins)), tokens, plain_token(model.config), places)
 
 
 def _shared_inputs(

@@ -17,7 +17,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import StateError, listing
+from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -32,6 +32,7 @@ from adapterzoo.runtime import Plan
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads.ties import list_ties
 from .hf.continuous_batching import refuse_while_batching
+from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
 
@@ -58,6 +59,8 @@ def add(
     for path, adapter in record.coming.items():
         if record.places[path]:
             init_values(model, path, adapter)
+        else:
+            init_shared(model, loaded, adapter)
     bring_in(model, name, record, active)
 
 
@@ -69,6 +72,26 @@ def init_values(model: AdaptedModel, path: str, adapter: Adapter) -> None:
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
             originals = model._adapter_state.originals.get(path, {})
             inject.init_from_layer(layer, adapter, originals)
+
+
+def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -> None:
+    """Give what the layers of a fresh adapter share the initial values that a text has."""
+    tokens = model.anatomy.tokens
+    path = None if tokens is None else tokens.table
+
+    def embedded(text: str) -> torch.Tensor:
+        if path is None:
+            raise ConfigError(
+                "a text cannot be embedded: this model reads no tokens. Leave it out."
+            )
+        layer = layer_at(model._backbone, path)
+        with at_hand(layer):
+            return embedded_text(model, layer, text)
+
+    for number, member in enumerate(config.members):
+        own = shared if member is config else shared._modules.get(str(number))
+        if own is not None and not any(p.is_meta for p in own.parameters()):
+            member.init_from_text(own, embedded)
 
 
 def delete(model: AdaptedModel, name: str) -> None:

@@ -119,6 +119,20 @@ def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
     return pad, (eos,) if isinstance(eos, int) else tuple(eos)
 
 
+def plain_token(config: Any) -> int:
+    """Return the first token that means nothing special to the model, such as padding does.
+
+    Args:
+        config: of a model.
+    """
+    special: set[object] = set()
+    for part in (config, text_config(config)):
+        for name, value in vars(part).items():
+            if name.endswith(("_token_id", "_token_index", "_token_ids")):
+                special.update(value if isinstance(value, (list, tuple)) else (value,))
+    return next(token for token in range(len(special) + 1) if token not in special)
+
+
 def _is_decoder(config: Any) -> bool:
     text = text_config(config)
     if getattr(text, "is_decoder", False):

@@ -305,9 +305,11 @@ def _run(
     The classes of the models inside record their own calls.
     """
     active = whole._active
-    if not active.plan.stacks or whole._backbone is not whole:
+    plan = active.plan
+    # tokens that are added need room in what the head of a class gets, such as labels
+    if not plan.stacks or (whole._backbone is not whole and plan.prompts is None):
         return method(model, *args, **kwargs)
-    with inject.recorded(whole, positions, active, "", args, kwargs):
+    with inject.recorded(whole, positions, active, "", args, kwargs) as (args, kwargs):
         return method(model, *args, **kwargs)
 
 
