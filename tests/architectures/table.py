@@ -140,6 +140,7 @@ def _short(error: SiteError) -> str:
         return text.partition("no transformer blocks: ")[2].partition(". ")[0]
     for words, said in (
         ("is not known", "where a sub-layer meets the residual stream is not known"),
+        ("computes scores by itself", "some attention computes its scores by itself"),
         ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
         ("in front of the first block", "nothing can stand in front of its first block"),
