@@ -266,7 +266,7 @@ class LayerStackCall(StackCall):
         return None if found is None else found.long()
 
     def _sizes(self, x: Tensor) -> tuple[int, int]:
-        """Rows and tokens of an input."""
+        """Return rows and tokens of an input."""
         shape = x.shape[:-1] if x.is_floating_point() else x.shape
         if len(shape) < 2 or self._bounds() is not None:
             raise StateError(
@@ -277,7 +277,7 @@ class LayerStackCall(StackCall):
         return shape[0], math.prod(shape[1:])
 
     def _prompt_length(self, x: Tensor) -> int:
-        """Tokens of the prompt, with those in the cache."""
+        """Return tokens of the prompt, with those in the cache."""
         tokens = math.prod(x.shape[1:-1] if x.is_floating_point() else x.shape[1:])
         stack = self._stack
         if stack.generation is None:
@@ -308,7 +308,7 @@ def _places(counts: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
 
 
 def _members(mask: Any) -> tuple[Any, ...]:
-    """The masks for layers of different kinds, or the only one."""
+    """Return the masks for layers of different kinds, or the only one."""
     masks = tuple(mask.values()) if isinstance(mask, Mapping) else (mask,)
     return tuple(m for m in masks if m is not None)
 

@@ -108,7 +108,7 @@ class AdapterConfig(Config):
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
-        """A module that all layers of the adapter share, found by `base.shared`; None: none.
+        """Return a module that all layers of the adapter share, found by `base.shared`; None: none.
 
         It is made, moved, copied, trained and saved once for each adapter.
 

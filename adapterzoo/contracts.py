@@ -32,11 +32,11 @@ class BaseLayer(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """The layer's output with the adapters before this one. `x` `[*batch, d_in]`."""
+        """Return the layer's output with the adapters before this one. `x` `[*batch, d_in]`."""
 
     @abstractmethod
     def original(self, x: Tensor) -> Tensor:
-        """The untouched layer's output. `x` `[*batch, d_in]`, result `[*batch, d_out]`.
+        """Return the untouched layer's output. `x` `[*batch, d_in]`, result `[*batch, d_out]`.
 
         Costs nothing after a call that gave the layer the same `x`, and is the same object as its
         result where no adapter acted before.
@@ -97,7 +97,7 @@ class BaseLayer(ABC):
         """
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """What the adapter's class makes of x for it, perhaps together with that of others.
+        """Return what the adapter's class makes of x for it, perhaps together with that of others.
 
         Args:
             adapter: the one that asks.
@@ -244,7 +244,7 @@ class FusibleAdapter(Adapter):
     def forward(
         self, x: Tensor, base: BaseLayer, instead: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """The adapted layer.
+        """Return the adapted layer.
 
         Args:
             x: `[*batch, d_in]`.
@@ -287,7 +287,7 @@ class AttentionAdapter(Adapter):
 
     @abstractmethod
     def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]
-        """The keys and values.
+        """Return the keys and values.
 
         Args:
             x: the input of the attention, on the side of its queries, `[rows, tokens, d_model]`.
@@ -338,7 +338,7 @@ class PromptAdapter(Adapter):
         """Return the tokens, `[length, d]`."""
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The layer's output with the tokens in their places, `[rows, tokens, d]`."""
+        """Return the layer's output with the tokens in their places, `[rows, tokens, d]`."""
         y = base(x)
         at = base.call.added(self.shared_key, x)  # [rows, length]
         if at is None:
@@ -359,7 +359,7 @@ class WeightAdapter(Adapter):
 
     @abstractmethod
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """The merged weight.
+        """Return the merged weight.
 
         Args:
             w: the weight so far, `[d_out, d_in]`, float32 or float64; with several adapters
@@ -368,7 +368,7 @@ class WeightAdapter(Adapter):
         """
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
-        """The merged bias, for adapters that change it.
+        """Return the merged bias, for adapters that change it.
 
         Args:
             b: the bias so far, `[d_out]`; zeros where the layer has none.
@@ -392,7 +392,7 @@ class SharedInputAdapter(Adapter):
     @classmethod
     @abstractmethod
     def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Any]:
-        """What each of some adapters needs of the input that all of them read.
+        """Return what each of some adapters needs of the input that all of them read.
 
         Args:
             adapters: at least one, of this class, with equal `shared_input_key`.
@@ -408,7 +408,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-        """Logits of the task.
+        """Return logits of the task.
 
         Args:
             hidden: `[batch, tokens, d_model]`, or `[batch, d_model]` where the model has pooled.
@@ -417,11 +417,11 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
-        """The training loss, a scalar; labels of −100 do not count."""
+        """Return the training loss, a scalar; labels of −100 do not count."""
 
 
 def can_batch(adapters: Sequence[Adapter]) -> bool:
-    """Whether the adapters can act in one call of `forward_batched`.
+    """Return whether the adapters can act in one call of `forward_batched`.
 
     A class that overrides `forward` and inherits `forward_batched` cannot.
     """
@@ -435,10 +435,10 @@ def can_batch(adapters: Sequence[Adapter]) -> bool:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for norms, solves and merges: float64 for float64, else float32."""
+    """Return the dtype for norms, solves and merges: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def upcast(t: Tensor, like: Tensor) -> Tensor:
-    """The values on another tensor's device, in the dtype for computing."""
+    """Return the values on another tensor's device, in the dtype for computing."""
     return t.detach().to(like.device, compute_dtype(t.dtype))

@@ -39,7 +39,7 @@ class AdapterZooError(Exception):
     """Base of all errors of this library."""
 
     def __str__(self) -> str:
-        """The message as it was written (`KeyError` would show its repr)."""
+        """Return the message as it was written (`KeyError` would show its repr)."""
         return str(self.args[0]) if self.args else ""
 
 
@@ -80,7 +80,7 @@ class HubError(AdapterZooError, RuntimeError):
 
 
 def listing(items: Iterable[object], *, limit: int = _SHOWN) -> str:
-    """The items as `'a', 'b', 'c' and 14 more`; the word `none` for an empty list.
+    """Return the items as `'a', 'b', 'c' and 14 more`; the word `none` for an empty list.
 
     Args:
         items: what to show, in the order to show it.
@@ -94,7 +94,7 @@ def listing(items: Iterable[object], *, limit: int = _SHOWN) -> str:
 
 
 def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that is not there: says the known names, the nearest first.
+    """Return the error for a name that is not there: says the known names, the nearest first.
 
     Args:
         subject: of the message, e.g. a config; empty below a public function.

@@ -475,7 +475,7 @@ class ActiveState(threading.local):
 
 
 def current_task() -> asyncio.Task[Any] | None:
-    """The asyncio task that runs in the calling thread, None outside of tasks."""
+    """Return the asyncio task that runs in the calling thread, None outside of tasks."""
     try:
         return asyncio.current_task()
     except RuntimeError:

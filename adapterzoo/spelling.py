@@ -60,12 +60,12 @@ _RELEASE = re.compile(r"adapters\.(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)")
 
 
 def same(*names: str) -> dict[str, str]:
-    """A table for names that are the same there and here."""
+    """Return a table for names that are the same there and here."""
     return {name: name for name in names}
 
 
 def unchanged(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    """The tensors as they are."""
+    """Return the tensors as they are."""
     return tensors
 
 
@@ -117,7 +117,7 @@ class AdapterHubFile:
     words: frozenset[str] = frozenset()
 
     def is_before(self, *release: int) -> bool:
-        """Whether a release of `adapters` before this one wrote it."""
+        """Return whether a release of `adapters` before this one wrote it."""
         match = _RELEASE.fullmatch(self.version) if isinstance(self.version, str) else None
         if match is None:
             return False

@@ -84,7 +84,7 @@ INLINE = frozenset(
 
 
 def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Attention, ...], str]:
-    """The attention modules in the blocks that can take a prefix, in model order.
+    """Return the attention modules in the blocks that can take a prefix, in model order.
 
     Args:
         tree: of the model.
@@ -120,12 +120,12 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Attention,
 
 
 def is_inline(cls: type) -> bool:
-    """Whether an attention of the class computes its scores by itself."""
+    """Return whether an attention of the class computes its scores by itself."""
     return not _looks_up(cast("Any", cls))
 
 
 def _reads(block: Block, path: str, module: nn.Module) -> bool:
-    """Whether a module is an attention of the block that can take a prefix."""
+    """Return whether a module is an attention of the block that can take a prefix."""
     if vars(module).get("config") is not None and _looks_up(cast("Any", type(module))):
         return True
     return _is_known(cast("Any", type(module))) and any(below(s.path, path) for s in block.sites)
@@ -151,7 +151,7 @@ def _forwards(cls: type) -> Iterator[CodeType]:
 
 
 def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Attention | str:
-    """What is known of a module; or why its keys and values have no known shape."""
+    """Return what is known of a module; or why its keys and values have no known shape."""
     inside = [s for s in (*block.sites, *block.parts) if below(s.path, path)]
     key = _projection(inside, "key")
     count = _number(module, *_COUNTS)
@@ -195,6 +195,6 @@ def _projection(inside: Iterable[Site], role: str) -> Site | None:
 
 
 def _number(module: nn.Module, *names: str) -> int | None:
-    """The first of the attributes that is a whole number."""
+    """Return the first of the attributes that is a whole number."""
     found = (getattr(module, name, None) for name in names)
     return next((number for number in found if isinstance(number, int)), None)

@@ -18,7 +18,7 @@ NAME = "entry"
 
 
 def entry_of(tree: Tree, blocks: Sequence[Block], repeated: str = "") -> tuple[Site | None, str]:
-    """The entry: the input of the first block of the stack that the embeddings feed.
+    """Return the entry: the input of the first block of the stack that the embeddings feed.
 
     In an encoder-decoder it is that of the encoder.
 
@@ -47,7 +47,7 @@ def entry_of(tree: Tree, blocks: Sequence[Block], repeated: str = "") -> tuple[S
 
 
 def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
-    """The first block, as far as it was read, of the stack that the embeddings feed."""
+    """Return the first block, as far as it was read, of the stack that the embeddings feed."""
     stacks = list(dict.fromkeys(block.stack for block in blocks))
     root = tree.modules[""]
     if getattr(getattr(root, "config", None), "is_encoder_decoder", False):
@@ -64,12 +64,12 @@ def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
 
 
 def _reads(block: Block) -> int:
-    """Width of what the attention of a block reads, 0 without attention."""
+    """Return width of what the attention of a block reads, 0 without attention."""
     return next((site.d_in for site in block.sites if site.role in ("query", "qkv")), 0)
 
 
 def _embedding_path(tree: Tree) -> str:
-    """The path of the module that transformers calls the input embeddings, empty if none."""
+    """Return the path of the module that transformers calls the input embeddings, empty if none."""
     try:
         module = cast("Any", tree.modules[""]).get_input_embeddings()
     except (AttributeError, NotImplementedError):

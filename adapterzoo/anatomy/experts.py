@@ -8,7 +8,7 @@ from torch import nn
 
 
 def stores_turned(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a module stores its experts' weights as `[experts, d_in, d_out]`.
+    """Return whether a module stores its experts' weights as `[experts, d_in, d_out]`.
 
     The shapes of the projections into and out of the inner width tell it; where they fit both
     ways, the module's `is_transposed`, which some families have and others (Llama 4) have not.

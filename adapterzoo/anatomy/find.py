@@ -37,7 +37,7 @@ class _Shape:
 
 
 def find(model: nn.Module) -> Anatomy:
-    """Where adapters can sit in a model.
+    """Return where adapters can sit in a model.
 
     Pure discovery: neither the model nor its configuration is changed, and no weight is read, so
     that a model on the meta device has the same anatomy.
@@ -78,7 +78,7 @@ def _layers(site: Site) -> tuple[str, ...]:
 
 
 def _stacks(tree: Tree) -> Iterator[str]:
-    """Paths of the containers of blocks, in model order.
+    """Yield paths of the containers of blocks, in model order.
 
     A container of stages (which hold containers of blocks) is not one; neither is a container
     of sub-layers, such as the `layer` of a T5 block.
@@ -96,7 +96,7 @@ def _stacks(tree: Tree) -> Iterator[str]:
 
 
 def _branches(tree: Tree, stack: str) -> Iterator[Branch]:
-    """The blocks of a stack, as branches of the tree."""
+    """Yield the blocks of a stack, as branches of the tree."""
     owner, _, name = stack.rpartition(".")
     lists = _row(tree.branch(owner)).lists
     for path in tree.children(stack):
@@ -137,7 +137,7 @@ def _names_mlp(branch: Branch) -> bool:
 
 
 def _read(branch: Branch, stack: str) -> Block:
-    """The block at a branch, with all paths below the block."""
+    """Return the block at a branch, with all paths below the block."""
     row = _row(branch)
     shapes = list(_shapes(branch, row))
     roles = _roles(branch, shapes)
@@ -181,7 +181,7 @@ def _absent(sites: tuple[Site, ...]) -> frozenset[Role]:
 
 
 def _planted(block: Block, path: str, layer: int) -> Block:
-    """A block read below its own path, with the paths of the model and its number."""
+    """Return a block read below its own path, with the paths of the model and its number."""
 
     def full(below: str) -> str:
         return f"{path}.{below}" if path and below else path or below
@@ -208,7 +208,7 @@ def _planted(block: Block, path: str, layer: int) -> Block:
 
 
 def _shapes(branch: Branch, row: Row) -> Iterator[_Shape]:
-    """Every layer below the branch that has a weight matrix."""
+    """Yield every layer below the branch that has a weight matrix."""
     torch_attention = {p for p, m in branch.modules if isinstance(m, nn.MultiheadAttention)}
     for path, module in branch.modules:
         if path not in torch_attention and parent(path) in torch_attention:
@@ -240,7 +240,7 @@ def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
 
 
 def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
-    """Weights that a module keeps as bare parameters: experts, and torch's own attention."""
+    """Yield weights that a module keeps as bare parameters: experts, and torch's own attention."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
         # torch reads its weights and never calls a module, the output projection's either
         d_out, d_in = module.in_proj_weight.shape
@@ -266,14 +266,14 @@ def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
 
 
 def _row(branch: Branch) -> Row:
-    """The table's row for the architecture that the branch belongs to."""
+    """Return the table's row for the architecture that the branch belongs to."""
     block = branch.tree.modules[branch.path]
     names = (type(block).__name__, *branch.model_types)
     return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
 
 
 def _projection(shape: _Shape, row: Row) -> Role:
-    """What the name says of an input projection of attention; `other` for all else."""
+    """Return what the name says of an input projection of attention; `other` for all else."""
     if shape.parameter == "in_proj_weight":
         return "qkv"
     path = shape.path
@@ -291,7 +291,7 @@ def _projection(shape: _Shape, row: Row) -> Role:
 
 
 def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None], Role]:
-    """The role of each layer, by (path, parameter)."""
+    """Return the role of each layer, by (path, parameter)."""
     row = _row(branch)
     roles = {(shape.path, shape.parameter): _projection(shape, row) for shape in shapes}
     linears = [s for s in shapes if s.kind == "linear" and s.parameter is None]
@@ -352,7 +352,7 @@ def _mlp_role(path: str) -> Role:
 
 
 def _d_model(sites: tuple[Site, ...]) -> int:
-    """Width of the residual stream: what most output projections write."""
+    """Return width of the residual stream: what most output projections write."""
     widths = Counter(
         s.d_out for s in sites if s.role in ("attention_out", "mlp_out") and s.kind == "linear"
     )

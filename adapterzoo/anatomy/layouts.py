@@ -22,7 +22,7 @@ Layout = Callable[[Site, int, Branch], Split]
 
 
 def parts_of(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> Iterator[Site]:
-    """The parts of a fused layer as sites; nothing for a plain layer or an unknown layout.
+    """Yield the parts of a fused layer as sites; nothing for a plain layer or an unknown layout.
 
     Args:
         site: the layer, with its path below the block.
@@ -49,7 +49,7 @@ def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
 
 
 def _inner(site: Site, sites: tuple[Site, ...]) -> int:
-    """Features that reach the projection behind this layer: d_in of the nearest one."""
+    """Return features that reach the projection behind this layer: d_in of the nearest one."""
     behind = "attention_out" if site.role == "qkv" else "mlp_out"
     outs = [s for s in sites if s.role == behind and s.kind == site.kind]
     near = max(outs, key=lambda s: nearness(s.path, site.path), default=None)
@@ -57,7 +57,7 @@ def _inner(site: Site, sites: tuple[Site, ...]) -> int:
 
 
 def _consecutive(roles: tuple[Role, ...], sizes: tuple[int, ...], groups: int = 1) -> Split:
-    """Parts that follow one another in each group, with these sizes in one group."""
+    """Return parts that follow one another in each group, with these sizes in one group."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return {
         role: OutputSlice(groups, ends[-1], end - size, end)
@@ -85,7 +85,7 @@ def _per_head(site: Site, inner: int, branch: Branch) -> Split:
 
 
 def _bigcode(site: Site, inner: int, branch: Branch) -> Split:
-    """One key and one value for all heads behind all queries, or per head."""
+    """Return one key and one value for all heads behind all queries, or per head."""
     shared = branch.setting(site.path, "multi_query")
     return (_contiguous if shared else _per_head)(site, inner, branch)
 
@@ -104,7 +104,7 @@ def _falcon(site: Site, inner: int, branch: Branch) -> Split:
 
 
 def _equal(*roles: Role, groups: int = 1) -> Layout:
-    """Parts of equal width in each group."""
+    """Return parts of equal width in each group."""
 
     def layout(site: Site, inner: int, branch: Branch) -> Split:
         size = site.d_out // groups // len(roles)
@@ -114,7 +114,7 @@ def _equal(*roles: Role, groups: int = 1) -> Layout:
 
 
 def _one_for_both(site: Site, inner: int, branch: Branch) -> Split:
-    """The same features are key and value."""
+    """Return the same features are key and value."""
     return dict.fromkeys(("key", "value"), OutputSlice(1, site.d_out, 0, site.d_out))
 
 

@@ -12,22 +12,22 @@ def tail(*names: str) -> re.Pattern[str]:
 
 
 def parent(path: str) -> str:
-    """The path of the module that holds the one at `path`."""
+    """Return the path of the module that holds the one at `path`."""
     return path.rpartition(".")[0]
 
 
 def leaf(path: str) -> str:
-    """The last name of a path."""
+    """Return the last name of a path."""
     return path.rpartition(".")[2]
 
 
 def below(path: str, root: str) -> bool:
-    """Whether the path is the root's or leads through it."""
+    """Return whether the path is the root's or leads through it."""
     return not root or path == root or path.startswith(f"{root}.")
 
 
 def common(one: str, other: str) -> str:
-    """The path of the nearest module that holds both."""
+    """Return the path of the nearest module that holds both."""
     shared: list[str] = []
     for a, b in zip(one.split("."), other.split("."), strict=False):
         if a != b:
@@ -37,6 +37,6 @@ def common(one: str, other: str) -> str:
 
 
 def nearness(one: str, other: str) -> int:
-    """How many names the two paths have in common from the start."""
+    """Return how many names the two paths have in common from the start."""
     shared = common(one, other)
     return shared.count(".") + 1 if shared else 0

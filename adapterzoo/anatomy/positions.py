@@ -24,7 +24,7 @@ _NUMBERS = "position_ids"
 
 
 def positions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...], Mapping[str, str]]:
-    """The modules that are given the numbers of tokens.
+    """Return the modules that are given the numbers of tokens.
 
     Args:
         tree: of the model.
@@ -59,7 +59,7 @@ def _takes_numbers(cls: Any) -> bool:
 
 
 def _stack_of(path: str, stacks: list[str]) -> str | None:
-    """The one stack whose positions these can be."""
+    """Return the one stack whose positions these can be."""
     near = stacks if len(stacks) == 1 else [s for s in stacks if below(path, parent(s))]
     return near[0] if len(near) == 1 else None
 

@@ -151,7 +151,7 @@ class Attention:
     value_width: int
 
     def site(self) -> Site:
-        """The site of an adapter there."""
+        """Return the site of an adapter there."""
         return Site(
             path=self.path,
             role="other",
@@ -266,7 +266,7 @@ class Block:
         return self.sublayers[-1].norm if self.sublayers else None
 
     def named(self, role: Role, cross: bool | None = None) -> tuple[Site, ...]:
-        """The block's sites of a role: whole layers, and parts of fused ones.
+        """Return the block's sites of a role: whole layers, and parts of fused ones.
 
         Args:
             role: the role asked for.
@@ -279,7 +279,7 @@ class Block:
         )
 
     def has(self, role: Role, cross: bool | None = None) -> bool:
-        """Whether the block should have the role, since it has that kind of sub-layer.
+        """Return whether the block should have the role, since it has that kind of sub-layer.
 
         A Mamba layer among attention layers has no attention and needs no query.
         """
@@ -320,7 +320,7 @@ class Anatomy:
     tokens: TokenInput | None = None
 
     def __iter__(self) -> Iterator[Site]:
-        """Every whole site: those of the blocks, then those outside."""
+        """Yield every whole site: those of the blocks, then those outside."""
         for block in self.blocks:
             yield from block.sites
         yield from self.outside
@@ -331,17 +331,17 @@ class Anatomy:
         return tuple(dict.fromkeys(block.stack for block in self.blocks))
 
     def linears(self) -> tuple[Site, ...]:
-        """Every whole linear layer that is a module of its own, in blocks and outside."""
+        """Return every whole linear layer that is a module of its own, in blocks and outside."""
         return tuple(s for s in self if s.kind == "linear" and s.parameter is None)
 
     def parts(self, path: str) -> tuple[Site, ...]:
-        """The parts of the fused layer at a path; empty when the layer is not fused."""
+        """Return the parts of the fused layer at a path; empty when the layer is not fused."""
         return tuple(part for block in self.blocks for part in block.parts if part.path == path)
 
     def select(
         self, *roles: Role, cross: bool | None = False, layers: Iterable[int] | None = None
     ) -> tuple[Site, ...]:
-        """The sites of the roles, block after block.
+        """Return the sites of the roles, block after block.
 
         Whole layers where the role has a layer of its own, parts of a fused layer elsewhere.
 
@@ -402,7 +402,7 @@ class Anatomy:
 
 
 def part_names(sites: Sequence[Site]) -> list[str]:
-    """What the adapters of several sites at one layer are called there, and in checkpoints.
+    """Return what the adapters of several sites at one layer are called there, and in checkpoints.
 
     Args:
         sites: of one layer, in order.

@@ -53,7 +53,7 @@ class _Part:
     norms: dict[Place, str] = field(default_factory=dict)
 
     def sublayer(self, post_norm: bool, outs: Mapping[str, str]) -> SubLayer:
-        """The sub-layer, once the block's style is known."""
+        """Return the sub-layer, once the block's style is known."""
         at = self.norms.get("at")
         pre = self.norms.get("pre") or (None if post_norm else at)
         post = self.norms.get("post") or (at if post_norm else None)
@@ -63,7 +63,7 @@ class _Part:
 
 
 def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
-    """The sub-layers of a block.
+    """Return the sub-layers of a block.
 
     Args:
         branch: the block.
@@ -141,7 +141,7 @@ def _is_norm(path: str, module: nn.Module) -> bool:
 
 
 def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Placed], list[str]]:
-    """The norms whose names tell their place, and those that are numbered."""
+    """Return the norms whose names tell their place, and those that are numbered."""
     placed: list[_Placed] = []
     numbered: list[str] = []
     for name in names:
@@ -162,7 +162,7 @@ def _by_name(name: str) -> list[_Placed]:
 
 
 def _by_owner(name: str, parts: list[_Part]) -> list[_Placed]:
-    """A norm inside of a sub-layer's module, or beside it in a module of their own (T5)."""
+    """Return a norm inside of a sub-layer's module, or beside it in a module of their own (T5)."""
     owner = parent(name)
     own = [part for part in parts if part.root and owner in (parent(part.root), part.root)]
     if not own or not owner or INNER_NORM.search(leaf(name)):
@@ -224,7 +224,7 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
 
 
 def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part]:
-    """The sub-layers of a kind that a norm may belong to: those nearest to it by path."""
+    """Return the sub-layers of a kind that a norm may belong to: those nearest to it by path."""
     same = [p for p in parts if p.kind == kind]
     if not same and kind == "attention":
         same = [p for p in parts if p.kind == "cross"]
@@ -258,7 +258,7 @@ def _is_post(branch: Branch, parts: list[_Part], row: Row) -> bool:
 
 
 def _has_final_norm(branch: Branch) -> bool:
-    """Whether a norm follows the stack: pre-LN stacks need one, post-LN stacks have none."""
+    """Return whether a norm follows the stack: pre-LN stacks need one, post-LN stacks have none."""
     owner = parent(parent(branch.path))
     names = [*branch.tree.children(owner), *branch.tree.children(parent(owner))]
     return any(

@@ -63,7 +63,7 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput | None
 
 
 def _table(tree: Tree, module: Any, owner: str) -> str | None:
-    """The path of the embedding that a model says tokens are looked up in."""
+    """Return the path of the embedding that a model says tokens are looked up in."""
     try:
         embedding = module.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -102,7 +102,7 @@ def _width(tree: Tree, embeddings: str | None, width: int) -> int:
 
 
 def _positions(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block]) -> int | None:
-    """How many tokens the learned positions are for."""
+    """Return how many tokens the learned positions are for."""
     paths = [block.path for block in blocks]
     branch = tree.branch(owner)
     length = next((n for c in branch.configs for k in _LENGTHS if (n := _number(c, k))), None)

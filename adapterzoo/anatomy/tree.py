@@ -23,13 +23,13 @@ class Tree:
         self._known: dict[tuple[str, str], bool] = {}
 
     def children(self, path: str) -> list[str]:
-        """Paths of the children of a module that are not met earlier in the model."""
+        """Return paths of the children of a module that are not met earlier in the model."""
         prefix = f"{path}." if path else ""
         names = (f"{prefix}{name}" for name, _ in self.modules[path].named_children())
         return [name for name in names if name in self.modules]
 
     def branch(self, path: str, only: tuple[str, ...] = ()) -> Branch:
-        """The modules below a path; `only` those below some of its descendants, if given."""
+        """Return the modules below a path; `only` those below some of its descendants, if given."""
         return Branch(self, path, only)
 
     def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -44,13 +44,13 @@ class Tree:
                 return
 
     def known(self, path: str, question: str, answer: Callable[[], bool]) -> bool:
-        """The answer to a question about a path, worked out once."""
+        """Return the answer to a question about a path, worked out once."""
         if (path, question) not in self._known:
             self._known[path, question] = answer()
         return self._known[path, question]
 
     def owners(self, path: str) -> Iterator[nn.Module]:
-        """The modules that hold the one at `path`, nearest first."""
+        """Yield the modules that hold the one at `path`, nearest first."""
         while path:
             path = path.rpartition(".")[0]
             if path in self.modules:

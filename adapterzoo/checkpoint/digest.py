@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def digest(tensor: Tensor) -> str:
-    """A digest of dtype, shape and exact bits; the device and the strides do not matter.
+    """Return a digest of dtype, shape and exact bits; the device and the strides do not matter.
 
     Returns:
         32 hexadecimal digits.
@@ -23,7 +23,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def same_bits(tensor: Tensor, other: Tensor) -> bool:
-    """Whether the digests are equal, without making them."""
+    """Return whether the digests are equal, without making them."""
     alike = tensor.dtype is other.dtype and tensor.shape == other.shape
     return alike and torch.equal(_bytes(tensor), _bytes(other))
 
@@ -34,11 +34,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digest of each tensor."""
+    """Return the digest of each tensor."""
     return {key: digest(tensor) for key, tensor in sorted(tensors.items())}
 
 
 def fingerprint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """One digest for a config of JSON types and all tensors; 64 hexadecimal digits."""
+    """Return one digest for a config of JSON types and all tensors; 64 hexadecimal digits."""
     document = json.dumps([dict(config), digests(tensors)], sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()

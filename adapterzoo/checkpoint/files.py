@@ -71,7 +71,7 @@ def write_tensors(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str,
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """A safetensors file; equal content gives equal bytes.
+    """Return a safetensors file; equal content gives equal bytes.
 
     Args:
         tensors: on any device; shared memory is written apart.
@@ -105,7 +105,7 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
 
 
 def pickle_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """Tensors as `torch.save` writes them."""
+    """Return tensors as `torch.save` writes them."""
     stream = io.BytesIO()
     # cloned: a view would bring all the memory that it looks at
     torch.save({key: t.detach().cpu().clone() for key, t in tensors.items()}, stream)
@@ -124,7 +124,7 @@ def _check_size(what: str, size: int, limit: int) -> None:
 
 
 def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Args:
         file: not read where it is too large for a config.
@@ -159,7 +159,7 @@ def _object(text: str | bytes, what: str, hint: str) -> dict[str, Any]:
 
 
 def fields_of(file: Path) -> frozenset[str]:
-    """The names of the fields in a JSON file; none where it cannot be read as a config."""
+    """Return the names of the fields in a JSON file; none where it cannot be read as a config."""
     try:
         return frozenset(read_json(file))
     except CheckpointError:
@@ -188,7 +188,7 @@ def _refuse_number(text: str) -> float:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file, or of a pickle that torch wrote, on the CPU.
+    """Return the tensors of a `.safetensors` file, or of a pickle that torch wrote, on the CPU.
 
     Raises:
         CheckpointError: it is damaged, or holds code or anything other than tensors.
@@ -213,7 +213,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of a safetensors file, on the CPU.
+    """Return the metadata and the tensors of a safetensors file, on the CPU.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -225,7 +225,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
-    """The object under a key of a safetensors file's metadata; None where there is none.
+    """Return the object under a key of a safetensors file's metadata; None where there is none.
 
     Raises:
         CheckpointError: the file is damaged, or there is something else.
@@ -235,7 +235,7 @@ def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
 
 
 def parse_metadata(file: Path, metadata: Mapping[str, str], key: str) -> dict[str, Any] | None:
-    """The object under a key of a safetensors file's metadata; None where there is none.
+    """Return the object under a key of a safetensors file's metadata; None where there is none.
 
     Raises:
         CheckpointError: there is something else.

@@ -18,7 +18,7 @@ _SHOWN = 10
 def differences(
     file: Mapping[str, Tensor], skeleton: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> list[str]:
-    """How the tensors of a file differ from those of a model in names, shapes and dtypes.
+    """Return how the tensors of a file differ from those of a model in names, shapes and dtypes.
 
     Args:
         file: what was read.
@@ -118,7 +118,7 @@ def _share_again(module: nn.Module, own: Mapping[str, Tensor], filled: Iterable[
 
 
 def _holder(module: nn.Module, key: str) -> dict[str, Any]:
-    """The parameters, or the buffers, among which a key of a state dict stands."""
+    """Return the parameters, or the buffers, among which a key of a state dict stands."""
     holder = module.get_submodule(key.rpartition(".")[0])
     parameters = _last(key) in holder._parameters
     return cast("dict[str, Any]", holder._parameters if parameters else holder._buffers)

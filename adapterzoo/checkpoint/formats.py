@@ -107,7 +107,7 @@ class Format(Protocol):
     """What a format offers."""
 
     def recognises(self, folder: Path, kind: Kind) -> bool:
-        """Whether a folder holds an adapter, or a head alone, of this format.
+        """Return whether a folder holds an adapter, or a head alone, of this format.
 
         Looks at names of files and at most at a config; a damaged file of the format is
         recognised, so that `read` can say what is wrong with it.
@@ -122,18 +122,18 @@ class Format(Protocol):
         """
 
     def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
-        """The names and contents of the files to write.
+        """Return the names and contents of the files to write.
 
         Raises:
             CheckpointError: the format cannot express the checkpoint.
         """
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
-        """Names of all the files that a folder of this format may have; others stay."""
+        """Return names of all the files that a folder of this format may have; others stay."""
 
 
 def inexpressible(why: str, *hints: str) -> CheckpointError:
-    """The error for what a format cannot express.
+    """Return the error for what a format cannot express.
 
     Args:
         why: what it is.
@@ -144,7 +144,7 @@ def inexpressible(why: str, *hints: str) -> CheckpointError:
 
 
 def of(folder: Path, kind: Kind) -> str | None:
-    """The name of the first format that recognises a folder."""
+    """Return the name of the first format that recognises a folder."""
     return next((name for name, f in formats.items() if f.recognises(folder, kind)), None)
 
 
@@ -175,7 +175,7 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 
 def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
-    """What the folder holds instead, and what to write for it."""
+    """Return what the folder holds instead, and what to write for it."""
     # of all adapters, or of a trainer with its checkpoints
     below = [p for p in sorted([*folder.glob("*"), *folder.glob("*/*")]) if p.is_dir()]
     held = [str(path) for path in below if of(path, kind) is not None]

@@ -36,7 +36,7 @@ class NativeFormat:
     """Our format, as `formats` sees it."""
 
     def recognises(self, folder: Path, kind: Kind) -> bool:
-        """Whether there is the one file, ours or damaged."""
+        """Return whether there is the one file, ours or damaged."""
         file = folder / f"{kind}.safetensors"
         try:
             return file.is_file() and files.read_metadata(file, files.NATIVE) is not None
@@ -44,11 +44,11 @@ class NativeFormat:
             return True
 
     def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-        """What `load` reads."""
+        """Return what `load` reads."""
         return load(folder, kind)
 
     def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
-        """Tensors and metadata in one file; the metadata once more for people."""
+        """Return tensors and metadata in one file; the metadata once more for people."""
         return encode(checkpoint, kind)
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ formats.register("native")(NativeFormat())
 
 
 def encode(checkpoint: Checkpoint, kind: str) -> dict[str, bytes]:
-    """The contents of `<kind>.safetensors` and `<kind>_config.json`."""
+    """Return the contents of `<kind>.safetensors` and `<kind>_config.json`."""
     tensors = keyed(checkpoint)
     metadata = hashed({"format": FORMAT, "version": VERSION, **checkpoint.metadata}, tensors)
     written = files.tensor_bytes(tensors, {files.NATIVE: metadata})
@@ -69,14 +69,14 @@ def encode(checkpoint: Checkpoint, kind: str) -> dict[str, bytes]:
 
 
 def hashed(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The metadata with the SHA-256 of themselves and the tensors."""
+    """Return the metadata with the SHA-256 of themselves and the tensors."""
     # as JSON reads it again: a tuple is a list, a number as a key is a string
     plain = {k: v for k, v in json.loads(json.dumps(metadata)).items() if k != _HASH}
     return plain | {_HASH: fingerprint(plain, tensors)}
 
 
 def keyed(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The tensors of an adapter and of its head under the keys of one file."""
+    """Return the tensors of an adapter and of its head under the keys of one file."""
     return checkpoint.adapter | {_HEAD + key: tensor for key, tensor in checkpoint.head.items()}
 
 
@@ -117,7 +117,7 @@ def load(folder: Path, kind: str) -> Checkpoint:
 
 
 def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Our metadata and the tensors of a safetensors file that this library wrote.
+    """Return our metadata and the tensors of a safetensors file that this library wrote.
 
     Raises:
         CheckpointError: it is missing or damaged, or another library wrote it.
@@ -135,7 +135,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _as_written(
     file: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The metadata, after comparing them, the tensors and the copy with what was written."""
+    """Return the metadata, after comparing them, the tensors and the copy with what was written."""
     expected = metadata.pop(_HASH, None)
     for old in _OLD_HASHES:
         metadata.pop(old, None)

@@ -12,7 +12,7 @@ from adapterzoo.configs import AdapterConfig, Placement
 
 
 def shared_key(parameter: str, number: int | None = None) -> str:
-    """The key of an adapter-wide tensor: the path is that of the base model.
+    """Return the key of an adapter-wide tensor: the path is that of the base model.
 
     Args:
         parameter: of the module that `AdapterConfig.shared` made.
@@ -22,7 +22,7 @@ def shared_key(parameter: str, number: int | None = None) -> str:
 
 
 def shared_tensors(tensors: Mapping[str, Tensor], number: int | None = None) -> dict[str, Tensor]:
-    """The adapter-wide tensors of a config, by parameter; `number` as in `shared_key`."""
+    """Return the adapter-wide tensors of a config, by parameter; `number` as in `shared_key`."""
     start = shared_key("", number)
     return {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
 
@@ -42,12 +42,12 @@ class Place:
     part: str
 
     def key(self, parameter: str) -> str:
-        """The key of one of its parameters in `Checkpoint.adapter`."""
+        """Return the key of one of its parameters in `Checkpoint.adapter`."""
         return f"{self.path}/{self.part}{parameter}"
 
 
 def places_of(config: AdapterConfig, anatomy: Anatomy) -> list[Place]:
-    """The places of a config at linear layers and in the residual stream, in model order.
+    """Return the places of a config at linear layers and in the residual stream, in model order.
 
     Args:
         config: of an adapter.

@@ -33,6 +33,6 @@ def shared_or_own(
 
 
 def is_same(theirs: Tensor, mine: Tensor) -> bool:
-    """Whether two tensors have the same values in the dtype of the model."""
+    """Return whether two tensors have the same values in the dtype of the model."""
     own = mine.detach().cpu()
     return theirs.shape == own.shape and bool((theirs.to(own.dtype) == own).all())

@@ -16,7 +16,7 @@ AdapterOf = Callable[[str], Adapter]
 
 
 def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) -> Step | None:
-    """What one site has to do, None when no adapter of the composition is present there.
+    """Return what one site has to do, None when no adapter of the composition is present there.
 
     Args:
         setup: what is active; all rows of a batch take it.
@@ -87,7 +87,7 @@ def fusion_key(name: str) -> str:
 def compile_rows(
     parts: Sequence[Child], present: Collection[str], adapter_of: AdapterOf
 ) -> Step | None:
-    """What one site has to do for a batch whose rows take different compositions.
+    """Return what one site has to do for a batch whose rows take different compositions.
 
     Args:
         parts: the compositions, each for all rows that take it.
@@ -98,7 +98,7 @@ def compile_rows(
 
 
 def join_rows(steps: Sequence[Step | None], adapter_of: AdapterOf) -> Step | None:
-    """The steps of a site for different rows as one step."""
+    """Return the steps of a site for different rows as one step."""
     if all(step == steps[0] for step in steps):
         return steps[0]
     return RowSteps(tuple(steps), _layers(steps, adapter_of))

@@ -36,7 +36,7 @@ class Copies(Tree):
         kwargs: Mapping[str, Any],
         rows: RowMap | None,
     ) -> Any:
-        """What the layer returns, computed by the copies.
+        """Return what the layer returns, computed by the copies.
 
         Args:
             copies: by name.

@@ -53,19 +53,19 @@ class Node:
         self._check_children()
 
     def __iter__(self) -> Iterator[Child]:
-        """The children, in order."""
+        """Return the children, in order."""
         return iter(self.children)
 
     def __len__(self) -> int:
-        """How many children there are."""
+        """Return how many children there are."""
         return len(self.children)
 
     def __getitem__(self, number: int) -> Child:
-        """A child by its number."""
+        """Return a child by its number."""
         return self.children[number]
 
     def __repr__(self) -> str:
-        """A constructor call."""
+        """Return a constructor call."""
         options = [f"{name}={value!r}" for name, value in self.shown.items()]
         return f"{type(self).__name__}({', '.join([*map(repr, self.children), *options])})"
 
@@ -80,7 +80,7 @@ class Node:
         return self.options
 
     def flatten(self) -> tuple[str, ...]:
-        """All the names in it, each once, in order."""
+        """Return all the names in it, each once, in order."""
         names: dict[str, None] = {}
         for child in self.children:
             for name in child.flatten() if isinstance(child, Node) else (child,):
@@ -89,12 +89,12 @@ class Node:
         return tuple(names)
 
     def last(self) -> str | None:
-        """The name that acts last, by which heads are found."""
+        """Return the name that acts last, by which heads are found."""
         child = self.children[-1]
         return child.last() if isinstance(child, Node) else child
 
     def with_children(self, children: Sequence[Child]) -> Node:
-        """The same composition of other children, as many as there are."""
+        """Return the same composition of other children, as many as there are."""
         return type(self)(*children, **self.options)
 
     def _check_children(self) -> None:

@@ -94,7 +94,7 @@ def _chained(prefixes: Sequence[Prefix]) -> Prefix:
 def _side_by_side(
     parts: Sequence[Prefix | None], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values `[rows, heads, longest, width]`, and which of them are no filler."""
+    """Return keys and values `[rows, heads, longest, width]`, and which of them are no filler."""
     one = next(part for part in parts if part is not None)
     longest = max(part.keys.shape[2] for part in parts if part is not None)
     keys: list[Tensor] = []

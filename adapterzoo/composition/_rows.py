@@ -21,21 +21,21 @@ from .nodes import Average, BatchSplit, Fuse, Parallel
 
 
 def has_rows(node: Child) -> bool:
-    """Whether rows of the batch are treated apart somewhere in the composition."""
+    """Return whether rows of the batch are treated apart somewhere in the composition."""
     if not isinstance(node, Node) or isinstance(node, Fuse):
         return False
     return isinstance(node, (BatchSplit, Parallel)) or any(map(has_rows, node.children))
 
 
 def has_tokens(node: Child) -> bool:
-    """Whether tokens of the sequence are treated apart somewhere in the composition."""
+    """Return whether tokens of the sequence are treated apart somewhere in the composition."""
     return isinstance(node, Node) and (
         type(node).__name__ == "Split" or any(map(has_tokens, node.children))
     )
 
 
 def rows_of(setup: Node) -> tuple[list[Child], int, bool]:
-    """The composition of each row of a batch.
+    """Return the composition of each row of a batch.
 
     Returns:
         The compositions; how often the batch is to be repeated before that; whether it must have
@@ -83,7 +83,7 @@ def _need(node: Child) -> tuple[int, bool]:
 
 
 def _at_row(node: Child, row: int, count: int) -> Child:
-    """The composition that one row of `count` rows sees."""
+    """Return the composition that one row of `count` rows sees."""
     if not isinstance(node, Node) or not has_rows(node):
         return node
     if isinstance(node, Parallel):
@@ -131,7 +131,7 @@ class Layout:
 
     @classmethod
     def of(cls, index: tuple[int, ...]) -> Self:
-        """The layout of a batch in which each row takes the part of this number."""
+        """Return the layout of a batch in which each row takes the part of this number."""
         order = tuple(sorted(range(len(index)), key=index.__getitem__))
         runs: list[tuple[int, int, int]] = []
         start = 0
@@ -142,11 +142,11 @@ class Layout:
         return cls(index, tuple(runs), None if order == tuple(range(len(index))) else order)
 
     def arranged(self, t: Tensor) -> Tensor:
-        """The rows of a tensor `[rows, …]` in the order of the runs."""
+        """Return the rows of a tensor `[rows, …]` in the order of the runs."""
         return t if self.order is None else t.index_select(0, self._orders(t.device)[0])
 
     def restored(self, t: Tensor) -> Tensor:
-        """The rows of a tensor `[rows, …]` in the order of the batch again."""
+        """Return the rows of a tensor `[rows, …]` in the order of the batch again."""
         return t if self.order is None else t.index_select(0, self._orders(t.device)[1])
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ class Layout:
         return self._tensors[device]
 
     def groups(self, numbers: tuple[int | None, ...]) -> Groups:
-        """The rows for a kernel.
+        """Return the rows for a kernel.
 
         Args:
             numbers: of the adapter that each part has, None for the base layer.
@@ -207,7 +207,7 @@ class RowMap:
     def enter(
         self, count: int, together: bool, tokens: frozenset[int] | None = frozenset()
     ) -> RowMap:
-        """The rows of one call, whose input has been checked and is repeated.
+        """Return the rows of one call, whose input has been checked and is repeated.
 
         Args:
             count: rows of the batch when it is repeated.
@@ -222,7 +222,7 @@ class RowMap:
         )  # fmt: skip
 
     def renumbered(self, numbers: Sequence[int]) -> RowMap:
-        """The same rows where parts have other numbers, several the same perhaps."""
+        """Return the same rows where parts have other numbers, several the same perhaps."""
         return replace(self, index=tuple(numbers[part] for part in self.index), _layouts={})
 
     def of(self, other: RowMap, part: int) -> RowMap:
@@ -231,7 +231,7 @@ class RowMap:
         return replace(self, index=index, _layouts={})
 
     def layout(self, count: int) -> Layout:
-        """The layout of a batch of so many rows.
+        """Return the layout of a batch of so many rows.
 
         Raises:
             CompositionError: they are not these rows, or several of each.
@@ -246,7 +246,7 @@ class RowMap:
         return layout
 
     def layout_of(self, x: Tensor) -> Layout:
-        """The layout of a layer's input.
+        """Return the layout of a layer's input.
 
         Raises:
             CompositionError: its rows are not these, or its first dimension is tokens.
@@ -276,19 +276,19 @@ class RowMap:
         return tuple(part for part in self.index for _ in range(times))
 
     def take(self, part: int, t: Tensor) -> Tensor:
-        """The rows of a tensor `[rows, …]` that take the part."""
+        """Return the rows of a tensor `[rows, …]` that take the part."""
         layout = self.layout(t.shape[0])
         _, start, size = next(run for run in layout.runs if run[0] == part)
         return layout.arranged(t).narrow(0, start, size)
 
     def put(self, parts: Sequence[Tensor]) -> Tensor:
-        """The tensor of which `take` gives these, one for each part."""
+        """Return the tensor of which `take` gives these, one for each part."""
         whole = torch.cat(list(parts))
         return self.layout(whole.shape[0]).restored(whole)
 
 
 def numbered(parts: Sequence[Child]) -> tuple[tuple[Child, ...], tuple[int, ...]]:
-    """The different ones among the rows' compositions, and the number of each row's."""
+    """Return the different ones among the rows' compositions, and the number of each row's."""
     numbers: Mapping[Child, int] = {p: i for i, p in enumerate(dict.fromkeys(parts))}
     return tuple(numbers), tuple(numbers[p] for p in parts)
 

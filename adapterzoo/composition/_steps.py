@@ -32,7 +32,7 @@ Adapters: TypeAlias = Mapping[str, Adapter]
 def evaluate(
     step: Step, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
 ) -> Tensor:
-    """The output of a site under its step. `x` `[*batch, d_in]` → `[*batch, d_out]`.
+    """Return the output of a site under its step. `x` `[*batch, d_in]` → `[*batch, d_out]`.
 
     Args:
         step: of the site.
@@ -50,7 +50,7 @@ def evaluate(
 
 
 def fold(step: Step | str, w: Tensor, change: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """A weight as a step changes it, where a module computes with its parameters.
+    """Return a weight as a step changes it, where a module computes with its parameters.
 
     Args:
         step: of the site.
@@ -207,7 +207,7 @@ class Fused(Tree):
     def _output_of(
         chain: Chain, last: str, adapters: Adapters, x: Tensor, base: BaseLayer, z: Tensor
     ) -> Tensor:
-        """What an adapter says to what the others of its chain make of the input."""
+        """Return what an adapter says to what the others of its chain make of the input."""
         adapter = cast("FusibleAdapter", adapters[last])
         if len(chain) == 1:
             return adapter.update(z)

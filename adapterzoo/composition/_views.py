@@ -25,7 +25,7 @@ class Around(BaseLayer):
         self._inner = inner
 
     def original(self, x: Tensor) -> Tensor:
-        """The untouched output."""
+        """Return the untouched output."""
         return self._inner.original(x)
 
     @property
@@ -59,11 +59,11 @@ class Around(BaseLayer):
         return self._inner.call
 
     def shared(self, adapter: Adapter) -> nn.Module:
-        """What the adapter's layers share."""
+        """Return what the adapter's layers share."""
         return self._inner.shared(adapter)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """What the adapter needs of x."""
+        """Return what the adapter needs of x."""
         return self._inner.from_input(adapter, x)
 
 
@@ -83,7 +83,7 @@ class Nested(Around):
         self._inner = inner
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The output with the adapters."""
+        """Return the output with the adapters."""
         adapted: Tensor = self._adapter(x, self._inner)
         return adapted
 
@@ -158,7 +158,7 @@ class PartOf(Around):
         self._output: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The layer's output for the part."""
+        """Return the layer's output for the part."""
         if x is not self.x:
             return self._inner(x)
         if self._output is None:
@@ -166,7 +166,7 @@ class PartOf(Around):
         return self._output
 
     def original(self, x: Tensor) -> Tensor:
-        """The untouched output for the part."""
+        """Return the untouched output for the part."""
         if x is not self.x:
             return self._inner.original(x)
         whole = self._whole
@@ -196,5 +196,5 @@ class Probe(Around):
     __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The input itself."""
+        """Return the input itself."""
         return x

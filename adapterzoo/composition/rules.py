@@ -43,7 +43,7 @@ def parse(setup: object) -> Node | None:
 
 
 def fusions_of(setup: Child) -> tuple[nodes.Fuse, ...]:
-    """The fusions in a composition."""
+    """Return the fusions in a composition."""
     if isinstance(setup, nodes.Fuse):
         return (setup,)
     children = setup.children if isinstance(setup, Node) else ()
@@ -63,7 +63,7 @@ def last_adapter(setup: Child) -> str | None:
 def without(
     setup: Node | None, gone: Collection[str], fusions: Collection[str] = ()
 ) -> Node | None:
-    """The composition without some of its adapters; None when nothing is left of it.
+    """Return the composition without some of its adapters; None when nothing is left of it.
 
     Where the batch or the sequence is divided, the base model takes the part of what is gone; an
     average of sum 1 keeps the proportions of the others and its sum, any other one their weights;
@@ -102,7 +102,7 @@ def _without(child: Child, gone: Collection[str], fusions: Collection[str]) -> C
 
 
 def to_json(setup: Node | None) -> Any:
-    """The composition as JSON values: names of a stack as a list, others as objects."""
+    """Return the composition as JSON values: names of a stack as a list, others as objects."""
     if setup is None:
         return []
     if isinstance(setup, Stack) and all(isinstance(c, str) for c in setup):
@@ -112,7 +112,7 @@ def to_json(setup: Node | None) -> Any:
 
 
 def from_json(values: Any) -> Node | None:
-    """What `to_json` wrote.
+    """Return what `to_json` wrote.
 
     Raises:
         CompositionError: it is not a composition.

@@ -293,7 +293,7 @@ def combine(
 def _beside(
     layer: nn.Module, adapters: Sequence[Adapter], originals: Mapping[str, Tensor]
 ) -> Iterator[tuple[tuple[Adapter, ...], BaseLayer]]:
-    """The parts of adapters that belong together, and what they see of the layer."""
+    """Yield the parts of adapters that belong together, and what they see of the layer."""
 
     def shown(parameter: str) -> Tensor | None:
         kept = originals.get(parameter)

@@ -92,7 +92,7 @@ class Adapted(nn.Module):
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """What the class of a layer gets beside the mixins.
+        """Return what the class of a layer gets beside the mixins.
 
         Args:
             plain: the layer's own class.
@@ -100,7 +100,7 @@ class Adapted(nn.Module):
         return {}
 
     def _gathering(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain forward of a module with layers that read one input."""
+        """Return the plain forward of a module with layers that read one input."""
         active = self._link.active
         members = []
         # found below the module and not kept: replicas and copies have their own
@@ -137,7 +137,7 @@ class AdaptedStack(Adapted):
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """A forward with the signature of the class's own, which `generate` looks up."""
+        """Return a forward with the signature of the class's own, which `generate` looks up."""
 
         @functools.wraps(plain.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class AdaptedStack(Adapted):
         return {"forward": forward}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; its arguments are recorded while it runs."""
+        """Return the module's forward; its arguments are recorded while it runs."""
         link = self._link
         if link.path not in link.active.plan.stacks:
             return super().forward(*args, **kwargs)
@@ -200,14 +200,14 @@ def recorded(
 
 
 def positions_of(cls: type[nn.Module]) -> tuple[str, ...]:
-    """The arguments of a forward that can be given by position, without `self`."""
+    """Return the arguments of a forward that can be given by position, without `self`."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(cls.forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)[1:]
 
 
 def below_wrappers(layer: Any) -> Adapted:
-    """The layer that has adapters, where another library, as PEFT, has wrapped it since.
+    """Return the layer that has adapters, where another library, as PEFT, has wrapped it since.
 
     Args:
         layer: what is now at the layer's path.
@@ -218,7 +218,7 @@ def below_wrappers(layer: Any) -> Adapted:
 
 
 def plain_class(layer: nn.Module) -> type[nn.Module]:
-    """The layer's class without adapters."""
+    """Return the layer's class without adapters."""
     mro = type(layer).__mro__
     return mro[mro.index(Adapted) + 1] if Adapted in mro else mro[0]
 
@@ -229,7 +229,7 @@ def base_of(
     bias: Tensor | None = None,
     active: ActiveState | None = None,
 ) -> BaseLayer:
-    """The layer as its adapters see it, outside of a forward.
+    """Return the layer as its adapters see it, outside of a forward.
 
     Args:
         layer: the layer.
@@ -331,7 +331,7 @@ def _adapted_class(
 
 
 def _changed(layer: Adapted, parameter: str) -> Tensor | None:
-    """What a layer that computes with its parameters reads: the changed one when active."""
+    """Return what a layer that computes with its parameters reads: the changed one when active."""
     plain = own(layer, parameter)
     link = layer._link
     active = link.active

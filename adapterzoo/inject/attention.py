@@ -52,13 +52,13 @@ class AdaptedAttention(Adapted):
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """The config that the module reads, where that names its function."""
+        """Return the config that the module reads, where that names its function."""
         if is_inline(plain):
             return {"_is_inline": True}
         return {"config": property(_read_config, _write_config)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, its keys and values behind those of the prefix."""
+        """Return the module's forward, its keys and values behind those of the prefix."""
         link = self._link
         active = link.active
         plan = active.plan
@@ -154,7 +154,7 @@ def _plain(module: nn.Module) -> type:
 
 
 def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) -> Tensor:
-    """A relative position bias `[1, heads, queries, keys]` with columns for the prefix."""
+    """Return a relative position bias `[1, heads, queries, keys]` with columns for the prefix."""
     length = prefix.keys.shape[2]
     owner = None if prefix.distances is None else _bias_owner(module)
     if owner is None:

@@ -46,7 +46,7 @@ def build(
     at: torch.device | None = None,
     sharing: Mapping[int, int | None] = MappingProxyType({}),
 ) -> Adapter:
-    """All adapters of one name at one layer, as one module, on its device and of its dtype.
+    """Return all adapters of one name at one layer, as one module, on its device and of its dtype.
 
     Args:
         layer: not touched.
@@ -151,7 +151,7 @@ def own_parameters(layer: nn.Module, with_quantised: bool = True) -> Iterator[nn
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Where the adapters of a layer belong."""
+    """Return where the adapters of a layer belong."""
     # weights that accelerate offloads are on the meta device between two forwards
     device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
     if device is None:

@@ -32,7 +32,7 @@ class AdaptedBlock(Adapted):
     """Mixed into the class of the first block."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward, of what the adapters in front of it make of its input."""
+        """Return the block's forward, of what the adapters in front of it make of its input."""
         entry = cast("nn.Module", self._modules[ENTRY])
         if args:
             return super().forward(entry(args[0]), *args[1:], **kwargs)
@@ -85,7 +85,7 @@ class _ExitCall(LayerCall):
         self._shared = model._modules.get("adapters")
 
     def shared(self, adapter: Adapter) -> nn.Module:
-        """What the adapter shares with its other places."""
+        """Return what the adapter shares with its other places."""
         key = adapter.shared_key
         return super().shared(adapter) if key is None else shared_by(self._shared, key)
 

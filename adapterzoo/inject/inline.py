@@ -109,7 +109,7 @@ class PrefixMode(TorchFunctionMode):
             self._scores.append((scores, self._hidden(alpha * (query @ own), keys)))
 
     def _hidden(self, scores: Tensor, keys: Tensor) -> Tensor:
-        """The scores of the prefix, where filler is not seen."""
+        """Return the scores of the prefix, where filler is not seen."""
         mask = self._prefix.mask
         if mask is None:
             return scores
@@ -127,7 +127,7 @@ class PrefixMode(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         beside: Tensor,
     ) -> Tensor:
-        """The scores of the prefix after a change of those of tokens."""
+        """Return the scores of the prefix after a change of those of tokens."""
         name = func.__name__
         own = [a if (b := self._beside(a)) is None else b for a in args]
         keys = next(a for a in args if self._beside(a) is not None).shape[-1]
@@ -190,7 +190,7 @@ def _attend(
 
 
 def causal_mask(query: Tensor, keys: int) -> Tensor:
-    """What each of the last queries sees of all keys, `[1, 1, queries, keys]` bool."""
+    """Return what each of the last queries sees of all keys, `[1, 1, queries, keys]` bool."""
     queries = query.shape[-2]
     ones = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
     return ones.tril(keys - queries)[None, None]
@@ -199,7 +199,7 @@ def causal_mask(query: Tensor, keys: int) -> Tensor:
 def extended(
     mask: Tensor | None, prefix: Prefix, rows: int, queries: int, keys: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """The mask with columns for the prefix; None where everything is seen."""
+    """Return the mask with columns for the prefix; None where everything is seen."""
     length = prefix.keys.shape[2]
     if mask is None:
         if prefix.mask is None:

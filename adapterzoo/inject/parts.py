@@ -65,12 +65,12 @@ class FusedAdapters(WeightAdapter):
             own.combine(children, weights, strategy, shown)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        """Return the fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
         family = SharedInput([cast("Adapter", adapter) for adapter in self._modules.values()])
         return self._first(len(self.rows), x, base, family)
 
     def _first(self, count: int, x: Tensor, base: BaseLayer, family: SharedInput) -> Tensor:
-        """The output with the first adapters only."""
+        """Return the output with the first adapters only."""
         y = untouched = base(x)
         labels = list(self.rows)
         for i, label in enumerate(labels[:count]):
@@ -86,7 +86,7 @@ class FusedAdapters(WeightAdapter):
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Whether all have the same parts, none over another, and those of each can mix."""
+        """Return whether all have the same parts, none over another, and those of each can mix."""
         rows = adapters[0].rows
         if any(a.rows != rows for a in adapters):
             return False
@@ -103,7 +103,7 @@ class FusedAdapters(WeightAdapter):
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
-        """The fused layer's output, each row of the batch with its own adapters."""
+        """Return the fused layer's output, each row of the batch with its own adapters."""
         y = untouched = base(x)
         for label, children in _by_label(adapters).items():
             rows = adapters[0].rows[label] or _all_rows(y)
@@ -113,7 +113,7 @@ class FusedAdapters(WeightAdapter):
         return y
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """The merged weight of all rows, `[d_out, d_in]`, with experts in front."""
+        """Return the merged weight of all rows, `[d_out, d_in]`, with experts in front."""
         for label, rows in self.rows.items():
             adapter = mergeable(self._modules[label])
             whole = rows or _all_rows(w, -2)
@@ -122,7 +122,7 @@ class FusedAdapters(WeightAdapter):
         return w
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
-        """The merged bias of all rows, `[d_out]`."""
+        """Return the merged bias of all rows, `[d_out]`."""
         for label, rows in self.rows.items():
             adapter = mergeable(self._modules[label])
             whole = rows or _all_rows(b)
@@ -149,24 +149,24 @@ class ExpertAdapters(Adapter):
             self.add_module(parameter, adapters)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The module's output, computed with the weights that `changed` gives it."""
+        """Return the module's output, computed with the weights that `changed` gives it."""
         return base(x)
 
     def changed(self, parameter: str, w: Tensor, base: BaseLayer) -> Tensor:
-        """A weight `[*experts, d_out, d_in]` with the adapters' change."""
+        """Return a weight `[*experts, d_out, d_in]` with the adapters' change."""
         adapters = self._modules.get(parameter)
         return adapters.weight(w, base) if isinstance(adapters, FusedAdapters) else w
 
 
 def is_additive(adapter: nn.Module | None) -> bool:
-    """Whether merging the adapter and letting it act beside others is the same."""
+    """Return whether merging the adapter and letting it act beside others is the same."""
     if isinstance(adapter, ExpertAdapters):
         return all(map(is_additive, adapter._modules.values()))
     return isinstance(adapter, WeightAdapter) and adapter.is_additive
 
 
 def mergeable(adapter: nn.Module | None) -> WeightAdapter:
-    """The adapter, when it equals a changed weight.
+    """Return the adapter, when it equals a changed weight.
 
     Raises:
         StateError: it is a function that no weight can express.
@@ -180,7 +180,7 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
 
 
 def _by_label(parts: Sequence[FusedAdapters]) -> dict[str, list[Adapter]]:
-    """The children of several adapters that sit at the same rows."""
+    """Return the children of several adapters that sit at the same rows."""
     return {
         label: [cast("Adapter", each._modules[label]) for each in parts] for label in parts[0].rows
     }

@@ -24,11 +24,11 @@ class AdaptedPositions(Adapted):
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """The arguments of the forward of a class."""
+        """Return the arguments of the forward of a class."""
         return {"_positions": positions_of(plain)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward of the numbers that the active adapters make."""
+        """Return the module's forward of the numbers that the active adapters make."""
         link = self._link
         active = link.active
         plan = active.plan
@@ -53,7 +53,7 @@ class AdaptedPositions(Adapted):
         return found if is_table else plain(**{**given, name: found})
 
     def _checked(self, numbers: Tensor) -> Tensor:
-        """The numbers, which the table must have; on a GPU the look-up itself says so."""
+        """Return the numbers, which the table must have; on a GPU the look-up itself says so."""
         size = cast("nn.Embedding", self).num_embeddings
         if numbers.is_cpu and not torch.compiler.is_compiling() and int(numbers.max()) >= size:
             raise StateError(

@@ -21,7 +21,7 @@ class Packing:
     """
 
     def is_packed(self, weight: Any) -> bool:
-        """Whether the weight is quantised already; some classes hold plain numbers first."""
+        """Return whether the weight is quantised already; some classes hold plain numbers first."""
         return True
 
     def read(self, layer: nn.Module, weight: Any) -> Tensor:
@@ -53,7 +53,7 @@ class FourBit(Packing):
         return weight.quant_state is not None
 
     def read(self, layer: nn.Module, weight: Any) -> Tensor:
-        """The weight `[d_out, d_in]`, in the dtype that it had before."""
+        """Return the weight `[d_out, d_in]`, in the dtype that it had before."""
         from bitsandbytes import functional
 
         data, state = _in_first_order(weight)
@@ -75,11 +75,11 @@ class EightBit(Packing):
     """bitsandbytes' `Int8Params`: `[d_out, d_in]` in int8, with one scale a row."""
 
     def is_packed(self, weight: Any) -> bool:
-        """Whether the numbers are integers."""
+        """Return whether the numbers are integers."""
         return not cast("Tensor", weight).is_floating_point()
 
     def read(self, layer: nn.Module, weight: Any) -> Tensor:
-        """The weight `[d_out, d_in]`, in float32."""
+        """Return the weight `[d_out, d_in]`, in float32."""
         from bitsandbytes import functional
 
         # the first forward moves the scales from the weight to the layer
@@ -97,7 +97,7 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def packing_of(weight: Tensor | None) -> Packing | None:
-    """How to read a weight that is packed; None for one that is not.
+    """Return how to read a weight that is packed; None for one that is not.
 
     Args:
         weight: of a layer, None where it has none.
@@ -113,7 +113,7 @@ def packing_of(weight: Tensor | None) -> Packing | None:
 
 
 def is_quantised(layer: nn.Module) -> bool:
-    """Whether any parameter of the layer itself is packed.
+    """Return whether any parameter of the layer itself is packed.
 
     Args:
         layer: any module.
@@ -122,7 +122,7 @@ def is_quantised(layer: nn.Module) -> bool:
 
 
 def count(weight: Tensor) -> int:
-    """How many numbers a weight holds, or stands for where it is packed.
+    """Return how many numbers a weight holds, or stands for where it is packed.
 
     Args:
         weight: any tensor.

@@ -62,7 +62,7 @@ class LayerCall(BaseLayer):
         self.shown_bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The untouched layer's output; what it returns beside it is kept for `pack`."""
+        """Return the untouched layer's output; what it returns beside it is kept for `pack`."""
         if self._last is None or self._last[0] is not x:
             self._last = x, self._run(x)
         return self._last[1]
@@ -81,7 +81,7 @@ class LayerCall(BaseLayer):
         return cast("Tensor", out)
 
     def pack(self, y: Tensor) -> Any:
-        """The output in the form in which the layer itself returned it."""
+        """Return the output in the form in which the layer itself returned it."""
         if self._rest is None:
             return y
         return [y, *self._rest] if isinstance(self._rest, list) else (y, *self._rest)
@@ -140,7 +140,7 @@ class LayerCall(BaseLayer):
         return LayerStackCall(self._in_model().stack, named | self._kwargs)
 
     def shared(self, adapter: Adapter) -> nn.Module:
-        """What the adapter's layers share.
+        """Return what the adapter's layers share.
 
         Raises:
             StateError: the adapter shares nothing, or belongs to no model.
@@ -196,7 +196,7 @@ class SlicedLayer(Around):
         return self._take(self._y if x is self._x and self._y is not None else self._inner(x))
 
     def original(self, x: Tensor) -> Tensor:
-        """The untouched layer's output for these rows."""
+        """Return the untouched layer's output for these rows."""
         return self._take(self._inner.original(x))
 
     def _take(self, y: Tensor) -> Tensor:
@@ -216,13 +216,13 @@ class SlicedLayer(Around):
         return None if bias is None else take_slice(bias, self._rows, 0)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """What the adapter needs of x, made with that of the other parts of the layer."""
+        """Return what the adapter needs of x, made with that of the other parts of the layer."""
         asked = self._inner if self._family is None else self._family
         return asked.from_input(adapter, x)
 
 
 def own(layer: nn.Module, parameter: str) -> Tensor | None:
-    """A layer's own parameter, None where it has none of this name.
+    """Return a layer's own parameter, None where it has none of this name.
 
     DataParallel's replicas hold tensors in the place of parameters, as plain attributes.
     """
@@ -242,7 +242,7 @@ def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
 
 
 def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
-    """A weight as `[d_out, d_in]`, fused experts in front; a view unless it is quantised.
+    """Return a weight as `[d_out, d_in]`, fused experts in front; a view unless it is quantised.
 
     Raises:
         StateError: the layer has no floating-point matrix of this name.
@@ -261,7 +261,7 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
 
 
 def take_slice(t: Tensor, rows: OutputSlice, dim: int) -> Tensor:
-    """The features of the rows along a dimension, in the order of a layer of their own."""
+    """Return the features of the rows along a dimension, in the order of a layer of their own."""
     if rows.groups == 1:
         return t.narrow(dim, rows.start, rows.stop - rows.start)
     dim %= t.dim()
@@ -271,7 +271,7 @@ def take_slice(t: Tensor, rows: OutputSlice, dim: int) -> Tensor:
 
 
 def put_slice(t: Tensor, part: Tensor, rows: OutputSlice, dim: int) -> Tensor:
-    """A tensor in which `take_slice` finds the part, and which is otherwise `t`."""
+    """Return a tensor in which `take_slice` finds the part, and which is otherwise `t`."""
     dim %= t.dim()
     size = rows.stop - rows.start
     grouped = t.unflatten(dim, (rows.groups, rows.width))  # [.., groups, width, ..]

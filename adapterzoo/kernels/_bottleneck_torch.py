@@ -106,7 +106,7 @@ def bottleneck(
     activation: str,
     keeps: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The sum `[*batch, d_model]` of the definition, and h `[*batch, width]`.
+    """Return the sum `[*batch, d_model]` of the definition, and h `[*batch, width]`.
 
     `to` and `x` (None: `to`) `[*batch, d_model]`, `down` `[width, d_model]`, `up`
     `[d_model, width]`. Without `keeps` h is empty.

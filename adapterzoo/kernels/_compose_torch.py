@@ -12,7 +12,7 @@ from ._low_rank_torch import is_small, rows_of
 def compose(
     y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
 ) -> Tensor:
-    """The sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once, at its end.
+    """Return the sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once, at its end.
 
     `y` `[*batch, d_out]`, `gain` and `bias` `[d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]`
     → shape and dtype of `y`.
@@ -44,7 +44,7 @@ def compose_backward(
     needs_t: bool,
     needs_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of y, gain, bias, t and b; empty where not needed.
+    """Return the gradients of y, gain, bias, t and b; empty where not needed.
 
     Differentiable in its turn. `kept` is y, or with `tells` the output, from which a gain without
     zeros lets find what was before it. Without `needs_gain` it may be empty.

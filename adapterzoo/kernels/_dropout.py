@@ -16,7 +16,7 @@ PLANES = 16
 
 
 def threshold(p: float) -> int:
-    """How many of 2¹⁶ equally likely numbers drop a feature; never all of them.
+    """Return how many of 2¹⁶ equally likely numbers drop a feature; never all of them.
 
     Args:
         p: probability, 0 to below 1.
@@ -25,7 +25,7 @@ def threshold(p: float) -> int:
 
 
 def kept_scale(p: float) -> float:
-    """What the kept features are multiplied by, 1 / (1 − p)."""
+    """Return what the kept features are multiplied by, 1 / (1 − p)."""
     return 1 / (1 - threshold(p) / (1 << PLANES))
 
 
@@ -35,7 +35,7 @@ def seed(x: Tensor) -> Tensor:
 
 
 def bits(x: Tensor, p: float) -> Tensor:
-    """A mask for `x` from torch's generator of its device, eight features a byte; 1 keeps.
+    """Return a mask for `x` from torch's generator of its device, eight features a byte; 1 keeps.
 
     All bits of a number are drawn at once: u < p is decided from the lowest bit of p upwards,
     where a bit of 1 in p means "or below here", one of 0 "and below there".
@@ -63,7 +63,7 @@ def bits(x: Tensor, p: float) -> Tensor:
 
 
 def mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The mask that `bits` drew for an `x` of this shape, in uint8 zeros and ones."""
+    """Return the mask that `bits` drew for an `x` of this shape, in uint8 zeros and ones."""
     byte = torch.arange(256, device=packed.device).unsqueeze(1)  # [256, 1]
     bit = torch.arange(8, device=packed.device)
     unpacked = (byte >> bit & 1).to(torch.uint8)  # [256, 8]

@@ -20,7 +20,7 @@ _LEGAL = "Stacked factors are a [n, rank, d_in] and b [n, d_out, rank]"
 
 
 def _prepared(in_triton: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with the plan on the device for Triton, with the `Groups` for torch.
+    """Return the arguments with the plan on the device for Triton, with the `Groups` for torch.
 
     As in `low_rank`, a backward takes the mode of its own time.
     """

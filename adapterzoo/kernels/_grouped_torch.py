@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(groups: Groups, n: int, tokens: int, rank: int) -> Blocks | None:
-    """The cheapest blocks; None where a product for each adapter is cheaper.
+    """Return the cheapest blocks; None where a product for each adapter is cheaper.
 
     Args:
         groups: of the batch.
@@ -113,7 +113,7 @@ def shrink_backward(
     needs_x: bool = True,
     needs_a: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, in its dtype, and of a; empty where not needed.
+    """Return the gradients of x, in its dtype, and of a; empty where not needed.
 
     Differentiable in its turn. Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
@@ -158,7 +158,7 @@ def expand_backward(
     needs_t: bool = True,
     needs_b: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of t and b; empty where not needed.
+    """Return the gradients of t and b; empty where not needed.
 
     Differentiable in its turn. Without `needs_b`, `t` may be empty: only its dtype is looked at.
     """
@@ -179,7 +179,7 @@ def expand_backward(
 def _project(
     x: Tensor, factors: Tensor, groups: Groups, onto: Tensor | None = None, s: float = 1.0
 ) -> Tensor:
-    """Each row by its adapter's factor, `x f`, or `onto + s · x f`; differentiable.
+    """Return each row by its adapter's factor, `x f`, or `onto + s · x f`; differentiable.
 
     `x` `[batch, *tokens, wide]`, `factors` `[n, wide, narrow]` → `[batch, *tokens, narrow]`. A row
     without adapter is that of `onto`, bit by bit, or zero.
@@ -294,5 +294,5 @@ def _scaled(t: Tensor, scaling: Sequence[float] | Tensor, groups: Groups) -> tup
 
 
 def _is_one(scaling: Sequence[float]) -> bool:
-    """Whether all adapters have the same."""
+    """Return whether all adapters have the same."""
     return not scaling or scaling.count(scaling[0]) == len(scaling)

@@ -71,7 +71,7 @@ class Groups:
 
     @classmethod
     def of(cls, index: Sequence[int | None] | Tensor) -> Groups:
-        """The plan of a batch.
+        """Return the plan of a batch.
 
         Args:
             index: for each row which adapter it takes, from 0; None or -1 for none. A tensor
@@ -132,7 +132,7 @@ class Groups:
             )
 
     def numbers(self, name: str, device: torch.device) -> Tensor:
-        """An attribute as a tensor of int64.
+        """Return an attribute as a tensor of int64.
 
         Args:
             name: of the attribute.
@@ -141,7 +141,7 @@ class Groups:
         return self._kept((name, device), device, torch.int64, lambda: getattr(self, name))
 
     def kept_blocks(self, n: int, tokens: int, rank: int, decide: Callable[..., T]) -> T:
-        """What `decide(groups, n, tokens, rank)` says, asked once for a batch."""
+        """Return what `decide(groups, n, tokens, rank)` says, asked once for a batch."""
         key = (n, tokens, rank)
         if key not in self._ways:
             self._ways[key] = decide(self, n, tokens, rank)
@@ -151,7 +151,7 @@ class Groups:
     def row_scales(
         self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
-        """The scaling of each row, `[batch]`; 1 without adapter."""
+        """Return the scaling of each row, `[batch]`; 1 without adapter."""
         key = ("rows", scaling, device, dtype)
         return self._kept(
             key, device, dtype, lambda: [1.0 if i == BASE else scaling[i] for i in self.index]
@@ -160,13 +160,13 @@ class Groups:
     def scales(
         self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
-        """The scaling of each adapter, `[n]`; layers of equal scaling share the tensor."""
+        """Return the scaling of each adapter, `[n]`; layers of equal scaling share the tensor."""
         if torch.compiler.is_compiling():
             return torch.tensor(scaling, dtype=dtype, device=device)
         return self._kept((scaling, device, dtype), device, dtype, lambda: scaling)
 
     def plan(self, tokens: int, n: int, device: torch.device) -> Tensor:
-        """What the Triton kernels read; see `plan_of`.
+        """Return what the Triton kernels read; see `plan_of`.
 
         Args:
             tokens: of each row.
@@ -186,7 +186,7 @@ class Groups:
         dtype: torch.dtype,
         values: Callable[[], Sequence[float]],
     ) -> Tensor:
-        """A tensor of the batch, made once; two threads may make the same one twice."""
+        """Return a tensor of the batch, made once; two threads may make the same one twice."""
         found = self._made.get(key)
         if found is None:
             # one of inference mode could not be saved for a backward
@@ -196,12 +196,12 @@ class Groups:
 
 
 def chunk_rows(tokens: int) -> int:
-    """How many rows of one adapter a program takes; a decoding step has few of each."""
+    """Return how many rows of one adapter a program takes; a decoding step has few of each."""
     return 64 if tokens >= 64 else 16
 
 
 def plan_of(groups: Groups, tokens: int, n: int) -> list[int]:
-    """Rows by adapter and chunks of them: `[batch + n + 1 + CHUNK · chunks]`.
+    """Return rows by adapter and chunks of them: `[batch + n + 1 + CHUNK · chunks]`.
 
     First the rows of the batch, those without adapter before the others, which are by adapter;
     then for each adapter where its rows begin there, and the end; then the chunks, in rows of
@@ -222,7 +222,7 @@ def plan_of(groups: Groups, tokens: int, n: int) -> list[int]:
 
 
 def groups_of(plan: Tensor, n: int, batch: int) -> Groups:
-    """The groups that a plan was made of; of one on a device the host has to wait for it.
+    """Return the groups that a plan was made of; of one on a device the host has to wait for it.
 
     Args:
         plan: from `Groups.plan`, or `Groups.host`.
@@ -243,7 +243,7 @@ def groups_of(plan: Tensor, n: int, batch: int) -> Groups:
 
 
 def _run_plan(index: Tensor, tokens: int, n: int, device: torch.device) -> Tensor:
-    """The plan with empty chunks at its end, so that its length is known beforehand."""
+    """Return the plan with empty chunks at its end, so that its length is known beforehand."""
     values = plan_of(groups_of(index, n, index.shape[0]), tokens, n)
     values += [BASE, 0, 0] * ((_plan_size(index, tokens, n) - len(values)) // CHUNK)
     return torch.tensor(values, dtype=torch.int32, device=device)

@@ -28,7 +28,7 @@ _INTERPRETER = threading.Lock()
 
 
 def obstacle(x: Tensor) -> str | None:
-    """Why Triton cannot run on the device of `x`; None where it can."""
+    """Return why Triton cannot run on the device of `x`; None where it can."""
     if not INSTALLED:
         return "triton is not installed"
     if INTERPRETED:

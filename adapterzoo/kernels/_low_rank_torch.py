@@ -40,7 +40,7 @@ def shrink_backward(
     needs_x: bool = True,
     needs_a: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, in its dtype, and of a; empty where not needed.
+    """Return the gradients of x, in its dtype, and of a; empty where not needed.
 
     Differentiable in its turn. Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
@@ -80,7 +80,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 def expand_backward(
     dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool = True, needs_b: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of t and b; empty where not needed.
+    """Return the gradients of t and b; empty where not needed.
 
     Differentiable in its turn. Without `needs_b`, `t` may be empty: only its dtype is looked at.
     """

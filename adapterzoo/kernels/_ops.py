@@ -253,7 +253,7 @@ def check(
 
 
 def _exact(op: Callable[..., Any], kind: str, narrows: tuple[int, ...]) -> Callable[..., Any]:
-    """The operator under autocast, which must not reach the operations inside."""
+    """Return the operator under autocast, which must not reach the operations inside."""
     device = torch._C._get_privateuse1_backend_name if kind == "privateuse1" else lambda: kind
 
     def run(*args: Any) -> Any:

@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How products of this dtype are computed: float32 as torch's own setting says.
+    """Return how products of this dtype are computed: float32 as torch's own setting says.
 
     "tf32x3" adds the products of the rounding errors, and is float32 to its last bits but two.
     """
@@ -60,7 +60,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def cut(rank: int) -> int:
-    """How much of the rank a program takes at a time; 16 is the least for a matrix unit."""
+    """Return how much of the rank a program takes at a time; 16 is the least for a matrix unit."""
     return 16 if rank <= 16 else 64
 
 
@@ -73,13 +73,13 @@ def parted(width: int, columns: int, programs: int) -> tuple[int, int]:
 
 
 def added(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the first dimension, always in the same order."""
+    """Return the sum over the first dimension, always in the same order."""
     return (parts.sum(0) if parts.shape[0] != 1 else parts.squeeze(0)).to(dtype)
 
 
 @triton.jit
 def loaded(x, row, of_row, rows, column, of_column, columns):
-    """A tile of x, 0 beyond its `rows` and `columns`."""
+    """Return a tile of x, 0 beyond its `rows` and `columns`."""
     at = x + row.to(tl.int64)[:, None] * of_row + column.to(tl.int64)[None, :] * of_column
     return tl.load(at, (row < rows)[:, None] & (column < columns)[None, :], other=0.0)
 
@@ -95,7 +95,7 @@ def product(left, right, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def keep(seed, rows, first, COLUMNS: tl.constexpr, threshold):
-    """Which features of a tile dropout keeps: a function of seed, row and column alone.
+    """Return which features of a tile dropout keeps: a function of seed, row and column alone.
 
     Philox4x32 with 7 rounds (Salmon et al. 2011, table 2), 16 bits for each feature, so that one
     call serves eight neighbours.

@@ -36,7 +36,7 @@ def bottleneck_reference(
     scaling: float,
     activation: str,
 ) -> Tensor:
-    """The definition, in the dtype of `to`.
+    """Return the definition, in the dtype of `to`.
 
     Args:
         to: `[*batch, d_model]`, what the bottleneck's result is added to.

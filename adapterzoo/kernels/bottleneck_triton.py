@@ -53,7 +53,7 @@ _WIDEST_BACKWARD = 64
 
 
 def bottleneck_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """The configuration for a number of rows, a width and the dtype of the matrices."""
+    """Return the configuration for a number of rows, a width and the dtype of the matrices."""
     few = rows <= FEW
     if dtype is torch.float32:
         return Tile(16 if few else 64, 32, 32 if width <= 32 else 64, 4 if few else 8, 2)
@@ -68,7 +68,7 @@ def bottleneck_backward_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def phi(h, PHI: tl.constexpr):
-    """The activation of a float32 tile."""
+    """Return the activation of a float32 tile."""
     if PHI == "relu":
         # NaN stays NaN
         h = tl.where(h < 0.0, 0.0, h)
@@ -208,7 +208,7 @@ def bottleneck(
     activation: str,
     keeps: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The sum `[*batch, d_model]` of the definition, and h `[*batch, width]`.
+    """Return the sum `[*batch, d_model]` of the definition, and h `[*batch, width]`.
 
     `to` and `x` (None: `to`) `[*batch, d_model]`, `down` `[width, d_model]`, `up`
     `[d_model, width]`. Without `keeps` h is empty.
@@ -289,7 +289,7 @@ def _one_pass(
     needs_up: bool,
     needs_up_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernel gives, its parts added up: the gradients of φ(h), up and its bias."""
+    """Return what the kernel gives, its parts added up: the gradients of φ(h), up and its bias."""
     d_model, width = up.shape
     flat, inner = dy.reshape(-1, d_model), h.reshape(-1, width)  # [rows, d_model], [rows, width]
     rows = flat.shape[0]

@@ -25,7 +25,7 @@ _LEGAL = "x is [*experts, *batch, chunks · width], blocks [*experts, chunks, wi
 
 
 def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
-    """The definition, factor by factor: x · Rot, or x · Rotᵀ.
+    """Return the definition, factor by factor: x · Rot, or x · Rotᵀ.
 
     Args:
         x: `[*batch, d_in]`, or `[*experts, *batch, d_in]` where Q has experts.
@@ -107,7 +107,7 @@ def in_layout_of(y: Tensor, x: Tensor) -> Tensor:
 
 
 def folded(Q: Tensor) -> Tensor:
-    """The same rotation in one factor, or in all m where one is too wide to pay.
+    """Return the same rotation in one factor, or in all m where one is too wide to pay.
 
     A layer saves x and these blocks for the backward, `d_in · b · 2^(m−1)` numbers.
 
@@ -122,7 +122,7 @@ def folded(Q: Tensor) -> Tensor:
 
 
 def fold(Q: Tensor) -> Tensor:
-    """The m factors as one block-diagonal rotation, in the dtype of Q.
+    """Return the m factors as one block-diagonal rotation, in the dtype of Q.
 
     Args:
         Q: `[*experts, m, d_in / b, b, b]`.

@@ -128,7 +128,7 @@ def rotate_backward_kernel(
 
 
 def rotate(x: Tensor, blocks: Tensor) -> Tensor:
-    """The product x · blockdiag(blocks).
+    """Return the product x · blockdiag(blocks).
 
     `x` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]` → shape and dtype
     of `x`.
@@ -152,7 +152,7 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
 def rotate_backward(
     dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool = True, needs_blocks: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of blocks; empty where not needed.
+    """Return the gradients of x and of blocks; empty where not needed.
 
     Without `needs_blocks`, `x` may be empty: only its dtype is looked at.
     """

@@ -21,7 +21,7 @@ _HAVE_FLOAT64 = ("cpu", "cuda", "meta")
 
 
 def cayley_reference(R: Tensor) -> Tensor:
-    """The definition: Q = (I − S) (I + S)⁻¹ with S = (R − Rᵀ) / 2.
+    """Return the definition: Q = (I − S) (I + S)⁻¹ with S = (R − Rᵀ) / 2.
 
     Q is orthogonal with determinant 1, and exactly I where R is symmetric. I + S cannot be
     singular: the eigenvalues of S are imaginary. Q Qᵀ = I holds to 1e-6 in float32 at every

@@ -31,7 +31,7 @@ _LEGAL = "y is [*batch, d_out], gain and bias [d_out], t [*batch, rank], b [d_ou
 def compose_reference(
     y: Tensor, gain: Tensor, bias: Tensor | None, update: Tensor | None, scaling: float
 ) -> Tensor:
-    """The definition: `gain · (y + scaling · update − bias) + bias`.
+    """Return the definition: `gain · (y + scaling · update − bias) + bias`.
 
     Computed in the dtype of `gain` and given back in that of `y`; the bits of `y` where `gain` is
     1 and `update` 0.
@@ -86,7 +86,7 @@ def compose(
 
 
 def _output_tells(gain: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the backward can find what was before the gain from what is after it.
+    """Return whether the backward can find what was before the gain from what is after it.
 
     Where it cannot, autograd keeps `y` too. Asking costs a look at the numbers: nothing on a CPU,
     a wait on a GPU; fake ones have none.

@@ -33,7 +33,7 @@ _WIDEST_RANK = 64
 
 
 def compose_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """The configuration for rows, rank (0: no update) and the dtype of the products."""
+    """Return the configuration for rows, rank (0: no update) and the dtype of the products."""
     if not rank:
         return Tile(16, 256, 16, 4, 2)
     if dtype is torch.float32:
@@ -152,7 +152,7 @@ def compose_backward_kernel(
 def compose(
     y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
 ) -> Tensor:
-    """The sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once, at its end.
+    """Return the sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once, at its end.
 
     `y` `[*batch, d_out]`, `gain` and `bias` `[d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]`
     → shape and dtype of `y`.
@@ -188,7 +188,7 @@ def compose_backward(
     needs_t: bool,
     needs_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of y, gain, bias, t and b; empty where not needed.
+    """Return the gradients of y, gain, bias, t and b; empty where not needed.
 
     `kept` is y, or with `tells` the output, if no gain has made it small. Without `needs_gain` it
     may be empty.
@@ -234,7 +234,7 @@ def _one_pass(
     needs_t: bool,
     needs_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the kernel gives, its parts added up; without t and b no products."""
+    """Return what the kernel gives, its parts added up; without t and b no products."""
     width = dy.shape[-1]
     flat = dy.reshape(-1, width)  # [rows, d_out]
     before = kept.reshape(-1, width) if needs_dots else flat  # [rows, d_out]

@@ -19,7 +19,7 @@ TILE = 1 << 22
 
 
 def direction_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """The definition: `w + scaling · b a`, in float32, or float64 for a float64 `w`.
+    """Return the definition: `w + scaling · b a`, in float32, or float64 for a float64 `w`.
 
     Autocast does not reach it.
 

@@ -206,7 +206,7 @@ def grouped_expand(
 
 
 def _is_plain(x: Tensor, factor: Tensor, groups: Groups) -> bool:
-    """Whether autograd over the torch path saves no more than the operator, and runs faster.
+    """Return whether autograd over the torch path saves no more than the operator, and runs faster.
 
     Not under a compiler: it would take the groups for constants, and compile each batch anew. Nor
     where no row has an adapter: factors get gradients of zeros from the operator alone.

@@ -54,7 +54,7 @@ def outer_tile(rank: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def rows_of(plan, place, there, tokens):
-    """Which rows of x stand at some places of the order by adapter; int64."""
+    """Return which rows of x stand at some places of the order by adapter; int64."""
     return tl.load(plan + place // tokens, there, other=0).to(tl.int64) * tokens + place % tokens
 
 
@@ -208,7 +208,7 @@ def shrink_backward(
     needs_x: bool = True,
     needs_a: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, in its dtype, and of a; empty where not needed.
+    """Return the gradients of x, in its dtype, and of a; empty where not needed.
 
     Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
@@ -242,7 +242,7 @@ def expand_backward(
     needs_t: bool = True,
     needs_b: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of t and b; empty where not needed.
+    """Return the gradients of t and b; empty where not needed.
 
     Without `needs_b`, `t` may be empty: only its dtype is looked at.
     """

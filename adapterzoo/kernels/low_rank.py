@@ -22,7 +22,7 @@ from ._ops import check, product
 
 
 def low_rank_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """The definition: `y + scaling · x aᵀ bᵀ`, in the dtype of `y`.
+    """Return the definition: `y + scaling · x aᵀ bᵀ`, in the dtype of `y`.
 
     Args:
         y: `[*batch, d_out]`, the output that gets the update.

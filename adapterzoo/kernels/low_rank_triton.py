@@ -31,7 +31,7 @@ _WIDEST_RANK = 64
 
 
 def shrink_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """The configuration for a number of rows, a rank and the dtype of the factors."""
+    """Return the configuration for a number of rows, a rank and the dtype of the factors."""
     if dtype is torch.float32:
         return Tile(16 if rows <= FEW else 64, 32, 32, 4, 3)
     return Tile(16 if rows <= FEW else 64, 128 if rank <= 16 else 64, cut(rank), 4, 3)
@@ -228,7 +228,7 @@ def shrink_backward(
     needs_x: bool = True,
     needs_a: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, in its dtype, and of a; empty where not needed.
+    """Return the gradients of x, in its dtype, and of a; empty where not needed.
 
     Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
@@ -276,7 +276,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 def expand_backward(
     dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool = True, needs_b: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of t and b; empty where not needed.
+    """Return the gradients of t and b; empty where not needed.
 
     Without `needs_b`, `t` may be empty: only its dtype is looked at.
     """

@@ -68,7 +68,7 @@ def is_reference() -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether torch operations compute a kernel of `x`, and no autocast changes a dtype.
+    """Return whether torch operations compute a kernel of `x`, and no autocast changes a dtype.
 
     The usual case on a CPU, where each call of Python counts.
     """
@@ -84,7 +84,7 @@ def may_take_triton(x: Tensor) -> bool:
 
 
 def takes_triton(kernel: str, *operands: Tensor) -> bool:
-    """Whether Triton computes a kernel for these operands.
+    """Return whether Triton computes a kernel for these operands.
 
     Args:
         kernel: its name, for the message.

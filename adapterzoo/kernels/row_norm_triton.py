@@ -32,7 +32,7 @@ _MANY = 4096
 
 
 def row_norm_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """The configuration for rows of w, the rank and the dtype of the products."""
+    """Return the configuration for rows of w, the rank and the dtype of the products."""
     # with 64 rows the compiler fails on sm_100, and memory is what this waits for
     tall = 32 if rows > _MANY or rank > 16 else 16
     columns = 32 if dtype is torch.float32 else 128 if rank <= 16 else 64
@@ -149,5 +149,5 @@ def _row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 def _product(x: Tensor, a: Tensor) -> Tensor:
-    """The product x aᵀ `[rows, rank]` in float32; x is cast to the dtype of a."""
+    """Return the product x aᵀ `[rows, rank]` in float32; x is cast to the dtype of a."""
     return shrunk(x, a, 0.0, None, torch.float32, "tf32x3")

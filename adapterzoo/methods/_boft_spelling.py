@@ -19,7 +19,7 @@ _INERT = frozenset(("boft_block_size", "init_weights"))
 
 
 def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
-    """The fields of our config at each layer: the tensors tell the factors and the blocks.
+    """Return the fields of our config at each layer: the tensors tell the factors and the blocks.
 
     Raises:
         CheckpointError: a tensor has another number of dimensions.
@@ -54,7 +54,7 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
 
 
 def _unsayable(placement: Placement) -> str | None:
-    """Why PEFT's format cannot express an adapter."""
+    """Return why PEFT's format cannot express an adapter."""
     site = placement.site
     if site.parameter is not None:
         return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
@@ -84,7 +84,7 @@ def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
-    """How PEFT spells BOFT."""
+    """Return how PEFT spells BOFT."""
     return PeftSpelling(
         config=config,
         peft_type="BOFT",

@@ -61,7 +61,7 @@ class Affine(nn.Module):
         return linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """The widths."""
+        """Return the widths."""
         return f"d_in={self.weight.shape[1]}, d_out={self.weight.shape[0]}"
 
 
@@ -143,7 +143,7 @@ class BottleneckLayer(FusibleAdapter):
             self.scaling = self.factor = float(config.scaling)
 
     def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
-        """The adapted module. `x` is its input, the result `[*batch, d_model]`."""
+        """Return the adapted module. `x` is its input, the result `[*batch, d_model]`."""
         add: Added = self.added
         if instead is not None or self.gate is not None:
             add = partial(self.added, instead=instead, base=base)
@@ -153,7 +153,7 @@ class BottleneckLayer(FusibleAdapter):
 
     @abstractmethod
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """The output of the module, or for one that acts on its input, that.
+        """Return the output of the module, or for one that acts on its input, that.
 
         Args:
             x: the module's input.
@@ -164,7 +164,7 @@ class BottleneckLayer(FusibleAdapter):
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Whether they differ in nothing but widths, factors and values."""
+        """Return whether they differ in nothing but widths, factors and values."""
         kinds = set()
         for a in adapters:
             scaling = a.scaling.shape if isinstance(a.scaling, Tensor) else None
@@ -184,7 +184,7 @@ class BottleneckLayer(FusibleAdapter):
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
-        """The adapted module, each row of the batch with its own bottleneck."""
+        """Return the adapted module, each row of the batch with its own bottleneck."""
         if not groups.rows:
             return base(x)
         add = partial(cls._added_by_rows, adapters, groups, base)
@@ -266,7 +266,7 @@ class BottleneckLayer(FusibleAdapter):
         return self._finished(update, x, to, parts)
 
     def _finished(self, update: Tensor, x: Tensor, to: Tensor, parts: Finish) -> Tensor:
-        """The sum with the update after its options; all `[*batch, d_model]`."""
+        """Return the sum with the update after its options; all `[*batch, d_model]`."""
         if self.training and self.stochastic_depth:
             update = drop_rows(update, self.stochastic_depth)
         if isinstance(parts.scaling, Tensor):
@@ -284,7 +284,7 @@ class BottleneckLayer(FusibleAdapter):
         return to + parts.norm(update).to(to.dtype)
 
     def extra_repr(self) -> str:
-        """What the parameters below do not show."""
+        """Return what the parameters below do not show."""
         scaling = self.config.scaling
         return f"non_linearity={self.config.non_linearity!r}, scaling={scaling!r}"
 

@@ -32,7 +32,7 @@ _NESTED = {"inv_adapter": "block_type", "inv_adapter_reduction_factor": "reducti
 
 
 def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
-    """The fields of a file in our terms."""
+    """Return the fields of a file in our terms."""
     fields = {_OLD_NAMES.get(k, k): v for k, v in fields.items() if k not in _FORGOTTEN}
     nested = fields.pop("invertible_adapter", None)
     if isinstance(nested, Mapping):
@@ -140,7 +140,7 @@ _OTHER_ENTRIES = ("beit", "clip", "electra", "vit", "whisper")
 
 
 def _quirk(model_type: str, placement: Placement) -> str | None:
-    """What `adapters` computes instead at a place of such a model."""
+    """Return what `adapters` computes instead at a place of such a model."""
     if placement.site.kind == "entry" and model_type in _OTHER_ENTRIES:
         return "at embeddings that are not what enters the first block here"
     applies, what = _QUIRKS.get(model_type, (None, None))
@@ -148,7 +148,7 @@ def _quirk(model_type: str, placement: Placement) -> str | None:
 
 
 def _fusion_quirk(config: AdapterConfig) -> str | None:
-    """What `adapters` computes instead where it fuses such bottlenecks."""
+    """Return what `adapters` computes instead where it fuses such bottlenecks."""
     if not config.to_dict()["is_parallel"]:
         return None
     return (
@@ -164,7 +164,7 @@ def _unsayable(config: AdapterConfig) -> str | None:
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """How AdapterHub spells bottlenecks."""
+    """Return how AdapterHub spells bottlenecks."""
     return AdapterHubSpelling(
         config=config,
         architecture=(None, "", "bottleneck"),

@@ -16,7 +16,7 @@ from . import _low_rank_adapterhub, _low_rank_peft
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """How AdapterHub spells DoRA."""
+    """Return how AdapterHub spells DoRA."""
     return _low_rank_adapterhub.spelling(
         config,
         {"use_dora": True, "use_gating": False},
@@ -28,7 +28,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
-    """How PEFT spells DoRA."""
+    """Return how PEFT spells DoRA."""
     return _low_rank_peft.spelling(
         config,
         {"use_dora": True, "lora_bias": False},
@@ -66,7 +66,7 @@ def _unsayable_peft(placement: Placement) -> str | None:
 
 
 def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
-    """One adapter of a whole layer; rows that no part has keep the norm of the base weight.
+    """Return one adapter of a whole layer; rows that no part has keep the norm of the base weight.
 
     Raises:
         CheckpointError: a row has two magnitudes, or the norm of an unadapted one is not known.

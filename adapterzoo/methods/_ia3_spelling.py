@@ -35,7 +35,7 @@ class _IA3Config(Protocol):
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """How AdapterHub spells (IA)³: as LoRA with one vector that scales the output."""
+    """Return how AdapterHub spells (IA)³: as LoRA with one vector that scales the output."""
     return AdapterHubSpelling(
         config=config,
         architecture=("lora",),
@@ -111,7 +111,7 @@ def _unsayable(placement: Placement) -> str | None:
 
 
 def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:
-    """The product of all vectors, 1 for features that have none.
+    """Return the product of all vectors, 1 for features that have none.
 
     Raises:
         CheckpointError: some scale the input of the layer and others its output.

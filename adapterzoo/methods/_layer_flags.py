@@ -18,7 +18,7 @@ MATRICES: dict[Role, str] = {"query": "q", "key": "k", "value": "v"}
 
 
 def place(config: AdapterConfig, sites: Sequence[Site], anatomy: Anatomy) -> AdapterConfig:
-    """The config with the feed-forward layers that a file has tensors for.
+    """Return the config with the feed-forward layers that a file has tensors for.
 
     In some families `adapters` calls the first layer the output and the last one intermediate,
     and some releases adapt the gate: the keys decide.

@@ -9,7 +9,7 @@ from . import _low_rank_adapterhub, _low_rank_peft
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """How AdapterHub spells LoRA."""
+    """Return how AdapterHub spells LoRA."""
     return _low_rank_adapterhub.spelling(
         config,
         {"use_dora": False},
@@ -20,7 +20,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
-    """How PEFT spells LoRA."""
+    """Return how PEFT spells LoRA."""
     return _low_rank_peft.spelling(
         config,
         {"use_dora": False},

@@ -78,7 +78,7 @@ class LowRank(SharedInputAdapter, WeightAdapter):
 
     @classmethod
     def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
-        """The x Aᵀ `[*batch, rank]` of each; they share the dropout mask of x."""
+        """Return the x Aᵀ `[*batch, rank]` of each; they share the dropout mask of x."""
         factors = [a.lora_A for a in adapters]
         t = shrink(x, factors, adapters[0].dropout, adapters[0].training)
         if len(factors) == 1:
@@ -87,7 +87,7 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         return parts
 
     def looked_up(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """A of the tokens of an embedding, `[*batch]` → `[*batch, rank]`.
+        """Return a of the tokens of an embedding, `[*batch]` → `[*batch, rank]`.
 
         That of padding gets no gradient, as the row of the embedding itself gets none.
         """
@@ -134,6 +134,6 @@ class LowRank(SharedInputAdapter, WeightAdapter):
             return self.scaling * (self.lora_B.to(dtype) @ self.lora_A.to(dtype))
 
     def extra_repr(self) -> str:
-        """Widths, rank and scaling."""
+        """Return widths, rank and scaling."""
         rank, d_in = self.lora_A.shape[-2:]
         return f"d_in={d_in}, d_out={self.lora_B.shape[-2]}, rank={rank}, scaling={self.scaling:g}"

@@ -19,7 +19,7 @@ FIELDS = _layer_flags.FLAGS | same(
 
 
 def read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
-    """The fields of a file in our terms."""
+    """Return the fields of a file in our terms."""
     # how values were drawn does not matter once they are there
     if fields.get("init_weights") not in ("lora", "bert"):
         fields.pop("init_weights", None)
@@ -32,7 +32,7 @@ def read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
 
 
 def as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
-    """The config with its places and its scaling in AdapterHub's fields."""
+    """Return the config with its places and its scaling in AdapterHub's fields."""
     config = cast("LowRankConfig", config)
     if config.use_rslora:
         config = config.replace(alpha=config.scaling_at("") * config.r, use_rslora=False)
@@ -40,7 +40,7 @@ def as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
 
 
 def unsayable(config: AdapterConfig) -> str | None:
-    """Why AdapterHub's format cannot express the config."""
+    """Return why AdapterHub's format cannot express the config."""
     values = config.to_dict()
     unknown = [m for m in values["attn_matrices"] if m not in _layer_flags.MATRICES.values()]
     if unknown:
@@ -58,7 +58,7 @@ def unsayable(config: AdapterConfig) -> str | None:
 def spelling(
     config: type[AdapterConfig], fixed: Mapping[str, Any], *containers: Container, **more: Any
 ) -> AdapterHubSpelling:
-    """How AdapterHub spells a method that it calls LoRA.
+    """Return how AdapterHub spells a method that it calls LoRA.
 
     Args:
         config: of the method.

@@ -36,7 +36,7 @@ def combined_factors(
     strategy: Combination,
     rank: int,
 ) -> _Factors:
-    """A and B of what several adapters become.
+    """Return a and B of what several adapters become.
 
     Args:
         factors: A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]` of each, float32 or

@@ -115,7 +115,7 @@ _C = TypeVar("_C", bound=LowRankConfig)
 def combined_config(
     configs: Sequence[_C], strategy: Combination, anatomy: Anatomy
 ) -> LowRankConfig:
-    """The config of what several adapters become.
+    """Return the config of what several adapters become.
 
     Args:
         configs: at least one.
@@ -174,7 +174,7 @@ def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
 def _at_all(
     configs: Sequence[_C], paths: tuple[str, ...], strategy: Combination, anatomy: Anatomy
 ) -> _C:
-    """A config of the layers of all configs, each written out."""
+    """Return a config of the layers of all configs, each written out."""
     whole = configs[0].replace(
         target_modules=paths, exclude_modules=None, leave_out=(), layers_to_transform=None,
         rank_pattern={}, alpha_pattern={},
@@ -194,7 +194,7 @@ def _at_all(
 
 
 def _sized(config: _C, ranks: Mapping[str, int]) -> _C:
-    """The config with these ranks and the scaling 1."""
+    """Return the config with these ranks and the scaling 1."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {re.escape(path): rank for path, rank in ranks.items() if rank != usual}
     return config.replace(

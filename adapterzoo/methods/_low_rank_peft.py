@@ -55,7 +55,7 @@ _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def _refuse(fields: Mapping[str, Any]) -> str | None:
-    """Why a config of PEFT's LoRA cannot be reproduced."""
+    """Return why a config of PEFT's LoRA cannot be reproduced."""
     init = fields.get("init_lora_weights")
     if any(init is pure or (isinstance(init, str) and init == pure) for pure in _PURE_INITS):
         return None
@@ -92,7 +92,7 @@ def _read_layer(layer: PeftLayer) -> Fields:
 
 
 def unsayable(placement: Placement) -> str | None:
-    """Why PEFT's format cannot express an adapter."""
+    """Return why PEFT's format cannot express an adapter."""
     config, site = placement.config, placement.site
     if site.parameter is not None:
         return f"an adapter at the parameter {site.parameter!r} of {site.path!r}"
@@ -102,7 +102,7 @@ def unsayable(placement: Placement) -> str | None:
 
 
 def _write_layer(layer: PeftOutput) -> Fields:
-    """The fields of PEFT's config for a layer, whose adapters must be scaled alike."""
+    """Return the fields of PEFT's config for a layer, whose adapters must be scaled alike."""
     parts, rank = layer.parts, layer.tensors["lora_A"].shape[0]
     configs = [cast("LowRankConfig", part.placement.config) for part in parts]
     site, one = parts[0].placement.site, configs[0]
@@ -153,7 +153,7 @@ def spelling(
 
 
 def join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
-    """One low-rank update of a whole layer that computes what its parts do.
+    """Return one low-rank update of a whole layer that computes what its parts do.
 
     The factors A lie below each other, the factors B beside each other in the rows of their part.
 
@@ -184,6 +184,6 @@ def join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tens
 
 
 def row_numbers(rows: OutputSlice) -> Tensor:
-    """The numbers of the output features that a part has."""
+    """Return the numbers of the output features that a part has."""
     every = torch.arange(rows.groups * rows.width)
     return every.view(rows.groups, rows.width)[:, rows.start : rows.stop].reshape(-1)

@@ -68,7 +68,7 @@ class PrefixTable(nn.Module):
         self.down, self.up = layer(m, d), layer(width, m)
 
     def forward(self, path: str, size: int) -> Tensor:
-        """The columns `[P, size]` of an attention's keys and values."""
+        """Return the columns `[P, size]` of an attention's keys and values."""
         start = self.places[path]
         if self.table is not None:
             columns = self.table[:, start : start + size]

@@ -18,7 +18,7 @@ from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftSpelling, Tens
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
-    """How PEFT spells prefix tuning: T `[P, 2 N H e]`, the keys and values of a cache.
+    """Return how PEFT spells prefix tuning: T `[P, 2 N H e]`, the keys and values of a cache.
 
     The tokens stand behind the cache: their positions start at P.
     """
@@ -117,7 +117,7 @@ def _product(tensors: Tensors, config: AdapterConfig) -> Tensor:
 
 
 def _reordered(table: Tensor, count: int) -> Tensor:
-    """The table of which PEFT gives layer i of a decoder pair 2i mod N.
+    """Return the table of which PEFT gives layer i of a decoder pair 2i mod N.
 
     Raises:
         CheckpointError: two layers would get one pair, and have two.

@@ -18,7 +18,7 @@ _POOL = "prefix_tuning.pool"
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """How AdapterHub spells prefix tuning."""
+    """Return how AdapterHub spells prefix tuning."""
     return AdapterHubSpelling(
         config=config,
         architecture=("prefix_tuning",),

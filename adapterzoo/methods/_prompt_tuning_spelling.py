@@ -24,7 +24,7 @@ _OURS = "prompt_embedding"
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """How AdapterHub spells prompt tuning: rows that join the embedding module's output."""
+    """Return how AdapterHub spells prompt tuning: rows that join the embedding module's output."""
     return AdapterHubSpelling(
         config=config,
         architecture=("prompt_tuning",),
@@ -39,7 +39,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
-    """How PEFT spells prompt tuning: rows that join the table's output."""
+    """Return how PEFT spells prompt tuning: rows that join the table's output."""
     return PeftSpelling(
         config=config,
         peft_type="PROMPT_TUNING",

@@ -23,7 +23,7 @@ _BASE = "projection.parametrizations.weight.0.base"
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """How AdapterHub spells ReFT."""
+    """Return how AdapterHub spells ReFT."""
     return AdapterHubSpelling(
         config=config,
         architecture=("reft",),
@@ -39,7 +39,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 
 def _used(config: AdapterConfig) -> tuple[str, ...]:
-    """The units that edit something."""
+    """Return the units that edit something."""
     values = config.to_dict()
     if values["tied_weights"]:
         return (_PREFIX,)
@@ -48,7 +48,7 @@ def _used(config: AdapterConfig) -> tuple[str, ...]:
 
 
 def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
-    """The fields of a file, with a warning where they do not tell which method they mean."""
+    """Return the fields of a file, with a warning where they do not tell which method they mean."""
     if not fields.get("orthogonality", True) and "subtract_projection" not in fields:
         warnings.warn(
             "adapter_config.json does not say whether this adapter is NoReFT or DiReFT, which "
@@ -60,7 +60,7 @@ def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
 
 
 def _units(tensors: Tensors) -> dict[str, Tensors]:
-    """The tensors by unit, e.g. "units.0."."""
+    """Return the tensors by unit, e.g. "units.0."."""
     found: dict[str, Tensors] = {}
     for name, tensor in tensors.items():
         unit, number, parameter = name.split(".", 2)

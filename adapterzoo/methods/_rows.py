@@ -16,7 +16,7 @@ from ._gate import Gate
 
 
 def taken(tensors: Sequence[Tensor], groups: Groups) -> Tensor:
-    """The tensor of each row's adapter, `[rows, …]`; rows without adapter have zeros.
+    """Return the tensor of each row's adapter, `[rows, …]`; rows without adapter have zeros.
 
     No gradient comes back from them: what such a row is, also inf or NaN, is lost on no adapter.
 
@@ -45,7 +45,7 @@ def restored(out: Tensor, plain: Tensor, groups: Groups) -> Tensor:
 
 
 def normed(norms: Sequence[nn.LayerNorm], groups: Groups, x: Tensor) -> Tensor:
-    """Each row by the norm of its adapter; `x` `[rows, *tokens, d_model]`, same shape."""
+    """Return each row by the norm of its adapter; `x` `[rows, *tokens, d_model]`, same shape."""
     one = norms[0]
     wide = x.to(compute_dtype(x.dtype))
     core = layer_norm(wide, one.normalized_shape, eps=one.eps)

@@ -24,7 +24,7 @@ _SIGN: Mapping[SubLayerKind, tuple[Role, bool | None]] = {
 def sublayers(
     anatomy: Anatomy, wanted: Mapping[SubLayerKind, str], leave_out: Collection[int], config: str
 ) -> list[tuple[Block, SubLayer]]:
-    """The sub-layers of the wanted kinds, block after block, each with its block.
+    """Return the sub-layers of the wanted kinds, block after block, each with its block.
 
     A block without attention (a Mamba layer, say) is not asked for it; one that has it, but
     where it meets the residual stream is not known, is an error.
@@ -62,7 +62,7 @@ def sublayers(
 
 
 def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
-    """The placement of an invertible function in front of the first block.
+    """Return the placement of an invertible function in front of the first block.
 
     Args:
         config: of the adapter.
@@ -81,7 +81,7 @@ def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
 
 
 def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -> list[Site]:
-    """The outputs of blocks.
+    """Return the outputs of blocks.
 
     Args:
         anatomy: of the model.
@@ -128,7 +128,7 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
 
 
 def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> Site:
-    """The site of a sub-layer's adapter.
+    """Return the site of a sub-layer's adapter.
 
     Args:
         block: of the sub-layer.

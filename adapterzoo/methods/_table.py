@@ -46,7 +46,7 @@ class Table(WeightAdapter):
             self.table.weight.copy_(base.weight.mT)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The rows of the tokens `x` `[*batch]` → `[*batch, d]`."""
+        """Return the rows of the tokens `x` `[*batch]` → `[*batch, d]`."""
         y, plain = base(x), base.original(x)
         own = embedding(x, self.table.weight, base.padding_idx)  # [*batch, d]
         scale = base.scale
@@ -60,6 +60,6 @@ class Table(WeightAdapter):
         return own if y is plain else y + (own - plain)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """The merged weight w + Tᵀ − Eᵀ, `[d, vocab_size]`."""
+        """Return the merged weight w + Tᵀ − Eᵀ, `[d, vocab_size]`."""
         own: Tensor = self.table.weight.to(w.dtype).mT
         return w + (own - base.weight.to(w.dtype))

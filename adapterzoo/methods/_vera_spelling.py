@@ -29,7 +29,7 @@ _NAMES = {"vera_D": "lambda_d", "vera_B": "lambda_b"}
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
-    """How AdapterHub spells VeRA: dense matrices, times alpha / r."""
+    """Return how AdapterHub spells VeRA: dense matrices, times alpha / r."""
     return AdapterHubSpelling(
         config=config,
         architecture=("lora",),
@@ -52,7 +52,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
-    """How PEFT spells VeRA: vectors, as in the paper."""
+    """Return how PEFT spells VeRA: vectors, as in the paper."""
     return PeftSpelling(
         config=config,
         peft_type="VERA",

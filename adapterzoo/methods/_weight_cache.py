@@ -45,7 +45,7 @@ class WeightCache(nn.Module):
         self._memory = _Memory()
 
     def get(self, compute: Callable[[], Tensor], *sources: Tensor, facts: object = None) -> Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Args:
             compute: makes it from the sources and the facts alone.
@@ -116,7 +116,7 @@ class _Entry(NamedTuple):
     storages: list[StorageWeakRef]
 
     def is_stale(self) -> bool:
-        """Whether memory that was looked at is gone: another tensor may have its address."""
+        """Return whether memory that was looked at is gone: another tensor may have its address."""
         return any(storage.expired() for storage in self.storages)
 
 
@@ -134,7 +134,7 @@ class _Memory:
 
 
 def _is_recorded(source: Tensor) -> bool:
-    """Whether the operations go into something that will run again with other weights."""
+    """Return whether the operations go into something that will run again with other weights."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -145,7 +145,7 @@ def _is_recorded(source: Tensor) -> bool:
 
 
 def _marks(sources: tuple[Tensor, ...], facts: object) -> list[object] | None:
-    """How the sources look; None where a change of them could not be seen."""
+    """Return how the sources look; None where a change of them could not be seen."""
     marks: list[object] = [facts]
     for source in sources:
         # a view is a new object in each call, what it looks at is not
@@ -164,7 +164,7 @@ def _marks(sources: tuple[Tensor, ...], facts: object) -> list[object] | None:
 
 
 def _is_shared(source: Tensor) -> bool:
-    """Whether another process may be training the tensor: versions are not shared."""
+    """Return whether another process may be training the tensor: versions are not shared."""
     # of memory on a GPU torch does not know; memory that is shared later moves to another place
     whole = source if source._base is None else source._base
     return whole.requires_grad and source.is_cpu and source.untyped_storage().is_shared()

@@ -116,7 +116,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         self.kept_rotation = WeightCache()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The layer on rotated features, its output scaled but for the bias.
+        """Return the layer on rotated features, its output scaled but for the bias.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
@@ -126,7 +126,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Whether their rotations have one shape, dtype and dropout, and no experts."""
+        """Return whether their rotations have one shape, dtype and dropout, and no experts."""
         kinds = {(a.shared_input_key, a.boft_s.dtype, a.boft_R.dim()) for a in adapters}
         return len(kinds) == 1 and adapters[0].boft_R.dim() == 4
 
@@ -182,6 +182,6 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         return cayley(self.boft_R.to(compute_dtype(dtype)))
 
     def extra_repr(self) -> str:
-        """Widths, factors and block size."""
+        """Return widths, factors and block size."""
         m, blocks, b = self.boft_R.shape[-4:-1]
         return f"d_in={blocks * b}, d_out={self.boft_s.shape[-2]}, factors={m}, block_size={b}"

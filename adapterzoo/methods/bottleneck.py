@@ -149,7 +149,7 @@ class Bottleneck(BottleneckLayer):
     """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
 
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """The output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
+        """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
         return add(y, y)
 
 
@@ -157,7 +157,7 @@ class ParallelBottleneck(BottleneckLayer):
     """h ← h + f(inp)."""
 
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """The output. `x` is the input, `y` is h `[*batch, d_model]`."""
+        """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
         return add(base.residual, y)
 
 
@@ -169,7 +169,7 @@ class StreamBottleneck(BottleneckLayer):
     """
 
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """The output. `x` is the input, `y` is h `[*batch, d_model]`."""
+        """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
         inp = base.residual
         s = y + inp
         if self.residual_before_ln is True:
@@ -189,7 +189,7 @@ class NormBottleneck(BottleneckLayer):
     acts_on: ClassVar[str] = "input"
 
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """The norm's input. `x` is s, `y` is LN(s); all `[*batch, d_model]`."""
+        """Return the norm's input. `x` is s, `y` is LN(s); all `[*batch, d_model]`."""
         if self.residual_before_ln is True and not self.adapter_residual_before_ln:
             return add(y, x)
         inp = base.residual

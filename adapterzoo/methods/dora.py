@@ -107,7 +107,7 @@ class DoRA(KeepInFP32, LowRank):
         self.m.copy_(self.identity_values(base)["m"])
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
-        """The magnitudes that change nothing, ‖W‖."""
+        """Return the magnitudes that change nothing, ‖W‖."""
         return {"m": row_norm(base.weight, self.lora_A, torch.zeros_like(self.lora_B), 1.0)}
 
     def combine(
@@ -134,7 +134,7 @@ class DoRA(KeepInFP32, LowRank):
         strategy.fill(self.m, c * norm, "m")
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The layer with the change; in an embedding `x` is token numbers `[*batch]`.
+        """Return the layer with the change; in an embedding `x` is token numbers `[*batch]`.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
@@ -150,7 +150,7 @@ class DoRA(KeepInFP32, LowRank):
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Whether they are of the same dtypes, dropout and convention, on features."""
+        """Return whether they are of the same dtypes, dropout and convention, on features."""
         kinds = {(a.lora_A.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
         return len(kinds) == 1 and not any(a.looks_up or a.m.dim() > 1 for a in adapters)
 
@@ -158,7 +158,7 @@ class DoRA(KeepInFP32, LowRank):
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
-        """Each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
+        """Return each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
         one, y, plain = adapters[0], base(x), base.original(x)  # [rows, *tokens, d_out]
         gains = [a.gain(base.weight) for a in adapters]  # [d_out] each
         factors = [a.lora_A for a in adapters], [a.lora_B for a in adapters]

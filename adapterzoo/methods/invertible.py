@@ -107,14 +107,14 @@ class NiceBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The function. `x` `[*batch, d]`, same shape."""
+        """Return the function. `x` `[*batch, d]`, same shape."""
         x1, x2 = x.chunk(2, -1)  # [*batch, d / 2] each
         y1 = x1 + self._of("F", x2)
         y2 = x2 + self._of("G", y1)
         return torch.cat([y1, y2], -1)  # [*batch, d]
 
     def inverse(self, y: Tensor) -> Tensor:
-        """The `x` of which `forward` makes `y` `[*batch, d]`."""
+        """Return the `x` of which `forward` makes `y` `[*batch, d]`."""
         y1, y2 = y.chunk(2, -1)  # [*batch, d / 2] each
         x2 = y2 - self._of("G", y1)
         x1 = y1 - self._of("F", x2)
@@ -140,15 +140,15 @@ class NiceAdapter(InvertibleKind):
     block = NiceBlock
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """What the first block gets. `x` `[*batch, d]`, same shape."""
+        """Return what the first block gets. `x` `[*batch, d]`, same shape."""
         return cast("Tensor", self._block(x, base)(base(x)))
 
     def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
-        """What the last layer of the head gets. `y` `[*batch, d]`, same shape."""
+        """Return what the last layer of the head gets. `y` `[*batch, d]`, same shape."""
         return self._block(y, base).inverse(y)
 
     def _block(self, x: Tensor, base: BaseLayer) -> NiceBlock:
-        """The parameters.
+        """Return the parameters.
 
         Raises:
             StateError: `x` has another width.

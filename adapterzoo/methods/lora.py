@@ -116,7 +116,7 @@ class LoRA(LowRank):
             self.reads_call = self.gate.reads_call
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The layer with the update; in an embedding `x` is token numbers `[*batch]`.
+        """Return the layer with the update; in an embedding `x` is token numbers `[*batch]`.
 
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
@@ -135,7 +135,7 @@ class LoRA(LowRank):
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Whether they are of the same dtype, dropout and options, on features."""
+        """Return whether they are of the same dtype, dropout and options, on features."""
         kinds = {(a.lora_A.dtype, a.lora_B.dtype, a.dropout, a.reads_call) for a in adapters}
         options = {(a.gate is None, a.lora_B_bias is None) for a in adapters}
         return len(kinds) == len(options) == 1 and not any(a.looks_up for a in adapters)
@@ -144,7 +144,7 @@ class LoRA(LowRank):
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
-        """Each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
+        """Return each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
         one = adapters[0]
         a, b = [each.lora_A for each in adapters], [each.lora_B for each in adapters]
         scaling = [each.scaling for each in adapters]

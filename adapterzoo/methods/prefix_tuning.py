@@ -125,7 +125,7 @@ class PrefixTuningConfig(AdapterConfig):
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.ModuleDict:
-        """The table of each location."""
+        """Return the table of each location."""
         dtype = DTYPES[self.dtype] if self.dtype else dtype
         locations = dict.fromkeys(p.location for p in placements if p.site.heads)
         sites = {at: [p.site for p in placements if p.location == at] for at in locations}

@@ -66,7 +66,7 @@ class Failure:
     message: str
 
     def __str__(self) -> str:
-        """One line."""
+        """Return one line."""
         return f"{self.check} [{self.case}]: {self.message}"
 
 

@@ -33,11 +33,11 @@ class Inputs(dict[str, Any]):
     """Keyword arguments of a forward, which the checks pass on as one value."""
 
     def is_floating_point(self) -> bool:
-        """Whether any of them is."""
+        """Return whether any of them is."""
         return any(isinstance(v, Tensor) and v.is_floating_point() for v in self.values())
 
     def double(self) -> Inputs:
-        """The same in float64."""
+        """Return the same in float64."""
         return Inputs(
             {
                 name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
@@ -108,7 +108,7 @@ class ModelCase(Case):
         return type(self.tiny.model).__name__
 
     def fitted(self, config: AdapterConfig | None = None) -> AdapterConfig:
-        """The config."""
+        """Return the config."""
         return config or self.config
 
     def input(self, *batch: int, seed: int = 0) -> Tensor:

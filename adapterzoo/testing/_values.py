@@ -51,7 +51,7 @@ def identity_at_birth(case: Case) -> None:
 
 
 def _layouts(x: Tensor) -> dict[str, Tensor]:
-    """An input `[rows, tokens, ...]` with the strides that models give it."""
+    """Return an input `[rows, tokens, ...]` with the strides that models give it."""
     if not isinstance(x, Tensor):
         return {"": x}
     layouts = {
@@ -329,7 +329,7 @@ def _require_as_near(
 def _born(
     case: Case, config: AdapterConfig, *, global_seed: int = 0, before: AdapterConfig | None = None
 ) -> dict[str, Tensor]:
-    """The initial values of an adapter that is added after something else has happened."""
+    """Return the initial values of an adapter that is added after something else has happened."""
     model = case.host()
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(global_seed)

@@ -216,7 +216,7 @@ def _agree(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _outputs(model: Host, setup: object, x: Tensor) -> dict[str, Tensor]:
-    """The output of the model and of every layer that 'a' adapts."""
+    """Return the output of the model and of every layer that 'a' adapts."""
     found: dict[str, Tensor] = {}
 
     def keep(path: str) -> Any:

@@ -49,7 +49,7 @@ class AdapterHubFormat:
         return {"config", "model_class"} <= fields_of(folder / config)
 
     def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-        """The adapter, and the head where there is one; or the head alone.
+        """Return the adapter, and the head where there is one; or the head alone.
 
         Raises:
             CheckpointError: a file is missing or damaged, or needs what does not exist here.
@@ -74,7 +74,7 @@ class AdapterHubFormat:
         return Checkpoint(described, adapter, head[1])
 
     def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
-        """Configs and pickled tensors.
+        """Return configs and pickled tensors.
 
         Raises:
             CheckpointError: `adapters` has no such adapter or head, or not for such a model.
@@ -96,7 +96,7 @@ class AdapterHubFormat:
         return contents
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
-        """Both kinds of tensors; those of a head too."""
+        """Return both kinds of tensors; those of a head too."""
         return (*_ADAPTER, *_HEAD) if kind == "adapter" else _HEAD
 
 

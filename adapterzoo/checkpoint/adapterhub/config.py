@@ -17,12 +17,12 @@ VERSION = "adapters.1.3.0"
 
 
 def joined(members: Sequence[AdapterConfig]) -> AdapterConfig:
-    """A union of the configs, or the only one."""
+    """Return a union of the configs, or the only one."""
     return members[0] if len(members) == 1 else ConfigUnion(*members)
 
 
 def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterConfig:
-    """The config in an `adapter_config.json`.
+    """Return the config in an `adapter_config.json`.
 
     Raises:
         CheckpointError: there is no such method here, or a value is not legal.
@@ -53,7 +53,7 @@ def read_config(metadata: Mapping[str, Any], file: AdapterHubFile) -> AdapterCon
 
 
 def spelling_of(config: AdapterConfig) -> AdapterHubSpelling:
-    """How AdapterHub spells the method of a config.
+    """Return how AdapterHub spells the method of a config.
 
     Raises:
         CheckpointError: it does not have the method.
@@ -77,7 +77,7 @@ def _read(values: object, file: AdapterHubFile) -> AdapterConfig:
 
 
 def _recognised(values: Mapping[str, Any]) -> AdapterHubSpelling:
-    """The method that a file's fields are of."""
+    """Return the method that a file's fields are of."""
     name = values.get("architecture")
     named = [s for s in adapterhub_spellings.values() if name in s.architecture]
     others = [(_differing(spelling, values), spelling) for spelling in named]
@@ -94,7 +94,7 @@ def _recognised(values: Mapping[str, Any]) -> AdapterHubSpelling:
 
 
 def _differing(spelling: AdapterHubSpelling, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields by which a file is not of a method."""
+    """Return the fields by which a file is not of a method."""
     wrong = [k for k, v in spelling.fixed.items() if k in values and not _equal(values[k], v)]
     return (*wrong, *(k for k in spelling.required if values.get(k) is None))
 
@@ -105,7 +105,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def write_config(config: AdapterConfig) -> dict[str, Any]:
-    """The config as `adapters` writes it.
+    """Return the config as `adapters` writes it.
 
     Raises:
         CheckpointError: `adapters` has no such adapter.
@@ -136,5 +136,5 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def unsayable(config: AdapterConfig, why: str) -> CheckpointError:
-    """The error for a config that AdapterHub's format cannot express."""
+    """Return the error for a config that AdapterHub's format cannot express."""
     return inexpressible(f"AdapterHub's format cannot express {config!r}: {why}")

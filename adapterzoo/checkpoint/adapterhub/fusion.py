@@ -31,12 +31,12 @@ TENSORS = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds fusion layers under AdapterHub's names."""
+    """Return whether a folder holds fusion layers under AdapterHub's names."""
     return any((folder / name).is_file() for name in TENSORS)
 
 
 def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
-    """The adapters that a fusion fuses, in their order.
+    """Return the adapters that a fusion fuses, in their order.
 
     Raises:
         CheckpointError: the config does not say.
@@ -53,7 +53,7 @@ def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig]) -> Checkpoint:
-    """The fusion, in our terms.
+    """Return the fusion, in our terms.
 
     What has no place in the model keeps its key of AdapterHub, so that the comparison with the
     model names it.
@@ -97,7 +97,7 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
 def encode(
     info: ModelInfo, checkpoint: Checkpoint, fused: Sequence[AdapterConfig]
 ) -> dict[str, bytes]:
-    """The names and contents of the files to write.
+    """Return the names and contents of the files to write.
 
     Args:
         info: of the model.
@@ -132,7 +132,7 @@ def encode(
 
 
 def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple[Container, Place]]:
-    """The places of the fused adapters, which sit in the same ones."""
+    """Return the places of the fused adapters, which sit in the same ones."""
     found: dict[Spot, tuple[Container, Place]] = {}
     for config in fused:
         places = places_of(config, info.anatomy)

@@ -17,7 +17,7 @@ from adapterzoo.heads import HeadConfig, head_types
 def read_head(
     info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Metadata and tensors of a head.
+    """Return metadata and tensors of a head.
 
     Args:
         info: of the model.
@@ -52,7 +52,7 @@ def read_head(
 def write_head(
     info: ModelInfo, name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields of `head_config.json` beside the common ones, and tensors by AdapterHub's keys.
+    """Return fields of `head_config.json` beside the common ones, and tensors by AdapterHub's keys.
 
     Raises:
         CheckpointError: `adapters` has no such head.
@@ -81,7 +81,7 @@ def _refuse_quirks(info: ModelInfo, config: Mapping[str, Any]) -> None:
 
 
 def _ties_there(info: ModelInfo) -> bool:
-    """Whether `adapters`, with transformers 4, ties the output layers of such a model."""
+    """Return whether `adapters`, with transformers 4, ties the output layers of such a model."""
     # transformers 5 ties every T5; those of release 1.1, and mT5, have an output layer of their own
     if info.model_type == "mt5" or info.config.get("scale_decoder_outputs") is False:
         return False
@@ -114,7 +114,7 @@ def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
 def _read_static(
     info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The head of a task class: for a named head translated, for such a class as it is."""
+    """Return the head of a task class: for a named head translated, for such a class as it is."""
     theirs = str(metadata.get("model_class"))
     labels = metadata.get("label2id")
     if info.named_heads:

@@ -14,12 +14,12 @@ _FIELDS = frozenset(
 
 
 def meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says beside its own fields: what `meta_dict` said, there as here."""
+    """Return what a config says beside its own fields: what `meta_dict` said, there as here."""
     return {key: value for key, value in metadata.items() if key not in _FIELDS}
 
 
 def meta_for(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What `meta_dict` says, to be written beside the fields of a config.
+    """Return what `meta_dict` says, to be written beside the fields of a config.
 
     Raises:
         CheckpointError: it has a key that is such a field.

@@ -105,7 +105,7 @@ _INSIDE_ATTENTION = re.compile(r"(^|\.)\w*att(ention|n)\w*\.", re.IGNORECASE)
 
 
 def layout_of(info: ModelInfo) -> Layout:
-    """How `adapters` calls the places of a model.
+    """Return how `adapters` calls the places of a model.
 
     Raises:
         CheckpointError: it does not have the family.
@@ -120,7 +120,7 @@ def layout_of(info: ModelInfo) -> Layout:
 
 
 def spot_of(container: Container, place: Place) -> Spot | None:
-    """The spot of a place of ours, where it is one of those that the container is for."""
+    """Return the spot of a place of ours, where it is one of those that the container is for."""
     site = place.placement.site
     match container.at:
         case "layer" if site.kind in ("linear", "embedding", "experts"):
@@ -133,7 +133,7 @@ def spot_of(container: Container, place: Place) -> Spot | None:
 
 
 def find_spot(info: ModelInfo, container: Container, path: str) -> Spot | None:
-    """The spot that a path of AdapterHub leads to; None where there is none in the model."""
+    """Return the spot that a path of AdapterHub leads to; None where there is none in the model."""
     if container.at == "model":
         inside = path.removeprefix(info.prefix).removeprefix(".")
         return (-1, "") if inside == below_model(info, container) else None
@@ -157,19 +157,19 @@ def find_spot(info: ModelInfo, container: Container, path: str) -> Spot | None:
 
 
 def find_layer_site(info: ModelInfo, path: str) -> Site | None:
-    """The linear layer that a path of AdapterHub leads to."""
+    """Return the linear layer that a path of AdapterHub leads to."""
     located = find_block(info, path)
     return None if located is None else find_layer(*located)
 
 
 def below_model(info: ModelInfo, container: Container) -> str:
-    """AdapterHub's path, without the prefix, of what holds adapter-wide tensors."""
+    """Return AdapterHub's path, without the prefix, of what holds adapter-wide tensors."""
     in_encoder = container.in_encoder and info.config.get("is_encoder_decoder")
     return ".".join(filter(None, ("encoder" * bool(in_encoder), container.below)))
 
 
 def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout) -> str:
-    """AdapterHub's path, without the prefix, of what holds the tensors of a place.
+    """Return AdapterHub's path, without the prefix, of what holds the tensors of a place.
 
     Raises:
         CheckpointError: it has none.
@@ -207,7 +207,7 @@ def _split(path: str, end: str) -> tuple[str, str]:
 
 
 def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
-    """The block that a path of AdapterHub leads into, and the rest of the path.
+    """Return the block that a path of AdapterHub leads into, and the rest of the path.
 
     Args:
         info: of the model.
@@ -228,7 +228,7 @@ def find_block(info: ModelInfo, path: str) -> tuple[Block, str] | None:
 
 
 def find_sublayer(block: Block, rest: str) -> SubLayer | None:
-    """The sub-layer of a block whose bottleneck has this path below the block."""
+    """Return the sub-layer of a block whose bottleneck has this path below the block."""
     kind = _KINDS.get(rest.rpartition(".")[2])
     if kind is None:
         # the module that makes h lies in the one that AdapterHub names
@@ -239,7 +239,7 @@ def find_sublayer(block: Block, rest: str) -> SubLayer | None:
 
 
 def find_layer(block: Block, rest: str) -> Site | None:
-    """The layer of a block that has, or had, this path below the block."""
+    """Return the layer of a block that has, or had, this path below the block."""
     for site in block.sites:
         if site.path == f"{block.path}.{rest}" and site.parameter is None:
             return site
@@ -254,7 +254,7 @@ def find_layer(block: Block, rest: str) -> Site | None:
 
 
 def name_of_sublayer(block: Block, sub: SubLayer, layout: Layout) -> str | None:
-    """AdapterHub's path, without the prefix, of the bottleneck of a sub-layer."""
+    """Return AdapterHub's path, without the prefix, of the bottleneck of a sub-layer."""
     name = layout.sublayers.get(sub.kind)
     if name == "":
         match = _NUMBERED.match(sub.out.removeprefix(f"{block.path}."))
@@ -263,7 +263,7 @@ def name_of_sublayer(block: Block, sub: SubLayer, layout: Layout) -> str | None:
 
 
 def name_of_layer(block: Block, site: Site, layout: Layout) -> str:
-    """AdapterHub's path, without the prefix, of a linear layer."""
+    """Return AdapterHub's path, without the prefix, of a linear layer."""
     own = site.path.removeprefix(f"{block.path}.")
     return f"{_block_path(block, layout)}.{layout.layers.get(site.role, own)}"
 

@@ -41,7 +41,7 @@ class Key:
 
 
 def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | None:
-    """A key in its parts; None where it is of none of the containers.
+    """Return a key in its parts; None where it is of none of the containers.
 
     Args:
         text: the key.
@@ -59,7 +59,7 @@ def take_apart(text: str, name: str, containers: Sequence[Container]) -> Key | N
 def read_adapter(
     info: ModelInfo, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[AdapterConfig, dict[str, Tensor]]:
-    """The config, with what only the keys tell, and the tensors under our keys.
+    """Return the config, with what only the keys tell, and the tensors under our keys.
 
     A tensor without a place in the model keeps its key of AdapterHub, so that the comparison with
     the model names it.
@@ -113,7 +113,7 @@ def _read_group(
     members: Sequence[AdapterConfig],
     spot: Spot | None,
 ) -> dict[str, Tensor]:
-    """The tensors of one container at one path."""
+    """Return the tensors of one container at one path."""
     texts = {key.text: tensors[key.text] for key in keys}
     own = {key.parameter: tensors[key.text] for key in keys}
     container = keys[0].container
@@ -151,7 +151,7 @@ def _holds(config: AdapterConfig, container: Container) -> bool:
 
 
 def _of(config: AdapterConfig, container: Container) -> Container:
-    """The container as the method of the config declares it."""
+    """Return the container as the method of the config declares it."""
     return _containers(config)[container.name]
 
 

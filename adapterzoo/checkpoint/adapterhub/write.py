@@ -22,7 +22,7 @@ from .read import check_fused, refuse_quirks
 def write_adapter(
     info: ModelInfo, config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The fields of the config, and the tensors by AdapterHub's keys.
+    """Return the fields of the config, and the tensors by AdapterHub's keys.
 
     Raises:
         CheckpointError: `adapters` does not have the family, the method or the places.
@@ -57,7 +57,7 @@ def _joined_path(*parts: str) -> str:
 
 
 def _as_flags(info: ModelInfo, config: AdapterConfig) -> AdapterConfig:
-    """The same adapter, with its places in AdapterHub's fields."""
+    """Return the same adapter, with its places in AdapterHub's fields."""
     flagged = spelling_of(config).as_flags(config, info.anatomy)
     if flagged is None:
         raise unsayable(

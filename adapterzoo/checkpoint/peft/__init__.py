@@ -36,7 +36,7 @@ class PeftFormat:
         return "peft_type" in files.fields_of(folder / CONFIG)
 
     def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-        """The adapter, and the head where the file has one.
+        """Return the adapter, and the head where the file has one.
 
         Raises:
             CheckpointError: a file is missing or damaged, says what cannot be reproduced here, or
@@ -55,7 +55,7 @@ class PeftFormat:
         return Checkpoint(metadata, adapter, head_tensors)
 
     def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
-        """The config and the tensors.
+        """Return the config and the tensors.
 
         Raises:
             CheckpointError: PEFT has no such adapter or head.
@@ -74,7 +74,7 @@ class PeftFormat:
         return {_TENSORS: written, CONFIG: files.json_bytes(config)}
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
-        """The files that PEFT would read."""
+        """Return the files that PEFT would read."""
         return (_TENSORS, _PICKLE, CONFIG) if kind == "adapter" else ()
 
 
@@ -82,7 +82,7 @@ formats.register("peft")(PeftFormat())
 
 
 def meta_in(folder: Path) -> dict[str, Any]:
-    """What `meta_dict` said when the folder was saved here.
+    """Return what `meta_dict` said when the folder was saved here.
 
     Raises:
         CheckpointError: the file with the tensors is damaged.
@@ -92,7 +92,7 @@ def meta_in(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder, on the CPU."""
+    """Return all tensors of the folder, on the CPU."""
     for name in (_TENSORS, _PICKLE):
         if (folder / name).is_file():
             return files.read_tensors(folder / name)

@@ -47,7 +47,7 @@ class PeftConfig:
 
 
 def checked(metadata: Mapping[str, Any]) -> PeftConfig:
-    """What the fields of a PEFT config say.
+    """Return what the fields of a PEFT config say.
 
     Raises:
         CheckpointError: there is no such method here, a value is not legal, or says what cannot
@@ -89,7 +89,7 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
 
 
 def _recognised(metadata: Mapping[str, Any]) -> PeftSpelling:
-    """The method that a file is of."""
+    """Return the method that a file is of."""
     peft_type = metadata.get("peft_type")
     named = [s for s in peft_spellings.values() if s.peft_type == peft_type]
     others = [(_differing(spelling, metadata), spelling) for spelling in named]
@@ -106,7 +106,7 @@ def _recognised(metadata: Mapping[str, Any]) -> PeftSpelling:
 
 
 def _differing(spelling: PeftSpelling, metadata: Mapping[str, Any]) -> list[str]:
-    """The fields by which a file is not of a method; what is lacking is off."""
+    """Return the fields by which a file is not of a method; what is lacking is off."""
     return [
         name
         for name, value in spelling.fixed.items()

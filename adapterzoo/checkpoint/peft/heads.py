@@ -46,7 +46,7 @@ class Task:
 def head_from(
     theirs: PeftConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Metadata and tensors of the head in a file; None where there is none.
+    """Return metadata and tensors of the head in a file; None where there is none.
 
     Args:
         theirs: the config.
@@ -87,7 +87,7 @@ def head_from(
 
 
 def _base_tensor(key: str, info: ModelInfo) -> Tensor | None:
-    """The tensor of the base model that a key of some task class names."""
+    """Return the tensor of the base model that a key of some task class names."""
     if key in info.static_head():
         return None
     for name in (key, info.renamed(key)):
@@ -123,7 +123,7 @@ def _classes(mapping: Mapping[str, Any], info: ModelInfo) -> Iterator[str]:
 
 
 def head_for(checkpoint: Checkpoint, info: ModelInfo) -> tuple[Task, dict[str, Tensor]]:
-    """The task class that an adapter is written for, and its head's tensors by key there.
+    """Return the task class that an adapter is written for, and its head's tensors by key there.
 
     Raises:
         CheckpointError: PEFT has no such head.

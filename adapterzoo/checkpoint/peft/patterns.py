@@ -21,7 +21,7 @@ _PLAIN = re.compile(r"[\w.\-]*")
 
 
 def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) -> dict[str, _T]:
-    """The value of the first pattern that matches each path; paths without one are left out.
+    """Return the value of the first pattern that matches each path; paths without one are left out.
 
     Args:
         field: of the config, for messages.
@@ -51,7 +51,7 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
 
 
 def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str, ...] | None:
-    """The shortest ends of paths that name the chosen ones and nothing else.
+    """Return the shortest ends of paths that name the chosen ones and nothing else.
 
     Args:
         chosen: some of the paths.
@@ -86,12 +86,12 @@ def _ends(path: str) -> Iterable[str]:
 
 
 def exactly(paths: Iterable[str]) -> str:
-    """One regular expression for these paths and no other."""
+    """Return one regular expression for these paths and no other."""
     return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
 
 
 def most_common(values: Mapping[str, _T], favourite: _T) -> _T:
-    """The favourite where any path has it, else the value that most paths have."""
+    """Return the favourite where any path has it, else the value that most paths have."""
     if favourite in values.values():
         return favourite
     counts: dict[_T, int] = {}

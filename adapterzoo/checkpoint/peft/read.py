@@ -35,7 +35,7 @@ Layers = Mapping[str, PeftLayer]
 def read_adapter(
     theirs: PeftConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
-    """Config and tensors of the adapter, and the tensors that are not the adapter's.
+    """Return config and tensors of the adapter, and the tensors that are not the adapter's.
 
     Raises:
         CheckpointError: adapters sit where this model cannot have any; tensors are missing, or
@@ -68,7 +68,7 @@ def read_adapter(
 def _sorted(
     theirs: PeftConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, PeftLayer], Tensors, dict[str, Tensor]]:
-    """The layers by path in this model, the adapter-wide tensors, and all others by key."""
+    """Return the layers by path in this model, the adapter-wide tensors, and all others by key."""
     spelling = theirs.spelling
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
@@ -125,13 +125,13 @@ def _sorted(
 
 
 def _ends(spelling: PeftSpelling) -> dict[str, str]:
-    """The ends of PEFT's keys to our parameters."""
+    """Return the ends of PEFT's keys to our parameters."""
     tables = (spelling.tensors, spelling.embedding_tensors)
     return {end: ours for table in tables for ours, ends in table.items() for end in ends}
 
 
 def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
-    """The path of the layer in a key, and our name of the parameter."""
+    """Return the path of the layer in a key, and our name of the parameter."""
     words = place.split(".")
     for count in (1, 2, 3):
         end = ".".join(word for word in words[-count:] if word != _NAME)
@@ -141,7 +141,7 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def _here(named: str, sites: Mapping[str, Site], info: ModelInfo) -> str | None:
-    """The path in this model of what a file names."""
+    """Return the path in this model of what a file names."""
     # the file may be of another release of transformers
     for name in (named, info.renamed(named)):
         for path in _candidates(name, info):
@@ -188,7 +188,7 @@ def _check_complete(theirs: PeftConfig, layers: Layers) -> None:
 def _in_one_dtype(
     spelling: PeftSpelling, layers: Layers, shared: Tensors, info: ModelInfo
 ) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
-    """What the config shall say of the dtype, and the tensors in it; no bit is lost."""
+    """Return what the config shall say of the dtype, and the tensors in it; no bit is lost."""
     each = [*(layer.tensors for layer in layers.values()), shared]
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
@@ -212,7 +212,7 @@ def _in_one_dtype(
 
 
 def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
-    """The fields of our configs: one for all layers that differ in nothing but patterns."""
+    """Return the fields of our configs: one for all layers that differ in nothing but patterns."""
     patterns, subsets = theirs.spelling.patterns, theirs.spelling.subsets
     varying = {ours for _, ours in patterns.values()}
     groups: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
@@ -241,6 +241,6 @@ def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[s
 
 
 def _names(paths: Sequence[str], everything: Iterable[str]) -> str | list[str] | None:
-    """What a config says for some of all paths; None for none."""
+    """Return what a config says for some of all paths; None for none."""
     names = short_names(paths, everything)
     return exactly(paths) if names is None else list(names) or None

@@ -28,7 +28,7 @@ _HEADED = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 def encode_adapter(
     checkpoint: Checkpoint, head: Mapping[str, Tensor], task: Task, info: ModelInfo
 ) -> tuple[Fields, dict[str, Tensor]]:
-    """PEFT's config, and all tensors by PEFT's keys.
+    """Return PEFT's config, and all tensors by PEFT's keys.
 
     Args:
         checkpoint: the adapter.
@@ -65,7 +65,7 @@ def encode_adapter(
 def _of_model(
     spelling: PeftSpelling, config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[Fields, dict[str, Tensor]]:
-    """The fields and tensors that belong to no layer."""
+    """Return the fields and tensors that belong to no layer."""
     if spelling.shared and len(config.members) > 1:
         raise CheckpointError(
             f"the adapter is a union of {len(config.members)} {spelling.peft_type} adapters, and a "
@@ -78,7 +78,7 @@ def _of_model(
 def _parts(
     config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[PeftSpelling, dict[str, list[PeftPart]]]:
-    """The method, and its adapters by path of the layer."""
+    """Return the method, and its adapters by path of the layer."""
     by_path: dict[str, list[PeftPart]] = {}
     at: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -114,7 +114,7 @@ def _parts(
 def _output(
     path: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
 ) -> PeftOutput:
-    """The adapters of a layer as one of the whole layer."""
+    """Return the adapters of a layer as one of the whole layer."""
     if len(parts) == 1 and parts[0].placement.site.output_slice is None:
         return PeftOutput(parts, spelling.write(parts[0]))
     if spelling.join is None:
@@ -130,7 +130,7 @@ def _output(
 
 
 def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> Fields:
-    """The fields of PEFT's config that the layers ask for.
+    """Return the fields of PEFT's config that the layers ask for.
 
     Args:
         spelling: of the method.
@@ -174,7 +174,7 @@ def _target_fields(
     paths: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
 ) -> Fields:
-    """The fields that say which layers are adapted."""
+    """Return the fields that say which layers are adapted."""
     # only whole paths are sure to name nothing else
     whole = tuple(sorted(paths.values()))
     targets = short_names(paths.values(), modules)
@@ -204,7 +204,7 @@ def _target_fields(
 def _task_fields(
     head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelInfo
 ) -> Fields:
-    """The fields that say of which model and task the adapter is."""
+    """Return the fields that say of which model and task the adapter is."""
     # PEFT looks for the heads of these tasks in the file
     task_type = None if not head and task.task_type in _HEADED else task.task_type
     fields: Fields = {
@@ -238,7 +238,7 @@ def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) 
 def _path_in_task(
     path: str, modules: Mapping[str, tuple[str, ...]], info: ModelInfo, task: Task
 ) -> str:
-    """The path in the task class of a layer that is at a path in the base model."""
+    """Return the path in the task class of a layer that is at a path in the base model."""
     found = next((p for p in (f"{info.prefix}.{path}", path) if p in modules), None)
     if found is None:
         raise CheckpointError(
