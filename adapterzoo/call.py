@@ -1,11 +1,11 @@
-"""The call of an encoder or decoder, as the adapters inside it see it.
+"""The running call of an encoder or decoder.
 
-A layer sees neither padding nor the prompt. The module that holds the blocks is given the mask and
-the cache; what it was given is kept here while it runs.
+A layer's input shows neither padding nor the prompt. The module that holds the blocks gets the mask
+and the cache; they are kept here while it runs.
 
 States are `[rows, tokens, d]`. A grid `[rows, height, width, d]` counts as one sequence for each
-row, line by line; states `[tokens, d]` are sequences one after the other, which `cu_seqlens`, an
-argument of the layer, tells apart.
+row, line by line; states `[tokens, d]` are concatenated sequences, which `cu_seqlens`, an argument
+of the layer, separates.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from .errors import StateError, listing
 
-# arguments of a layer that tell where packed sequences start and end
+# arguments of a layer with the starts and ends of packed sequences
 _BOUNDS = ("cu_seqlens", "cu_seq_lens_q")
-# what is added to the score of a hidden token is less: -10,000 in old models, else all but infinite
+# a mask adds less to the score of a hidden token: -10,000 in old models, else almost infinite
 _HIDDEN = -5_000.0
 
 Places: TypeAlias = "Callable[[tuple[str, int | None] | None, Tensor], Tensor | None]"
-"""Gives the places `[rows, length]` of the tokens that an adapter adds."""
+"""Returns the places `[rows, length]` of the tokens that an adapter adds."""
 
 
 class StackCall(ABC):
@@ -38,13 +38,13 @@ class StackCall(ABC):
 
     @abstractmethod
     def real(self, x: Tensor) -> Tensor | None:
-        """Return which tokens are real, `[rows, tokens]` bool; None where all are.
+        """Return which tokens are real, `[rows, tokens]` bool; None if all are.
 
         Args:
             x: the input of a layer of the stack, `[rows, tokens, …]`.
 
         Raises:
-            StateError: the mask does not tell, or a row of it has no real token.
+            StateError: the mask does not determine it, or a row has no real token.
         """
 
     @abstractmethod
@@ -63,12 +63,12 @@ class StackCall(ABC):
 
         Args:
             x: as for `real`.
-            first: how many tokens from the start of a prompt.
-            last: how many up to its end; a token that is among both counts among these.
+            first: number of tokens at the start of a prompt.
+            last: number at its end; a token in both counts as one of these.
 
         Returns:
-            `[sequences, first + last]`, indices into the tokens of all sequences one after the
-            other; the number of all tokens where a prompt is too short.
+            `[sequences, first + last]`, indices into the concatenated tokens of all sequences; the
+            number of all tokens where a prompt is too short.
 
         Raises:
             StateError: as for `real`.
@@ -91,11 +91,11 @@ class StackCall(ABC):
 
     @abstractmethod
     def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
-        """Return what follows from the prompt alone, in each step of `generate` the same tensor.
+        """Return a tensor that depends only on the prompt; the same in each step of `generate`.
 
         Args:
-            owner: whose tensor it is; it is computed once for each while `generate` runs.
-            compute: makes the tensor from the tokens of a call that has the prompt.
+            owner: the tensor's owner; it is computed once per owner and `generate`.
+            compute: computes the tensor in a call that includes the prompt.
         """
 
     def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
@@ -106,35 +106,35 @@ class StackCall(ABC):
             x: the input of the layer that they join.
 
         Returns:
-            None where the call has no room for them: at a token that follows the prompt, and
-            where a model calls the layer for something else than its tokens.
+            None if the call has no room for them: at a token after the prompt, or if a model calls
+            the layer on something other than its tokens.
         """
         return None
 
     @abstractmethod
     def of_encoder(self) -> StackCall:
-        """Return the call as layers see it whose input is the encoder's output.
+        """Return the call for layers that read the encoder's output.
 
         In a decoder these make the keys and values of cross-attention.
         """
 
     def of_part(self, x: Tensor, take: Callable[[Tensor], Tensor], key: object) -> StackCall:
-        """Return the call as some rows or tokens of it see it.
+        """Return the call restricted to some of its rows or tokens.
 
         Args:
             x: the input of the layer, with all rows and tokens.
-            take: gives the part of a tensor `[rows, tokens, …]`.
-            key: tells the part from the others of the call.
+            take: returns the part of a tensor `[rows, tokens, …]`.
+            key: identifies the part within the call.
         """
         return _PartOfCall(self, x, take, key)
 
 
 class Generation:
-    """What one call of `generate` must remember between its steps.
+    """The state of one call of `generate` between its steps.
 
     Attributes:
-        prompts: path of a stack to the number of tokens of its first call.
-        tensors: what `StackCall.remembered` keeps.
+        prompts: path of a stack → number of tokens of its first call.
+        tensors: the tensors of `StackCall.remembered`.
     """
 
     def __init__(self) -> None:
@@ -144,16 +144,16 @@ class Generation:
 
 
 class RecordedCall:
-    """What a stack of blocks was given: a mask, a cache, or neither.
+    """The arguments of a stack of blocks: a mask, a cache, or neither.
 
     Attributes:
         path: of the stack below the base model.
         mask: its `attention_mask`.
         encoder_mask: its `encoder_attention_mask`.
-        generation: the running `generate`, None outside.
+        generation: the running `generate`, None if there is none.
         cached: number of tokens in the cache before the call.
-        places: gives those of the tokens that adapters add; None where the call has no room.
-        is_checked: whether each row is known to have a real token.
+        places: returns the places of added tokens; None if the call has no room.
+        is_checked: whether each row has been checked for a real token.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class RecordedCall:
         Args:
             path: of the stack below the base model.
             given: arguments of its forward, by name.
-            generation: the running `generate`, None outside.
-            places: see `StackCall.added`; None where the call has no room for more tokens.
+            generation: the running `generate`, None if there is none.
+            places: see `StackCall.added`; None if the call has no room for more tokens.
         """
         self.places = places
         self.path = path
@@ -177,16 +177,16 @@ class RecordedCall:
         self.encoder_mask = given.get("encoder_attention_mask")
         self.generation = generation
         cache = given.get("past_key_values")
-        # asked now: the first layer of the stack adds the tokens of this call
+        # read now, because the first layer of the stack adds the tokens of this call
         self.cached = 0 if cache is None else int(cache.get_seq_length())
         self.is_checked = False
 
 
 class LayerStackCall(StackCall):
-    """The call of a stack, as a layer with arguments of its own sees it."""
+    """The call of a stack together with the arguments of one layer."""
 
     def __init__(self, stack: RecordedCall, own: Mapping[str, Any]) -> None:
-        """Look at a call.
+        """Join a call and a layer's arguments.
 
         Args:
             stack: the call.
@@ -207,7 +207,7 @@ class LayerStackCall(StackCall):
             read = (_attended(m, rows, tokens, stack.cached) for m in masks)
             found = next((seen for seen in read if seen is not None), None)
             if found is None:
-                # attention that is given no mask sees all tokens
+                # without a mask, attention covers all tokens
                 if not masks or ("attention_mask" in self._own and own is None):
                     return None
                 raise StateError(_unreadable(mask, rows, tokens))
@@ -217,7 +217,7 @@ class LayerStackCall(StackCall):
         return real
 
     def _check(self, real: Tensor) -> None:
-        """Raise once for each call where a row has no real token."""
+        """Raise if a row has no real token; checks once per call."""
         stack = self._stack
         if stack.is_checked or not _has_values(real):
             return
@@ -247,7 +247,7 @@ class LayerStackCall(StackCall):
         return inside.expand(rows, tokens) if real is None else real & inside
 
     def of_encoder(self) -> StackCall:
-        """Return the call as layers see it that read the encoder's output."""
+        """Return the call for layers that read the encoder's output."""
         given = {"attention_mask": self._stack.encoder_mask}
         return LayerStackCall(RecordedCall(self._stack.path, given, None), {})
 
@@ -261,23 +261,23 @@ class LayerStackCall(StackCall):
         return torch.where(exists, starts + places - 1, math.prod(x.shape[:-1]))
 
     def _bounds(self) -> Tensor | None:
-        """Where packed sequences start and end, `[sequences + 1]`; None where none are packed."""
+        """Return the bounds of packed sequences, `[sequences + 1]`; None if none are packed."""
         found = next((b for n in _BOUNDS if (b := self._own.get(n)) is not None), None)
         return None if found is None else found.long()
 
     def _sizes(self, x: Tensor) -> tuple[int, int]:
-        """Return rows and tokens of an input."""
+        """Return the rows and tokens of an input."""
         shape = x.shape[:-1] if x.is_floating_point() else x.shape
         if len(shape) < 2 or self._bounds() is not None:
             raise StateError(
-                f"a layer got {list(x.shape)}, where sequences follow one another: an active "
+                f"a layer got {list(x.shape)}, concatenated sequences, but an active "
                 f"adapter needs [rows, tokens, d_model]. Pass an adapter without gates or "
                 f"positions, or leave the layer out."
             )
         return shape[0], math.prod(shape[1:])
 
     def _prompt_length(self, x: Tensor) -> int:
-        """Return tokens of the prompt, with those in the cache."""
+        """Return the number of tokens of the prompt, including those in the cache."""
         tokens = math.prod(x.shape[1:-1] if x.is_floating_point() else x.shape[1:])
         stack = self._stack
         if stack.generation is None:
@@ -295,7 +295,7 @@ class LayerStackCall(StackCall):
 
 
 def _places(counts: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """The first and the last of `counts` tokens `[rows]`, from 1, and which of them there are.
+    """Return the first and last of `counts` tokens `[rows]`, from 1, and which of them exist.
 
     Both `[rows, first + last]`.
     """
@@ -314,7 +314,7 @@ def _members(mask: Any) -> tuple[Any, ...]:
 
 
 def _attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
-    """The tokens that some query attends to, `[rows, tokens]` bool; None where it does not tell.
+    """Return the tokens some query attends to, `[rows, tokens]` bool; None if unknown.
 
     Args:
         mask: `[rows, keys]`, or `[rows or 1, …, keys]`: bool, or added to scores.
@@ -334,7 +334,7 @@ def _attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
 
 
 def _has_values(t: Tensor) -> bool:
-    """Whether the numbers of a tensor may be looked at: not while something traces or captures."""
+    """Return whether a tensor's values can be read: not during tracing or capture."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() or type(t) is not Tensor:
         return False
     if t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -384,5 +384,5 @@ class _PartOfCall(StackCall):
         return self._whole.remembered((owner, self._key), compute)
 
     def of_encoder(self) -> StackCall:
-        """Return the part of the call as layers see it that read the encoder's output."""
+        """Return the part of the call for layers that read the encoder's output."""
         return self._whole.of_encoder().of_part(self._x, self._take, self._key)

@@ -1,4 +1,4 @@
-"""The base of all configs: their dicts, JSON files and strings, and the access of a mapping."""
+"""The base of all configs: their dicts, JSON files and strings, and mapping access."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Config(metaclass=ConfigType):
     read the fields, and the kind under its name in files.
 
     Attributes:
-        kind_field: the key of `to_dict` that says which class a dict belongs to; empty where there
-            is one class.
-        kinds: the values of that key to the classes.
+        kind_field: the key of `to_dict` that names the class of a dict; empty if there is one
+            class.
+        kinds: values of that key → classes.
         default_kind: the kind of a dict without that key; None if it must be there.
-        strings: the names that `load` takes, to functions that make the config.
-        default: what `load` makes of None.
+        strings: names that `load` accepts → functions that build the config.
+        default: the config that `load` returns for None.
     """
 
     kind_field: ClassVar[str] = ""
@@ -42,14 +42,14 @@ class Config(metaclass=ConfigType):
     default: ClassVar[object] = None
 
     def __init_subclass__(cls) -> None:
-        """Keep `@dataclass` from replacing the comparison by one of its own."""
+        """Keep `@dataclass` from replacing the comparison."""
         super().__init_subclass__()
         for name in ("__eq__", "__hash__"):
             if name not in vars(cls):
                 setattr(cls, name, getattr(cls, name))
 
     def __post_init__(self) -> None:
-        """Check each field by its declaration; checks over several fields come after it.
+        """Check each field by its declaration; checks across fields come later.
 
         Raises:
             ConfigError: a value is not legal.
@@ -124,7 +124,7 @@ class Config(metaclass=ConfigType):
         Args:
             config: a config; a config string such as `"lora[r=8,alpha=16]"`; a dict as `to_dict`
                 writes it; the path of a JSON file with such a dict; None for the default.
-            **changes: fields that shall have other values.
+            **changes: fields to change.
 
         Raises:
             ConfigError: it is none of these, or a value in it is not legal.
@@ -143,7 +143,7 @@ class Config(metaclass=ConfigType):
             found = cls._parse(asked)
         else:
             raise ConfigError(
-                f"config={asked!r}: not an object of {cls.__name__}, a config string, a dict or "
+                f"config={asked!r}: not a {cls.__name__}, a config string, a dict or "
                 f"the path of a JSON file, but a {type(asked).__name__}. Write "
                 f"config={cls.default!r}."
             )
@@ -160,7 +160,7 @@ class Config(metaclass=ConfigType):
         config: Config = cls.strings.find(match["name"])()
         try:
             call = ast.parse(f"f({match['fields'] or ''})", mode="eval").body
-            # literal_eval below takes nothing but constants, so no code of the string is run
+            # literal_eval below accepts only constants, so no code of the string runs
             keywords = call.keywords if isinstance(call, ast.Call) and not call.args else None
             fields = {str(k.arg): ast.literal_eval(k.value) for k in keywords or ()}
         except (SyntaxError, ValueError):

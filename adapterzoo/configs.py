@@ -1,8 +1,8 @@
 """The base of adapter configs, their registries, and the union of several.
 
 A config is a frozen, keyword-only dataclass in the file of its method. It declares what its
-fields may hold (`adapterzoo.fields`), says where its adapters sit (`placements`) and makes one
-(`build`).
+fields may hold (`adapterzoo.fields`), returns the places of its adapters (`placements`) and builds
+one (`build`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .contracts import Adapter
 
 architectures: Registry[Any] = Registry("architecture", decorates="its config class")
-"""The `architecture` of a config on disk to its class."""
+"""The `architecture` of a config on disk → its class."""
 
 config_strings: Registry[Any] = Registry("config string")
 """The short names, `"lora"`, `"seq_bn"`, …, to the function that makes the config."""
@@ -40,9 +40,9 @@ class Placement:
     """One adapter to make: the site that gets it, and the config that makes it.
 
     Attributes:
-        site: where it sits.
-        config: makes it.
-        location: under which `get_adapter` shows it, such as "output_adapter"; the site's role
+        site: where the adapter is.
+        config: builds the adapter.
+        location: its key in `get_adapter`, such as "output_adapter"; the site's role
             when empty.
     """
 
@@ -108,7 +108,7 @@ class AdapterConfig(Config):
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
-        """Return a module that all layers of the adapter share, found by `base.shared`; None: none.
+        """Return a module that all layers of the adapter share as `base.shared`; None: none.
 
         It is made, moved, copied, trained and saved once for each adapter.
 
@@ -124,17 +124,17 @@ class AdapterConfig(Config):
 
     @property
     def averages_shared(self) -> bool:
-        """Whether the parameters that layers share are averaged; else they must be equal."""
+        """Whether shared parameters are averaged; otherwise they must be equal."""
         return False
 
     def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
-        """Give what the layers share its initial values, where these are those of a text.
+        """Initialize the shared module from a text, if the config asks for it.
 
         It is called once, for a fresh adapter that is not filled from a file.
 
         Args:
             shared: made by `shared`.
-            embedded: gives the embeddings `[tokens, d]` of a text, by the model's table.
+            embedded: returns the embeddings `[tokens, d]` of a text from the model's table.
 
         Raises:
             ConfigError: the text has no tokens.
@@ -159,7 +159,7 @@ class AdapterConfig(Config):
 
     @classmethod
     def _parse(cls, text: str) -> Any:
-        # quoted text may hold any characters, also the two that divide a union
+        # quoted text may contain any characters, also the two that separate configs of a union
         blank = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
         bars = [match.start() for match in re.finditer(r"\|(?![^\[]*\])", blank)]
         ends = zip([-1, *bars], [*bars, len(text)], strict=True)
@@ -206,12 +206,12 @@ class ConfigUnion(AdapterConfig):
 
     @property
     def starts_as_identity(self) -> bool:
-        """Whether all members do."""
+        """Whether all members start as the identity."""
         return all(config.starts_as_identity for config in self.configs)
 
     @property
     def gradients_are_exact(self) -> bool:
-        """Whether those of all members are."""
+        """Whether the gradients of all members are exact."""
         return all(config.gradients_are_exact for config in self.configs)
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:

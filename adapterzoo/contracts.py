@@ -1,7 +1,7 @@
-"""The two contracts of the library: what an adapter is, and what a head is.
+"""The two contracts of the library: adapters and heads.
 
 An adapter is a function around a layer; a head is a function of hidden states. Both are plain
-modules that know nothing of models, names, files, devices or of each other.
+modules that do not depend on models, names, files, devices or each other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class BaseLayer(ABC):
-    """What an adapter sees of the layer that it adapts: callable, with weights to look at.
+    """The layer as passed to an adapter: callable, with `weight` and `bias`.
 
-    In a `Stack`, calling it includes the adapters that acted before; `plain` and `weight` are
-    always those of the untouched layer.
+    In a `Stack`, calling it includes the earlier adapters; `original` and `weight` belong to the
+    untouched layer.
     """
 
     __slots__ = ()
@@ -38,14 +38,14 @@ class BaseLayer(ABC):
     def original(self, x: Tensor) -> Tensor:
         """Return the untouched layer's output. `x` `[*batch, d_in]`, result `[*batch, d_out]`.
 
-        Costs nothing after a call that gave the layer the same `x`, and is the same object as its
-        result where no adapter acted before.
+        Costs nothing after a call of the layer with the same `x`, and is the same object as the
+        result of that call if no earlier adapter acts.
         """
 
     @property
     @abstractmethod
     def weight(self) -> Tensor:
-        """The untouched weight, `[d_out, d_in]` however the layer stores it.
+        """The untouched weight `[d_out, d_in]`, however the layer stores it.
 
         Raises:
             StateError: the layer has no such weight.
@@ -54,53 +54,53 @@ class BaseLayer(ABC):
     @property
     @abstractmethod
     def bias(self) -> Tensor | None:
-        """The untouched bias `[d_out]`, None where the layer has none."""
+        """The untouched bias `[d_out]`, None if the layer has none."""
 
     @property
     @abstractmethod
     def scale(self) -> float | Tensor:
-        """The factor of the layer's output, 1 except in embeddings of some families."""
+        """The factor of the layer's output: 1, except in the embeddings of some families."""
 
     @property
     def call(self) -> StackCall:
         """The running call of the encoder or decoder that holds the layer.
 
-        Only adapters with `reads_call` may ask.
+        Only adapters with `reads_call` may use it.
 
         Raises:
             StateError: the layer was called outside of its model.
         """
-        raise StateError("this layer is in no model, so no call of a model is running.")
+        raise StateError("this layer is not in a model, so no call of a model is running.")
 
     def shared(self, adapter: Adapter) -> nn.Module:
-        """Return what `AdapterConfig.shared` has made for all layers of the adapter.
+        """Return the module that `AdapterConfig.shared` made for all layers of the adapter.
 
         Args:
-            adapter: the one that asks.
+            adapter: the adapter that calls this.
 
         Raises:
-            StateError: the adapter shares nothing, or its layer is in no model.
+            StateError: the adapter shares nothing, or its layer is not in a model.
         """
-        raise StateError("this layer is in no model, so its adapter shares nothing with others.")
+        raise StateError("this layer is not in a model, so its adapter shares nothing.")
 
     @property
     def padding_idx(self) -> int | None:
-        """The token of an embedding whose row gets no gradient, None where each gets its own."""
+        """The token of an embedding whose row gets no gradient; None if every row gets one."""
         return None
 
     @property
     @abstractmethod
     def residual(self) -> Tensor:
-        """The residual stream's value before the sub-layer, for a site with a `source`.
+        """The residual stream before the sub-layer, for a site with a `source`.
 
         Shape `[*batch, d_model]`.
         """
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return what the adapter's class makes of x for it, perhaps together with that of others.
+        """Return the class's projection of x for this adapter, together with others if possible.
 
         Args:
-            adapter: the one that asks.
+            adapter: the adapter that calls this.
             x: its input, `[*batch, d_in]`.
         """
         return type(adapter).from_input((adapter,), x)[0]
@@ -109,16 +109,17 @@ class BaseLayer(ABC):
 class Adapter(nn.Module, ABC):
     """Base of all adapters: `forward(x, base)` is the adapted layer.
 
-    Every tensor that it holds is a parameter or a buffer, so that moves, copies and files find it.
+    Every tensor of an adapter is a parameter or a buffer, so that moves, copies and files include
+    it.
 
     Attributes:
-        reads_call: whether `forward` asks for `base.call`.
+        reads_call: whether `forward` uses `base.call`.
         shared_key: name of the adapter, and in a union the number of its config, under which
-            `base.shared` finds what its layers share; None where they share nothing.
-        acts_on: `"output"` for a function of the layer's output or a delta beside it,
-            `"input"` for one that changes the layer's input. It says in which order a `Stack`
-            nests: the first adapter of a stack is always the first to act.
-        stacks_only: what keeps it out of averages, fusions and splits; empty where nothing does.
+            `base.shared` finds the module that its layers share; None if they share nothing.
+        acts_on: `"output"` for a function of the layer's output or a delta added to it,
+            `"input"` for one that changes the layer's input. It determines how a `Stack` nests: the
+            first adapter of a stack always acts first.
+        stacks_only: why it cannot be in averages, fusions and splits; empty if it can.
     """
 
     acts_on: ClassVar[str] = "output"
@@ -127,19 +128,19 @@ class Adapter(nn.Module, ABC):
     shared_key: tuple[str, int | None] | None = None
 
     def init_from_layer(self, base: BaseLayer) -> None:
-        """Take initial values from the layer: called once, before a fresh adapter is put there.
+        """Take initial values from the layer; called once, before a new adapter is added.
 
-        An adapter that is filled from a file does not need them, and is not asked.
+        Not called for an adapter that is loaded from a file.
 
         Args:
             base: the layer, with its values at hand even where they are offloaded.
         """
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
-        """Values of parameters that change nothing, for those where zero is not such a value.
+        """Return the identity values of parameters whose identity value is not zero.
 
-        A sum of adapters is θ₀ + Σ wᵢ (θᵢ − θ₀) with these θ₀, so that weights of any sum are
-        weights of what the adapters change.
+        A sum of adapters is θ₀ + Σ wᵢ (θᵢ − θ₀) with these θ₀, so that the weights apply to the
+        changes that the adapters make, whatever their sum.
 
         Args:
             base: the layer.
@@ -153,9 +154,10 @@ class Adapter(nn.Module, ABC):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Take the values that several adapters become: called once, on one without values.
+        """Set the values to a combination of several adapters.
 
-        This one takes "linear" alone, and combines all parameters.
+        Called once, on an uninitialized adapter. The default supports only "linear", and combines
+        all parameters.
 
         Args:
             adapters: at least one of this class, of the same layer.
@@ -178,7 +180,7 @@ class Adapter(nn.Module, ABC):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Fill parameters with θ₀ + Σ wᵢ (θᵢ − θ₀), see `identity_values`.
+        """Fill parameters with θ₀ + Σ wᵢ (θᵢ − θ₀); see `identity_values`.
 
         Args:
             names: of the parameters.
@@ -198,27 +200,27 @@ class Adapter(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The adapted layer. `x` `[*batch, d_in]` → `[*batch, d_out]`, in the base's dtype."""
+        """Return the adapted output of `x`, `[*batch, d_in]` → `[*batch, d_out]`, same dtype."""
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Whether `forward_batched` can do these; where not, each acts on its rows by itself."""
+        """Return whether `forward_batched` supports these; if not, each is called on its rows."""
         return False
 
     @classmethod
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
-        """Several adapters of the class at one layer, each on its rows of a batch, in one call.
+        """Apply several adapters of the class at one layer, each to its rows of a batch.
 
         Args:
             adapters: of one layer, in the numbering of `groups`.
-            groups: which of them each row takes, if any.
+            groups: which of them applies to each row, if any.
             x: `[rows, *tokens, d_in]`.
-            base: the layer, with the adapters before.
+            base: the layer, with the earlier adapters.
 
         Returns:
-            `[rows, *tokens, d_out]`, each row as its adapter alone would give it.
+            `[rows, *tokens, d_out]`, each row equal to the output of its adapter on that row.
 
         Raises:
             StateError: the class does not implement it.
@@ -231,11 +233,11 @@ class Adapter(nn.Module, ABC):
 
 
 class FusibleAdapter(Adapter):
-    """An adapter that adds a function of the stream to it, which a fusion may take the place of."""
+    """An adapter that adds a function of the stream; a fusion can replace that function."""
 
     @abstractmethod
     def update(self, x: Tensor) -> Tensor:
-        """What the adapter says to `x` `[*batch, d_model]`, same shape: what a fusion attends to.
+        """Return the adapter's update of `x` `[*batch, d_model]`, same shape; fusions attend to it.
 
         Gates and dropouts are left out.
         """
@@ -249,7 +251,7 @@ class FusibleAdapter(Adapter):
         Args:
             x: `[*batch, d_in]`.
             base: the layer.
-            instead: what is added in the place of the adapter's own function, of the same input.
+            instead: a function of the same input to add in place of the adapter's own.
 
         Returns:
             `[*batch, d_out]`, in the base's dtype.
@@ -257,17 +259,16 @@ class FusibleAdapter(Adapter):
 
 
 class Prefix(NamedTuple):
-    """Keys and values to stand before those that an attention has computed.
+    """Keys and values that precede those of the attention module.
 
     Attributes:
         keys: `[rows or 1, kv_heads, length, key_width]`; they are not rotated.
         values: `[rows or 1, kv_heads, length, value_width]`.
-        mask: `[rows, length]` bool, false for filler; None: all are seen by every query.
-        distances: what a relative position bias says of distances. "kept": those of tokens are
-            what they are without a prefix. "shifted": keys are counted from the first of the
-            prefix and queries from 0. None: the attention has no such bias, as in
-            cross-attention.
-        in_window: whether a sliding window hides it from tokens that are far behind it.
+        mask: `[rows, length]` bool, false for padding; None: every query attends to all.
+        distances: how a relative position bias counts distances. "kept": between tokens as without
+            a prefix. "shifted": keys count from the first of the prefix and queries from 0.
+            None: the attention has no such bias, as in cross-attention.
+        in_window: whether a sliding window hides it from tokens far after it.
     """
 
     keys: Tensor
@@ -278,7 +279,7 @@ class Prefix(NamedTuple):
 
 
 class AttentionAdapter(Adapter):
-    """An adapter that prepends keys and values to those of an attention.
+    """An adapter that prepends keys and values to those of an attention module.
 
     In a `Stack` the keys and values of the first adapter come first.
     """
@@ -290,40 +291,40 @@ class AttentionAdapter(Adapter):
         """Return the keys and values.
 
         Args:
-            x: the input of the attention, on the side of its queries, `[rows, tokens, d_model]`.
+            x: the input of the queries, `[rows, tokens, d_model]`.
             base: the attention.
         """
 
 
 class InvertibleAdapter(Adapter):
-    """A function at the entry of a model whose inverse acts in front of the logits."""
+    """A function at a model's input whose inverse acts before the logits."""
 
     stacks_only: ClassVar[str] = "an invertible function"
 
     @abstractmethod
     def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
-        """The inverse of `forward`, of what enters a head's last layer, `[*batch, d_model]`."""
+        """Return the inverse of `forward`; `y` `[*batch, d_model]` enters a head's last layer."""
 
 
 class PositionAdapter(Adapter):
-    """An adapter that gives tokens other numbers: `forward` calls `base` with them."""
+    """An adapter that changes position numbers: `forward` calls `base` with the new ones."""
 
     acts_on = "input"
 
 
 Joins: TypeAlias = Literal["inputs", "embeddings"]
-"""What added tokens join: the table's output, or that of the module that embeds."""
+"""What added tokens join: the output of the embedding table, or of the embedding module."""
 
 
 class PromptAdapter(Adapter):
-    """An adapter that adds tokens to each sequence, and sits where they join it.
+    """An adapter that adds tokens to each sequence; its site is where they join it.
 
-    The mask, positions and labels of the call have room for them before anything is computed. In
+    The mask, positions and labels of the call get room for them before anything is computed. In
     a `Stack` the tokens of the first adapter come first.
 
     Attributes:
         length: how many tokens.
-        after_first: whether they stand behind the first real token, and not in front of it.
+        after_first: whether they follow the first real token; otherwise they precede it.
         joins: what they join.
     """
 
@@ -338,7 +339,7 @@ class PromptAdapter(Adapter):
         """Return the tokens, `[length, d]`."""
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer's output with the tokens in their places, `[rows, tokens, d]`."""
+        """Return the layer's output with the tokens inserted, `[rows, tokens, d]`."""
         y = base(x)
         at = base.call.added(self.shared_key, x)  # [rows, length]
         if at is None:
@@ -378,10 +379,10 @@ class WeightAdapter(Adapter):
 
 
 class SharedInputAdapter(Adapter):
-    """An adapter that computes something of its input alone, which others that read it can share.
+    """An adapter that computes something from its input only, which others with it can share.
 
     Query, key and value projections read one input, and one product for the three is cheaper than
-    three. The adapter asks for its part by `base.from_input(self, x)`.
+    three. The adapter gets its part from `base.from_input(self, x)`.
     """
 
     @property
@@ -392,7 +393,7 @@ class SharedInputAdapter(Adapter):
     @classmethod
     @abstractmethod
     def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Any]:
-        """Return what each of some adapters needs of the input that all of them read.
+        """Return each adapter's projection of the shared input.
 
         Args:
             adapters: at least one, of this class, with equal `shared_input_key`.
@@ -408,10 +409,10 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-        """Return logits of the task.
+        """Return the logits of the task.
 
         Args:
-            hidden: `[batch, tokens, d_model]`, or `[batch, d_model]` where the model has pooled.
+            hidden: `[batch, tokens, d_model]`, or `[batch, d_model]` if the model has pooled.
             mask: `[batch, tokens]`, true or 1 at real tokens; None when all are.
         """
 

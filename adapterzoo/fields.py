@@ -1,4 +1,4 @@
-"""The fields of a config: what each may hold, declared beside it, and errors that name it.
+"""Declarations of config fields: the legal values of each, and errors that name it.
 
 ```python
 @dataclass(frozen=True, kw_only=True)
@@ -7,8 +7,8 @@ class MyConfig(AdapterConfig):
     dropout: float = field(0.0, Share())
 ```
 
-Fields annotated `bool` are checked without a declaration. A class that gives an inherited field
-another default keeps its check.
+Fields annotated `bool` are checked without a declaration. A class that changes the default of an
+inherited field keeps its check.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_number(value: object, *types: type) -> TypeGuard[float]:
 
 
 class Check(metaclass=ABCMeta):
-    """What a field may hold.
+    """The legal values of a field.
 
     Attributes:
         legal: the legal values in words, for "`field` is …".
@@ -51,7 +51,7 @@ class Check(metaclass=ABCMeta):
         """Return whether the value is legal."""
 
     def convert(self, value: object) -> object:
-        """Return the value in the form in which configs hold it."""
+        """Return the value as configs store it."""
         return value
 
     def nearest(self, value: object, default: object) -> object:
@@ -113,7 +113,7 @@ class Share(Check):
     legal = "a number from 0 to below 1"
 
     def fits(self, value: object) -> bool:
-        """Return whether it is."""
+        """Return whether the value is legal."""
         return is_number(value) and 0 <= value < 1
 
 
@@ -123,7 +123,7 @@ class Text(Check):
     legal = "text, or None for none"
 
     def fits(self, value: object) -> bool:
-        """Return whether it is."""
+        """Return whether the value is legal."""
         return value is None or isinstance(value, str)
 
 
@@ -133,7 +133,7 @@ class Positive(Check):
     legal = "a number above 0"
 
     def fits(self, value: object) -> bool:
-        """Return whether it is."""
+        """Return whether the value is legal."""
         return is_number(value) and 0 < value < math.inf
 
 
@@ -155,10 +155,10 @@ class Choice(Check):
 
 @dataclass(frozen=True)
 class Maybe(Check):
-    """What another check accepts, or None.
+    """The values that another check accepts, or None.
 
     Attributes:
-        check: of all other values.
+        check: the check of other values.
         meaning: of None, such as "that of the model".
     """
 
@@ -175,17 +175,17 @@ class Maybe(Check):
         return value is None or self.check.fits(value)
 
     def convert(self, value: object) -> object:
-        """Return None, or what the other check makes of the value."""
+        """Return None, or the value converted by the other check."""
         return None if value is None else self.check.convert(value)
 
     def nearest(self, value: object, default: object) -> object:
-        """Return what the other check suggests."""
+        """Return the suggestion of the other check."""
         return self.check.nearest(value, default)
 
 
 @dataclass(frozen=True)
 class Either(Check):
-    """What one of two checks accepts; only the second may convert."""
+    """The values that one of two checks accepts; only the second may convert."""
 
     first: Check
     second: Check
@@ -196,7 +196,7 @@ class Either(Check):
         return f"{self.first.legal}, or {self.second.legal}"
 
     def convert(self, value: object) -> object:
-        """Return what the first accepts as it is, all else as the second converts it."""
+        """Return a value that the first accepts unchanged, any other converted by the second."""
         return value if self.first.fits(value) else self.second.convert(value)
 
     def fits(self, value: object) -> bool:
@@ -205,7 +205,7 @@ class Either(Check):
 
 
 class Layers(Check):
-    """Numbers of layers: a list becomes a tuple, so do a single number and None."""
+    """Numbers of layers: a list, a single number or None becomes a tuple."""
 
     legal = "a list of layer numbers from 0"
 
@@ -236,7 +236,7 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False) -> _T:
 
     Args:
         default: a dict is copied for each config.
-        check: of its values; None for none beside that of the annotation.
+        check: the check of its values; None for only that of the annotation.
         ours: whether the peers' files lack the field: it is written only if it is not the default.
     """
     metadata = declared(check) | ({"ours": True} if ours else {})
@@ -265,7 +265,7 @@ def checks(cls: Any) -> Mapping[str, tuple[Check, object]]:
 
 
 def check_fields(config: Any) -> None:
-    """Check each field of a config by its declaration, and keep what the check makes of it.
+    """Check each field of a config by its declaration, and store the converted value.
 
     Raises:
         ConfigError: a value is not legal.
@@ -291,13 +291,13 @@ class ConfigType(ABCMeta):
             try:
                 return super().__call__(*values, **fields)
             except TypeError:
-                # what the class itself got wrong stays as it is
+                # errors inside the class itself are not changed
                 _refuse_wrong_fields(cls, None, values, fields)
                 raise
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """That of the constructor, and not of `__call__` above."""
+        """The signature of the constructor, not of `__call__` above."""
         _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
         return inspect.Signature(parameters)
 

@@ -1,14 +1,13 @@
 """Which adapters act, for a model, a thread and an asyncio task.
 
-One `ActiveState` per model is shared by all its adapted layers. Three things say which plan holds,
-the first that is there: the override of the running call, which ends before any other task can run;
-the innermost block (`AdapterSetup`) of the calling thread and task; the default of all threads.
+One `ActiveState` per model is shared by all its adapted layers. The plan is the first of these that
+exists: the override of the running call, which ends before any other task can run; the innermost
+block (`AdapterSetup`) of the calling thread and task; the default of all threads.
 
-The block is kept in a context variable: tasks never see each other's, and a task or an
-`asyncio.to_thread` that is started inside a block takes it along. `torch.compile` cannot trace a
-context variable, so each thread also notes the block that was entered or left in it last, and the
-coroutine that did so. Compiled code trusts the note while that coroutine is the one that runs, and
-raises otherwise.
+The block is kept in a context variable: tasks never see each other's block, and a task or an
+`asyncio.to_thread` that starts inside a block inherits it. `torch.compile` cannot trace a context
+variable, so each thread also notes the last block entered or left and the coroutine that did so.
+Compiled code uses the note only while that coroutine is running, and raises otherwise.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ class Plan:
     """A composition compiled for a model: what each site does in a forward.
 
     Attributes:
-        setup: the composition it was made from; None for the plain base model.
-        heads: the heads that answer; empty if the plan chooses none.
+        setup: the composition it was compiled from; None for the plain base model.
+        heads: the heads that run; empty if the plan selects none.
         steps: site path to what the site evaluates; sites with nothing to do are absent.
         captures: path of a module to the sites that read its input.
         shared_inputs: path of a module to those of its layers that read one input: the name of
             each in the module, and its adapters that can share.
-        skip_layers: numbers of the blocks that were left out.
+        skip_layers: numbers of the blocks without adapters.
         rows: which rows of a batch take which part of the composition; None where all take all.
         stacks: paths of the encoders and decoders whose calls are recorded.
-        exit: path of the entry whose step has an inverse, which acts in front of the logits; None
+        exit: path of the entry whose step has an inverse, which acts before the logits; None
             without one.
         prompts: the tokens that are added to sequences; None for none.
     """
@@ -71,7 +70,7 @@ class Plan:
 
 
 class Default:
-    """What all threads share: the plan that holds where no override and no block does."""
+    """The state that all threads share: the plan outside overrides and blocks."""
 
     def __init__(self, plan: Plan | None = None) -> None:
         """Start with a plan.
@@ -97,11 +96,11 @@ class Default:
 
 @dataclass(slots=True)
 class Held:
-    """The state of a block.
+    """The plan of an `AdapterSetup` block.
 
     Attributes:
         plan: what holds.
-        gone: an adapter of the plan that is no longer there.
+        gone: an adapter of the plan that has been deleted or replaced.
     """
 
     plan: Plan
@@ -113,7 +112,7 @@ _blocks_lock = threading.RLock()
 
 
 class Block:
-    """A plan holds in the calling thread and task until the block is left."""
+    """A plan that is active in the calling thread and task until the block ends."""
 
     def __init__(self, default: Default, plan: Plan, owner: object) -> None:
         """Describe the block; it holds once its context has it.
@@ -135,28 +134,29 @@ class Block:
             default.by_tasks = default.by_tasks or owner is not None
 
     def __del__(self) -> None:
-        """Once no context holds a block of a task, every context of a thread sees the same."""
+        """Update the flags: without blocks of tasks, all contexts of a thread see the same plan."""
         with _blocks_lock:
             others = [b for b in self._default.blocks if b is not self]
             self._default.has_blocks = bool(others)
             self._default.by_tasks = any(b.owner is not None for b in others)
 
 
-# an input of so many numbers is small
+# inputs up to this many values are small
 FEW = 1 << 14
 
 
 class SharedInput:
     """The adapters of query, key and value, or of gate and up, in one call of their module.
 
-    The first one to ask also computes the parts of the others, which are kept for them. Each part
-    is handed out once, and only for the very tensor that it was computed from.
+    The first adapter that requests its result also computes those of the others. A result computed
+    for another adapter is kept until that adapter requests it, once, with the same tensor;
+    otherwise it is computed again.
     """
 
     __slots__ = ("_members", "_waiting")
 
     def __init__(self, members: Sequence[Adapter]) -> None:
-        """Start without parts.
+        """Start without results.
 
         Args:
             members: adapters of any classes.
@@ -232,7 +232,7 @@ class CallContext:
 
     @property
     def joined(self) -> Joined | None:
-        """The sequences of the running call with the tokens that adapters add."""
+        """The sequences of the running call, with the tokens that adapters add."""
         return self.stacks[-1].joined if self.stacks else None
 
     def shared(self, key: tuple[str, int | None]) -> nn.Module:
@@ -241,7 +241,7 @@ class CallContext:
         Args:
             key: name of the adapter, and in a union the number of its config.
         """
-        # a replica has modules of its own, which only the modules around the layer know
+        # a replica has its own modules, which only the modules around the layer hold
         found = next((f.shared for f in reversed(self.stacks) if f.shared is not None), None)
         return shared_by(self._default.shared if found is None else found, key)
 
@@ -274,7 +274,7 @@ class Frame(NamedTuple):
         call: what it was given.
         module: that runs.
         shared: what layers share, where the module holds it.
-        joined: its sequences with the tokens that adapters add; None where none does.
+        joined: its sequences with the tokens that adapters add; None if none does.
     """
 
     call: RecordedCall
@@ -287,7 +287,7 @@ class ActiveState(threading.local):
     """What is active, as the calling thread and task see it."""
 
     def __init__(self, default: Default) -> None:
-        """Start with a default plan; runs anew, with the same argument, in each thread.
+        """Start with a default plan; runs again, with the same argument, in each thread.
 
         Args:
             default: shared by all threads. A default value would be made anew in each thread.
@@ -306,7 +306,7 @@ class ActiveState(threading.local):
 
     @property
     def plan(self) -> Plan:
-        """The plan that holds for the calling thread and task."""
+        """The active plan of the calling thread and task."""
         # runs at every layer: the usual case comes first
         if self.override is None and not self.default.has_blocks:
             return self.default.plan
@@ -315,11 +315,11 @@ class ActiveState(threading.local):
 
     @property
     def held(self) -> Plan | None:
-        """The plan of the running call or of the innermost block; None where the default holds.
+        """The plan of the running call or of the innermost block; None if the default applies.
 
         Raises:
-            StateError: an adapter of the block is gone; or compiled code cannot tell which block
-                the running task is in.
+            StateError: an adapter of the block was deleted, or compiled code cannot determine which
+                block the running task is in.
         """
         if self.override is not None:
             return self.override
@@ -335,7 +335,7 @@ class ActiveState(threading.local):
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The heads that answer, also where an adapter of the block is gone."""
+        """The active heads, even if an adapter of the block was deleted."""
         held = self._held() if self.override is None else None
         return self.plan.heads if held is None else held.plan.heads
 
@@ -364,9 +364,9 @@ class ActiveState(threading.local):
 
     @contextmanager
     def overridden(self, plan: Plan) -> Iterator[None]:
-        """The plan holds for the calling thread until the context ends, however it ends.
+        """Activate the plan in the calling thread until the context ends.
 
-        For the length of a call: nothing may be awaited inside.
+        Use it for one call only: do not await inside.
         """
         outer, self.override = self.override, plan
         try:
@@ -376,12 +376,12 @@ class ActiveState(threading.local):
             self.call.captures.clear()
 
     def resumable(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return a context maker that shows a later call, in any thread, what this one sees.
+        """Return a function that recreates the current active state in a later call, in any thread.
 
         Gradient checkpointing computes a block again in the backward pass.
 
         Returns:
-            Gives a context to run in; None where the default plan is all there is to see.
+            A function that returns a context to run in; None if only the default plan is active.
         """
         plan, stacks = self.held, list(self.call.stacks)
         if plan is None and not stacks:
@@ -399,7 +399,7 @@ class ActiveState(threading.local):
 
     @contextmanager
     def entered(self, plan: Plan) -> Iterator[None]:
-        """The plan holds for the calling thread and task until the context ends."""
+        """Activate the plan in the calling thread and task until the context ends."""
         default, task = self.default, current_task()
         owner = None if task is None else task.get_coro()
         block = Block(default, plan, owner)
@@ -428,13 +428,13 @@ class ActiveState(threading.local):
         return plans if self.override is None else [*plans, self.override]
 
     def change_overrides(self, change: Callable[[Plan], Plan]) -> None:
-        """Put another plan in the place of each of the calling thread's overrides."""
+        """Replace each of the calling thread's overrides."""
         for block in self._open_blocks():
             block.held.plan = change(block.held.plan)
         self.override = self.override and change(self.override)
 
     def forget(self, name: str) -> None:
-        """Note that an adapter is gone: a block that still names it must not run without it.
+        """Mark blocks that use a deleted adapter: they must not run without it.
 
         Args:
             name: of the adapter.
@@ -451,10 +451,10 @@ class ActiveState(threading.local):
             return [b for b in self.default.blocks if b.is_open and b.thread == thread]
 
     def pinned(self) -> ActiveState:
-        """Return a state that shows every thread what the calling thread sees now.
+        """Return an active state that gives every thread the calling thread's current plan.
 
-        It is the same one until the plan changes: the layers of a replica pass their taps on
-        through it.
+        It is the same object until the plan changes: the layers of a replica pass captured inputs
+        on through it.
         """
         plan = self.plan
         if self._pinned is None or self._pinned.default.plan is not plan:
@@ -475,7 +475,7 @@ class ActiveState(threading.local):
 
 
 def current_task() -> asyncio.Task[Any] | None:
-    """Return the asyncio task that runs in the calling thread, None outside of tasks."""
+    """Return the asyncio task that runs in the calling thread; None outside tasks."""
     try:
         return asyncio.current_task()
     except RuntimeError:

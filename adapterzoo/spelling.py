@@ -1,6 +1,6 @@
-"""How the peers' files spell a method or a head: declared in its own file, read by the formats.
+"""How the peers' files spell a method or a head, declared in a file per method.
 
-`checkpoint/adapterhub` and `checkpoint/peft` contain no method; they work from these tables. A
+`checkpoint/adapterhub` and `checkpoint/peft` do not name any method; they read these tables. A
 method file registers one spelling per peer, so that deleting the file deletes its formats:
 
 ```python
@@ -32,11 +32,12 @@ peft_spellings.register("ia3")(
 )
 ```
 
-`@spelled(adapterhub, peft)` above the config class registers what these functions make of it.
+`@spelled(adapterhub, peft)` above the config class registers the spellings that these functions
+return.
 
 Functions in a spelling raise `CheckpointError` without naming their caller. A file may lack any
-tensor: a `KeyError` in `Container.read` leaves the file's names as they are, and the comparison
-with the model shows what is missing.
+tensor: a `KeyError` in `Container.read` leaves the file's names unchanged, and the comparison with
+the model shows what is missing.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ _RELEASE = re.compile(r"adapters\.(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)")
 
 
 def same(*names: str) -> dict[str, str]:
-    """Return a table for names that are the same there and here."""
+    """Return a table of names that are the same in both."""
     return {name: name for name in names}
 
 
 def unchanged(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    """Return the tensors as they are."""
+    """Return the tensors unchanged."""
     return tensors
 
 
@@ -82,7 +83,7 @@ class Container:
             feed-forward part of a block. "block": a block. "attention": an attention module.
             "model": the model; these are adapter-wide tensors, our parameters of
             `AdapterConfig.shared`.
-        below: the end of `<path>` beneath that, e.g. "reft_layer", "prefix_tuning".
+        below: the rest of `<path>`, e.g. "reft_layer", "prefix_tuning".
         locations: at "sublayer": the kind of the sub-layer to `Placement.location`.
         aliases: other names of the container, in older files.
         duplicates: ends of paths under which the file repeats the tensors; ignored.
@@ -106,7 +107,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class AdapterHubFile:
-    """What the config fields of an AdapterHub file do not tell.
+    """Facts about an AdapterHub file that its config fields lack.
 
     Attributes:
         version: the release that wrote it, None in the oldest files.
@@ -142,31 +143,29 @@ def _by_flags(config: AdapterConfig, _anatomy: Anatomy) -> AdapterConfig | None:
 class AdapterHubSpelling:
     """How AdapterHub's `adapters` spells a method.
 
-    A file is of the method whose `architecture` it has, whose `fixed` fields it has with these
+    A file belongs to the method whose `architecture` it has, whose `fixed` fields it has with these
     values (or lacks), and whose `required` fields it has with a value other than None.
 
     Attributes:
         config: our config class.
         architecture: AdapterHub's names of the method. The first is written; None: no name.
-        fields: AdapterHub's field names to ours. Other fields of ours must hold their defaults
+        fields: AdapterHub's field names → ours. Other fields of ours must hold their defaults
             to be written; other fields of a file are passed to the config, which refuses them.
-        fixed: fields whose values say which method it is; written as they stand.
-        required: fields that say which method it is by having a value.
-        constants: further fields, written as they stand and ignored when read.
-        implied: fields of ours that every such file means.
-        omitted: fields of ours that need not be written, such as those that the tensors tell.
+        fixed: fields whose values identify the method; written unchanged.
+        required: fields that identify the method by having a value.
+        constants: other fields, written unchanged and ignored when read.
+        implied: fields of ours that every such file implies.
+        omitted: fields of ours that need not be written, such as those that the tensors imply.
         containers: where its tensors are.
-        fused: why a part of a fused layer cannot be written; None: it can, parts one under the
-            other.
-        feed_forward: the fields that ask for the first and the last feed-forward layer; some
+        fused: why a part of a fused layer cannot be written; None: it can, with parts concatenated.
+        feed_forward: the fields that select the first and the last feed-forward layer; some
             families of AdapterHub swap the two.
-        read_fields: a file's fields, under our names, to those of our config; raises where they
-            mean what does not exist here.
-        place: the config with what only the keys tell, from the sites that the file has.
+        read_fields: a file's fields, under our names, to those of our config; raises if their
+            meaning does not exist here.
+        place: adds to the config what only the file's keys show, from its sites.
         unsayable: why AdapterHub's format cannot express a config; None: it can.
         as_flags: the config with its places in AdapterHub's fields; None: impossible.
-        quirk: model type and placement to what `adapters` computes instead there, None if the
-            same.
+        quirk: model type and placement → what `adapters` computes instead, None if the same.
         fusion_quirk: the same for a fusion of adapters with this config.
     """
 
@@ -194,10 +193,10 @@ class AdapterHubSpelling:
 
 @dataclass(frozen=True, slots=True)
 class PeftField:
-    """A field of PEFT's config that is read: a flag, a whole number or a number, as its default.
+    """A field of PEFT's config that is read; of its default's type: a flag, an integer or a number.
 
     Attributes:
-        default: what a file without it means.
+        default: the value in a file without the field.
         low: the smallest legal number.
         high: the largest.
     """
@@ -209,13 +208,13 @@ class PeftField:
 
 @dataclass(slots=True)
 class PeftLayer:
-    """What a PEFT file has at one layer.
+    """The contents of a PEFT file for one layer.
 
     Attributes:
         name: path of the layer in the file.
         site: the layer in this model.
-        fields: of PEFT's config, those of patterns as they are for this layer.
-        tensors: as PEFT has them, by our parameter names.
+        fields: of PEFT's config; fields of patterns have this layer's values.
+        tensors: in PEFT's layout, by our parameter names.
     """
 
     name: str
@@ -239,11 +238,11 @@ class PeftPart:
 
 @dataclass(frozen=True, slots=True)
 class PeftOutput:
-    """What is written for one layer.
+    """The output for one layer.
 
     Attributes:
         parts: our adapters there.
-        tensors: as PEFT has them, of the one adapter that they become, by our parameter names.
+        tensors: of the joined adapter, in PEFT's layout, by our parameter names.
     """
 
     parts: Sequence[PeftPart]
@@ -254,39 +253,39 @@ class PeftOutput:
 class PeftSpelling:
     """How PEFT spells a method.
 
-    A file is of the method that has its `peft_type`, and whose `fixed` fields it has with these
-    values (or lacks, where the value is False or None).
+    A file belongs to the method that has its `peft_type`, and whose `fixed` fields it has with
+    these values (or lacks, if the value is False or None).
 
     Attributes:
         config: our config class.
         peft_type: PEFT's name of the method.
-        tensors: our parameters to the ends of PEFT's keys, without the adapter's name. The first
+        tensors: our parameters → the ends of PEFT's keys, without the adapter's name. The first
             end is written, all are read. Empty where all tensors are adapter-wide.
-        embedding_tensors: the same where the layer is an embedding and the ends differ.
+        embedding_tensors: the same for embeddings, if the ends differ.
         shared: our adapter-wide parameters to PEFT's whole keys.
-        optional: our parameters that are there only with a field of PEFT's.
-        fixed: fields whose values say which method it is; written as they stand.
+        optional: our parameters that exist only with some field of PEFT's.
+        fixed: fields whose values identify the method; written unchanged.
         fields: the fields that are read.
-        patterns: fields that map layer names to numbers, under one name there and here, to the
-            field that holds the number for all other layers, there and here.
-        inert: further fields that do not change what an adapter computes.
-        refused: fields that cannot be reproduced, each with the reason, where they are not off.
+        patterns: fields that map layer names to numbers (same name in PEFT and here) → the field
+            with the number for all other layers (same name too).
+        inert: other fields that do not change what an adapter computes.
+        refused: fields that cannot be reproduced unless they are off → the reason.
         wide: parameters that stay in float32 over half-precision layers.
-        subsets: fields that name some of the target modules, under one name there and here, to
-            whether a layer is among them, by its tensors as PEFT has them.
-        refuse: the whole config to why it cannot be reproduced; None: it can.
+        subsets: fields that name some of the target modules (same name in PEFT and here) → whether
+            a layer is among them, by its tensors in PEFT's layout.
+        refuse: the whole config → why it cannot be reproduced; None: it can.
         read: PEFT's tensors of one layer to ours.
         read_layers: all layers of a file to the fields of our config at each; layers that differ
             in other fields than those of `patterns` become members of a union.
         read_model: PEFT's fields, its adapter-wide tensors by the names in `shared`, all layers,
             and the model's anatomy, to fields of our config and to our adapter-wide tensors.
         unsayable: why PEFT's format cannot express an adapter; None: it can.
-        write: our tensors of an adapter that is alone at its layer to PEFT's.
+        write: our tensors of an adapter that is the only one at its layer → PEFT's.
         join: several adapters at one layer, or those of parts of it, and what gives the layer's
             weight as it is stored, to PEFT's tensors of one adapter of the layer that computes
             the same; raises where there is none. None: never.
-        write_layers: the fields of PEFT's config for each of all layers; a value of None has no
-            say. Fields of `patterns` may differ between layers.
+        write_layers: the fields of PEFT's config for each of all layers; a value of None is
+            ignored. Fields of `patterns` may differ between layers.
         write_model: the config, our adapter-wide tensors, and the model's anatomy, to PEFT's
             fields and to its tensors by the names in `shared`; raises where PEFT's format cannot
             express them.
@@ -325,20 +324,20 @@ class PeftSpelling:
 
     @property
     def has_layers(self) -> bool:
-        """Whether tensors belong to layers, or all of them to the whole model."""
+        """Whether some tensors belong to layers; otherwise all belong to the whole model."""
         return bool(self.tensors)
 
     @property
     def prefix(self) -> str:
-        """What the keys of the model's own tensors begin with: PEFT wraps changed layers twice."""
+        """The prefix of keys of the model's own tensors; with adapted layers PEFT wraps twice."""
         return "base_model.model." if self.has_layers else "base_model."
 
 
 adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelling")
-"""Our `architecture` to how AdapterHub spells it."""
+"""Our `architecture` → its AdapterHub spelling."""
 
 peft_spellings: Registry[PeftSpelling] = Registry("PEFT spelling")
-"""Our `architecture` to how PEFT spells it."""
+"""Our `architecture` → its PEFT spelling."""
 
 _Config = TypeVar("_Config", bound=type[AdapterConfig])
 
@@ -349,7 +348,7 @@ def spelled(
     """Decorate a config class: declare how the peers spell its method.
 
     Args:
-        makes: give the spellings for the class.
+        makes: return the spellings for the class.
     """
 
     def declared(config: _Config) -> _Config:

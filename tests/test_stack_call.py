@@ -102,7 +102,7 @@ def test_packed_sequences_have_ends_of_their_own(name, shape):
 def test_packed_sequences_have_no_rows():
     with pytest.raises(StateError, match=r"a layer got \[7, 8\].*\[rows, tokens, d_model\]"):
         at({}, {"cu_seqlens": torch.tensor([0, 7])}).real(torch.zeros(7, 8))
-    with pytest.raises(StateError, match="where sequences follow one another"):
+    with pytest.raises(StateError, match="concatenated sequences"):
         at({}).prompt_ends(torch.zeros(7, 8), 1, 1)
 
 

@@ -1,9 +1,9 @@
 """Injection: the only module that changes a model. `put` and `take` undo each other.
 
-`put` gives a layer *object* a subclass of its own class and hangs the adapters below it; `take`
-removes them and gives the class back. No wrapper, so the base model's state-dict keys and
-`isinstance` answers stay; no hook and no closure, so copies, pickles and replicas are independent.
-PyTorch's own `fully_shard` changes classes in the same way.
+`put` gives a layer *object* a subclass of its own class and adds the adapters as submodules; `take`
+removes them and restores the class. There is no wrapper, so state-dict keys and `isinstance` stay
+the same; no hook and no closure, so copies, pickles and replicas are independent. PyTorch's own
+`fully_shard` changes classes in the same way.
 """
 
 from __future__ import annotations
@@ -87,19 +87,19 @@ def put(
     path: str,
     overwritten: bool = False,
 ) -> None:
-    """Hang the adapter below the layer, inactive until the selection says otherwise.
+    """Add the adapter to the layer; it is inactive until activated.
 
     Args:
         layer: any module of the model; its class changes to a subclass of itself.
-        name: under which the adapter is found, `layer.adapters[name]`.
-        adapter: on the device and of the dtype that it shall have; or what adapters there share.
+        name: its key in `layer.adapters`.
+        adapter: on its final device and in its dtype; or the module that adapters there share.
         selection: the model's.
         path: of the layer, as plans name it.
         overwritten: whether the model writes into the layer's output in place.
 
     Raises:
         DuplicateNameError: the layer has an adapter of this name.
-        StateError: the layer has an attribute `adapters` of its own.
+        StateError: the layer already has an attribute `adapters`.
     """
     check_put(layer, path)
     there = layer._modules.get("adapters")
@@ -127,10 +127,10 @@ def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
 
 
 def check_put(layer: nn.Module, path: str) -> None:
-    """Check that an adapter can hang below the layer.
+    """Check that an adapter can be added to the layer.
 
     Raises:
-        StateError: the layer has an attribute `adapters` of its own.
+        StateError: the layer already has an attribute `adapters`.
     """
     adapters = layer._modules.get("adapters")
     if isinstance(adapters, AdapterDict):
@@ -143,13 +143,13 @@ def check_put(layer: nn.Module, path: str) -> None:
     )
     if any("adapters" in place for place in places):
         raise StateError(
-            f"adapter at {path!r}: {type(layer).__name__} has an attribute 'adapters' of its own, "
-            f"where adapters hang. Write exclude_modules=[{path!r}]."
+            f"adapter at {path!r}: {type(layer).__name__} already has an attribute 'adapters', "
+            f"which adapters need. Write exclude_modules=[{path!r}]."
         )
 
 
 def take(layer: nn.Module, name: str) -> Adapter:
-    """Remove the adapter; the last one leaves the layer as it was before the first `put`.
+    """Remove the adapter; without adapters the layer is as it was before the first `put`.
 
     Raises:
         StateError: the layer has no adapter of this name.
@@ -175,10 +175,9 @@ def take(layer: nn.Module, name: str) -> Adapter:
 def capture_input(
     module: nn.Module, reader: str, name: str, selection: ActiveState, path: str
 ) -> None:
-    """Let a module help the site `reader`, for the adapter `name`, in the way that plans say.
+    """Make a module pass its input to the site `reader` when a plan requests it.
 
-    It passes its first input on to the site, or lets it share what it computes with the layers
-    beside it.
+    It passes its first input to the site, or lets the site share results with the layers beside it.
 
     Args:
         module: of the model.
@@ -192,7 +191,7 @@ def capture_input(
 
 
 def record_calls(module: nn.Module, name: str, active: ActiveState, path: str) -> None:
-    """Record the calls of an encoder or decoder, for the adapter `name`, in the way that plans say.
+    """Record the calls of an encoder or decoder for the adapter `name` when a plan requests it.
 
     Args:
         module: of the model.
@@ -205,7 +204,7 @@ def record_calls(module: nn.Module, name: str, active: ActiveState, path: str) -
 
 
 def put_shared(model: nn.Module, name: str, shared: nn.Module, active: ActiveState) -> None:
-    """Hang what the layers of an adapter share below the base model.
+    """Add the module that the layers of an adapter share to the base model.
 
     Args:
         model: the base model.
@@ -214,7 +213,7 @@ def put_shared(model: nn.Module, name: str, shared: nn.Module, active: ActiveSta
         active: the model's.
 
     Raises:
-        StateError: the base model has an attribute `adapters` of its own.
+        StateError: the base model already has an attribute `adapters`.
     """
     check_put(model, "")
     new = AdapterDict().train(model.training)
@@ -224,7 +223,7 @@ def put_shared(model: nn.Module, name: str, shared: nn.Module, active: ActiveSta
 
 
 def take_shared(model: nn.Module, name: str, active: ActiveState) -> None:
-    """Undo `put_shared`; nothing happens where the adapter shares nothing.
+    """Undo `put_shared`; do nothing if the adapter shares nothing.
 
     Args:
         model: the base model.
@@ -247,11 +246,11 @@ def release_input(module: nn.Module, reader: str, name: str) -> None:
 
 
 def init_from_layer(layer: nn.Module, adapter: Adapter, originals: Mapping[str, Tensor]) -> None:
-    """Let a fresh adapter take initial values from the layer that it will be put at.
+    """Initialize a new adapter from the layer that it will be added to.
 
     Args:
         layer: the layer.
-        adapter: not yet put.
+        adapter: not yet added.
         originals: parameters of the layer as they were before adapters were merged into it.
     """
     for (part,), base in _beside(layer, (adapter,), originals):
@@ -266,11 +265,11 @@ def combine(
     strategy: Combination,
     originals: Mapping[str, Tensor],
 ) -> None:
-    """Let an adapter without values take what several others of the layer become.
+    """Set an uninitialized adapter to a combination of several others of the layer.
 
     Args:
         layer: the layer.
-        adapter: not yet put.
+        adapter: not yet added.
         others: at least one.
         weights: one for each.
         strategy: how they are combined, with its options.

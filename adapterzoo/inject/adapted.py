@@ -1,7 +1,7 @@
-"""The class swap: what a layer with adapters is, and how it becomes one and ceases to be one.
+"""The class swap: how a layer gets the class for adapters, and its own class back.
 
-The subclass is made once for each class of layers, so that equal layers stay of one class, and
-is found again by the layer's own class where a pickle is loaded.
+The subclass is created once for each class of layers, so that equal layers share a class, and a
+pickle finds it again by the layer's own class.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class AdapterDict(nn.ModuleDict):
     """The adapters of one layer, by name; any name is legal, also `train` or `type`."""
 
     def __setitem__(self, key: str, module: nn.Module) -> None:
-        """Enter the module; `add_module` would refuse the names of its own methods."""
+        """Add the module; `add_module` would reject the names of its own methods."""
         self._modules[key] = module
 
 
 @dataclass(slots=True)
 class _Link:
-    """What ties a layer to the model: kept in the layer, shared by shallow copies of it."""
+    """The link of a layer to the model: kept in the layer, shared by its shallow copies."""
 
     active: ActiveState
     path: str
@@ -51,14 +51,14 @@ class Adapted(nn.Module):
     """Mixed into the class of a layer that has adapters, or of a module that helps such layers."""
 
     _link: _Link
-    # names of the parameters that are read changed, where the layer computes with parameters
+    # names of the parameters that adapters change, if the layer computes with parameters
     _read: tuple[str, ...] = ()
     # arguments of the forward that can be given by position
     _positions: tuple[str, ...] = ()
     adapters: AdapterDict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward with the active adapters; the plain one when none is active."""
+        """Run the forward with the active adapters; the plain one if none is active."""
         link = self._link
         active = link.active
         plan = active.plan
@@ -83,7 +83,7 @@ class Adapted(nn.Module):
             y = evaluate(step, adapters, x, base, plan.rows)
             # an adapter may keep its output for the backward
             return base.pack(y.clone() if link.overwritten and y.requires_grad else y)
-        # a module may read a parameter once for each expert: what it reads is built once
+        # a module may read a parameter once for each expert: build it once
         active.call.reads.append((self, {}))
         try:
             return base.pack(evaluate(step, adapters, x, base))
@@ -92,7 +92,7 @@ class Adapted(nn.Module):
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """Return what the class of a layer gets beside the mixins.
+        """Return the additional attributes of the class of a layer.
 
         Args:
             plain: the layer's own class.
@@ -100,7 +100,7 @@ class Adapted(nn.Module):
         return {}
 
     def _gathering(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the plain forward of a module with layers that read one input."""
+        """Run the plain forward of a module whose layers read one input."""
         active = self._link.active
         members = []
         # found below the module and not kept: replicas and copies have their own
@@ -114,13 +114,13 @@ class Adapted(nn.Module):
             active.call.shared_input = outer
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by the layer's own class: the subclass is made anew where it is loaded."""
+        """Pickle by the layer's own class: loading creates the subclass again."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
         kind = _kind_of(self)
         return _blank, (plain_class(self), self._read, kind), state
 
     def _replicate_for_data_parallel(self) -> Any:
-        # worker threads run the replicas: they must see what the replicating thread sees
+        # worker threads run the replicas: they need the active state of the replicating thread
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         link = self._link
         replica._link = replace(link, active=link.active.pinned())
@@ -133,11 +133,11 @@ def _kind_of(layer: Adapted) -> type[Adapted] | None:
 
 
 class AdaptedStack(Adapted):
-    """Mixed into the class of an encoder or decoder where adapters read facts about its calls."""
+    """Mixed into the class of an encoder or decoder whose calls adapters read."""
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """Return a forward with the signature of the class's own, which `generate` looks up."""
+        """Return a forward with the original signature, which `generate` inspects."""
 
         @functools.wraps(plain.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class AdaptedStack(Adapted):
         return {"forward": forward}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's forward; its arguments are recorded while it runs."""
+        """Run the module's forward; its arguments are recorded meanwhile."""
         link = self._link
         if link.path not in link.active.plan.stacks:
             return super().forward(*args, **kwargs)
@@ -164,7 +164,7 @@ def recorded(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
-    """Let the adapters inside an encoder or decoder see what it was given, while it runs.
+    """Record the arguments of an encoder or decoder for its adapters while it runs.
 
     The outermost of several such calls makes room for the tokens that adapters add.
 
@@ -207,10 +207,10 @@ def positions_of(cls: type[nn.Module]) -> tuple[str, ...]:
 
 
 def below_wrappers(layer: Any) -> Adapted:
-    """Return the layer that has adapters, where another library, as PEFT, has wrapped it since.
+    """Return the layer with adapters, even if a library such as PEFT has wrapped it since.
 
     Args:
-        layer: what is now at the layer's path.
+        layer: the module now at the layer's path.
     """
     while "adapters" not in layer._modules and "base_layer" in layer._modules:
         layer = layer._modules["base_layer"]
@@ -229,13 +229,13 @@ def base_of(
     bias: Tensor | None = None,
     active: ActiveState | None = None,
 ) -> BaseLayer:
-    """Return the layer as its adapters see it, outside of a forward.
+    """Return the layer as passed to its adapters, outside a forward.
 
     Args:
         layer: the layer.
-        weight: `[d_out, d_in]`, to be shown as the untouched weight; None: the layer's own.
-        bias: `[d_out]`, to be shown as the untouched bias; None: the layer's own.
-        active: of the model; None: that of the layer's adapters, where it has some.
+        weight: `[d_out, d_in]`, to pass as the untouched weight; None: the layer's own.
+        bias: `[d_out]`, to pass as the untouched bias; None: the layer's own.
+        active: of the model; None: that of the layer's adapters, if it has any.
     """
     if active is None and isinstance(layer, Adapted):
         active = layer._link.active
@@ -253,14 +253,14 @@ def swap(
     parameters: tuple[str, ...] = (),
     kind: type[Adapted] | None = None,
 ) -> None:
-    """Give a layer the class of those with adapters; one that has it learns what else it needs.
+    """Give a layer the class for adapters; update the settings of a layer that has it.
 
     Args:
         layer: any module of the model.
         selection: the model's.
         path: of the layer, as plans name it.
-        parameters: names of those that the layer shall read changed.
-        kind: what is mixed into its class, where that is more than `Adapted`.
+        parameters: names of those that adapters change.
+        kind: the mixin of its class, if not just `Adapted`.
     """
     if not isinstance(layer, Adapted):
         set_class(layer, _adapted_class(type(layer), parameters, kind))
@@ -273,14 +273,14 @@ def swap(
 
 
 def restore(layer: Adapted) -> None:
-    """Give a layer its own class back, unless an adapter still needs the other."""
+    """Restore a layer's own class, unless an adapter still needs the other."""
     if "adapters" not in layer._modules and not layer._link.helps:
         del layer._link
         set_class(layer, plain_class(layer))
 
 
 def discard(layer: Adapted) -> None:
-    """Make a copy of a layer with adapters one without: the original keeps what ties it to a model.
+    """Remove adapters from a copy of a layer; the original keeps its link to the model.
 
     Args:
         layer: a copy.
@@ -297,14 +297,14 @@ def set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
         cls: its new class.
     """
     layer.__class__ = cls
-    # accelerate (device_map, offloading) keeps the forward it has found in the instance
+    # accelerate (device_map, offloading) stores the original forward in the instance
     for name in ("forward", "_old_forward"):
         kept = vars(layer).get(name)
         if isinstance(kept, types.MethodType) and kept.__self__ is layer:
             setattr(layer, name, types.MethodType(cls.forward, layer))
 
 
-# one subclass for each class of layers, so that equal layers stay of one class
+# one subclass for each class of layers, so that equal layers share a class
 _classes: dict[tuple[Any, ...], type[Adapted]] = {}
 
 
@@ -331,7 +331,7 @@ def _adapted_class(
 
 
 def _changed(layer: Adapted, parameter: str) -> Tensor | None:
-    """Return what a layer that computes with its parameters reads: the changed one when active."""
+    """Return a parameter that its layer reads, with the change of active adapters; or None."""
     plain = own(layer, parameter)
     link = layer._link
     active = link.active
@@ -342,7 +342,7 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
     if not reads or reads[-1][0] is not layer:
         return _build(layer, parameter, plain, step)
     built = reads[-1][1]
-    # what was built without gradients cannot give any
+    # a value built without gradients cannot give any
     key = parameter, step, torch.is_grad_enabled()
     if key not in built:
         built[key] = _build(layer, parameter, plain, step)
@@ -350,7 +350,7 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
 
 
 def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
-    """A parameter, stored as the layer's own one is, with the change of a step's adapters."""
+    """Return a parameter with the change of a step's adapters, in the layer's layout."""
     own_weight = matrix(layer, parameter)
     base = base_of(layer, own_weight)
     # the sum of all changes is rounded once
@@ -366,7 +366,7 @@ def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
 
 
 def _set(layer: Adapted, value: object, parameter: str) -> None:
-    """What DataParallel does to a replica, which has no parameters of its own."""
+    """Set a parameter of a replica, as DataParallel does."""
     vars(layer)[parameter] = value
 
 

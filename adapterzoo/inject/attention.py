@@ -1,9 +1,9 @@
-"""Prefixes in attentions: of those that go through transformers' interface, and of others.
+"""Prefixes in attention modules: those that use transformers' interface, and others.
 
-An attention module looks its function up by the name in its config and passes itself along. While
-a prefix is active, the module reads a view of its config that names ours, which puts the prefix
-before the keys and values and calls the function that the config itself names. Neither the config
-nor the masks of the model change. `inline` follows those that compute their scores by themselves.
+An attention module looks up its function by the name in its config and passes itself to it. While
+a prefix is active, the module reads a view of its config that names our function, which puts the
+prefix before the keys and values and calls the function in the config. Neither the config nor the
+masks of the model change. `inline` handles modules that compute their scores themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SUPPORTED = ("eager", "sdpa")
 
 
 class _Config:
-    """A config as an attention with a prefix reads it."""
+    """The view of a config that an attention module with a prefix reads."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -47,18 +47,18 @@ class _Config:
 class AdaptedAttention(Adapted):
     """Mixed into the class of an attention module that has prefixes."""
 
-    # whether the module computes its scores by itself
+    # whether the module computes its scores itself
     _is_inline: bool = False
 
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """Return the config that the module reads, where that names its function."""
+        """Return a `config` attribute for modules that look up their function by its name."""
         if is_inline(plain):
             return {"_is_inline": True}
         return {"config": property(_read_config, _write_config)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's forward, its keys and values behind those of the prefix."""
+        """Run the module's forward with the prefix before its keys and values."""
         link = self._link
         active = link.active
         plan = active.plan
@@ -77,7 +77,7 @@ class AdaptedAttention(Adapted):
         implementation = vars(self)["config"]._attn_implementation
         if implementation not in _SUPPORTED:
             raise StateError(
-                f"attn_implementation={implementation!r}: its function cannot be given a mask that "
+                f"attn_implementation={implementation!r}: its function does not accept a mask that "
                 f"shows a prefix. Load the model with attn_implementation='sdpa' or 'eager', or "
                 f"write model.set_attn_implementation('sdpa')."
             )
@@ -105,7 +105,7 @@ def _attend(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """Attention with the prefix of the module that calls it.
+    """Compute attention with the prefix of the calling module.
 
     Args:
         module: the attention.
@@ -128,8 +128,8 @@ def _attend(
     window, length = kwargs.get("sliding_window"), prefix.keys.shape[2]
     if prefix.in_window and window is not None and length + keys > window:
         raise StateError(
-            f"{keys} tokens behind a prefix of {length}: with positions='shifted' a sliding window "
-            f"of {window} hides the prefix from the last of them, which is not done here. Give the "
+            f"{keys} tokens after a prefix of {length}: with positions='shifted' a sliding window "
+            f"of {window} hides the prefix from the last of them: this is not supported. Give the "
             f"model at most {max(window - length, 0)} tokens."
         )
     causal = kwargs.get("is_causal")
@@ -169,13 +169,13 @@ def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) ->
         return cast("Tensor", owner.compute_bias(queries, length + keys, bias.device, past)).to(
             bias
         )
-    # key p of the prefix stands at p − length
+    # key p of the prefix is at position p − length
     own = owner.compute_bias(queries, length, bias.device, past + length)
     return torch.cat([own.to(bias), bias], -1)
 
 
 def _bias_owner(module: Any) -> Any:
-    """The attention of the stack that computes its relative position bias, None without one."""
+    """Return the module that computes the stack's relative position bias; None if none does."""
     if not hasattr(module, "has_relative_attention_bias"):
         return None
     if module.has_relative_attention_bias:

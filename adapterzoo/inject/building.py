@@ -1,4 +1,4 @@
-"""Building: the modules of an adapter for one layer, before they touch the model."""
+"""Building the modules of an adapter for one layer, without changing the model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .quantised import is_quantised
 
 
 def layer_at(model: nn.Module, path: str) -> nn.Module:
-    """`model.get_submodule(path)` for a path that is known to exist, in a tenth of the time.
+    """Return `model.get_submodule(path)` for a path that exists, in a tenth of the time.
 
-    For an entry that is not there yet it is the block.
+    For an entry that does not exist yet, return the block.
     """
     for name in path.split(".") if path else ():
         if name == ENTRY and name not in model._modules:
@@ -33,7 +33,7 @@ def layer_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def inject_path(site: Site) -> str:
-    """Path of the module that gets the adapter; a parameter may belong to a module below."""
+    """Return the path of the module that gets the adapter; the parameter may be in a child."""
     below = (site.parameter or "").rpartition(".")[0]
     return f"{site.path}.{below}" if below else site.path
 
@@ -49,12 +49,12 @@ def build(
     """Return all adapters of one name at one layer, as one module, on its device and of its dtype.
 
     Args:
-        layer: not touched.
+        layer: not changed.
         path: of the layer.
-        placements: what shall sit there.
-        model_dtype: of the parameters where the layer is quantised.
-        at: another device.
-        sharing: id of a config whose adapters share a module to its number in a union.
+        placements: the adapters to build.
+        model_dtype: dtype of the parameters if the layer is quantized.
+        at: a device other than the layer's.
+        sharing: id of a config whose adapters share a module → its number in a union.
 
     Raises:
         ConfigError: a config does not fit its site, or two cannot share the layer.
@@ -67,8 +67,8 @@ def build(
     sites = [p.site for p in placements]
     if sites[0].kind == "entry" and len(built) > 1:
         raise ConfigError(
-            f"{placements[0].config!r} with {placements[1].config!r}: both change what the first "
-            f"block is given, and have one name. Add them under two names and write "
+            f"{placements[0].config!r} with {placements[1].config!r}: both change the input of the "
+            f"first block, under one name. Add them under two names and write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
     if len(built) == 1 and sites[0].output_slice is None and sites[0].parameter is None:
@@ -76,12 +76,12 @@ def build(
     whole = [
         (p.config, a) for p, a in zip(placements, built, strict=True) if p.site.output_slice is None
     ]
-    # those that change the input first
+    # first those that change the input
     whole.sort(key=lambda pair: pair[1].acts_on != "input")
     if len(whole) > 1 and whole[0][1].acts_on == "input":
         raise ConfigError(
             f"{whole[0][0]!r} with {whole[1][0]!r}: the former changes the input of {path!r}, so "
-            f"no other of the same name can sit there. Add them under two names and write "
+            f"the same adapter cannot also have another config there. Use two names and write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
     parts = list(zip(part_names(sites), [s.output_slice for s in sites], built, strict=True))
@@ -97,7 +97,7 @@ def build(
 def build_shared(
     config: AdapterConfig, placements: Iterable[Placement], device: torch.device, dtype: torch.dtype
 ) -> tuple[nn.Module | None, dict[int, int | None]]:
-    """What the layers of an adapter share, None for nothing; and which configs have a part of it.
+    """Return the module that an adapter's layers share, or None, and which configs use it.
 
     Args:
         config: of the adapter.
@@ -124,7 +124,7 @@ def build_shared(
 
 @contextmanager
 def at_hand(layer: nn.Module) -> Iterator[None]:
-    """The layer's values are there, also where accelerate has offloaded them."""
+    """Load the layer's values while the context runs, if accelerate has offloaded them."""
     hook = vars(layer).get("_hf_hook")
     if hook is None:
         yield
@@ -137,11 +137,11 @@ def at_hand(layer: nn.Module) -> Iterator[None]:
 
 
 def own_parameters(layer: nn.Module, with_quantised: bool = True) -> Iterator[nn.Parameter]:
-    """Those of the base model: what earlier adapters brought decides nothing, and costs nothing.
+    """Yield the parameters of the base model only: earlier adapters must not affect a new one.
 
     Args:
         layer: any module of the model.
-        with_quantised: whether those of quantised layers are among them.
+        with_quantised: whether to include those of quantized layers.
     """
     if with_quantised or not is_quantised(layer):
         yield from (p for p in layer._parameters.values() if p is not None)
@@ -151,7 +151,7 @@ def own_parameters(layer: nn.Module, with_quantised: bool = True) -> Iterator[nn
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Return where the adapters of a layer belong."""
+    """Return the device for the adapters of a layer."""
     # weights that accelerate offloads are on the meta device between two forwards
     device = getattr(vars(layer).get("_hf_hook"), "execution_device", None)
     if device is None:
@@ -161,14 +161,14 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def give_memory(adapter: nn.Module, device: torch.device) -> bool:
-    """Move an adapter off the meta device, where a file that fits it will have all its values.
+    """Move an adapter off the meta device if a file can set all its values.
 
     Args:
-        adapter: on the meta device; not touched where something in it is in no file.
-        device: where its tensors get memory.
+        adapter: on the meta device; not changed if files lack some of its tensors.
+        device: for its tensors.
 
     Returns:
-        Whether it was moved; another one must be made where it was not.
+        Whether it was moved; if not, build another one.
     """
     held: list[tuple[dict[str, Any], str, Tensor]] = [
         (holder, key, tensor)
@@ -189,7 +189,7 @@ def give_memory(adapter: nn.Module, device: torch.device) -> bool:
 
 
 def _dtype(layer: nn.Module, model_dtype: torch.dtype) -> torch.dtype:
-    # bitsandbytes casts the bias to what it computes in, at the first forward
+    # bitsandbytes casts the bias to its compute dtype at the first forward
     plain = own_parameters(layer, with_quantised=False)
     wide = (t.dtype for t in plain if t.is_floating_point() and t.element_size() >= 2)
     return next(wide, model_dtype)

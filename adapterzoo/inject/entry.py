@@ -1,7 +1,7 @@
-"""What stands in front of the first block while adapters act there.
+"""The site at the input of the first block.
 
-The block gets a child that passes on what it is given, and adapters hang below that child as they
-do below any layer. It has no parameters, and goes with the last adapter.
+The block gets a child that returns its input, and adapters are added to that child as to any layer.
+It has no parameters, and is removed with the last adapter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .views import LayerCall
 
 
 class Entry(nn.Module):
-    """The identity; adapters at it change what the first block is given."""
+    """The identity; its adapters change the input of the first block."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` `[rows, tokens, d_model]`."""
@@ -32,7 +32,7 @@ class AdaptedBlock(Adapted):
     """Mixed into the class of the first block."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the block's forward, of what the adapters in front of it make of its input."""
+        """Run the block on its input as changed by the adapters of the entry."""
         entry = cast("nn.Module", self._modules[ENTRY])
         if args:
             return super().forward(entry(args[0]), *args[1:], **kwargs)
@@ -41,7 +41,7 @@ class AdaptedBlock(Adapted):
 
 
 def place_at(model: nn.Module, path: str, active: ActiveState) -> nn.Module:
-    """Return the module at a path; an entry that is not there yet is put in front of its block.
+    """Return the module at a path; create an entry that does not exist yet.
 
     Args:
         model: the base model.
@@ -59,11 +59,11 @@ def place_at(model: nn.Module, path: str, active: ActiveState) -> nn.Module:
 
 
 def close_entry(model: nn.Module, path: str) -> None:
-    """Take away the entry at a path if nothing is there any more; other paths stay as they are.
+    """Remove the entry at a path if it has no adapters left; other paths do not change.
 
     Args:
         model: the base model.
-        path: from which an adapter has been taken.
+        path: from which an adapter was removed.
     """
     owner, _, name = path.rpartition(".")
     if name != ENTRY:
@@ -76,7 +76,7 @@ def close_entry(model: nn.Module, path: str) -> None:
 
 
 class _ExitCall(LayerCall):
-    """What adapters see behind the last block: the modules that they share, on this replica."""
+    """The layer as passed to adapters after the last block: shared modules, on this replica."""
 
     __slots__ = ("_shared",)
 
@@ -85,7 +85,7 @@ class _ExitCall(LayerCall):
         self._shared = model._modules.get("adapters")
 
     def shared(self, adapter: Adapter) -> nn.Module:
-        """Return what the adapter shares with its other places."""
+        """Return the module that the adapter's layers share."""
         key = adapter.shared_key
         return super().shared(adapter) if key is None else shared_by(self._shared, key)
 
@@ -95,8 +95,8 @@ def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tenso
 
     Args:
         model: the base model.
-        plan: what holds; it has an exit.
-        y: what enters the last layer of a head, `[rows, tokens, d_model]`.
+        plan: the active plan; it has an exit.
+        y: the input of the last layer of a head, `[rows, tokens, d_model]`.
         rows: of the batch, those of `y`.
     """
     path = cast("str", plan.exit)

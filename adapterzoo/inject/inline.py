@@ -1,9 +1,9 @@
-"""Prefixes in an attention that computes its scores by itself.
+"""Prefixes in an attention module that computes its scores itself.
 
 Softmax attention is a product of queries and keys, changes of the scores, a softmax over keys, and
 a product with values. `PrefixMode` follows these operations while the attention runs: scores
-`[…, queries, keys]` have a companion `[…, queries, length]` with those of the prefix. What has a
-value for each key (masks, position biases) concerns tokens alone; all else is done to both.
+`[…, queries, keys]` have a companion `[…, queries, length]` with those of the prefix. Values for
+each key (masks, position biases) apply to tokens only; all else applies to both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from adapterzoo.contracts import Prefix
 from adapterzoo.errors import StateError
 
 _PRODUCTS = {"matmul", "__matmul__", "bmm"}
-# what changes each score: biases and masks, which have a value for each token, leave a prefix alone
+# functions that change each score: biases and masks with a value for each token do not affect a
+# prefix
 _CHANGES = {"mul", "div", "true_divide", "add", "sub", "masked_fill", "where", "max", "maximum"}
 _CHANGES |= {f"{name}_" for name in _CHANGES} | {
     f"__{kind}{name}__" for kind in ("", "r", "i") for name in ("mul", "truediv", "add", "sub")
@@ -29,12 +30,12 @@ _CHANGES |= {f"{name}_" for name in _CHANGES} | {
 _CASTS = {"to", "float", "type", "type_as", "contiguous", "clone", "clamp"}
 _SHAPES = {"view", "reshape"}
 _JOINT = {"softmax", "dropout"}
-# what looks at scores and gives others
+# functions of scores that return scores
 _LOOKS = {"__get__", "size", "dim", "numel", "amax", "expand_as", "reshape_as"}
 
 
 class PrefixMode(TorchFunctionMode):
-    """While it is on, the first softmax attention that is computed sees a prefix.
+    """While active, add a prefix to the first softmax attention that is computed.
 
     Attributes:
         has_acted: whether a product with the values of the prefix was computed.
@@ -61,7 +62,7 @@ class PrefixMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the function, and what it does to scores for those of the prefix as well."""
+        """Call the function; apply to the prefix's scores what it does to those of tokens."""
         kwargs = dict(kwargs or {})
         if self.has_acted:
             return func(*args, **kwargs)
@@ -102,14 +103,14 @@ class PrefixMode(TorchFunctionMode):
         return scores
 
     def _start(self, scores: Tensor, query: Tensor, keys: Tensor, alpha: float = 1) -> None:
-        """Begin with `alpha · query @ keys`, if that is what it is: heads and rows in front."""
+        """Start at `alpha · query @ keys`, if the product is one: heads and rows lead."""
         width = self._prefix.keys.shape[-1]
         if query.dim() == keys.dim() > 2 and query.shape[-1] == keys.shape[-2] == width:
             own = fit(self._prefix.keys, keys.transpose(-1, -2)).transpose(-1, -2)
             self._scores.append((scores, self._hidden(alpha * (query @ own), keys)))
 
     def _hidden(self, scores: Tensor, keys: Tensor) -> Tensor:
-        """Return the scores of the prefix, where filler is not seen."""
+        """Return the scores of the prefix, with padding masked."""
         mask = self._prefix.mask
         if mask is None:
             return scores
@@ -142,13 +143,13 @@ class PrefixMode(TorchFunctionMode):
         elif name in _CHANGES | _CASTS:
             return cast("Tensor", func(*own, **kwargs))
         raise StateError(
-            f"{self._name}: its scores go through {name!r}, which a prefix cannot follow. Use a "
+            f"{self._name}: its scores go through {name!r}, which does not support a prefix. Use a "
             f"method at layers, such as LoRAConfig()."
         )
 
 
 def fit(own: Tensor, like: Tensor) -> Tensor:
-    """Keys or values of a prefix, for the rows and heads, and in the dtype, of those of tokens.
+    """Return keys or values of a prefix with the rows, heads and dtype of those of tokens.
 
     Args:
         own: `[rows or 1, heads, length, width]`.
@@ -190,7 +191,7 @@ def _attend(
 
 
 def causal_mask(query: Tensor, keys: int) -> Tensor:
-    """Return what each of the last queries sees of all keys, `[1, 1, queries, keys]` bool."""
+    """Return which keys each of the last queries attends to, `[1, 1, queries, keys]` bool."""
     queries = query.shape[-2]
     ones = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
     return ones.tril(keys - queries)[None, None]
@@ -199,7 +200,7 @@ def causal_mask(query: Tensor, keys: int) -> Tensor:
 def extended(
     mask: Tensor | None, prefix: Prefix, rows: int, queries: int, keys: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the mask with columns for the prefix; None where everything is seen."""
+    """Return the mask with columns for the prefix; None if nothing is masked."""
     length = prefix.keys.shape[2]
     if mask is None:
         if prefix.mask is None:
@@ -226,7 +227,7 @@ def with_prefix(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run an attention that computes its scores by itself, with a prefix.
+    """Run an attention module that computes its scores itself, with a prefix.
 
     Args:
         name: of the attention, for messages.
@@ -236,12 +237,12 @@ def with_prefix(
         kwargs: of the call.
 
     Raises:
-        StateError: it computes them in a way that a prefix cannot follow, or in compiled code.
+        StateError: it computes them in an unsupported way, or in compiled code.
     """
     if torch.compiler.is_compiling():
         raise StateError(
-            f"{name} computes its scores by itself, and compiled code cannot follow them to put a "
-            f"prefix there. Call the model that is not compiled."
+            f"{name} computes its scores itself, and compiled code cannot add a "
+            f"prefix there. Call the uncompiled model."
         )
     mode = PrefixMode(prefix, name)
     with mode:
@@ -249,7 +250,7 @@ def with_prefix(
     if not mode.has_acted:
         raise StateError(
             f"{name}: no product of queries and keys of {prefix.keys.shape[-1]} features was seen "
-            f"in its forward, so that no prefix stands there. Use a method at layers, such as "
+            f"in its forward, so that it has no prefix. Use a method at layers, such as "
             f"LoRAConfig()."
         )
     return out

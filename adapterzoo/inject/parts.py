@@ -52,10 +52,10 @@ class FusedAdapters(WeightAdapter):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Each child takes what those of its rows become."""
+        """Set each child to a combination of the children of its rows."""
         if any(adapter.rows != self.rows for adapter in adapters):
             raise CompositionError(
-                f"the adapters have other parts at one layer: "
+                f"the adapters have different parts at one layer: "
                 f"{', '.join(str(list(adapter.rows)) for adapter in adapters)}. Add them with the "
                 f"same targets, or write set_active_adapters(Stack('a', 'b'))."
             )
@@ -75,7 +75,7 @@ class FusedAdapters(WeightAdapter):
         labels = list(self.rows)
         for i, label in enumerate(labels[:count]):
             rows = self.rows[label]
-            # one that changes its input calls its base anew: those before it shall act there too
+            # an adapter that changes its input calls its base again, with those before it
             met = any(_overlap(rows, self.rows[other]) for other in labels[:i])
             before = Nested(functools.partial(self._first, i, family=family), base) if met else base
             adapter = cast("Adapter", self._modules[label])
@@ -86,7 +86,7 @@ class FusedAdapters(WeightAdapter):
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether all have the same parts, none over another, and those of each can mix."""
+        """Return whether all have the same disjoint parts that can be batched."""
         rows = adapters[0].rows
         if any(a.rows != rows for a in adapters):
             return False
@@ -113,7 +113,7 @@ class FusedAdapters(WeightAdapter):
         return y
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged weight of all rows, `[d_out, d_in]`, with experts in front."""
+        """Return the merged weight of all rows, `[*experts, d_out, d_in]`."""
         for label, rows in self.rows.items():
             adapter = mergeable(self._modules[label])
             whole = rows or _all_rows(w, -2)
@@ -142,14 +142,14 @@ class ExpertAdapters(Adapter):
         """Join the adapters.
 
         Args:
-            parts: name of a parameter to its adapters.
+            parts: name of a parameter → its adapters.
         """
         super().__init__()
         for parameter, adapters in parts.items():
             self.add_module(parameter, adapters)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the module's output, computed with the weights that `changed` gives it."""
+        """Return the module's output, computed with the weights from `changed`."""
         return base(x)
 
     def changed(self, parameter: str, w: Tensor, base: BaseLayer) -> Tensor:
@@ -159,14 +159,14 @@ class ExpertAdapters(Adapter):
 
 
 def is_additive(adapter: nn.Module | None) -> bool:
-    """Return whether merging the adapter and letting it act beside others is the same."""
+    """Return whether merging the adapter equals keeping it active beside others."""
     if isinstance(adapter, ExpertAdapters):
         return all(map(is_additive, adapter._modules.values()))
     return isinstance(adapter, WeightAdapter) and adapter.is_additive
 
 
 def mergeable(adapter: nn.Module | None) -> WeightAdapter:
-    """Return the adapter, when it equals a changed weight.
+    """Return the adapter, if it equals a changed weight.
 
     Raises:
         StateError: it is a function that no weight can express.
@@ -180,7 +180,7 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
 
 
 def _by_label(parts: Sequence[FusedAdapters]) -> dict[str, list[Adapter]]:
-    """Return the children of several adapters that sit at the same rows."""
+    """Return the children of several adapters that adapt the same rows."""
     return {
         label: [cast("Adapter", each._modules[label]) for each in parts] for label in parts[0].rows
     }

@@ -1,4 +1,4 @@
-"""Modules that are given the numbers of tokens: tables of positions and rotary embeddings."""
+"""Modules that take position numbers: position tables and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = "position_ids"
 
 
 class AdaptedPositions(Adapted):
-    """Mixed into the class of a module whose tokens get other numbers."""
+    """Mixed into the class of a module whose position numbers adapters change."""
 
     # arguments of the forward that can be given by position
     _positions: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class AdaptedPositions(Adapted):
         return {"_positions": positions_of(plain)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's forward of the numbers that the active adapters make."""
+        """Run the module's forward on the position numbers of the active adapters."""
         link = self._link
         active = link.active
         plan = active.plan
@@ -53,7 +53,7 @@ class AdaptedPositions(Adapted):
         return found if is_table else plain(**{**given, name: found})
 
     def _checked(self, numbers: Tensor) -> Tensor:
-        """Return the numbers, which the table must have; on a GPU the look-up itself says so."""
+        """Check that the table has the numbers, and return them; on a GPU the look-up raises."""
         size = cast("nn.Embedding", self).num_embeddings
         if numbers.is_cpu and not torch.compiler.is_compiling() and int(numbers.max()) >= size:
             raise StateError(

@@ -1,7 +1,7 @@
-"""Quantised weights: what they stand for, whatever library has packed them and however.
+"""Quantized weights: how to read those of each library.
 
-Their libraries are optional and never imported for their own sake: a weight names its class, and
-where that is one of theirs, the library is there.
+Their libraries are optional and never imported here: the class of a weight identifies its library,
+which is then installed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 
 class Packing:
-    """How one kind of packed weight is read: as torchao's are, tensors that look like plain ones.
+    """How to read one kind of packed weight; by default torchao's, which look like plain tensors.
 
-    Nothing that these functions return is kept by them.
+    These functions do not keep what they return.
     """
 
     def is_packed(self, weight: Any) -> bool:
-        """Return whether the weight is quantised already; some classes hold plain numbers first."""
+        """Return whether the weight is already quantized; some classes hold plain numbers first."""
         return True
 
     def read(self, layer: nn.Module, weight: Any) -> Tensor:
-        """The weight as floating-point numbers, in the shape in which the layer has stored it.
+        """Return the weight in floating point, in the shape that the layer stores.
 
         Args:
             layer: the owner of the weight, which may keep the scales.
@@ -34,22 +34,22 @@ class Packing:
         return cast("Tensor", weight.dequantize())
 
     def count(self, weight: Any) -> int:
-        """For how many numbers the weight stands."""
+        """Return how many numbers the weight has when unpacked."""
         return cast("Tensor", weight).numel()
 
     def unpack(self, layer: nn.Module, weight: Any) -> None:
-        """Let gradients pass through the layer, whatever its library does for inference."""
+        """Let gradients pass through the layer, even after inference."""
 
 
 class FourBit(Packing):
     """bitsandbytes' `Params4bit`: two numbers a byte, `[d_out · d_in / 2, 1]`, and block scales.
 
-    On a CPU with bfloat16 instructions, the first forward without gradients puts the weight into
-    another order for good: one which `dequantize_4bit` misreads, and gradients do not pass.
+    On a CPU with bfloat16 instructions, the first forward without gradients reorders the weight
+    permanently: `dequantize_4bit` misreads that order, and gradients do not pass.
     """
 
     def is_packed(self, weight: Any) -> bool:
-        """Whether the scales are there; the dtype says nothing, bytes may be stored as bfloat16."""
+        """Return whether scales exist; the dtype is no sign, bytes may be stored as bfloat16."""
         return weight.quant_state is not None
 
     def read(self, layer: nn.Module, weight: Any) -> Tensor:
@@ -65,7 +65,7 @@ class FourBit(Packing):
         return math.prod(weight.quant_state.shape)
 
     def unpack(self, layer: nn.Module, weight: Any) -> None:
-        """Put the weight back into its first order, where it stays."""
+        """Restore the weight's first order, permanently."""
         weight.data, weight.quant_state = _in_first_order(weight)
         if "support_avx512bf16_for_cpu" in vars(layer):
             cast("Any", layer).support_avx512bf16_for_cpu = False
@@ -97,12 +97,12 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def packing_of(weight: Tensor | None) -> Packing | None:
-    """Return how to read a weight that is packed; None for one that is not.
+    """Return how to read a packed weight; None for one that is not packed.
 
     Args:
-        weight: of a layer, None where it has none.
+        weight: of a layer, None if it has none.
     """
-    # torch.compile meets the others only
+    # torch.compile sees only the others
     if weight is None or type(weight) in (Tensor, nn.Parameter):
         return None
     for cls in type(weight).__mro__:
@@ -122,7 +122,7 @@ def is_quantised(layer: nn.Module) -> bool:
 
 
 def count(weight: Tensor) -> int:
-    """Return how many numbers a weight holds, or stands for where it is packed.
+    """Return how many numbers a weight has, when unpacked.
 
     Args:
         weight: any tensor.
@@ -132,10 +132,10 @@ def count(weight: Tensor) -> int:
 
 
 def unpack(model: nn.Module) -> None:
-    """Let gradients pass through all quantised layers of a model.
+    """Let gradients pass through all quantized layers of a model.
 
     Args:
-        model: its weights stand for the same numbers as before.
+        model: the values of its weights do not change.
     """
     for layer in model.modules():
         for weight in layer._parameters.values():
@@ -144,15 +144,15 @@ def unpack(model: nn.Module) -> None:
 
 
 def _in_first_order(weight: Any) -> tuple[Tensor, Any]:
-    """(bytes, state) of a `Params4bit` as it was quantised; itself is not changed."""
+    """Return (bytes, state) of a `Params4bit` in its first order; it is not changed."""
     data, state = weight.data, weight.quant_state
     if not getattr(state, "packing_format_for_cpu", False):
         return data, state
     from bitsandbytes import functional
 
-    # what follows writes into the state
+    # the code below writes into the state
     state = copy.copy(state)
-    # scales that were quantised stay what they are now: again would cost precision
+    # do not quantize the scales again: that would cost precision
     state.original_nested = False
     turned, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
     if state.absmax.dim() == 2:

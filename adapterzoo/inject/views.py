@@ -1,7 +1,7 @@
-"""How an adapter sees a layer: one call of it, some of its rows, its weight.
+"""Layers as passed to adapters: one call of a layer, some of its rows, its weight.
 
-The layout of weights is known here and nowhere else: GPT-2's Conv1D and embeddings store theirs
-`[d_in, d_out]`, fused experts keep one tensor for all, and quantised ones are packed.
+Only this module knows the layout of weights: GPT-2's Conv1D and embeddings store theirs as `[d_in,
+d_out]`, fused experts keep one tensor for all, and quantized ones are packed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .quantised import packing_of
 
 
 class LayerCall(BaseLayer):
-    """One call of a layer, as its adapters see it."""
+    """One call of a layer, as passed to its adapters."""
 
     __slots__ = (
         "_args",
@@ -56,13 +56,13 @@ class LayerCall(BaseLayer):
         self._residual = residual
         self._context = context
         self._rest: tuple[Any, ...] | list[Any] | None = None
-        # the last input and its output: an adapter may ask for what one before it has asked for
+        # the last input and its output: a later adapter may need the same one
         self._last: tuple[Tensor, Tensor] | None = None
         self.shown: Tensor | None = None
         self.shown_bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the untouched layer's output; what it returns beside it is kept for `pack`."""
+        """Return the untouched layer's output; keep its other return values for `pack`."""
         if self._last is None or self._last[0] is not x:
             self._last = x, self._run(x)
         return self._last[1]
@@ -81,7 +81,7 @@ class LayerCall(BaseLayer):
         return cast("Tensor", out)
 
     def pack(self, y: Tensor) -> Any:
-        """Return the output in the form in which the layer itself returned it."""
+        """Return the output in the form that the layer returned."""
         if self._rest is None:
             return y
         return [y, *self._rest] if isinstance(self._rest, list) else (y, *self._rest)
@@ -90,7 +90,7 @@ class LayerCall(BaseLayer):
     def weight(self) -> Tensor:
         """The untouched weight."""
         if self.shown is None:
-            # a packed one is read once a call, for all parts of the layer and all adapters
+            # a packed weight is read once per call, for all parts of the layer and all adapters
             self.shown = matrix(self._module)
         return self.shown
 
@@ -114,7 +114,7 @@ class LayerCall(BaseLayer):
         """The residual stream before the sub-layer.
 
         Raises:
-            StateError: the module that it is the input of has not run.
+            StateError: the module whose input it is has not run.
         """
         if self._residual is None:
             raise StateError(
@@ -124,7 +124,7 @@ class LayerCall(BaseLayer):
         return self._residual
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """What the adapter needs of x, made with that of the layers that read the same input."""
+        """Return the adapter's projection of x, computed together with layers that share x."""
         family = None if self._context is None else self._context.shared_input
         return super().from_input(adapter, x) if family is None else family.from_input(adapter, x)
 
@@ -140,10 +140,10 @@ class LayerCall(BaseLayer):
         return LayerStackCall(self._in_model().stack, named | self._kwargs)
 
     def shared(self, adapter: Adapter) -> nn.Module:
-        """Return what the adapter's layers share.
+        """Return the module that the adapter's layers share.
 
         Raises:
-            StateError: the adapter shares nothing, or belongs to no model.
+            StateError: the adapter shares nothing, or is not in a model.
         """
         if adapter.shared_key is None:
             raise StateError(
@@ -155,14 +155,14 @@ class LayerCall(BaseLayer):
     def _in_model(self) -> CallContext:
         if self._context is None:
             raise StateError(
-                f"{type(self._module).__name__}: the layer belongs to no model, so its adapter "
-                f"knows neither a call nor what is shared. Add the adapter to a model."
+                f"{type(self._module).__name__}: the layer is not in a model, so its adapter "
+                f"has neither a running call nor a shared module. Add the adapter to a model."
             )
         return self._context
 
 
 class SlicedLayer(Around):
-    """Some output features of a fused layer, as a layer of their own."""
+    """Some output features of a fused layer, as a separate layer."""
 
     __slots__ = ("_family", "_rows", "_taken", "_x", "_y")
 
@@ -174,21 +174,21 @@ class SlicedLayer(Around):
         y: Tensor | None = None,
         family: SharedInput | None = None,
     ) -> None:
-        """Look at a part of a layer.
+        """Take a part of a layer.
 
         Args:
             base: the layer.
             rows: the part.
             x: an input whose output is known.
             y: the layer's output for `x`.
-            family: the adapters of all parts, which share what they make of an input.
+            family: the adapters of all parts, which share projections of an input.
         """
         self._inner = base
         self._family = family
         self._rows = rows
         self._x = x
         self._y = y
-        # the last output and its rows: what is the same object of the layer is so of its rows
+        # the last output and its rows: the same output object gives the same rows object
         self._taken: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -216,21 +216,21 @@ class SlicedLayer(Around):
         return None if bias is None else take_slice(bias, self._rows, 0)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return what the adapter needs of x, made with that of the other parts of the layer."""
+        """Return the adapter's projection of x, computed together with the other parts."""
         asked = self._inner if self._family is None else self._family
         return asked.from_input(adapter, x)
 
 
 def own(layer: nn.Module, parameter: str) -> Tensor | None:
-    """Return a layer's own parameter, None where it has none of this name.
+    """Return a layer's own parameter, None if it has none of this name.
 
-    DataParallel's replicas hold tensors in the place of parameters, as plain attributes.
+    DataParallel's replicas hold tensors as plain attributes instead of parameters.
     """
     return layer._parameters.get(parameter, vars(layer).get(parameter))
 
 
 def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
-    """Whether a weight is stored `[d_in, d_out]`: embeddings, GPT-2's Conv1D, some experts."""
+    """Return whether a weight is `[d_in, d_out]`: embeddings, Conv1D, some experts."""
     if parameter != "weight":
         found = {name: own(layer, name) for name in EXPERTS}
         shapes = {n: tuple(t.shape) for n, t in found.items() if t is not None and t.dim() == 3}
@@ -242,7 +242,7 @@ def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
 
 
 def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
-    """Return a weight as `[d_out, d_in]`, fused experts in front; a view unless it is quantised.
+    """Return a weight as `[*experts, d_out, d_in]`; a view unless it is quantized.
 
     Raises:
         StateError: the layer has no floating-point matrix of this name.
@@ -251,7 +251,7 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     if weight is not None and (packing := packing_of(weight)) is not None:
         weight = packing.read(layer, weight)
     if weight is None or weight.dim() < 2 or not weight.is_floating_point():
-        held = "not there" if weight is None else f"{weight.dtype} {list(weight.shape)}"
+        held = "missing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
         raise StateError(
             f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix ({held}), "
             f"so it can be adapted by a function of its input or output only. Write "
@@ -261,7 +261,7 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
 
 
 def take_slice(t: Tensor, rows: OutputSlice, dim: int) -> Tensor:
-    """Return the features of the rows along a dimension, in the order of a layer of their own."""
+    """Return the features of the rows along a dimension, in the order of a separate layer."""
     if rows.groups == 1:
         return t.narrow(dim, rows.start, rows.stop - rows.start)
     dim %= t.dim()
@@ -271,7 +271,7 @@ def take_slice(t: Tensor, rows: OutputSlice, dim: int) -> Tensor:
 
 
 def put_slice(t: Tensor, part: Tensor, rows: OutputSlice, dim: int) -> Tensor:
-    """Return a tensor in which `take_slice` finds the part, and which is otherwise `t`."""
+    """Return `t` with the part in the place that `take_slice` reads."""
     dim %= t.dim()
     size = rows.stop - rows.start
     grouped = t.unflatten(dim, (rows.groups, rows.width))  # [.., groups, width, ..]

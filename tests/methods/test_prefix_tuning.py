@@ -236,6 +236,6 @@ def test_a_sliding_window_that_would_hide_the_prefix_is_refused():
     model.set_active_adapters("b")
     hidden(model, {"input_ids": ids})
     model.set_active_adapters("a")
-    with pytest.raises(StateError, match=r"12 tokens behind a prefix of 5.*window of 16.*most 11"):
+    with pytest.raises(StateError, match=r"12 tokens after a prefix of 5.*window of 16.*most 11"):
         hidden(model, {"input_ids": ids})
     hidden(model, {"input_ids": ids[:, 1:]})
