@@ -219,7 +219,7 @@ def test_what_may_stand_in_what(outer, inner):
     with pytest.raises(CompositionError) as caught:
         made(outer, "c", LEGAL[inner])
     message = str(caught.value)
-    assert f"a {inner} cannot stand in a {outer}" in message
+    assert f"a {outer} cannot contain a {inner}" in message
     shown = message.rpartition("Write ")[2].removesuffix(".")
     assert type(eval(shown)).__name__ == outer
 

@@ -134,8 +134,8 @@ class Row:
             becomes of it.
         states: what the output of a block is, where it is not one state for each token of each
             row.
-        outside: whether the class looks like a block but is none.
-        no_entry: why nothing can stand in front of the first block.
+        outside: whether the class only looks like a block.
+        no_entry: why the first block cannot have an adapter at its input.
         note: why there are no stream sites, or what is mixed.
     """
 

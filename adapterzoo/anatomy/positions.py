@@ -1,7 +1,7 @@
 """Position sites: modules that turn the numbers of tokens into embeddings or rotations.
 
 A table of positions is called with the numbers, a rotary embedding with `position_ids`. A module
-that counts tokens by itself cannot be told other numbers.
+that computes positions itself cannot be given others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBERS = "position_ids"
 
 
 def positions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...], Mapping[str, str]]:
-    """Return the modules that are given the numbers of tokens.
+    """Return the modules that take position numbers.
 
     Args:
         tree: of the model.

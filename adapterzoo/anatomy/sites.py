@@ -66,10 +66,10 @@ class Site:
         role: what the layer does in its block.
         layer: number of the block, counted over all stacks in model order; −1 outside blocks.
         stack: path of the container of blocks, empty outside blocks.
-        kind: what sits there: a layer with a 2-D weight, an embedding, a fused parameter that
-            holds all experts, or (stream sites) a module's output, a norm, a block; "entry": what
-            the first block is given, with as many tokens as the model was called with;
-            "positions": a module that is given the numbers of tokens.
+        kind: what is adapted: a layer with a 2-D weight, an embedding, a fused parameter that
+            holds all experts, or (stream sites) a module's output, a norm, a block; "entry": the
+            input of the first block, with as many tokens as the model's input; "positions": a
+            module that takes position numbers.
         d_in: input features.
         d_out: output features; of the part, when `output_slice` is set.
         cross: whether it belongs to cross-attention.

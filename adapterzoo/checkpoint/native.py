@@ -149,14 +149,14 @@ def _as_written(
         lines = list(_differences("", files.read_json(copy), metadata)) if copy.exists() else []
     except RecursionError as error:
         raise CheckpointError(
-            f"the metadata of {str(file)!r} are nested too deeply; nothing has been loaded. "
+            f"the metadata of {str(file)!r} is nested too deeply; nothing has been loaded. "
             f"{files.AGAIN}."
         ) from error
     if lines:
         shown = "; ".join(lines[:_LINES])
         shown += f"; and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
         raise CheckpointError(
-            f"{str(copy)!r} says {shown}. The tensors' file decides, and nothing has been loaded. "
+            f"{str(copy)!r} differs from the tensors' file: {shown}. Nothing has been loaded. "
             f"Delete {copy.name}, or copy the checkpoint again from where it was saved."
         )
     return metadata

@@ -6,8 +6,8 @@ A composition names adapters (`nodes`, by the `rules`). `compile_site` prunes it
 that are present at one site; the result, a `Step`, is what the site evaluates in each forward. An
 adapter is a function around its layer, so `Stack(a, b)` is function composition at a site: the
 deltas of weight adapters add, bottlenecks chain. Whatever gives the rows of a batch to different
-adapters (`BatchSplit`, `Parallel`, the argument `adapter_names`) is brought into one form: each
-row has a composition without rows (`_rows`), and a site gets one step for each of these.
+adapters (`BatchSplit`, `Parallel`, the argument `adapter_names`) has one form: each row has a
+composition without rows (`_rows`), and a site gets one step for each of these.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ AdapterOf = Callable[[str], Adapter]
 
 
 def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) -> Step | None:
-    """Return what one site has to do, None when no adapter of the composition is present there.
+    """Return the step of a site; None if no adapter of the composition is present there.
 
     Args:
         setup: what is active; all rows of a batch take it.
@@ -39,7 +39,7 @@ def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) 
     parts: list[str | Tree] = []
     for step in steps:
         parts += step if isinstance(step, tuple) else [step] if step is not None else []
-    # what acts on the input acts before everything that it encloses: the first is outermost
+    # an adapter of the input acts before all that it encloses: the first is outermost
     outer = [part for part in parts if _acts_on(part, adapter_of) == "input"]
     inner = [part for part in parts if _acts_on(part, adapter_of) != "input"]
     nested = (*inner, *reversed(outer))
@@ -80,14 +80,14 @@ def _fused(setup: Fuse, steps: Sequence[Step | None], adapter_of: AdapterOf) -> 
 
 
 def fusion_key(name: str) -> str:
-    """Under which a site keeps the fusion layer of a name; no adapter can have such a name."""
+    """Return a site's key of the fusion layer of a name; no adapter can have such a name."""
     return f"fusion:{name}"
 
 
 def compile_rows(
     parts: Sequence[Child], present: Collection[str], adapter_of: AdapterOf
 ) -> Step | None:
-    """Return what one site has to do for a batch whose rows take different compositions.
+    """Return the step of a site for a batch whose rows take different compositions.
 
     Args:
         parts: the compositions, each for all rows that take it.

@@ -1,4 +1,4 @@
-"""The step of a layer of a static head: an adapter's own copy of the layer runs in its place."""
+"""The step of a layer of a static head: an adapter's copy of the layer runs instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._steps import Adapters, Tree
 
 @dataclass(frozen=True)
 class Copies(Tree):
-    """The copy of a layer that answers, for each part of the batch.
+    """The copy of a layer that runs, for each part of the batch.
 
     Attributes:
         names: for each part under which name the layer keeps the copy; None for the layer itself.
@@ -36,7 +36,7 @@ class Copies(Tree):
         kwargs: Mapping[str, Any],
         rows: RowMap | None,
     ) -> Any:
-        """Return what the layer returns, computed by the copies.
+        """Return the layer's output, computed by the copies.
 
         Args:
             copies: by name.
@@ -46,7 +46,7 @@ class Copies(Tree):
             rows: of the batch; None where all rows take the same copy.
 
         Raises:
-            CompositionError: it cannot be told which rows the layer got, or what it returned.
+            CompositionError: the rows that the layer got, or its output, cannot be identified.
         """
         found = [layer if name is None else copies[name] for name in self.names]
         if len(set(self.names)) == 1:

@@ -22,9 +22,9 @@ def inverse_of(
     base: BaseLayer,
     rows: RowMap | None = None,
 ) -> Tensor:
-    """Return the inverse of a step: that of the adapter that acts last comes first.
+    """Return the inverse of a step; the inverse of the last adapter is applied first.
 
-    Adapters without an inverse are passed over.
+    Adapters without an inverse are skipped.
 
     Args:
         step: of the entry; None for nothing.

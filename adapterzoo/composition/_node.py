@@ -1,4 +1,4 @@
-"""What all compositions share: children, options, and what may stand in what."""
+"""The base of all compositions: children, options, and legal nesting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NESTINGS: Mapping[str, tuple[str, ...]] = {
     "BatchSplit": ("Stack", "Split", "BatchSplit", "Average"),
     "Average": ("Stack", "Split", "BatchSplit"),
 }
-"""Which compositions may stand in which, beside names."""
+"""Which compositions each can contain, besides names."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -47,7 +47,7 @@ class Node:
         """Put the children together.
 
         Raises:
-            CompositionError: no child, or one that cannot stand here.
+            CompositionError: no child, or one that is not legal here.
         """
         object.__setattr__(self, "children", children)
         self._check_children()
@@ -122,7 +122,7 @@ class Node:
         legal = NESTINGS[kind]
         if inner not in legal:
             raise CompositionError(
-                f"{written}: a {inner} cannot stand in a {kind}; names can, and "
+                f"{written}: a {kind} cannot contain a {inner}; it can contain names and "
                 f"{', '.join(legal)}. Write {example}."
             )
         for deep in child.children:
@@ -134,8 +134,8 @@ class Node:
             if not names_only:
                 below = "names" if inner == "Stack" else "names and Stacks of names"
                 raise CompositionError(
-                    f"{written}: it is too deep, in a {inner} that is a child only {below} can "
-                    f"stand, not {deep!r}. Write {example}."
+                    f"{written}: it is too deep; a {inner} that is a child can only contain "
+                    f"{below}, not {deep!r}. Write {example}."
                 )
 
 

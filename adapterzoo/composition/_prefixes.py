@@ -1,4 +1,4 @@
-"""Keys and values before those of attention: what the step of an attention site evaluates to."""
+"""The prefix of an attention site: keys and values from the adapters of its step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def prefix_of(
     base: BaseLayer,
     rows: RowMap | None = None,
 ) -> Prefix:
-    """Return the prefix of an attention under its step: adapters of a stack one after the other.
+    """Return the prefix of an attention site under its step; those of a stack are concatenated.
 
     Args:
         step: of the site.
         adapters: at the site, by name.
-        x: the input of the attention, on the side of its queries, `[rows, tokens, d_model]`.
+        x: the input of the queries, `[rows, tokens, d_model]`.
         base: the attention.
         rows: of the batch, where the step divides it.
 
@@ -94,7 +94,7 @@ def _chained(prefixes: Sequence[Prefix]) -> Prefix:
 def _side_by_side(
     parts: Sequence[Prefix | None], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys and values `[rows, heads, longest, width]`, and which of them are no filler."""
+    """Return keys and values `[rows, heads, longest, width]` and a mask, false for padding."""
     one = next(part for part in parts if part is not None)
     longest = max(part.keys.shape[2] for part in parts if part is not None)
     keys: list[Tensor] = []
@@ -109,7 +109,7 @@ def _side_by_side(
         ):
             empty = like.new_zeros(1, like.shape[1], 0, like.shape[3])
             t = (empty if own is None else own).expand(size, -1, -1, -1)
-            # in front: where a relative bias counts positions, those behind it stay
+            # pad at the start: a relative bias counts positions, which must not change after it
             found.append(pad(t, (0, 0, missing, 0)))  # [size, heads, longest, width]
         mask = one.keys.new_ones(size, length, dtype=torch.bool)
         masks.append(pad(mask, (missing, 0)))  # [size, longest]

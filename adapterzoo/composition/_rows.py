@@ -1,7 +1,7 @@
 """Rows: which row of a batch takes which composition.
 
-`BatchSplit`, `Parallel` and a list of names for each row all say the same: every row has a
-composition without rows. `rows_of` finds it, wherever in the tree the rows are divided.
+`BatchSplit`, `Parallel` and a list of names for each row all assign a composition to each row,
+itself without rows. `rows_of` finds it, wherever in the tree the rows are divided.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .nodes import Average, BatchSplit, Fuse, Parallel
 
 
 def has_rows(node: Child) -> bool:
-    """Return whether rows of the batch are treated apart somewhere in the composition."""
+    """Return whether the composition divides the rows of the batch."""
     if not isinstance(node, Node) or isinstance(node, Fuse):
         return False
     return isinstance(node, (BatchSplit, Parallel)) or any(map(has_rows, node.children))
 
 
 def has_tokens(node: Child) -> bool:
-    """Return whether tokens of the sequence are treated apart somewhere in the composition."""
+    """Return whether the composition divides the tokens of the sequence."""
     return isinstance(node, Node) and (
         type(node).__name__ == "Split" or any(map(has_tokens, node.children))
     )
@@ -56,7 +56,7 @@ def _repeats(node: Child) -> int:
 
 
 def _need(node: Child) -> tuple[int, bool]:
-    """How many rows the composition tells apart; whether the batch must have just as many."""
+    """Return how many rows the composition distinguishes, and whether the batch must have them."""
     if not isinstance(node, Node) or not has_rows(node):
         return 1, False
     if isinstance(node, BatchSplit):

@@ -175,11 +175,11 @@ class Mean(Tree):
 
 @dataclass(frozen=True)
 class Fused(Tree):
-    """A fusion of what chains of adapters say, in the place of the last one's own function.
+    """A fusion over the outputs of chains; it replaces the update of the last adapter.
 
     Attributes:
         chains: of the children.
-        last_adapters: the name in each chain that acts last: the fusion attends to what it says.
+        last_adapters: the name in each chain that acts last: the fusion attends to its update.
         key: under which the site keeps the fusion layer.
     """
 
@@ -207,7 +207,7 @@ class Fused(Tree):
     def _output_of(
         chain: Chain, last: str, adapters: Adapters, x: Tensor, base: BaseLayer, z: Tensor
     ) -> Tensor:
-        """Return what an adapter says to what the others of its chain make of the input."""
+        """Return the last adapter's update, given the output of the rest of its chain."""
         adapter = cast("FusibleAdapter", adapters[last])
         if len(chain) == 1:
             return adapter.update(z)

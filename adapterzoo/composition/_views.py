@@ -59,7 +59,7 @@ class Around(BaseLayer):
         return self._inner.call
 
     def shared(self, adapter: Adapter) -> nn.Module:
-        """Return what the adapter's layers share."""
+        """Return the module that the adapter's layers share."""
         return self._inner.shared(adapter)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:

@@ -51,9 +51,9 @@ def fusions_of(setup: Child) -> tuple[nodes.Fuse, ...]:
 
 
 def last_adapter(setup: Child) -> str | None:
-    """The adapter whose answer a setup gives; None where several speak at once, or none does.
+    """Return the adapter that determines the output; None if several do, or none.
 
-    What a `Fuse`, `Average` or `Split` says is not the answer of the last adapter in it.
+    The last adapter of a `Fuse`, `Average` or `Split` does not determine its output.
     """
     while isinstance(setup, Stack):
         setup = setup.children[-1]
@@ -65,9 +65,9 @@ def without(
 ) -> Node | None:
     """Return the composition without some of its adapters; None when nothing is left of it.
 
-    Where the batch or the sequence is divided, the base model takes the part of what is gone; an
+    If the batch or the sequence is divided, the base model takes the part of a removed adapter; an
     average of sum 1 keeps the proportions of the others and its sum, any other one their weights;
-    a fusion holds for all of its adapters or not.
+    a fusion is kept whole or removed.
 
     Args:
         setup: the composition.

@@ -56,7 +56,7 @@ def resolve(
     Raises:
         CheckpointError: there is no such folder, and the name cannot be on the Hub.
         ConfigError: the source is unknown.
-        HubError: the files cannot be had; the message says why and what to do.
+        HubError: the files cannot be downloaded; the message says why and what to do.
     """
     ref = locate(adapter_name_or_path, source)
     if isinstance(ref, Path):
@@ -151,7 +151,7 @@ class Cache:
         """Return a file of a commit, from the cache or the Hub, compared with its digest.
 
         Raises:
-            HubError: it cannot be had; it is not in the cache then.
+            HubError: it cannot be downloaded, and is not in the cache.
         """
         for again in (force, True):
             file = self._download(name, commit, again)

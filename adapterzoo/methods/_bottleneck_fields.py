@@ -268,8 +268,8 @@ class BottleneckFields(AdapterConfig):
         if self.phm_layer:
             raise self._error(
                 "phm_layer=True",
-                "Compacter shares one matrix between all layers, an adapter here owns all that it "
-                "uses in its layer, so that each can live on a device of its own",
+                "Compacter shares one matrix between all layers, which bottlenecks here do not "
+                "support",
                 "phm_layer=False with a larger reduction_factor",
             )
         defaults = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}

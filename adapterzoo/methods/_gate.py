@@ -109,7 +109,7 @@ def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:
     if not call.has_prompt(x):
         raise StateError(
             "use_gating=True: a gate is the mean over the prompt, and this call has only tokens "
-            "behind it (past_key_values). Write model.generate(…), or pass the whole sequence "
+            "after it (past_key_values). Write model.generate(…), or pass the whole sequence "
             "without past_key_values."
         )
     real = call.prompt(x).unsqueeze(-1).to(values.dtype)  # [batch, tokens, 1]

@@ -132,7 +132,7 @@ def combined_config(
     if strategy.keeps_scaling:
         strategy.refuse_differing(dicts, trained, _ANY_RANK)
         return first
-    # scalings become a part of the factors, and PEFT's strategies leave out who is not there
+    # scalings become a part of the factors, and PEFT's strategies skip missing adapters
     places = [{p.site.path: p.site for p in c.placements(anatomy)} for c in configs]
     ranks: dict[str, list[int]] = {}
     for config, sites in zip(configs, places, strict=True):

@@ -78,8 +78,8 @@ def _read_layer(layer: PeftLayer) -> Fields:
         )
     if a.shape[0] != fields["r"]:
         raise CheckpointError(
-            f"adapter_config.json says rank {fields['r']} for {layer.name!r}, and the tensors have "
-            f"{a.shape[0]}, so it is not known how they are scaled. Correct 'r' or 'rank_pattern' "
+            f"adapter_config.json has rank {fields['r']} for {layer.name!r} but the tensors have "
+            f"rank {a.shape[0]}, so their scaling is unknown. Correct 'r' or 'rank_pattern' "
             f"in adapter_config.json."
         )
     return {

@@ -69,12 +69,12 @@ def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
         anatomy: of the model.
 
     Raises:
-        SiteError: nothing can stand there.
+        SiteError: the first block cannot have an adapter at its input.
     """
     if anatomy.entry is None:
         raise SiteError(
-            f"{type(config).__name__}(inv_adapter={config['inv_adapter']!r}): in this model "
-            f"nothing can stand in front of the first block ({anatomy.no_entry}). Write "
+            f"{type(config).__name__}(inv_adapter={config['inv_adapter']!r}): the first block "
+            f"cannot have an adapter at its input ({anatomy.no_entry}). Write "
             f"inv_adapter=None, inv_adapter_reduction_factor=None."
         )
     return Placement(anatomy.entry, config, "invertible")

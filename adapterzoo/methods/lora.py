@@ -103,7 +103,7 @@ class LoRA(LowRank):
         if (site.parameter or self.looks_up) and (config.use_gating or config.lora_bias):
             raise ConfigError(
                 f"LoRAConfig(use_gating={config.use_gating}, lora_bias={config.lora_bias}) at "
-                f"{site.path!r}: its weight alone can change. Write False for both."
+                f"{site.path!r}: only its weight can be adapted. Write False for both."
             )
         dtype = config.dtype_at(dtype)
         self.lora_B_bias: nn.Parameter | None = None

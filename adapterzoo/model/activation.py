@@ -340,17 +340,17 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
 
 
 def refuse_merged_part(setup: Composition | None, merged: Iterable[str]) -> None:
-    """Refuse a merged adapter, which acts on all inputs, in a setup that gives it some of them.
+    """Raise if a setup uses a merged adapter, which acts on all inputs, on part of them.
 
     Raises:
-        StateError: there is one.
+        StateError: the setup uses a merged adapter on part of its input.
     """
     inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
     stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)
     if inside and not stacked:
         raise StateError(
-            f"{listing(inside)} in the base weights acts on every input, and in {setup!r} on a "
-            f"part of it. Write reset_adapter(), or Stack('a', 'b')."
+            f"{listing(inside)} is merged and acts on every input, but {setup!r} applies it to a "
+            f"part. Write reset_adapter(), or Stack('a', 'b')."
         )
 
 
@@ -366,12 +366,12 @@ def _refuse_unfused(model: AdaptedModel, setup: Composition | None) -> None:
 
 
 def _refuse_routed(model: AdaptedModel, setup: Composition, names: Iterable[str]) -> None:
-    """Refuse to divide the batch where a layer does not get the batch."""
+    """Raise if the setup divides the batch and a layer does not get the batch."""
     for name in names:
         for path, placements in model._adapter_state.records[name].places.items():
             if any(p.site.is_routed for p in placements):
                 raise CompositionError(
-                    f"{setup!r}: {name!r} sits at {path!r}, whose input is not a batch of rows, "
-                    f"but what is routed to experts. Activate one adapter for all rows, or add "
+                    f"{setup!r}: {name!r} adapts {path!r}, whose input is tokens routed to "
+                    f"experts, not a batch of rows. Activate one adapter for all rows, or add "
                     f"{name!r} with exclude_modules=[…] for such layers."
                 )

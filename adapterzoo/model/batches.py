@@ -26,7 +26,7 @@ RowNames: TypeAlias = "Sequence[str | Composition | None]"
 BASE = "__base__"
 """PEFT's name for a row without an adapter; None means the same."""
 
-# inputs with one entry for each row of the batch, whichever of them a model takes
+# possible inputs of models with one entry for each row of the batch
 _PER_ROW = (
     "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features",
     "attention_mask", "decoder_input_ids", "decoder_inputs_embeds",
@@ -111,7 +111,7 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
         )
     if active.held is not None:
         raise StateError(
-            f"adapter_names=…: an AdapterSetup of this thread says already what acts, "
+            f"adapter_names=…: an AdapterSetup of this thread is already active, "
             f"{active.plan.setup!r}. Leave the 'with AdapterSetup(…)' block first."
         )
     if state.merged:
@@ -223,7 +223,7 @@ def _batch_of(inputs: Mapping[str, Any], what: str) -> int:
     if len(set(rows.values())) > 1:
         shown = ", ".join(f"{name}: {count}" for name, count in rows.items())
         raise CompositionError(
-            f"{what}: it cannot be told which rows are meant, the inputs have different numbers of "
-            f"them ({shown}). Give inputs of equally many rows, or activate one adapter."
+            f"{what}: the inputs have different numbers of rows "
+            f"({shown}). Pass inputs with the same number of rows, or activate one adapter."
         )
     return batch_size(inputs)

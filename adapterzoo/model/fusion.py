@@ -116,8 +116,8 @@ def make(
         if paths != first:
             lost = sorted(set(paths) ^ set(first))
             raise SiteError(
-                f"{names[0]!r} and {name!r} do not sit in the same places, at {lost[0]!r} is one "
-                f"of them. Fuse adapters of one placement, or leave_out the other blocks."
+                f"{names[0]!r} and {name!r} have different sites: only one of them is at "
+                f"{lost[0]!r}. Fuse adapters of one placement, or leave_out the other blocks."
             )
         for path, module in modules_of(model, name):
             if not isinstance(module, FusibleAdapter):

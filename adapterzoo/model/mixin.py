@@ -133,7 +133,7 @@ class AdapterModelMixin:
         adapters.add(self, adapter_name, config, overwrite_ok, set_active)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter; adapters that are active beside it stay active.
+        """Delete an adapter; other active adapters stay active.
 
         Raises:
             UnknownNameError: the adapter is unknown.
@@ -160,7 +160,7 @@ class AdapterModelMixin:
         majority_sign_method: str = "total",
         seed: int | None = None,
     ) -> None:
-        """Add an adapter that combines several others, which stay as they are.
+        """Add a combination of several adapters, which do not change.
 
         With weights w, parameters θ, and θ₀ the value that changes nothing (1 for BOFT's scale,
         ‖W‖ for DoRA's magnitudes, 0 for all others), the strategies of `adapters` are
@@ -187,8 +187,8 @@ class AdapterModelMixin:
         "lora_linear_only_negate_b"; in "linear" it turns the sign of A and of B, which cancel.
 
         Differs from adapters: "lora_delta_w_svd" counts the scaling in, so that the change keeps
-        its size at any rank; "linear" turns about θ₀, which is the same for weights of sum 1; a
-        dict has the weights as its values.
+        its size at any rank; "linear" combines differences from θ₀, which is the same for weights
+        of sum 1; a dict has the weights as its values.
 
         Args:
             adapter_name: of the result.
@@ -344,10 +344,10 @@ class AdapterModelMixin:
         Args:
             adapter_setup: a name, a list of names or a composition.
             train_embeddings: whether the embeddings of tokens are trained as well. Each adapter
-                gets a table of its own, which acts, is saved and is deleted with it; the base
-                model's stays as it is. A language modelling head that is tied to the embeddings
-                shares the table where it bears the adapter's name. Output layers of heads that
-                are not tied are trained with it, and are frozen without it.
+                gets its own table, which is used, saved and deleted with it; the base model's does
+                not change. A language modelling head that is tied to the embeddings shares the
+                table where it bears the adapter's name. Output layers of heads that are not tied
+                are trained with it, and are frozen without it.
 
         Raises:
             CompositionError: it is not a composition.
@@ -477,10 +477,10 @@ class AdapterModelMixin:
     ) -> Any:
         """Merge adapters and return a plain model of transformers.
 
-        A model that `init` made becomes of its own class again: it is this object. Of a model with
-        named heads it is a new one, which has the active head as its own, such as a
-        `BertForSequenceClassification` for a classification head; without an active head it is the
-        base model alone. This model then stays as it is.
+        A model that `init` adapted is changed in place and gets its original class back. A model
+        with named heads gives a new model that has the active head as its own, such as a
+        `BertForSequenceClassification` for a classification head; without an active head it is only
+        the base model. This model then does not change.
 
         `save_pretrained` writes a checkpoint that transformers loads alone, with the same outputs.
 
@@ -602,7 +602,7 @@ class AdapterModelMixin:
             UnknownNameError: the adapter or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written or has an adapter in another format, or
-                the format cannot say what this adapter is.
+                the format cannot express this adapter.
         """
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, format)
 
@@ -650,7 +650,7 @@ class AdapterModelMixin:
                 message has every difference, and nothing has been loaded.
             ConfigError: a value in the checkpoint or an argument is not legal.
             DuplicateNameError: the name is taken.
-            HubError: the files cannot be had from the Hub.
+            HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
         asked = LoadOptions(

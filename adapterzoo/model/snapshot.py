@@ -1,10 +1,10 @@
 """Training checkpoints: all trained parameters of a model in one folder.
 
-Each adapter lies in the sub-folder of its name, with the head of the same name in one file, as
-`load_adapter` reads it, embeddings that were trained with it among them; a head of another name
-lies in a sub-folder of its own, as `load_head` reads it, and so do the layers of each fusion.
-Copies of a static head lie with their adapters and fusions. Parameters of the base model that the
-user trains as well are in a file of their own, and the others nowhere.
+Each adapter is in the sub-folder of its name, with the head of the same name and its trained
+embeddings in one file, as `load_adapter` reads it; a head of another name is in its own sub-folder,
+as `load_head` reads it, and so are the layers of each fusion. Copies of a static head are stored
+with their adapters and fusions. Parameters of the base model that the user trains as well are in a
+separate file; frozen parameters are not saved.
 """
 
 from __future__ import annotations

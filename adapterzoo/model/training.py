@@ -155,10 +155,10 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
 
 @contextmanager
 def trainable_when_quantised(model: Any) -> Iterator[None]:
-    """Let Trainer take a quantised model: it knows only peft's adapters on one.
+    """Let Trainer accept a quantized model, which it allows only with PEFT adapters.
 
     Args:
-        model: for as long as the context lasts it does not say that it is quantised.
+        model: it does not report that it is quantized while the context runs.
     """
     quantised_before = getattr(model, "is_quantized", False)
     if quantised_before:

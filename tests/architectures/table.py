@@ -143,7 +143,7 @@ def _short(error: SiteError) -> str:
         ("computes scores by itself", "some attention computes its scores by itself"),
         ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
-        ("in front of the first block", "nothing can stand in front of its first block"),
+        ("cannot have an adapter at its input", "nothing can stand in front of its first block"),
     ):
         if words in text:
             return said

@@ -269,7 +269,7 @@ def test_a_fusion_that_does_not_fit_is_refused(tmp_path):
     with refused(model, UnknownNameError, "'b'", "Known adapters"):
         model.load_adapter_fusion(tmp_path)
     model.add_adapter("b", "double_seq_bn")
-    with refused(model, SiteError, "do not sit in the same places", "Fuse adapters of one"):
+    with refused(model, SiteError, "have different sites", "Fuse adapters of one"):
         model.load_adapter_fusion(tmp_path)
     wide = with_fusion(dtype=torch.float64, fusion=None)
     with pytest.raises(CheckpointError, match=r"dtype=torch\.float64"):

@@ -531,7 +531,7 @@ def test_rows_of_inputs_that_differ_are_refused():
     model = with_adapters("clip", {"a": "lora"}, dtype=torch.float32)
     inputs = tiny_inputs("clip", batch=2)
     inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
-    with refused(model, CompositionError, "pixel_values: 4", "equally many rows"):
+    with refused(model, CompositionError, "pixel_values: 4", "the same number of rows"):
         model(**inputs, adapter_names=["a", None])
 
 
@@ -622,7 +622,7 @@ def test_labels_of_another_number_of_rows_are_refused():
     model = with_heads(a=2, b=3).float()
     inputs, labels = tiny_inputs("bert", batch=4), torch.tensor([0, 1, 1])
     for given in (labels, {"a": labels}):
-        with refused(model, ConfigError, "4 rows, of which the head 'a' answers 2", "labels={'a'"):
+        with refused(model, ConfigError, "4 rows and the head 'a' reads 2 of them", "labels={'a'"):
             model(**inputs, adapter_names=["a", "b"] * 2, labels=given)
     says = r"shape \[3\]\. Write labels of 4 rows"
     with AdapterSetup(Parallel("a", "b")), pytest.raises(ConfigError, match=says):

@@ -14,12 +14,12 @@ _FIELDS = frozenset(
 
 
 def meta_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config says beside its own fields: what `meta_dict` said, there as here."""
+    """Return the `meta_dict` entries of a config."""
     return {key: value for key, value in metadata.items() if key not in _FIELDS}
 
 
 def meta_for(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what `meta_dict` says, to be written beside the fields of a config.
+    """Return the `meta_dict` entries to write next to the fields of a config.
 
     Raises:
         CheckpointError: it has a key that is such a field.

@@ -191,8 +191,8 @@ def refuse_quirks(info: ModelInfo, placements: Sequence[Placement]) -> None:
         what = spelling_of(placement.config).quirk(info.model_type, placement)
         if what is not None:
             raise CheckpointError(
-                f"in a {info.model_type} adapters computes such an adapter {what}: the same "
-                f"tensors give other outputs there than here. Nothing has been done. Train it "
-                f"anew where it shall run, or write "
+                f"for {info.model_type} models, adapters computes this adapter {what}, so the same "
+                f"tensors give different outputs. Nothing has been done. Train it "
+                f"again where it will run, or write "
                 f"{argument('format', 'native')} to save one of this library."
             )

@@ -1,8 +1,8 @@
 """From PEFT's tensors to an adapter of this library, its config taken from the tensors.
 
-Where adapters sit, and of which size, the tensors say exactly; PEFT's config says it by patterns
-that may match nothing, or by a number that PEFT did not keep to. Only what tensors cannot say is
-taken from the config.
+The tensors determine the sites and sizes; PEFT's config gives them by patterns that may match
+nothing, or by a number that PEFT did not follow. Only facts that the tensors lack come from the
+config.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _sorted(
                 raise CheckpointError(
                     f"the tensor {place!r} is not of a known kind; {spelling.peft_type} has "
                     f"{listing(sorted((*ends, *wide)), limit=20)}. Save the adapter again with "
-                    f"PEFT, alone."
+                    f"PEFT, as the only adapter."
                 )
             rest[place] = tensor
             continue
@@ -188,7 +188,7 @@ def _check_complete(theirs: PeftConfig, layers: Layers) -> None:
 def _in_one_dtype(
     spelling: PeftSpelling, layers: Layers, shared: Tensors, info: ModelInfo
 ) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
-    """Return what the config shall say of the dtype, and the tensors in it; no bit is lost."""
+    """Return the config's dtype, and the tensors in it; no bit is lost."""
     each = [*(layer.tensors for layer in layers.values()), shared]
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:

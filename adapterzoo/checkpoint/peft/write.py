@@ -222,15 +222,15 @@ def _task_fields(
 
 
 def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) -> None:
-    """Refuse what PEFT would load and then ignore: without a task it changes layers alone."""
+    """Raise if PEFT would load the adapter and ignore it: without a task it only changes layers."""
     if task.task_type is None:
         raise CheckpointError(
-            f"PEFT's {spelling.peft_type} acts in models of its tasks alone ({listing(TASKS)}), "
-            f"and {task.model_class} is of none. Write {argument('format', 'native')}."
+            f"PEFT's {spelling.peft_type} works only in models of its tasks ({listing(TASKS)}), "
+            f"and {task.model_class} is not one. Write {argument('format', 'native')}."
         )
     if task.task_type in _HEADED and not head:
         raise CheckpointError(
-            f"PEFT loads a {spelling.peft_type} for {task.model_class} with its head alone. Write "
+            f"PEFT loads a {spelling.peft_type} for {task.model_class} only with its head. Write "
             f"{argument('with_head', True)}, or {argument('format', 'native')}."
         )
 

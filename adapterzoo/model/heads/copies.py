@@ -1,8 +1,8 @@
 """Copies of the static head of a task class, one for each adapter that was trained with it.
 
-A copy belongs to the adapter that acts last, or to the fusion. Its layers lie where adapters lie,
-below the layers of the head (`classifier.adapters.<name>`), so that copies, pickles, files and
-replicas of the model have them; the keys of the original stay those of the plain class.
+A copy belongs to the adapter that acts last, or to the fusion. Its layers are stored with the
+adapters, below the layers of the head (`classifier.adapters.<name>`), so that copies, pickles,
+files and replicas of the model have them; the keys of the original stay those of the plain class.
 
 What is shared with the base model has no copies, and neither has the output layer of a language
 model, which is as large as the vocabulary.
@@ -180,7 +180,7 @@ def layers_with(model: AdaptedModel, owner: str | None) -> dict[str, nn.Module]:
 def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Parameter]:
     """Yield the parameters of the heads that answer; an adapter without a head gets its copy here.
 
-    Where no adapter acts last alone, as in an `Average`, it is the original.
+    If no single adapter acts last, as in an `Average`, the original is used.
 
     Args:
         model: with adapters.

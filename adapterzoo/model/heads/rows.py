@@ -78,8 +78,8 @@ def given_to(
             whole = repeated(own, rows.copies, batch)
             if whole.shape[0] % len(rows.index):
                 raise ConfigError(
-                    f"forward({key}=…): the batch has {batch} rows, of which the head {name!r} "
-                    f"answers {mine}, and {key} has the shape {list(own.shape)}. Write {key} of "
+                    f"forward({key}=…): the batch has {batch} rows and the head {name!r} "
+                    f"reads {mine} of them, but {key} has shape {list(own.shape)}. Write {key} of "
                     f"{batch} rows, or {key}={{{name!r}: …}} with the {mine}."
                 )
             own = rows.take(part, whole)

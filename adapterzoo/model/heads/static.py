@@ -133,14 +133,14 @@ class StaticHead(HeadStrategy):
         """Return whose copy answers, or would once it has one; None: the original does.
 
         Raises:
-            StateError: different ones answer different rows.
+            StateError: different rows use different heads.
         """
         setup = self.model._active.plan.setup
         owners = copies.owners_of(setup)
         if len({o if o in self.model._adapter_state.copies else None for o in owners}) > 1:
             raise StateError(
-                f"{setup!r} is active, whose rows have heads of their own, so it cannot be told "
-                f"which is meant. Write set_active_adapters('a') first."
+                f"{setup!r} is active, and its rows use different heads, so the head is "
+                f"ambiguous. Write set_active_adapters('a') first."
             )
         return next(iter(owners), None) if len(owners) == 1 else None
 

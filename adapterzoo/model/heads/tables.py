@@ -77,8 +77,8 @@ def check_table(model: AdaptedModel, name: str) -> None:
     there = model._adapter_state.records[name].places
     if taken := [path for path in paths if path in there]:
         raise StateError(
-            f"the adapter {name!r} sits at {listing(taken)}, the embeddings that shall be trained "
-            f"whole. Leave train_embeddings out, or add it with "
+            f"the adapter {name!r} already adapts {listing(taken)}, the embeddings to be trained "
+            f"in full. Leave train_embeddings out, or add it with "
             f"exclude_modules={[path.rpartition('.')[2] for path in taken]!r}."
         )
     for path in paths:

@@ -17,10 +17,10 @@ _GENERATING_TASKS = ("image-text-to-text", "text-generation")
 
 
 def enter_pipelines(class_name: str, generates: bool) -> None:
-    """Enter a class where pipelines look up the models of libraries of adapters.
+    """Add a class to the table in which pipelines look up models of adapter libraries.
 
-    A pipeline logs an error for a class that stands in none of its tables; this one is asked by
-    no one else, so that `AutoModelFor…` and `Trainer` see what they saw before.
+    A pipeline logs an error for a class missing from its tables; only pipelines read this one, so
+    that `AutoModelFor…` and `Trainer` do not change.
 
     Args:
         class_name: as `BertAdapterModel`.
