@@ -19,6 +19,7 @@ from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, 
 from .positions import positions_of
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
 from .streams import sublayers_of
+from .tokens import tokens_of
 from .tree import Branch, Tree
 
 
@@ -66,7 +67,8 @@ def find(model: nn.Module) -> Anatomy:
         reason = "a convolutional network: no block with attention"
     entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
     positions, unmovable = positions_of(tree, blocks)
-    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable
+    tokens = tokens_of(tree, blocks)
+    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, tokens
     return Anatomy(tuple(blocks), outside, reason, *ways_in)
 
 

@@ -53,7 +53,7 @@ def convert_command(
     "--as",
     "architecture",
     metavar="CLASS",
-    help="Class of transformers to write, such as BertForSequenceClassification.  "
+    help="transformers class to write, such as BertForSequenceClassification.  "
     "[default: that of BASE, or one that has the adapter's head]",
 )
 @click.option("--head/--no-head", default=True, help="Whether to write the adapter's head too.")

@@ -205,5 +205,5 @@ def _tokenizer(base: str) -> tuple[Any, str | None]:
         if error.__cause__ is None and error.errno is None:
             return None, f"No tokenizer of {base!r} was found"
         reason = " ".join(str(error).split())
-        return None, f"The tokenizer of {base!r} cannot be had ({reason})"
+        return None, f"The tokenizer of {base!r} cannot be loaded ({reason})"
     return plain_tokenizer(base), None
