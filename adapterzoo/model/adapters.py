@@ -17,7 +17,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import StateError, listing
+from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -32,10 +32,11 @@ from adapterzoo.runtime import Plan
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads.ties import list_ties
 from .hf.continuous_batching import refuse_while_batching
+from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
 
-# arguments of `forward` that a model inside would take for some of its own `**kwargs`
+# arguments of `forward` that an inner model would swallow as `**kwargs`
 _WHOLE = ("adapter_names", "output_adapter_gating_scores", "output_adapter_fusion_attentions")
 
 
@@ -58,6 +59,8 @@ def add(
     for path, adapter in record.coming.items():
         if record.places[path]:
             init_values(model, path, adapter)
+        else:
+            init_shared(model, loaded, adapter)
     bring_in(model, name, record, active)
 
 
@@ -65,10 +68,30 @@ def init_values(model: AdaptedModel, path: str, adapter: Adapter) -> None:
     """Let a fresh adapter take initial values from its layer, where that has values yet."""
     layer = layer_at(model._backbone, path)
     with at_hand(layer), torch.no_grad():
-        # a model that is being loaded has none, and the file has the adapter's
+        # a model that is being loaded has no values, and the file has the adapter's
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
             originals = model._adapter_state.originals.get(path, {})
             inject.init_from_layer(layer, adapter, originals)
+
+
+def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -> None:
+    """Give what the layers of a fresh adapter share the initial values that a text has."""
+    tokens = model.anatomy.tokens
+    path = None if tokens is None else tokens.table
+
+    def embedded(text: str) -> torch.Tensor:
+        if path is None:
+            raise ConfigError(
+                "a text cannot be embedded: this model reads no tokens. Leave it out."
+            )
+        layer = layer_at(model._backbone, path)
+        with at_hand(layer):
+            return embedded_text(model, layer, text)
+
+    for number, member in enumerate(config.members):
+        own = shared if member is config else shared._modules.get(str(number))
+        if own is not None and not any(p.is_meta for p in own.parameters()):
+            member.init_from_text(own, embedded)
 
 
 def delete(model: AdaptedModel, name: str) -> None:
@@ -158,7 +181,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         record: of the adapter, with its modules.
     """
     backbone, active, modules = model._backbone, model._active, record.coming
-    # all of them, and not the first alone: each is told its name
+    # visit all of them, as each is told its name
     reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name)]
     record = AdapterRecord(
         record.config, record.places, shared_inputs(record.places), bool(reading), record.meta

@@ -275,7 +275,7 @@ def with_rows(
             run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         model = self.base_model if on_base else self
-        # the one look that a model pays for, whatever acts
+        # the only cost of a call without adapters
         acting = self._active.plan
         one_part = acting.rows is None or acting.rows.entered
         if adapter_names is None and one_part and not acting.stacks:
@@ -305,9 +305,11 @@ def _run(
     The classes of the models inside record their own calls.
     """
     active = whole._active
-    if not active.plan.stacks or whole._backbone is not whole:
+    plan = active.plan
+    # tokens that are added need room in what the head of a class gets, such as labels
+    if not plan.stacks or (whole._backbone is not whole and plan.prompts is None):
         return method(model, *args, **kwargs)
-    with inject.recorded(whole, positions, active, "", args, kwargs):
+    with inject.recorded(whole, positions, active, "", args, kwargs) as (args, kwargs):
         return method(model, *args, **kwargs)
 
 
@@ -372,8 +374,8 @@ def _with_signature(
     theirs = inspect.signature(backbone.forward).parameters
     shown = [p for p in theirs.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     shown = [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in shown]
-    # Trainer takes every argument with "label" in its name for one that must be there: the rarer
-    # ones go through kwargs
+    # Trainer treats every argument with "label" in its name as required: pass the rarer ones
+    # through kwargs
     labels = [
         own["head"].replace(name=name)
         for name in label_arguments()
