@@ -361,6 +361,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "unispeech": _STABLE,
     "unispeech-sat": _STABLE,
     "wav2vec2": _STABLE,
+    "vitdet": Row(no_entry="its first block is given features before places of the image"),
     "wavlm": Row(
         functional=r"attention\.(q|k|v|out)_proj",
         outs={r"attention": "attention"},
