@@ -47,8 +47,11 @@ if TYPE_CHECKING:
     from .methods.ia3 import IA3Config
     from .methods.invertible import DoubleSeqBnInvConfig, SeqBnInvConfig
     from .methods.lora import LoRAConfig
+    from .methods.mam import MAMConfig
     from .methods.prefix_tuning import PrefixTuningConfig
+    from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
+    from .methods.unipelt import UniPELTConfig
     from .methods.vera import VeraConfig
     from .model import AdapterModelMixin, AdapterSetup, init, load_model
     from .trainer import AdapterTrainer, Seq2SeqAdapterTrainer
@@ -83,6 +86,7 @@ _HOMES = {
     "LMHead": "heads",
     "LoRAConfig": "methods.lora",
     "LoReftConfig": "methods.reft",
+    "MAMConfig": "methods.mam",
     "MultipleChoiceHead": "heads",
     "NoReftConfig": "methods.reft",
     "ParBnConfig": "methods.bottleneck",
@@ -90,6 +94,7 @@ _HOMES = {
     "PooledHead": "heads",
     "PredictionHead": "heads",
     "PrefixTuningConfig": "methods.prefix_tuning",
+    "PromptTuningConfig": "methods.prompt_tuning",
     "QuestionAnsweringHead": "heads",
     "ReftConfig": "methods.reft",
     "Seq2SeqAdapterTrainer": "trainer",
@@ -99,6 +104,7 @@ _HOMES = {
     "Stack": "composition",
     "StaticAdapterFusionConfig": "methods.fusion",
     "TaggingHead": "heads",
+    "UniPELTConfig": "methods.unipelt",
     "VeraConfig": "methods.vera",
     "adapter_info": "hub",
     "init": "model",
@@ -132,6 +138,7 @@ __all__ = [
     "LMHead",
     "LoRAConfig",
     "LoReftConfig",
+    "MAMConfig",
     "MultipleChoiceHead",
     "NoReftConfig",
     "ParBnConfig",
@@ -139,6 +146,7 @@ __all__ = [
     "PooledHead",
     "PredictionHead",
     "PrefixTuningConfig",
+    "PromptTuningConfig",
     "QuestionAnsweringHead",
     "ReftConfig",
     "Seq2SeqAdapterTrainer",
@@ -148,6 +156,7 @@ __all__ = [
     "Stack",
     "StaticAdapterFusionConfig",
     "TaggingHead",
+    "UniPELTConfig",
     "VeraConfig",
     "adapter_info",
     "init",

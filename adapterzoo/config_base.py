@@ -109,7 +109,11 @@ class Config(metaclass=ConfigType):
         Raises:
             ConfigError: a field is unknown, or a value is not legal.
         """
-        return construct(type(self), type(self).__name__, _fields_of(self) | changes)
+        return self._changed(type(self).__name__, changes)
+
+    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
+        """Return the config with some fields changed; errors begin with what the user wrote."""
+        return construct(type(self), shown, _fields_of(self) | dict(changes))
 
     # --- what users pass as config= ---
 
@@ -167,7 +171,7 @@ class Config(metaclass=ConfigType):
                 f"once. Write 'lora[r=8,alpha=16]' or 'lora[attn_matrices=[\"q\",\"k\"]]'."
             )
         given = {name: _as_field(value) for name, value in fields.items()}
-        return construct(type(config), f"config={text!r}", _fields_of(config) | given)
+        return config._changed(f"config={text!r}", given)
 
     # --- as the peers' configs, which are mappings ---
 

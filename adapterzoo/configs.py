@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -19,7 +19,7 @@ from .registry import Registry
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from .anatomy import Anatomy, Site
     from .averaging import Combination
@@ -127,6 +127,19 @@ class AdapterConfig(Config):
         """Whether the parameters that layers share are averaged; else they must be equal."""
         return False
 
+    def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
+        """Give what the layers share its initial values, where these are those of a text.
+
+        It is called once, for a fresh adapter that is not filled from a file.
+
+        Args:
+            shared: made by `shared`.
+            embedded: gives the embeddings `[tokens, d]` of a text, by the model's table.
+
+        Raises:
+            ConfigError: the text has no tokens.
+        """
+
     @classmethod
     def combined(
         cls, configs: Sequence[AdapterConfig], strategy: Combination, anatomy: Anatomy
@@ -152,7 +165,8 @@ class AdapterConfig(Config):
         ends = zip([-1, *bars], [*bars, len(text)], strict=True)
         parse = super()._parse
         parts = [parse(text[bar + 1 : end].strip()) for bar, end in ends]
-        return parts[0] if len(parts) == 1 else ConfigUnion(*parts)
+        members = [member for part in parts for member in part.members]
+        return parts[0] if len(parts) == 1 else ConfigUnion(*members)
 
 
 @architectures.register("union")
@@ -231,13 +245,13 @@ class ConfigUnion(AdapterConfig):
         """Return the members' dicts under `configs`."""
         return {"architecture": "union", "configs": [c.to_dict() for c in self.configs]}
 
-    def replace(self, **changes: Any) -> Self:
-        """Return the union with the change made in each member."""
-        return type(self)(*(c.replace(**changes) for c in self.configs))
+    def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
+        """Return the union with the changes made in each member."""
+        return type(self)(*(c._changed(shown, changes) for c in self.configs))
 
     def __repr__(self) -> str:
         """Return a constructor call."""
-        return f"ConfigUnion({', '.join(map(repr, self.configs))})"
+        return f"{type(self).__name__}({', '.join(map(repr, self.configs))})"
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:

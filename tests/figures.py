@@ -222,7 +222,7 @@ def registered() -> Registered:
 
     # a union is a config of several methods, and no method
     strings = [text for text in config_strings if text != "union"]
-    names = {AdapterConfig.load(text).architecture for text in strings}
+    names = {AdapterConfig.load(text).architecture for text in strings} - {"union"}
     ours = [x.__name__ for x in adapterzoo.BertAdapterModel.__mro__[1:] if _is_ours(x)]
     return Registered(tuple(sorted(names)), tuple(strings), tuple(head_types), tuple(ours))
 

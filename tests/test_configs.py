@@ -20,6 +20,7 @@ from adapterzoo import (
     DoubleSeqBnConfig,
     LoRAConfig,
     ParBnConfig,
+    PrefixTuningConfig,
     SeqBnConfig,
 )
 from adapterzoo.configs import architectures
@@ -83,6 +84,13 @@ def test_strings_mean_what_the_classes_mean():
     assert load('lora[target_modules="q|v",layers_to_transform=[0]]') == LoRAConfig(
         target_modules="q|v", layers_to_transform=(0,)
     )
+    assert load("mam") == ConfigUnion(PrefixTuningConfig(bottleneck_size=800), ParBnConfig())
+    assert load("unipelt[convention='adapterhub']") == ConfigUnion(
+        PrefixTuningConfig(prefix_length=10, use_gating=True, convention="adapterhub"),
+        SeqBnConfig(use_gating=True, convention="adapterhub"),
+        LoRAConfig(r=8, alpha=8, use_gating=True, convention="adapterhub"),
+    )
+    assert load("mam|lora").members == (*load("mam").members, LoRAConfig())
     assert load("seq_bn|lora[r=2]") == ConfigUnion(SeqBnConfig(), LoRAConfig(r=2))
     assert load("par_bn[leave_out=[0,1]] | lora") == ConfigUnion(
         ParBnConfig(leave_out=(0, 1)), LoRAConfig()

@@ -11,7 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adapterzoo import AutoAdapterModel
+from adapterzoo import (
+    AdapterConfig,
+    AutoAdapterModel,
+    LoRAConfig,
+    MAMConfig,
+    ParBnConfig,
+    PrefixTuningConfig,
+    SeqBnConfig,
+    UniPELTConfig,
+)
 from adapterzoo.errors import CheckpointError, UnknownNameError
 
 HERE = Path(__file__).resolve().parent / "data" / "golden_adapterhub"
@@ -20,7 +29,7 @@ FAMILIES = ("bert", "roberta", "gpt2", "llama", "t5", "vit")
 METHODS = (
     "ia3", "lora_scale", "vera", "vera_kv", "loreft", "loreft_prefix", "noreft", "direft",
     "direft_prefix", "prefix_tuning", "prefix_tuning_flat", "mam", "unipelt", "seq_bn_inv",
-    "double_seq_bn_inv",
+    "double_seq_bn_inv", "prompt_tuning", "prompt_tuning_after_bos",
 )  # fmt: skip
 GOLDEN = [
     pytest.param(place / family / method, id=f"{place.name}-{family}-{method}")
@@ -30,7 +39,7 @@ GOLDEN = [
     if (place / family / method).is_dir()
 ]
 # what adapters 1.3 has beyond these
-ABSENT = ("compacter", "dvora", "mtl_lora", "prompt_tuning")
+ABSENT = ("compacter", "dvora", "mtl_lora")
 INPUTS = ("input_ids", "attention_mask", "decoder_input_ids", "pixel_values")
 PICKLED = "pytorch_adapter.bin"
 
@@ -93,6 +102,42 @@ def test_a_file_may_say_that_it_is_direft(folder, tmp_path):
     model = AutoAdapterModel.from_pretrained(folder.parent / "base").eval()
     model.load_adapter(copy, set_active=True)
     check(model, load_file(folder / "expected.safetensors"), {})
+
+
+MADE = {
+    "prefix_tuning_flat": AdapterConfig.load(
+        "prefix_tuning_flat[prefix_length=5,convention='adapterhub']"
+    ),
+    "mam": MAMConfig(
+        PrefixTuningConfig(bottleneck_size=12, prefix_length=5, convention="adapterhub"),
+        ParBnConfig(reduction_factor=4),
+    ),
+    "unipelt": UniPELTConfig(
+        PrefixTuningConfig(bottleneck_size=12, prefix_length=5),
+        SeqBnConfig(reduction_factor=4),
+        LoRAConfig(r=4, alpha=4),
+    ).replace(convention="adapterhub"),
+}
+
+
+@pytest.mark.parametrize("folder", [g for g in GOLDEN if g.values[0].name in MADE])
+def test_a_fresh_adapter_of_a_named_config_is_written_as_by_adapters(folder, tmp_path):
+    """The config and every key, so that a trained one gives the same file."""
+    model, config = loaded(folder), MADE[folder.name]
+    theirs = json.loads((folder / "adapter_config.json").read_text())["config"]
+    if config.architecture == "prefix_tuning":
+        config = config.replace(bottleneck_size=theirs["bottleneck_size"])
+    model.add_adapter("golden", config, overwrite_ok=True)
+    model.save_adapter(tmp_path, "golden", format="adapterhub")
+    ours = json.loads((tmp_path / "adapter_config.json").read_text())["config"]
+    for each in theirs.get("configs", ()):
+        if each.get("architecture") == "lora":
+            # of a gated one it has no effect
+            each["alpha"] = each["r"]
+    assert ours == theirs
+    keys = torch.load(folder / PICKLED, weights_only=True).keys()
+    written = torch.load(tmp_path / PICKLED, weights_only=True).keys()
+    assert written == {key for key in keys if ".pool." not in key}
 
 
 @pytest.mark.parametrize("folder", GOLDEN)

@@ -37,6 +37,8 @@ VALUES: dict[str, Any] = {
     "label2id": {"no": 0, "yes": 1},
     "layer_norm_eps": 0.5,
     "feedforward_modules": ["intermediate.dense"],
+    "prompt_init": "from_string",
+    "prompt_init_text": "a text",
     "layers": (1,),
     "layers_to_transform": [1],
     "leave_out": (1,),
@@ -45,7 +47,10 @@ VALUES: dict[str, Any] = {
     "logit_softcap": 2.0,
     "non_linearity": "tanh",
     "phm_c_init": "uniform",
+    "combine": "prefix_after_bos",
+    "joins": "embeddings",
     "pooling": "mean",
+    "positions": "shifted",
     "rank_pattern": {"query": 2},
     "reduction_factor": 8,
     "target_modules": ["dense"],
@@ -59,6 +64,7 @@ WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("ia3", "exclude_modules"): {"attn_matrices": ("q", "v")},
     ("ia3", "feedforward_modules"): {"target_modules": ["intermediate.dense"]},
     ("prefix_tuning", "shared_gating"): {"use_gating": True},
+    ("prompt_tuning", "prompt_init_text"): {"prompt_init": "from_string", "prompt_init_text": "a"},
     ("vera", "alpha"): {"convention": "adapterhub"},
     ("causal_lm", "embedding_size"): {"layers": 2},
     ("question_answering", "activation_function"): {"layers": 2},
@@ -149,7 +155,11 @@ def seen_of(config: AdapterConfig, reads: str = "bert") -> list[bytes | str]:
 
 # of strings for one class of config, the first
 METHODS = sorted(
-    {type(AdapterConfig.load(n)): n for n in reversed([*config_strings]) if n != "union"}.values()
+    {
+        type(config): name
+        for name in reversed([*config_strings])
+        if name != "union" and len((config := AdapterConfig.load(name)).members) == 1
+    }.values()
 )
 FIELDS = [
     (name, field.name)

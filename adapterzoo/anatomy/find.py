@@ -15,18 +15,11 @@ from .entries import entry_of
 from .experts import stores_turned
 from .layouts import parts_of
 from .names import below, parent
-from .patterns import (
-    ARCHITECTURES,
-    ASIDE,
-    ATTENTION_IN,
-    ATTENTION_OUT,
-    CROSS,
-    EXPERTS,
-    MLP,
-    Row,
-)
+from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
+from .positions import positions_of
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
 from .streams import sublayers_of
+from .tokens import tokens_of
 from .tree import Branch, Tree
 
 
@@ -71,7 +64,10 @@ def find(model: nn.Module) -> Anatomy:
     attentions, unreachable = attentions_of(tree, blocks)
     reason = "" if blocks else _why_none(tree)
     entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
-    return Anatomy(tuple(blocks), outside, reason, attentions, unreachable, entry, no_entry)
+    positions, unmovable = positions_of(tree, blocks)
+    tokens = tokens_of(tree, blocks)
+    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, tokens
+    return Anatomy(tuple(blocks), outside, reason, *ways_in)
 
 
 def _layers(site: Site) -> tuple[str, ...]:
@@ -172,13 +168,9 @@ def _read(branch: Branch, stack: str) -> Block:
         d_model=_d_model(sites),
         sites=sites,
         parts=parts,
-        sublayers=streams.sublayers,
-        post_norm=streams.post_norm,
         absent=row.absent | _absent(sites),
-        mixed=streams.mixed,
-        apart=streams.apart,
         states=row.states,
-        note=streams.note,
+        **streams._asdict(),
     )
 
 

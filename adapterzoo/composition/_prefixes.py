@@ -57,7 +57,8 @@ def prefix_of(
     keys, values, mask = _side_by_side(parts, sizes)
     first = next(part for part in parts if part is not None)
     restored = [layout.restored(t) for t in (keys, values, mask)]
-    return Prefix(restored[0], restored[1], restored[2], first.distances)
+    in_window = any(part.in_window for part in parts if part is not None)
+    return Prefix(restored[0], restored[1], restored[2], first.distances, in_window)
 
 
 def _own(adapter: Adapter) -> AttentionAdapter:
@@ -86,7 +87,8 @@ def _chained(prefixes: Sequence[Prefix]) -> Prefix:
     count = max(prefix.keys.shape[0] for prefix in prefixes)
     keys = [p.keys.expand(count, -1, -1, -1) for p in prefixes]
     values = [p.values.expand(count, -1, -1, -1) for p in prefixes]
-    return Prefix(torch.cat(keys, 2), torch.cat(values, 2), None, prefixes[0].distances)
+    in_window = any(prefix.in_window for prefix in prefixes)
+    return Prefix(torch.cat(keys, 2), torch.cat(values, 2), None, prefixes[0].distances, in_window)
 
 
 def _side_by_side(

@@ -125,6 +125,13 @@ def _attend(
             f"{_plain(module).__name__}: its keys are {list(key.shape)}, and the prefix was made "
             f"for {prefix.keys.shape[1]} heads of {prefix.keys.shape[3]} features."
         )
+    window, length = kwargs.get("sliding_window"), prefix.keys.shape[2]
+    if prefix.in_window and window is not None and length + keys > window:
+        raise StateError(
+            f"{keys} tokens behind a prefix of {length}: with positions='shifted' a sliding window "
+            f"of {window} hides the prefix from the last of them, which is not done here. Give the "
+            f"model at most {max(window - length, 0)} tokens."
+        )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", name == "sdpa") if causal is None else causal
     if attention_mask is None and causal and queries > 1 and name == "sdpa":

@@ -1,6 +1,7 @@
 """The gate of UniPELT: how much of an adapter a sequence gets.
 
-Paper: Mao et al. 2022, arXiv:2110.07577, §3.2: g = σ(W x + b), one number for a sequence.
+Paper: Mao et al. 2022, arXiv:2110.07577, §3.2: g = σ(W x + b), one number for a sequence; in prefix
+tuning two where keys and values have their own.
 
 In the paper's convention g is the mean over the real tokens of the prompt, so that padding, a cache
 and new tokens change nothing. In that of adapters it is the mean over all tokens of the call.
@@ -33,8 +34,8 @@ class Gate(nn.Module):
     """σ(W x + b), the mean over the tokens.
 
     Attributes:
-        weight: `[1, d_in]`.
-        bias: `[1]`.
+        weight: `[count, d_in]`.
+        bias: `[count]`.
         reads_call: whether it asks the call which tokens are real.
         reads_encoder: whether its input is the encoder's output, at cross-attention's keys.
         decided: an identity that each result goes through, for `OutputRecorder`.
@@ -47,6 +48,7 @@ class Gate(nn.Module):
         source: torch.Generator | None,
         device: torch.device,
         dtype: torch.dtype,
+        count: int = 1,
     ) -> None:
         """Make the parameters: W normal with deviation 0.02, b zero.
 
@@ -56,17 +58,18 @@ class Gate(nn.Module):
             source: of random numbers.
             device: of the parameters.
             dtype: of the parameters.
+            count: how many numbers a sequence gets.
         """
         super().__init__()
-        self.weight = drawn((1, site.d_in), normal(0.02, source), device, dtype)
-        self.bias = drawn((1,), constant(0.0), device, dtype)
+        self.weight = drawn((count, site.d_in), normal(0.02, source), device, dtype)
+        self.bias = drawn((count,), constant(0.0), device, dtype)
         # an expert gets tokens of no sequence, each with a gate of its own
         self.reads_call = convention == "paper" and not site.is_routed
         self.reads_encoder = site.cross and site.role in ("key", "value")
         self.decided = nn.Identity()
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the gate. `x` `[batch, *tokens, d_in]` → `[batch, 1, …, 1]`, of x's dimensions."""
+        """Return the gate `[batch, 1, …, count]`, with x's dimensions `[batch, *tokens, d_in]`."""
         score = partial(linear, x.to(self.weight.dtype), self.weight, self.bias)
         mean: Tensor = self.decided(self.mean(score, x, base, self))
         return mean
@@ -74,10 +77,10 @@ class Gate(nn.Module):
     def mean(
         self, score: Callable[[], Tensor], x: Tensor, base: BaseLayer, owner: object
     ) -> Tensor:
-        """Return the mean of σ over the tokens, `[batch, 1, …, 1]`.
+        """Return the mean of σ over the tokens, `[batch, 1, …, count]`.
 
         Args:
-            score: gives W x + b `[batch, *tokens, 1]`.
+            score: gives W x + b `[batch, *tokens, count]`.
             x: what it is of, `[batch, *tokens, d_in]`.
             base: the layer.
             owner: whose mean it is, from one step of `generate` to the next.
@@ -85,8 +88,9 @@ class Gate(nn.Module):
         if not self.reads_call or x.dim() != 3:
             opened = torch.sigmoid(score())
             if x.dim() < 3:
-                return opened  # [*batch, 1]
-            return opened.mean(tuple(range(1, x.dim() - 1)), keepdim=True)  # [batch, 1, …, 1]
+                return opened  # [*batch, count]
+            # [batch, 1, …, count]
+            return opened.mean(tuple(range(1, x.dim() - 1)), keepdim=True)
         call = base.call.of_encoder() if self.reads_encoder else base.call
         return call.remembered(owner, lambda: prompt_mean(torch.sigmoid(score()), x, call))
 

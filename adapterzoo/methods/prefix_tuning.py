@@ -6,45 +6,46 @@ A table T = W₂ φ(W₁ E + b₁) + b₂, or T itself where `flat`, holds P key
 attention: K' = [Tₖ; K], V' = [Tᵥ; V], after projection and rotation, seen by every query. With a
 gate g = mean over the prompt of σ(W x + b) they are g Tₖ and g Tᵥ, x being the attention's input.
 
-Differs from the paper: nothing. Tokens keep their positions. Differs from adapters: a gate reads
-the real tokens of the prompt, so that padding and a cache change nothing, and a relative position
-bias keeps the distances of tokens; `convention="adapterhub"` is what adapters computes. Differs
-from PEFT: tokens keep their positions, which PEFT shifts by P, and all attentions of an
-encoder-decoder have a prefix.
+Differs from the paper: nothing. Differs from adapters: a gate reads the real tokens of the prompt,
+so that padding and a cache change nothing, and a relative position bias keeps the distances of
+tokens; `convention="adapterhub"` is what adapters computes. Differs from PEFT: an encoder-decoder
+has prefixes in all attentions, and tokens keep their positions; `positions="shifted"`, in which
+PEFT's files load, numbers them from P on, as behind a cache.
 Cost: P · 2 · N · H · e numbers for N attentions of H heads of width e; while it is trained, an MLP.
-Cannot do: merging; models whose attention computes scores by itself.
+Cannot do: merging; models whose attention computes scores by itself; shifted positions where a
+model counts the tokens by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, linear
 
-from adapterzoo.activations import ActivationName, activation
+from adapterzoo.activations import ActivationName
 from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
-from adapterzoo.contracts import AttentionAdapter, BaseLayer, Prefix
+from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer, PositionAdapter, Prefix
 from adapterzoo.errors import SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Layers, Range, Share, field
 from adapterzoo.spelling import spelled
 
-from . import _prefix_tuning_spelling
-from ._bottleneck_layer import Affine
-from ._gate import prompt_mean
-from ._init import DTYPE, DTYPES, constant, drawn, generator, kaiming, normal, uniform
+from . import _prefix_tuning_peft, _prefix_tuning_spelling
+from ._gate import Gate
+from ._init import DTYPE, DTYPES, generator
+from ._prefix_table import PrefixTable
 
 
 @architectures.register("prefix_tuning")
 @config_strings.register("prefix_tuning")
-@spelled(_prefix_tuning_spelling.adapterhub)
+@spelled(_prefix_tuning_spelling.adapterhub, _prefix_tuning_peft.peft)
 @dataclass(frozen=True, kw_only=True)
 class PrefixTuningConfig(AdapterConfig):
-    """Config of prefix tuning; the fields are those of adapters, and `convention`.
+    """Config of prefix tuning; the fields are those of adapters, `convention` and `positions`.
 
     Attributes:
         encoder_prefix: prefixes in the encoder of an encoder-decoder.
@@ -60,6 +61,7 @@ class PrefixTuningConfig(AdapterConfig):
         init_weights_seed: makes the initial values reproducible.
         convention: "paper"; or "adapterhub": a gate reads padding, and the tokens of one call
             only; a relative position bias counts keys from the first of the prefix.
+        positions: "kept": tokens are numbered as without a prefix; "shifted": from P on.
         dtype: of the parameters, by name ("float32"); None for that of the model.
     """
 
@@ -77,6 +79,7 @@ class PrefixTuningConfig(AdapterConfig):
     shared_gating: bool = True
     init_weights_seed: int | None = field(None, SEED)
     convention: str = field("paper", Choice("paper", "adapterhub"))
+    positions: str = field("kept", Choice("kept", "shifted"))
     dtype: str | None = field(None, DTYPE)
 
     @property
@@ -85,10 +88,10 @@ class PrefixTuningConfig(AdapterConfig):
         return False
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """One placement for each attention.
+        """One placement for each attention, and for what is given positions that are shifted.
 
         Raises:
-            SiteError: an attention of the model does not take keys, or none is left.
+            SiteError: an attention takes no keys, none is left, or positions cannot be shifted.
         """
         if anatomy.unreachable or not anatomy.attentions:
             why = anatomy.unreachable or anatomy.reason or "it has no attention"
@@ -109,118 +112,58 @@ class PrefixTuningConfig(AdapterConfig):
                 f"{type(self).__name__}(leave_out={list(self.leave_out)!r}): no attention is left. "
                 f"The model has blocks 0 to {len(anatomy.blocks) - 1}. Write a shorter leave_out."
             )
-        return found
+        stacks = {p.site.stack for p in found if not p.site.cross and self.positions == "shifted"}
+        for stack in stacks & anatomy.unmovable.keys():
+            raise SiteError(
+                f"{type(self).__name__}(positions='shifted'): the tokens of {stack!r} cannot be "
+                f"given other positions: {anatomy.unmovable[stack]}. Write positions='kept', which "
+                f"is another function than that of PEFT's files."
+            )
+        moved = [site for site in anatomy.positions if site.stack in stacks]
+        return found + [Placement(site, self, "positions") for site in moved]
 
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.ModuleDict:
         """The table of each location."""
         dtype = DTYPES[self.dtype] if self.dtype else dtype
-        locations = dict.fromkeys(p.location for p in placements)
+        locations = dict.fromkeys(p.location for p in placements if p.site.heads)
         sites = {at: [p.site for p in placements if p.location == at] for at in locations}
         return nn.ModuleDict(
             {at: PrefixTable(self, own, at, device, dtype) for at, own in sites.items()}
         )
 
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PrefixTuning:
-        """What takes the site's keys and values out of the table."""
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
+        """Return what takes keys and values out of the table, or moves the tokens."""
+        if site.kind == "positions":
+            return PositionShift(self.prefix_length)
         return PrefixTuning(self, site, device, DTYPES[self.dtype] if self.dtype else dtype)
 
 
-class PrefixTable(nn.Module):
-    """T `[P, Σ H (key width + value width)]` of the attentions of one location, in model order.
-
-    Attributes:
-        wte: E `[P, d_model]`, None where T is flat.
-        control_trans: W₁, b₁ and W₂, b₂; T itself where it is flat.
-        places: path of an attention to the first column of its keys.
-    """
-
-    def __init__(
-        self,
-        config: PrefixTuningConfig,
-        sites: Sequence[Site],
-        location: str,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        """Make the parameters.
-
-        Args:
-            config: of the adapter.
-            sites: the attentions.
-            location: of them, such as "self_prefix".
-            device: of the parameters.
-            dtype: of the parameters.
-        """
-        super().__init__()
-        source = generator(config.init_weights_seed, location)
-        P, m, d = config.prefix_length, config.bottleneck_size, sites[0].d_in
-        self.places: dict[str, int] = {}
-        width = 0
-        for site in sites:
-            self.places[site.path] = width
-            width += sum(site.head_widths) * site.heads
-        self.dropout = config.dropout
-        self.activation = activation(config.non_linearity)
-        if config.flat:
-            self.table = drawn((P, width), normal(1.0, source), device, dtype)
-            return
-        self.register_parameter("table", None)
-        self.wte = drawn((P, d), normal(1.0, source), device, dtype)
-        fresh = kaiming(source)
-
-        def layer(d_out: int, d_in: int) -> Affine:
-            near = uniform(d_in**-0.5, source)
-            bias = drawn((d_out,), near, device, dtype)
-            return Affine(drawn((d_out, d_in), fresh, device, dtype), bias)
-
-        self.down, self.up = layer(m, d), layer(width, m)
-
-    def forward(self, path: str, size: int) -> Tensor:
-        """The columns `[P, size]` of an attention's keys and values."""
-        start = self.places[path]
-        if self.table is not None:
-            columns = self.table[:, start : start + size]
-        else:
-            inner = self.activation(self.down(self.wte))  # [P, m]
-            weight, bias = self.up.weight, cast("Tensor", self.up.bias)
-            columns = linear(inner, weight[start : start + size], bias[start : start + size])
-        return dropout(columns, self.dropout, self.training)  # [P, size]
+config_strings.register("prefix_tuning_flat")(partial(PrefixTuningConfig, flat=True))
 
 
 class PrefixTuning(AttentionAdapter):
     """The keys and values of one attention, taken out of the adapter's table.
 
     Attributes:
-        gate: of `use_gating`: weight `[1 or 2, d_model]` and bias, or None.
+        gate: of `use_gating`, or None.
     """
 
     def __init__(
         self, config: PrefixTuningConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the gate, if any.
-
-        Args:
-            config: of the adapter.
-            site: the attention.
-            device: of the parameters.
-            dtype: of the parameters.
-        """
+        """Make the gate, if any, for an attention."""
         super().__init__()
         self.path, self.heads, self.widths = site.path, site.heads, site.head_widths
         self.adapterhub = config.convention == "adapterhub"
-        self.cross = site.cross
-        self.gate: Affine | None = None
+        self.cross, self.in_window = site.cross, config.positions == "shifted"
+        self.gate: Gate | None = None
         if config.use_gating:
             source = generator(config.init_weights_seed, f"{site.path}/gate")
             count = 1 if config.shared_gating else 2
-            self.gate = Affine(
-                drawn((count, site.d_in), normal(0.02, source), device, dtype),
-                drawn((count,), constant(0.0), device, dtype),
-            )
-
-        self.reads_call = config.use_gating and not self.adapterhub
+            self.gate = Gate(site, config.convention, source, device, dtype, count)
+            self.reads_call = self.gate.reads_call
 
     def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]
         """The keys `[rows or 1, heads, P, key width]` and values; `x` `[rows, tokens, d_model]`."""
@@ -230,26 +173,26 @@ class PrefixTuning(AttentionAdapter):
         keys, values = table(self.path, sum(sizes)).split(sizes, 1)  # [P, heads · width] each
         keys, values = self._by_head(keys, 0), self._by_head(values, 1)
         if self.gate is not None:
-            g = self._openness(x, base).to(keys.dtype)  # [rows, 1 or 2]
-            keys = g[:, :1, None, None] * keys  # [rows, heads, P, key width]
-            values = g[:, -1:, None, None] * values
+            g = self.gate(x, base).to(keys.dtype)  # [rows, 1, 1 or 2]
+            keys = g[..., :1, None] * keys  # [rows, heads, P, key width]
+            values = g[..., -1:, None] * values
         distances: Literal["kept", "shifted"] = "shifted" if self.adapterhub else "kept"
-        return Prefix(keys, values, None, None if self.cross else distances)
+        return Prefix(keys, values, None, None if self.cross else distances, self.in_window)
 
     def _by_head(self, columns: Tensor, which: int) -> Tensor:
         """`[P, heads · width]` → `[1, heads, P, width]`."""
         heads: Tensor = columns.unflatten(1, (self.heads, self.widths[which]))
         return heads.transpose(0, 1).unsqueeze(0)
 
-    def _openness(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """G `[rows, 1 or 2]`, the mean over tokens."""
-        gate = cast("Affine", self.gate)
-        if self.adapterhub:
-            return torch.sigmoid(gate(x.to(gate.weight.dtype))).mean(1)
-        call = base.call
 
-        def mean() -> Tensor:
-            values = torch.sigmoid(gate(x.to(gate.weight.dtype)))  # [rows, tokens, 1 or 2]
-            return prompt_mean(values, x, call).squeeze(1)  # [rows, 1 or 2]
+class PositionShift(PositionAdapter):
+    """Token t has position t + P."""
 
-        return call.remembered(self, mean)
+    def __init__(self, length: int) -> None:
+        """Take P."""
+        super().__init__()
+        self.length = length
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """`base` of the positions behind the prefix; `x` `[rows or 1, tokens]`."""
+        return base(x + self.length)

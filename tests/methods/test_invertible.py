@@ -233,6 +233,33 @@ def test_checkpointed_gradients_are_the_gradients():
         torch.testing.assert_close(other, found[0])
 
 
+def test_entry_and_exit_compile():
+    model, inputs = made("bert", a=INV, b=INV), tiny_inputs("bert", batch=2)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for setup in ("a", Stack("b", "a"), BatchSplit("b", "a", batch_sizes=[1, 1]), None):
+        model.set_active_adapters(setup)
+        expected = logits(model, inputs, head="head")
+        with torch.no_grad():
+            found = compiled(**inputs, head="head").logits
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_stays_half(dtype):
+    """Near to float64 from embeddings to logits, with parameters in float32 too."""
+    inputs = tiny_inputs("llama", batch=2)
+    for own in (None, "float32"):
+        model = made("llama", a=INV.replace(dtype=own)).to(dtype)
+        if own:
+            model.adapter_to("a", dtype=torch.float32)
+        model.set_active_adapters("a")
+        exact = copy.deepcopy(model).double()
+        found, expected = logits(model, inputs, head="head"), logits(exact, inputs, head="head")
+        assert found.dtype == dtype
+        error = (found.double() - expected).abs().max()
+        assert error <= 32 * torch.finfo(dtype).eps * expected.abs().max()
+
+
 def test_its_parameters_are_there_once(tmp_path):
     model = made("t5", a=INV)
     keys = [key for key in model.state_dict() if ".F.0.weight" in key]

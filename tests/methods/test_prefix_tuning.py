@@ -14,6 +14,7 @@ from adapterzoo.methods.prefix_tuning import PrefixTuningConfig
 
 GATED = PrefixTuningConfig(prefix_length=3, bottleneck_size=4, use_gating=True, shared_gating=False)
 FLAT = PrefixTuningConfig(prefix_length=5, flat=True)
+SHIFTED = FLAT.replace(positions="shifted")
 
 
 def made(family, auto=AutoModel, dtype=torch.float64, attention="sdpa", **configs):
@@ -78,12 +79,15 @@ def test_keys_and_values_stand_before_those_of_the_layer(attention, flat):
     torch.testing.assert_close(seen["out"], expected.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("config", [GATED, FLAT], ids=["gated", "flat"])
+@pytest.mark.parametrize("config", [GATED, FLAT, SHIFTED], ids=["gated", "flat", "shifted"])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "vit"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_rows_of_other_lengths_are_the_rows_alone(config, family, attention):
     """Prefixes of lengths 3 and 5 and none in one batch, its rows padded."""
-    model = made(family, attention=attention, a=config, b=config.replace(prefix_length=2))
+    if (family, config) == ("vit", SHIFTED):
+        pytest.skip("images have no positions to shift")
+    other = config.replace(prefix_length=2, positions="kept")
+    model = made(family, attention=attention, a=config, b=other)
     inputs = in_float64(tiny_inputs(family, batch=4))
     names = ["b", "a", None, "a"]
     mixed = hidden(model, inputs, adapter_names=names)
@@ -110,10 +114,11 @@ def test_a_padded_row_is_the_row_alone(family, side):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("config", [GATED, SHIFTED], ids=["gated", "shifted"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_cache_changes_nothing(family, beams):
+def test_a_cache_changes_nothing(family, config, beams):
     auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
-    model = made(family, auto, a=GATED)
+    model = made(family, auto, a=config)
     model.set_active_adapters("a")
     inputs = {k: v for k, v in tiny_inputs(family, batch=2).items() if not k.startswith("decoder")}
     options = {"max_new_tokens": 5, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
@@ -122,6 +127,25 @@ def test_a_cache_changes_nothing(family, beams):
     uncached = model.generate(**inputs, **options, use_cache=False)
     assert torch.equal(cached.sequences, uncached.sequences)
     torch.testing.assert_close(cached.scores, uncached.scores, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_shifted_positions_are_those_behind_the_prefix(family):
+    """As if the caller had numbered the tokens from P on; behind two prefixes of a stack twice."""
+    kept = FLAT.replace(positions="kept")
+    model = made(family, a=SHIFTED, b=SHIFTED, kept_a=kept, kept_b=kept)
+    tables = {name: model.adapters[name]["self_prefix"] for name in model.adapters}
+    for name in "ab":
+        tables[f"kept_{name}"].load_state_dict(tables[name].state_dict())
+    ids = tiny_inputs(family, batch=2)["input_ids"]
+    numbers = torch.arange(ids.shape[1])[None]
+    for setup, plain, shift in (("a", "kept_a", 5), (Stack(*"ab"), Stack("kept_a", "kept_b"), 10)):
+        model.set_active_adapters(plain)
+        expected = hidden(model, {"input_ids": ids, "position_ids": numbers + shift})
+        model.set_active_adapters(setup)
+        torch.testing.assert_close(hidden(model, {"input_ids": ids}), expected)
+        found = hidden(model, {"input_ids": ids, "position_ids": numbers})
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_stack_concatenates():
@@ -191,3 +215,27 @@ def test_what_cannot_be_is_refused():
         hidden(model, tiny_inputs("bert", batch=2))
     with pytest.raises(SiteError, match=r"computes scores by itself.*LoRAConfig"):
         made("deberta-v2", attention="eager", a=FLAT)
+    with pytest.raises(SiteError, match=r"BartLearnedPositionalEmbedding, counts.*'kept'"):
+        made("bart", a=SHIFTED)
+    with pytest.raises(SiteError, match=r"no module is known to be given.*positions='kept'"):
+        made("vit", a=SHIFTED)
+
+
+def test_shifted_tokens_must_have_a_position():
+    model = made("gpt2", a=SHIFTED)
+    model.set_active_adapters("a")
+    ids = torch.ones(1, 60, dtype=torch.long)
+    with pytest.raises(StateError, match=r"position 64.*has 64 positions.*Give it 1 tokens less"):
+        hidden(model, {"input_ids": ids})
+    hidden(model, {"input_ids": ids[:, 1:]})
+
+
+def test_a_sliding_window_that_would_hide_the_prefix_is_refused():
+    model = made("gemma2", attention="eager", a=SHIFTED, b=FLAT)
+    ids = torch.ones(1, 12, dtype=torch.long)
+    model.set_active_adapters("b")
+    hidden(model, {"input_ids": ids})
+    model.set_active_adapters("a")
+    with pytest.raises(StateError, match=r"12 tokens behind a prefix of 5.*window of 16.*most 11"):
+        hidden(model, {"input_ids": ids})
+    hidden(model, {"input_ids": ids[:, 1:]})

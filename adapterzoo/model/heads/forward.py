@@ -42,6 +42,43 @@ def forward(
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
     _prepare_inputs(model, inputs, labels, head)
+    if model._active.plan.prompts is not None:
+        return _with_prompts(model, inputs, labels, head, return_dict)
+    return _run_all(model, inputs, labels, head, return_dict)
+
+
+def _with_prompts(
+    model: Any,
+    inputs: dict[str, Any],
+    labels: dict[str, Any],
+    head: HeadNames,
+    return_dict: bool | None,
+) -> Any:
+    """Run base model and heads on sequences with room for the tokens that adapters add."""
+    for each in model._head_strategy.answering(head).values():
+        if each.config.inputs:
+            raise StateError(
+                f"a {each.config.head_type} head reads {listing(each.config.inputs)}, which does "
+                f"not count the tokens that an active adapter adds. Activate another head, or an "
+                f"adapter of another method."
+            )
+    read = labels.pop("input_ids", None)
+    with inject.recorded(model, (), model._active, "", (), {**labels, **inputs}) as (_, given):
+        wide = {name: given[name] for name in given if name not in labels}
+        for name in labels:
+            labels[name] = given[name]
+        if read is not None:
+            labels["input_ids"] = wide["input_ids"] if read is inputs.get("input_ids") else read
+        return _run_all(model, wide, labels, head, return_dict)
+
+
+def _run_all(
+    model: Any,
+    inputs: dict[str, Any],
+    labels: dict[str, Any],
+    head: HeadNames,
+    return_dict: bool | None,
+) -> Any:
     outputs = model.base_model(**inputs, return_dict=True)
     mask = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
     return model.forward_head(

@@ -1,0 +1,68 @@
+"""Position sites: modules that turn the numbers of tokens into embeddings or rotations.
+
+A table of positions is called with the numbers, a rotary embedding with `position_ids`. A module
+that counts tokens by itself cannot be told other numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from .names import below, leaf, parent
+from .sites import Block, Site
+from .tree import Tree
+
+_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+# T5's attentions, which know distances alone
+_RELATIVE = "has_relative_attention_bias"
+_NUMBERS = "position_ids"
+
+
+def positions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...], Mapping[str, str]]:
+    """The modules that are given the numbers of tokens.
+
+    Args:
+        tree: of the model.
+        blocks: its blocks.
+
+    Returns:
+        Their sites; and the stacks whose tokens cannot be given other numbers, with the reason.
+    """
+    stacks = list(dict.fromkeys(block.stack for block in blocks))
+    found: list[Site] = []
+    unmovable: dict[str, str] = {}
+    for path, module in tree.modules.items():
+        takes = _takes_numbers(cast("Any", type(module)))
+        if module._modules or not (takes or leaf(path) in _TABLES):
+            continue
+        stack = _stack_of(path, stacks)
+        is_table = isinstance(module, nn.Embedding)
+        if stack is None or (is_table and takes) or not (is_table or takes):
+            reason = f"{path!r}, a {type(module).__name__}, counts the tokens by itself"
+            unmovable |= dict.fromkeys(stacks if stack is None else [stack], reason)
+            continue
+        found.append(Site(path, "other", -1, stack, "positions", d_in=0, d_out=0))
+    for stack in stacks:
+        if not any(site.stack == stack for site in found) and not _is_relative(tree, stack):
+            unmovable.setdefault(stack, "no module is known to be given the numbers of tokens")
+    return tuple(found), unmovable
+
+
+@functools.cache
+def _takes_numbers(cls: Any) -> bool:
+    return _NUMBERS in inspect.signature(cls.forward).parameters
+
+
+def _stack_of(path: str, stacks: list[str]) -> str | None:
+    """The one stack whose positions these can be."""
+    near = stacks if len(stacks) == 1 else [s for s in stacks if below(path, parent(s))]
+    return near[0] if len(near) == 1 else None
+
+
+def _is_relative(tree: Tree, stack: str) -> bool:
+    return any(hasattr(module, _RELATIVE) for _, module in tree.branch(stack).modules)

@@ -1,0 +1,79 @@
+"""The table of prefix tuning: keys and values of all attentions of one location."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+
+from adapterzoo.activations import activation
+from adapterzoo.anatomy import Site
+from adapterzoo.configs import AdapterConfig
+
+from ._bottleneck_layer import Affine
+from ._init import drawn, generator, kaiming, normal, uniform
+
+
+class PrefixTable(nn.Module):
+    """T `[P, Σ H (key width + value width)]` of the attentions of one location, in model order.
+
+    Attributes:
+        wte: E `[P, d_model]`, None where T is flat.
+        control_trans: W₁, b₁ and W₂, b₂; T itself where it is flat.
+        places: path of an attention to the first column of its keys.
+    """
+
+    def __init__(
+        self,
+        config: AdapterConfig,
+        sites: Sequence[Site],
+        location: str,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            config: of the adapter.
+            sites: the attentions.
+            location: of them, such as "self_prefix".
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        source = generator(config["init_weights_seed"], location)
+        P, m, d = config["prefix_length"], config["bottleneck_size"], sites[0].d_in
+        self.places: dict[str, int] = {}
+        width = 0
+        for site in sites:
+            self.places[site.path] = width
+            width += sum(site.head_widths) * site.heads
+        self.dropout: float = config["dropout"]
+        self.activation = activation(config["non_linearity"])
+        if config["flat"]:
+            self.table = drawn((P, width), normal(1.0, source), device, dtype)
+            return
+        self.register_parameter("table", None)
+        self.wte = drawn((P, d), normal(1.0, source), device, dtype)
+        fresh = kaiming(source)
+
+        def layer(d_out: int, d_in: int) -> Affine:
+            near = uniform(d_in**-0.5, source)
+            bias = drawn((d_out,), near, device, dtype)
+            return Affine(drawn((d_out, d_in), fresh, device, dtype), bias)
+
+        self.down, self.up = layer(m, d), layer(width, m)
+
+    def forward(self, path: str, size: int) -> Tensor:
+        """The columns `[P, size]` of an attention's keys and values."""
+        start = self.places[path]
+        if self.table is not None:
+            columns = self.table[:, start : start + size]
+        else:
+            inner = self.activation(self.down(self.wte))  # [P, m]
+            weight, bias = self.up.weight, cast("Tensor", self.up.bias)
+            columns = linear(inner, weight[start : start + size], bias[start : start + size])
+        return dropout(columns, self.dropout, self.training)  # [P, size]

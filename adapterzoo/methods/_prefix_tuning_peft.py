@@ -1,0 +1,148 @@
+"""Prefix tuning in PEFT's files: one table, of the self-attention of the model or its decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from adapterzoo.activations import activation
+from adapterzoo.anatomy import Anatomy, Attention
+from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftSpelling, Tensors
+
+
+def peft(config: type[AdapterConfig]) -> PeftSpelling:
+    """How PEFT spells prefix tuning: T `[P, 2 N H e]`, the keys and values of a cache.
+
+    The tokens stand behind the cache: their positions start at P.
+    """
+    sizes = ("token_dim", "num_attention_heads", "num_layers", "num_virtual_tokens")
+    return PeftSpelling(
+        config=config,
+        peft_type="PREFIX_TUNING",
+        shared={"table": "prompt_embeddings"},
+        fields={
+            "num_transformer_submodules": PeftField(1, 1, 2),
+            # 0: the file does not say it
+            **{name: PeftField(0, 0, MAX_WIDTH) for name in sizes},
+        },
+        # with a projection the file holds what it gave
+        inert=frozenset(("encoder_hidden_size", "init_weights", "prefix_projection")),
+        read_model=_from_peft,
+        unsayable=_unsayable,
+        write_model=_to_peft,
+    )
+
+
+def _from_peft(
+    fields: Mapping[str, Any], tensors: Tensors, _layers: Sequence[PeftLayer], anatomy: Anatomy
+) -> tuple[Fields, Tensors]:
+    table, attentions = tensors["table"], _decoding(anatomy)
+    expected = _sizes(attentions, anatomy) | {"num_virtual_tokens": table.shape[0]}
+    width = sum((a.key_width + a.value_width) * a.heads for a in attentions)
+    wrong = [f"{n}={fields[n]}, here {v}" for n, v in expected.items() if fields[n] not in (0, v)]
+    if table.dim() != 2 or table.shape[1] != width:
+        wrong.append(f"prompt_embeddings {list(table.shape)}, here [tokens, {width}]")
+    if wrong:
+        raise CheckpointError(
+            f"the file has {'; '.join(wrong)}. It is of another model, or damaged: load it into "
+            f"the model that it was trained on, or copy both files again."
+        )
+    said = {
+        "flat": True, "prefix_length": table.shape[0], "positions": "shifted",
+        "encoder_prefix": False, "cross_prefix": False,
+    }  # fmt: skip
+    if expected["num_transformer_submodules"] == 2:
+        pairs = table.chunk(len(attentions), 1)  # [P, 2 H e] each
+        table = torch.cat([pairs[2 * i % len(pairs)] for i in range(len(pairs))], 1)
+    return said, {"self_prefix.table": table}
+
+
+def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple[Fields, Tensors]:
+    attentions = _decoding(anatomy)
+    if config["leave_out"] or len({(a.heads, a.key_width, a.value_width) for a in attentions}) > 1:
+        raise CheckpointError(
+            f"PEFT has one prefix for all blocks, with heads of one shape, and this one has "
+            f"leave_out={list(config['leave_out'])}, or the model's heads differ. Write "
+            f"{argument('format', 'native')}."
+        )
+    if config["positions"] == "kept" and (anatomy.positions or anatomy.unmovable):
+        raise CheckpointError(
+            f"the prefix has positions='kept', and PEFT's moves the positions of all tokens behind "
+            f"it, which this model reads. Write {argument('format', 'native')}, or train with "
+            f"positions='shifted'."
+        )
+    table = _product({n.removeprefix("self_prefix."): t for n, t in tensors.items()}, config)
+    sizes = _sizes(attentions, anatomy)
+    if sizes["num_transformer_submodules"] == 2:
+        table = _reordered(table, len(attentions))
+    return {
+        **sizes,
+        "num_virtual_tokens": table.shape[0],
+        "prefix_projection": False,
+        "encoder_hidden_size": sizes["token_dim"],
+        "init_weights": None,
+    }, {"table": table}
+
+
+def _decoding(anatomy: Anatomy) -> list[Attention]:
+    """The attentions that PEFT's cache reaches: self-attention, of the decoder if there is one."""
+    crossed = {a.stack for a in anatomy.attentions if a.cross}
+    return [a for a in anatomy.attentions if not a.cross and a.stack in (crossed or {a.stack})]
+
+
+def _sizes(attentions: Sequence[Attention], anatomy: Anatomy) -> dict[str, int]:
+    first = attentions[0]
+    return {
+        "num_transformer_submodules": 2 if any(a.cross for a in anatomy.attentions) else 1,
+        "token_dim": first.heads * first.key_width,
+        "num_attention_heads": first.heads,
+        "num_layers": len(attentions),
+    }
+
+
+def _product(tensors: Tensors, config: AdapterConfig) -> Tensor:
+    """T, also where an MLP makes it."""
+    if "table" in tensors:
+        return tensors["table"]
+    inner = linear(tensors["wte"], tensors["down.weight"], tensors["down.bias"])  # [P, m]
+    inner = activation(config["non_linearity"])(inner)
+    return linear(inner, tensors["up.weight"], tensors["up.bias"])  # [P, 2 N H e]
+
+
+def _reordered(table: Tensor, count: int) -> Tensor:
+    """The table of which PEFT gives layer i of a decoder pair 2i mod N.
+
+    Raises:
+        CheckpointError: two layers would get one pair, and have two.
+    """
+    pairs = table.chunk(count, 1)  # [P, 2 H e] each
+    found: dict[int, Tensor] = {}
+    for i, pair in enumerate(pairs):
+        if not torch.equal(found.setdefault(2 * i % count, pair), pair):
+            raise CheckpointError(
+                f"PEFT gives layers {i - count // 2} and {i} of a decoder with {count} layers one "
+                f"prefix, and these differ. Write {argument('format', 'native')}."
+            )
+    unused = torch.zeros_like(pairs[0])
+    return torch.cat([found.get(i, unused) for i in range(count)], 1)
+
+
+def _unsayable(placement: Placement) -> str | None:
+    config, name = placement.config, type(placement.config).__name__
+    if config["use_gating"]:
+        return f"{name}(use_gating=True), and PEFT's prefixes have no gate"
+    if config["convention"] != "paper":
+        return f"{name}(convention='adapterhub'), which PEFT does not have"
+    if placement.location in ("encoder_prefix", "cross_prefix"):
+        return (
+            f"a prefix at {placement.site.path!r}, and PEFT's sit in the self-attention of a "
+            f"decoder alone (encoder_prefix=False, cross_prefix=False)"
+        )
+    return None

@@ -1,0 +1,208 @@
+"""PEFT's prefix tuning: its files give its own outputs here, and it loads ours and agrees."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+import transformers
+from families import tiny_config, tiny_inputs
+from peft_world import QUIET, TENSORS, change, logits, ours, plain, reloaded
+from safetensors.torch import load_file, save_file
+from snapshots import snapshot, stir
+
+from adapterzoo import PrefixTuningConfig
+from adapterzoo.errors import CheckpointError, SiteError
+
+pytestmark = [pytest.mark.filterwarnings(warning) for warning in QUIET]
+
+TASKS = {
+    "bert": "SEQ_CLS",
+    "roberta": "SEQ_CLS",
+    "gpt2": "CAUSAL_LM",
+    "llama": "CAUSAL_LM",
+    "gpt_neox": "CAUSAL_LM",
+    "phi3": "CAUSAL_LM",
+    "t5": "SEQ_2_SEQ_LM",
+    "mt5": "SEQ_2_SEQ_LM",
+}
+
+
+def trained(family, folder, **fields):
+    """Save a prefix of PEFT with random values; the logits with it."""
+    config = peft.PrefixTuningConfig(task_type=TASKS[family], num_virtual_tokens=3, **fields)
+    model = peft.get_peft_model(plain(family), config)
+    source = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=source) * 0.1)
+    model.save_pretrained(folder)
+    return logits(model, family)
+
+
+def close(found, expected, atol=1e-10):
+    torch.testing.assert_close(found, expected.double(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("projection", [False, True], ids=["flat", "projection"])
+@pytest.mark.parametrize("family", TASKS)
+def test_a_prefix_of_peft_loads_and_goes_back(family, projection, tmp_path):
+    fields = {"prefix_projection": True, "encoder_hidden_size": 20} if projection else {}
+    expected = trained(family, tmp_path / "theirs", **fields)
+    model = ours(family)
+    model.load_adapter(tmp_path / "theirs", load_as="a", set_active=True)
+    assert (expected - logits(plain(family), family)).abs().max() > 1e-2
+    # the product of a projection is rounded to float32 in the file
+    near = 1e-5 if projection else 1e-10
+    close(logits(model, family), expected, near)
+    model.save_adapter(tmp_path / "back", "a", format="peft")
+    close(reloaded(family, tmp_path / "back"), logits(model, family))
+    model.save_adapter(tmp_path / "own", "a")
+    other = ours(family)
+    other.load_adapter(tmp_path / "own", set_active=True)
+    close(logits(other, family), logits(model, family))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_peft_generates_the_same_tokens(family, beams, tmp_path):
+    trained(family, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(plain(family), tmp_path).double().eval()
+    model = ours(family).double()
+    model.load_adapter(tmp_path, load_as="a", set_active=True)
+    inputs = {k: v for k, v in tiny_inputs(family).items() if not k.startswith("decoder")}
+    if family != "t5":
+        # padded on the left, as a generation wants it
+        inputs = {k: v.flip(1) for k, v in inputs.items()}
+    asked = {**inputs, "max_new_tokens": 9, "do_sample": False, "num_beams": beams}
+    asked |= {"pad_token_id": 0, "eos_token_id": None}
+    expected = theirs.generate(**asked)
+    assert torch.equal(model.generate(**asked), expected)
+    assert not torch.equal(plain(family).double().generate(**asked), expected)
+
+
+EXPORTS = {
+    ("bert", "shifted"): PrefixTuningConfig(
+        prefix_length=3, bottleneck_size=5, non_linearity="relu", positions="shifted"
+    ),
+    ("llama", "shifted"): PrefixTuningConfig(prefix_length=4, flat=True, positions="shifted"),
+    ("gpt2", "shifted"): PrefixTuningConfig(prefix_length=4, positions="shifted"),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS, ids=" ".join)
+def test_peft_loads_ours_and_agrees(case, tmp_path):
+    model = ours(case[0])
+    model.add_adapter("a", EXPORTS[case])
+    stir(model, "a")
+    model.set_active_adapters("a")
+    model.save_adapter(tmp_path, "a", format="peft")
+    # the product of an MLP is rounded to float32
+    close(reloaded(case[0], tmp_path), logits(model, case[0]), 1e-5)
+
+
+def test_a_prefix_that_moves_no_positions_is_written_where_there_are_none(tmp_path):
+    """T5 knows distances alone; with two layers PEFT gives both of a decoder one prefix."""
+    model = ours("t5")
+    config = PrefixTuningConfig(
+        prefix_length=4, flat=True, encoder_prefix=False, cross_prefix=False
+    )
+    model.add_adapter("a", config)
+    model.set_active_adapters("a")
+    with pytest.raises(CheckpointError, match=r"layers 0 and 1 of a decoder.*format='native'"):
+        model.save_adapter(tmp_path / "t5", "a", format="peft")
+    table = model.base_model.adapters["a"]["self_prefix"].table
+    with torch.no_grad():
+        table[:, table.shape[1] // 2 :] = table[:, : table.shape[1] // 2]
+    model.save_adapter(tmp_path / "t5", "a", format="peft")
+    close(reloaded("t5", tmp_path / "t5"), logits(model, "t5"))
+
+
+UNSAYABLE = {
+    "gates": ("gpt2", {"use_gating": True}, "use_gating=True"),
+    "adapters' own": ("gpt2", {"convention": "adapterhub"}, "convention='adapterhub'"),
+    "positions that stay": ("gpt2", {"positions": "kept"}, "positions='shifted'"),
+    "the encoder": ("t5", {"cross_prefix": False}, "encoder_prefix=False, cross_prefix=False"),
+    "cross-attention": ("t5", {"encoder_prefix": False}, "encoder_prefix=False"),
+    "some blocks": ("gpt2", {"leave_out": [1]}, "leave_out=[1]"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSAYABLE)
+def test_what_peft_cannot_say_is_refused_before_anything_is_written(kind, tmp_path):
+    family, fields, word = UNSAYABLE[kind]
+    model = ours(family)
+    fields = {"prefix_length": 3, "flat": True, "positions": "shifted"} | fields
+    model.add_adapter("a", PrefixTuningConfig(**fields))
+    before = snapshot(model)
+    with pytest.raises(CheckpointError) as raised:
+        model.save_adapter(tmp_path / "peft", "a", format="peft")
+    for part in ("save_adapter(", word, "format='native'"):
+        assert part in str(raised.value)
+    assert not (tmp_path / "peft").exists()
+    assert snapshot(model) == before
+
+
+def test_a_task_that_peft_does_not_know_is_refused(tmp_path):
+    """PEFT would load the file, and leave the prefix out."""
+    model = ours("bert")
+    model.add_adapter("a", PrefixTuningConfig(prefix_length=3, flat=True, positions="shifted"))
+    with pytest.raises(CheckpointError, match=r"with its head alone.*with_head=True"):
+        model.save_adapter(tmp_path / "peft", "a", format="peft", with_head=False)
+    assert not (tmp_path / "peft").exists()
+
+
+DAMAGED = {
+    "too narrow": (
+        {},
+        {"prompt_embeddings": (3, 64)},
+        "prompt_embeddings [3, 64]",
+        "[tokens, 128]",
+    ),
+    "flat": ({}, {"prompt_embeddings": (384,)}, "prompt_embeddings [384]", "[tokens, 128]"),
+    "tokens": ({"num_virtual_tokens": 4}, {}, "num_virtual_tokens=4, here 3", "copy both files"),
+    "heads": ({"num_attention_heads": 2}, {}, "num_attention_heads=2, here 4", "other"),
+    "layers": ({"num_layers": 3}, {}, "num_layers=3, here 2", "other"),
+    "two stacks": ({"num_transformer_submodules": 2}, {}, "submodules=2, here 1", "other"),
+    "tokens as text": ({"num_virtual_tokens": "3"}, {}, "num_virtual_tokens='3'", "whole number"),
+    "no prefix": ({}, {"prompt_embeddings": None}, "no tensors of PREFIX_TUNING", "prompt_emb"),
+    "a layer": ({}, {"base_model.h.0.attn.c_attn.lora_A.weight": (2, 2)}, "lora_A", "PREFIX_TUN"),
+    "a base weight": ({}, {"base_model.transformer.wpe.weight": (64, 32)}, "wpe", "differ"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_files_that_do_not_fit_are_refused(kind, tmp_path):
+    fields, shapes, *words = DAMAGED[kind]
+    trained("gpt2", tmp_path)
+    change(tmp_path, **fields)
+    tensors = load_file(tmp_path / TENSORS)
+    for key, shape in shapes.items():
+        tensors.pop(key, None)
+        tensors |= (
+            {key: torch.ones(*shape)} if shape else {"base_model.lm_head.bias": torch.ones(3)}
+        )
+    save_file(tensors, tmp_path / TENSORS)
+    model = ours("gpt2")
+    before = snapshot(model)
+    with pytest.raises(CheckpointError) as raised:
+        model.load_adapter(tmp_path, load_as="a")
+    for word in words:
+        assert word in str(raised.value)
+    assert snapshot(model) == before
+
+
+def test_a_lora_with_a_prompt_in_its_file_is_refused(tmp_path):
+    trained("gpt2", tmp_path)
+    change(tmp_path, peft_type="LORA")
+    with pytest.raises(CheckpointError, match=r"'prompt_embeddings' is not of a known kind; LORA"):
+        ours("gpt2").load_adapter(tmp_path, load_as="a")
+
+
+def test_a_model_that_counts_its_tokens_by_itself_is_refused(tmp_path):
+    model = transformers.BartForConditionalGeneration(tiny_config("bart"))
+    config = peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    with pytest.raises(SiteError, match=r"load_adapter.*'decoder.embed_positions'.*counts"):
+        ours("bart").load_adapter(tmp_path, load_as="a")
