@@ -32,7 +32,7 @@ _REPEATED = {"JetMoeAttention": "top_k"}
 # attention that computes its scores by itself, in operations that `inject.inline` follows, by class
 INLINE = frozenset(
     (
-        "BarkSelfAttention", "BlipAttention", "BlipTextSelfAttention", "BloomAttention",
+        "BarkSelfAttention", "BloomAttention",
         "BrosSelfAttention", "CanineSelfAttention", "ClapAudioSelfAttention", "ClvpSelfAttention",
         "CodeGenAttention", "CpmAntAttention", "Data2VecVisionSelfAttention",
         "DonutSwinSelfAttention", "FalconAttention", "FlavaSelfAttention",
