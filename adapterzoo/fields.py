@@ -58,6 +58,10 @@ class Check(metaclass=ABCMeta):
         """Return a legal value to suggest instead."""
         return default
 
+    def layers(self, value: object) -> tuple[int, ...]:
+        """Return the numbers of layers in a legal value."""
+        return ()
+
     def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
         """Return the value to keep.
 
@@ -172,6 +176,10 @@ class Maybe(Check):
         """Return what the other check suggests."""
         return self.check.nearest(value, default)
 
+    def layers(self, value: object) -> tuple[int, ...]:
+        """Return those that the other check finds."""
+        return () if value is None else self.check.layers(value)
+
 
 @dataclass(frozen=True)
 class Either(Check):
@@ -192,6 +200,10 @@ class Either(Check):
     def fits(self, value: object) -> bool:
         """Return whether one of them accepts it."""
         return self.first.fits(value) or self.second.fits(value)
+
+    def layers(self, value: object) -> tuple[int, ...]:
+        """Return those that the check finds that accepts the value."""
+        return (self.first if self.first.fits(value) else self.second).layers(value)
 
 
 class Layers(Check):
@@ -214,6 +226,10 @@ class Layers(Check):
     def nearest(self, value: object, default: object) -> object:
         """Return the first two layers."""
         return [0, 1]
+
+    def layers(self, value: object) -> tuple[int, ...]:
+        """Return all."""
+        return cast("tuple[int, ...]", value)
 
 
 FLAG = Choice(False, True)
@@ -290,6 +306,28 @@ class ConfigType(ABCMeta):
         """That of the constructor, and not of `__call__` above."""
         _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
         return inspect.Signature(parameters)
+
+
+def check_layers(config: Any, count: int) -> None:
+    """Check that a model has the layers whose numbers are in a config.
+
+    Args:
+        config: of a method.
+        count: of the model's layers.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    for name, (check, _) in checks(cast("Any", type(config))).items():
+        value = getattr(config, name)
+        asked = check.layers(value)
+        if missing := [number for number in asked if number >= count]:
+            kept = [number for number in asked if number < count] or [*range(count)][-1:]
+            there = f"its blocks are 0 to {count - 1}" if count else "it has no blocks"
+            raise ConfigError(
+                f"{type(config).__name__}({name}={[*asked]}): the model has no block "
+                f"{listing(missing)}; {there}. Write {name}={kept}."
+            )
 
 
 def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:

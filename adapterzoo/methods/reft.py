@@ -88,6 +88,10 @@ class ReftConfig(AdapterConfig):
             ConfigError: a value is not legal.
         """
         super().__post_init__()
+        if not self.layers:
+            raise ConfigError(
+                f"{type(self).__name__}(layers=[]): no block is left to edit. Write layers='all'."
+            )
         if not self.prefix_positions + self.suffix_positions:
             raise ConfigError(
                 f"{type(self).__name__}(prefix_positions=0, suffix_positions=0): no position is "

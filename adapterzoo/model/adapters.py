@@ -20,6 +20,7 @@ from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import StateError, listing
+from adapterzoo.fields import check_layers
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -67,6 +68,8 @@ def add(
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
     refuse_taken(model, name, overwrite_ok)
+    for member in loaded.members:
+        check_layers(member, len(anatomy_of(model).blocks))
     made = make(model, loaded)
     for path, (adapter, placements) in made.items():
         if placements:
