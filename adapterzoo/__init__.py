@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
     from .methods.prefix_tuning import PrefixTuningConfig
+    from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
     from .methods.unipelt import UniPELTConfig
     from .methods.vera import VeraConfig
@@ -93,6 +94,7 @@ _HOMES = {
     "PooledHead": "heads",
     "PredictionHead": "heads",
     "PrefixTuningConfig": "methods.prefix_tuning",
+    "PromptTuningConfig": "methods.prompt_tuning",
     "QuestionAnsweringHead": "heads",
     "ReftConfig": "methods.reft",
     "Seq2SeqAdapterTrainer": "trainer",
@@ -144,6 +146,7 @@ __all__ = [
     "PooledHead",
     "PredictionHead",
     "PrefixTuningConfig",
+    "PromptTuningConfig",
     "QuestionAnsweringHead",
     "ReftConfig",
     "Seq2SeqAdapterTrainer",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from .errors import StateError, listing
 _BOUNDS = ("cu_seqlens", "cu_seq_lens_q")
 # what is added to the score of a hidden token is less: -10,000 in old models, else all but infinite
 _HIDDEN = -5_000.0
+
+Places: TypeAlias = "Callable[[tuple[str, int | None] | None, Tensor], Tensor | None]"
+"""Gives the places `[rows, length]` of the tokens that an adapter adds."""
 
 
 class StackCall(ABC):
@@ -95,6 +98,19 @@ class StackCall(ABC):
             compute: makes the tensor from the tokens of a call that has the prompt.
         """
 
+    def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
+        """Return the places `[rows, length]` of the tokens that an adapter adds.
+
+        Args:
+            key: `Adapter.shared_key` of the adapter.
+            x: the input of the layer that they join.
+
+        Returns:
+            None where the call has no room for them: at a token that follows the prompt, and
+            where a model calls the layer for something else than its tokens.
+        """
+        return None
+
     @abstractmethod
     def of_encoder(self) -> StackCall:
         """Return the call as layers see it whose input is the encoder's output.
@@ -136,17 +152,26 @@ class RecordedCall:
         encoder_mask: its `encoder_attention_mask`.
         generation: the running `generate`, None outside.
         cached: number of tokens in the cache before the call.
+        places: gives those of the tokens that adapters add; None where the call has no room.
         is_checked: whether each row is known to have a real token.
     """
 
-    def __init__(self, path: str, given: Mapping[str, Any], generation: Generation | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        given: Mapping[str, Any],
+        generation: Generation | None,
+        places: Places | None = None,
+    ) -> None:
         """Record the arguments.
 
         Args:
             path: of the stack below the base model.
             given: arguments of its forward, by name.
             generation: the running `generate`, None outside.
+            places: see `StackCall.added`; None where the call has no room for more tokens.
         """
+        self.places = places
         self.path = path
         self.mask = given.get("attention_mask")
         self.encoder_mask = given.get("encoder_attention_mask")
@@ -203,6 +228,11 @@ class LayerStackCall(StackCall):
                 f"{listing(empty)}, and an active adapter counts the real tokens of each row. "
                 f"Leave these rows out, or write 1 at their tokens."
             )
+
+    def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
+        """Return the places of an adapter's tokens; see `StackCall.added`."""
+        places = self._stack.places
+        return None if places is None else places(key, x)
 
     def has_prompt(self, x: Tensor) -> bool:
         """Return whether the call has tokens of the prompt; see `StackCall.has_prompt`."""
@@ -343,6 +373,11 @@ class _PartOfCall(StackCall):
     def has_prompt(self, x: Tensor) -> bool:
         """Return whether the call has tokens of the prompt."""
         return self._whole.has_prompt(self._x)
+
+    def added(self, key: tuple[str, int | None] | None, x: Tensor) -> Tensor | None:
+        """Return the places of an adapter's tokens in this part."""
+        at = self._whole.added(key, self._x)
+        return None if at is None else self._take(at)
 
     def remembered(self, owner: object, compute: Callable[[], Tensor]) -> Tensor:
         """Return a tensor of the prompt, of this part."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -19,7 +19,7 @@ from .registry import Registry
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from .anatomy import Anatomy, Site
     from .averaging import Combination
@@ -126,6 +126,19 @@ class AdapterConfig(Config):
     def averages_shared(self) -> bool:
         """Whether the parameters that layers share are averaged; else they must be equal."""
         return False
+
+    def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
+        """Give what the layers share its initial values, where these are those of a text.
+
+        It is called once, for a fresh adapter that is not filled from a file.
+
+        Args:
+            shared: made by `shared`.
+            embedded: gives the embeddings `[tokens, d]` of a text, by the model's table.
+
+        Raises:
+            ConfigError: the text has no tokens.
+        """
 
     @classmethod
     def combined(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +118,7 @@ class Adapter(nn.Module, ABC):
         acts_on: `"output"` for a function of the layer's output or a delta beside it,
             `"input"` for one that changes the layer's input. It says in which order a `Stack`
             nests: the first adapter of a stack is always the first to act.
-        stacks_only: what keeps adapters of the class out of averages, fusions and splits; empty
-            where nothing does.
+        stacks_only: what keeps it out of averages, fusions and splits; empty where nothing does.
     """
 
     acts_on: ClassVar[str] = "output"
@@ -310,6 +309,42 @@ class PositionAdapter(Adapter):
     """An adapter that gives tokens other numbers: `forward` calls `base` with them."""
 
     acts_on = "input"
+
+
+Joins: TypeAlias = Literal["inputs", "embeddings"]
+"""What added tokens join: the table's output, or that of the module that embeds."""
+
+
+class PromptAdapter(Adapter):
+    """An adapter that adds tokens to each sequence, and sits where they join it.
+
+    The mask, positions and labels of the call have room for them before anything is computed. In
+    a `Stack` the tokens of the first adapter come first.
+
+    Attributes:
+        length: how many tokens.
+        after_first: whether they stand behind the first real token, and not in front of it.
+        joins: what they join.
+    """
+
+    stacks_only: ClassVar[str] = "the tokens of a prompt"
+    reads_call = True
+    length: int
+    after_first: bool
+    joins: Joins
+
+    @abstractmethod
+    def prompt(self, base: BaseLayer) -> Tensor:
+        """Return the tokens, `[length, d]`."""
+
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """The layer's output with the tokens in their places, `[rows, tokens, d]`."""
+        y = base(x)
+        at = base.call.added(self.shared_key, x)  # [rows, length]
+        if at is None:
+            return y
+        at = at.unsqueeze(-1).expand(-1, -1, y.shape[-1])  # [rows, length, d]
+        return y.scatter(1, at, self.prompt(base).to(y).expand(at.shape))
 
 
 class WeightAdapter(Adapter):

@@ -121,6 +121,16 @@ class Share(Check):
         return is_number(value) and 0 <= value < 1
 
 
+class Text(Check):
+    """Text, or None."""
+
+    legal = "text, or None for none"
+
+    def fits(self, value: object) -> bool:
+        """Return whether it is."""
+        return value is None or isinstance(value, str)
+
+
 class Positive(Check):
     """A finite number above 0."""
 

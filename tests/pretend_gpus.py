@@ -141,10 +141,14 @@ def planted_shared(model):
 
 def cases():
     for name, config in METHODS.items():
-        for family in ("bert", "gpt2", "llama"):
+        # a prompt lengthens masks of two dimensions, and those of decoders have four here
+        for family in ("bert",) if name == "prompt_tuning" else ("bert", "gpt2", "llama"):
             yield f"{name} on {family}", lambda c=config, f=family: run(build(c, family=f))
     for head in HEADS:
         yield f"head: {head}", lambda h=head: run(build("lora", h))
+    # what acts on the embeddings acts inversely in front of the logits
+    yield "exit on bert", lambda: run(build("seq_bn_inv", "masked lm"), ["a", "b"])
+    yield "exit on llama", lambda: run(build("seq_bn_inv", "causal lm", "llama"))
     yield "stack", lambda: run(build("lora"), ["a", "b"])
     yield "setup of the thread", lambda: run(build("seq_bn"), "b")
     yield "planted attribute", lambda: run(planted_attribute(build("lora")))

@@ -42,7 +42,8 @@ def test_method(text, check):
 def test_every_kind_of_layer_is_tried():
     # a method that refuses a kind of layer would be left out without a word
     kinds = {text: {case.kind for case in cases(config)} for text, config in CONFIGS.items()}
-    assert kinds.pop("prefix_tuning") == kinds.pop("prefix_tuning_flat") == {"attention"}
+    for text in ("prefix_tuning", "prefix_tuning_flat", "prompt_tuning"):
+        assert kinds.pop(text) == {"attention"}
     assert all(found >= set(KINDS) - {"embedding"} for found in kinds.values()), kinds
     # where layers can be named
     named = {text for text, config in CONFIGS.items() if "target_modules" in dir(config)}

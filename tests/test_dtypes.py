@@ -49,7 +49,8 @@ def smooth(config):
 
 CONFIGS = {text: smooth(config) for text, config in REGISTERED.items()}
 # what takes another path through the code; the others are tried in the sweep
-QUICK = ("lora", "dora", "boft", "seq_bn", "par_bn", "loreft", "prefix_tuning", "ia3", "vera")
+QUICK = ("lora", "dora", "boft", "seq_bn", "par_bn", "loreft", "prefix_tuning", "ia3", "vera",
+         "seq_bn_inv")  # fmt: skip
 
 
 def swept(values, quick):

@@ -220,7 +220,7 @@ def test_weight_and_bias_are_those_of_a_linear_layer(kind):
 
 
 def test_a_layer_without_a_matrix_says_so():
-    with pytest.raises(StateError, match="LayerNorm: its 'weight' is no floating-point matrix"):
+    with pytest.raises(StateError, match="LayerNorm: its 'weight' is not a floating-point matrix"):
         _ = inject.base_of(nn.LayerNorm(4)).weight
 
 

@@ -16,6 +16,8 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
         # reads the input of another module of the block
         "par_bn[scaling='learned',ln_before=True]",
         "adapter_plus[init_weights='bert']",
+        # a function in front of the first block, and what it shares with heads
+        "seq_bn_inv[non_linearity='tanh']",
     ),
     "union": ("lora[dropout=0.1]|par_bn",),
 }

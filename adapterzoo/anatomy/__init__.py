@@ -22,6 +22,7 @@ from .sites import (
     Site,
     SubLayer,
     SubLayerKind,
+    TokenInput,
     part_names,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "Site",
     "SubLayer",
     "SubLayerKind",
+    "TokenInput",
     "find",
     "part_names",
 ]

@@ -15,19 +15,11 @@ from .entries import entry_of
 from .experts import stores_turned
 from .layouts import parts_of
 from .names import below, parent
-from .patterns import (
-    ARCHITECTURES,
-    ASIDE,
-    ATTENTION_IN,
-    ATTENTION_OUT,
-    CROSS,
-    EXPERTS,
-    MLP,
-    Row,
-)
+from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
 from .positions import positions_of
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
 from .streams import sublayers_of
+from .tokens import tokens_of
 from .tree import Branch, Tree
 
 
@@ -73,7 +65,8 @@ def find(model: nn.Module) -> Anatomy:
     reason = "" if blocks else _why_none(tree)
     entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
     positions, unmovable = positions_of(tree, blocks)
-    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable
+    tokens = tokens_of(tree, blocks)
+    ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, tokens
     return Anatomy(tuple(blocks), outside, reason, *ways_in)
 
 
@@ -175,13 +168,9 @@ def _read(branch: Branch, stack: str) -> Block:
         d_model=_d_model(sites),
         sites=sites,
         parts=parts,
-        sublayers=streams.sublayers,
-        post_norm=streams.post_norm,
         absent=row.absent | _absent(sites),
-        mixed=streams.mixed,
-        apart=streams.apart,
         states=row.states,
-        note=streams.note,
+        **streams._asdict(),
     )
 
 

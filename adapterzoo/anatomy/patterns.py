@@ -162,10 +162,7 @@ _STABLE = Row(post_norm="!do_stable_layer_norm")
 _POST = Row(post_norm=True)
 _SHARED_KV = Row(absent=frozenset({"key", "value"}))
 _BRANCH_NORMS = Row(
-    norms={
-        "layernorm_before": ("branch", "attention"),
-        "layernorm_after": ("branch", "mlp"),
-    }
+    norms={"layernorm_before": ("branch", "attention"), "layernorm_after": ("branch", "mlp")}
 )
 _BOTH: frozenset[SubLayerKind] = frozenset({"attention", "mlp"})
 _HYPER = Row(
@@ -218,16 +215,10 @@ ARCHITECTURES: Mapping[str, Row] = {
     "deepseek_v4": _HYPER,
     "EdgeTamVideoTwoWayAttentionBlock": _QUERIES,
     "EdgeTamVideoPerceiverEncoderLayer": Row(
-        norms={
-            r"layer_norm_latents": ("pre", "cross"),
-            r"layer_norm_self": ("pre", "attention"),
-        }
+        norms={r"layer_norm_latents": ("pre", "cross"), r"layer_norm_self": ("pre", "attention")}
     ),
     "EfficientLoFTRLocalFeatureTransformerLayer": Row(
-        norms={
-            r".*\.mlp\.layer_norm": ("branch", "mlp"),
-            r".*\.aggregation\.norm": None,
-        },
+        norms={r".*\.mlp\.layer_norm": ("branch", "mlp"), r".*\.aggregation\.norm": None},
         mixed=frozenset({"mlp"}),
         apart=frozenset({"attention", "cross"}),
         note="the feed-forward part reads the stream beside attention's output",
@@ -249,8 +240,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "hy_v4": _HYPER,
     "ibert": Row(note="quantised layers that pass scaling factors beside their output"),
     "inkling2_text": Row(
-        mixed=_BOTH,
-        note="each sub-layer reads a mix of the outputs of earlier blocks",
+        mixed=_BOTH, note="each sub-layer reads a mix of the outputs of earlier blocks"
     ),
     "jetmoe": Row(
         experts={

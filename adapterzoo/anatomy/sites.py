@@ -167,6 +167,39 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenInput:
+    """The part of a model that turns tokens into what the first block is given.
+
+    Attributes:
+        stack: path of the model whose forward takes the tokens.
+        table: path of the embedding of tokens; None where the model reads none.
+        table_width: its features.
+        embeddings: path of the module that adds positions, norms and what else there is; None
+            where no module has the result.
+        width: features of what that module returns.
+        embeds_positions: whether it is given the positions of tokens.
+        positions: how many tokens the learned positions are for; None without such.
+        is_encoder: whether another stack attends to this one.
+    """
+
+    stack: str
+    table: str | None
+    table_width: int
+    embeddings: str | None
+    width: int
+    embeds_positions: bool
+    positions: int | None
+    is_encoder: bool
+
+    def site(self, joins: str) -> Site | None:
+        """Return the site of tokens that join "inputs" or "embeddings"; None without one."""
+        path, d = self.table, self.table_width
+        if joins == "embeddings":
+            path, d = self.embeddings, self.width
+        return None if path is None else Site(path, "embedding", -1, "", "output", d, d)
+
+
+@dataclass(frozen=True, slots=True)
 class SubLayer:
     """Attention or feed-forward part of a block, and where it meets the residual stream.
 
@@ -248,7 +281,7 @@ class Block:
     def has(self, role: Role, cross: bool | None = None) -> bool:
         """Whether the block should have the role, since it has that kind of sub-layer.
 
-        A Mamba layer among attention layers has no attention, so nobody asks it for a query.
+        A Mamba layer among attention layers has no attention and needs no query.
         """
         family = ATTENTION_ROLES if role in ATTENTION_ROLES else MLP_ROLES
         if role not in family or role in self.absent:
@@ -272,6 +305,7 @@ class Anatomy:
         no_entry: why there is none; empty when there is.
         positions: the modules that are given the numbers of tokens.
         unmovable: stacks whose tokens cannot be given other numbers, with the reason.
+        tokens: where tokens are embedded; None without blocks.
     """
 
     blocks: tuple[Block, ...]
@@ -283,6 +317,7 @@ class Anatomy:
     no_entry: str = ""
     positions: tuple[Site, ...] = ()
     unmovable: Mapping[str, str] = field(default_factory=dict)
+    tokens: TokenInput | None = None
 
     def __iter__(self) -> Iterator[Site]:
         """Every whole site: those of the blocks, then those outside."""
@@ -304,10 +339,7 @@ class Anatomy:
         return tuple(part for block in self.blocks for part in block.parts if part.path == path)
 
     def select(
-        self,
-        *roles: Role,
-        cross: bool | None = False,
-        layers: Iterable[int] | None = None,
+        self, *roles: Role, cross: bool | None = False, layers: Iterable[int] | None = None
     ) -> tuple[Site, ...]:
         """The sites of the roles, block after block.
 
@@ -326,7 +358,7 @@ class Anatomy:
         call = f"select({', '.join(map(repr, roles))})"
         if unknown := [role for role in roles if role not in ROLES]:
             raise SiteError(
-                f"{call}: {unknown[0]!r} is no role. Legal roles: {', '.join(ROLES)}. "
+                f"{call}: {unknown[0]!r} is not a role. Legal roles: {', '.join(ROLES)}. "
                 f"Write select('query')."
             )
         wanted = None if layers is None else frozenset(layers)

@@ -100,7 +100,7 @@ class Branch:
             names: what the setting may be called.
 
         Returns:
-            The number (a flag counts as 0 or 1); 0 when nobody has it.
+            The number (a flag counts as 0 or 1); 0 when none has it.
         """
         while path:
             path = path.rpartition(".")[0]

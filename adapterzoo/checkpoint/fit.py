@@ -42,6 +42,24 @@ def differences(
     return lines
 
 
+def check_same(what: str, saved: object, mine: object) -> None:
+    """Check that something of a training checkpoint has the config that it has in the model.
+
+    Args:
+        what: for the message, as `adapter 'a'`.
+        saved: its config in the checkpoint.
+        mine: its config in the model.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if saved != mine:
+        raise CheckpointError(
+            f"the {what} of the checkpoint is {saved!r}, that of the model {mine!r}; nothing has "
+            f"been loaded. Add it with the config of the checkpoint."
+        )
+
+
 def check_fit(
     model: str,
     file: Mapping[str, Tensor],

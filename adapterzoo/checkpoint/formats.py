@@ -132,6 +132,17 @@ class Format(Protocol):
         """Names of all the files that a folder of this format may have; others stay."""
 
 
+def inexpressible(why: str, *hints: str) -> CheckpointError:
+    """The error for what a format cannot express.
+
+    Args:
+        why: what it is.
+        hints: what to write instead; none: the native format.
+    """
+    hint = " or ".join(hints or (argument("format", "native"),))
+    return CheckpointError(f"{why}. Nothing has been written. Write {hint}.")
+
+
 def of(folder: Path, kind: Kind) -> str | None:
     """The name of the first format that recognises a folder."""
     return next((name for name, f in formats.items() if f.recognises(folder, kind)), None)
@@ -206,10 +217,7 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
     """
     chosen = formats.find(name)
     if name != "native" and checkpoint.metadata.get("embeddings") is not None:
-        raise CheckpointError(
-            f"the adapter has trained embeddings, and the format {name!r} has none. Nothing has "
-            f"been written. Write {argument('format', 'native')}."
-        )
+        raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
     contents = chosen.encode(checkpoint, kind, info)
     touched = {*contents, *chosen.owned(kind)}
     with folders.saving(folder):

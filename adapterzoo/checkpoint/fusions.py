@@ -10,7 +10,7 @@ from adapterzoo.errors import CheckpointError, argument, unknown_name
 
 from . import folders, native
 from .adapterhub import fusion as adapterhub
-from .formats import Checkpoint, ModelInfo
+from .formats import Checkpoint, ModelInfo, inexpressible
 
 KIND = "adapter_fusion"
 _NATIVE = f"{KIND}.safetensors"
@@ -25,9 +25,9 @@ def check_format(format: str) -> None:
         UnknownNameError: there is no such format.
     """
     if format == "peft":
-        raise CheckpointError(
-            "PEFT has no fusion of adapters, and its format none of its layers. Nothing has been "
-            f"written. Write {argument('format', 'native')} or {argument('format', 'adapterhub')}."
+        raise inexpressible(
+            "PEFT has no fusion of adapters, and its format none of its layers",
+            *(argument("format", name) for name in FORMATS),
         )
     if format not in FORMATS:
         raise unknown_name("", "format", format, FORMATS)
@@ -82,8 +82,7 @@ def read(folder: Path, info: ModelInfo, config_of: Callable[[str], AdapterConfig
     with folders.reading(folder):
         if _of(folder) != "adapterhub":
             return native.load(folder, KIND)
-        names = adapterhub.fused_names(folder)
-        return adapterhub.read(info, folder, [config_of(name) for name in names])
+        return adapterhub.read(info, folder, config_of)
 
 
 def _of(folder: Path) -> str | None:

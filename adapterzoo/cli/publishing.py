@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import click
 
@@ -16,30 +17,24 @@ from .output import be_quiet, print_json, print_table, wants_progress
 @click.argument("path")
 @click.argument("repo")
 @click.option("--private", is_flag=True, help="Make a new repository private.")
-@click.option("--revision", help="Branch to push to; made when missing.")
-@click.option("--message", help="First line of the commit.")
-@click.option("--create-pr", is_flag=True, help="Propose it as a pull request.")
-@click.option("--base-model", help="Name on the Hub, where the adapter names a folder.")
-@click.option("--dataset", "datasets", multiple=True, help="Name on the Hub; may come twice.")
+@click.option("--revision", help="Branch to push to; created if missing.")
+@click.option("--message", "commit_message", help="First line of the commit message.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request.")
+@click.option("--base-model", help="Hub name of the base model.")
+@click.option("--dataset", "datasets", multiple=True, help="Hub name; may be repeated.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME=VALUE", help="For the card.")
-@click.option("--license", "license_name", help="Such as apache-2.0.")
-@click.option("--language", help="Such as en.")
-@click.option("--overwrite-card", is_flag=True, help="Replace a model card that is there.")
+@click.option("--license", help="License, such as apache-2.0.")
+@click.option("--language", help="Language, such as en.")
+@click.option("--overwrite-card", "overwrite_adapter_card", is_flag=True,
+              help="Replace an existing model card.")  # fmt: skip
 @json_option
 def push_command(
     path: str,
     repo: str,
     private: bool,
-    revision: str | None,
-    message: str | None,
-    create_pr: bool,
-    base_model: str | None,
-    datasets: tuple[str, ...],
     metrics: tuple[str, ...],
-    license_name: str | None,
-    language: str | None,
-    overwrite_card: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Publish the adapter in a folder as REPO ('user/repository') on the Hub, with a card.
 
@@ -53,23 +48,9 @@ def push_command(
     from adapterzoo import hub
 
     be_quiet(wants_progress(as_json))
-    text = hub.CardText(
-        base_model=base_model,
-        datasets=datasets,
-        results=results,
-        license=license_name,
-        language=language,
-    )
-    url = hub.push(
-        path,
-        repo,
-        text=text,
-        private=private or None,
-        revision=revision,
-        create_pr=create_pr,
-        commit_message=message,
-        overwrite_adapter_card=overwrite_card,
-    )
+    known = {name: options.pop(name) for name in ("base_model", "datasets", "license", "language")}
+    text = hub.CardText(results=results, **known)
+    url = hub.push(path, repo, text=text, private=private or None, **options)
     if as_json:
         print_json({"url": url, "repo": repo})
     else:
@@ -77,22 +58,15 @@ def push_command(
 
 
 @command("list", example="adapterzoo list --model google-bert/bert-base-uncased --limit 20")
-@click.option("--model", help="Only adapters for this base model, by its name on the Hub.")
+@click.option("--model", "base_model", metavar="TEXT",
+              help="Only adapters for this base model, by its name on the Hub.")  # fmt: skip
 @click.option("--task", help="Only those for this task, such as text-classification.")
-@click.option("--library", help="Only those that adapterzoo, adapters or peft wrote.")
-@click.option("--search", help="Words in the name.")
-@click.option("--author", help="User or organisation.")
-@click.option("--limit", default=20, type=click.IntRange(min=1), help="How many at most.")
+@click.option("--library", help="Only those written by adapterzoo, adapters or peft.")
+@click.option("--search", help="Only those with these words in the name.")
+@click.option("--author", help="Only those of this user or organization.")
+@click.option("--limit", default=20, type=click.IntRange(min=1), help="Maximum number of adapters.")
 @json_option
-def list_command(
-    model: str | None,
-    task: str | None,
-    library: str | None,
-    search: str | None,
-    author: str | None,
-    limit: int,
-    as_json: bool,
-) -> None:
+def list_command(as_json: bool, **options: Any) -> None:
     """List adapters of the Hub that can be loaded here, the most downloaded first."""
     from adapterzoo.hub.client import refuse_if_offline
 
@@ -100,9 +74,7 @@ def list_command(
 
     from adapterzoo import hub
 
-    found = hub.list_adapters(
-        model, task, library=library, search=search, author=author, limit=limit
-    )
+    found = hub.list_adapters(**options)
     if as_json:
         print_json([dataclasses.asdict(info) for info in found])
         return
@@ -111,8 +83,7 @@ def list_command(
         return
     titles = ("adapter", "library", "task", "base model", "downloads")
     print_table(
-        titles,
-        [(i.adapter_id, i.library, i.task, i.model_name, i.downloads) for i in found],
+        titles, [(i.adapter_id, i.library, i.task, i.model_name, i.downloads) for i in found]
     )
 
 

@@ -62,22 +62,9 @@ def read_rows(file: Path, text: str, label: str | None) -> Rows:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """Texts with the ids of their classes.
-
-    Attributes:
-        texts: none is empty.
-        numbers: one id for each text.
-    """
-
-    texts: list[str]
-    numbers: list[int]
-
-
 def read_classes(
     file: Path, tested: Path | None, text: str, label: str
-) -> tuple[Numbered, Numbered | None, list[str]]:
+) -> tuple[Rows, Rows | None, list[str]]:
     """Read the training data, the test data if any, and the names of the classes.
 
     Args:
@@ -91,11 +78,13 @@ def read_classes(
     """
     rows = read_rows(file, text, label)
     names = class_names(file, rows.labels)
-    training = Numbered(rows.texts, class_numbers(file, rows.labels, names))
-    if tested is None:
-        return training, None, names
-    test = read_rows(tested, text, label)
-    return training, Numbered(test.texts, class_numbers(tested, test.labels, names)), names
+    test = None if tested is None else read_rows(tested, text, label)
+    if test is not None and (unknown := sorted({*test.labels} - {*names})):
+        raise ConfigError(
+            f"{str(tested)!r} has the labels {listing(unknown)}, which the training data lack; "
+            f"they have {listing(names)}. Remove these rows, or add such rows to the training data."
+        )
+    return rows, test, names
 
 
 def class_names(file: Path, labels: list[str]) -> list[str]:
@@ -112,21 +101,6 @@ def class_names(file: Path, labels: list[str]) -> list[str]:
         )
     numbers = all(_NUMBER.fullmatch(name) for name in names)
     return sorted(names, key=(lambda name: (int(name), name)) if numbers else str)
-
-
-def class_numbers(file: Path, labels: list[str], names: list[str]) -> list[int]:
-    """Return the class ids of labels.
-
-    Raises:
-        ConfigError: a label is not a class.
-    """
-    if unknown := sorted(set(labels) - set(names)):
-        raise ConfigError(
-            f"{str(file)!r} has the labels {listing(unknown)}, which the training data lack; they "
-            f"have {listing(names)}. Remove these rows, or add such rows to the training data."
-        )
-    numbers = {name: number for number, name in enumerate(names)}
-    return [numbers[label] for label in labels]
 
 
 def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -26,7 +26,7 @@ from adapterzoo.trainer import AdapterTrainer
 
 from .models import tokenizer_of, tokens_of_text, with_weights
 from .predicting import device_named, logits_of
-from .rows import Numbered
+from .rows import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class TrainOptions:
     """
 
     model: str
-    rows: Numbered
-    tested: Numbered | None
+    rows: Rows
+    tested: Rows | None
     classes: list[str]
     output: Path
     method: str
@@ -111,8 +111,8 @@ def train(options: TrainOptions) -> dict[str, Any]:
     length = tokens_of_text(model, tokenizer, options.max_length)
     tokens = tokenizer(rows.texts, truncation=True, max_length=length)
     data = [
-        {key: tokens[key][i] for key in tokens} | {"labels": label}
-        for i, label in enumerate(rows.numbers)
+        {key: tokens[key][i] for key in tokens} | {"labels": names.index(label)}
+        for i, label in enumerate(rows.labels)
     ]
     start = time.perf_counter()
     loss, steps = _run(options, model, tokenizer, data)
@@ -130,8 +130,8 @@ def train(options: TrainOptions) -> dict[str, Any]:
         logits = logits_of(
             model, tokenizer, tested.texts, length, options.batch_size, options.progress
         )
-        right = logits.argmax(-1) == torch.tensor(tested.numbers)
-        metrics |= {"eval_rows": len(tested.numbers), "accuracy": right.double().mean().item()}
+        right = logits.argmax(-1) == torch.tensor([names.index(label) for label in tested.labels])
+        metrics |= {"eval_rows": len(tested.labels), "accuracy": right.double().mean().item()}
     kept = {key: metrics[key] for key in ("train_rows", "accuracy", "eval_rows") if key in metrics}
     noted = ("epochs", "lr", "batch_size", "seed")
     settings = {key: getattr(options, key) for key in noted} | {"max_length": length}

@@ -17,6 +17,7 @@ from ._copies import Copies
 from ._inverses import inverse_of
 from ._node import Composition
 from ._prefixes import prefix_of
+from ._prompts import Joined, Prompts, prompts_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
 from ._steps import Step, evaluate, fold
 from ._views import Around, Nested
@@ -30,8 +31,10 @@ __all__ = [
     "Composition",
     "Copies",
     "Fuse",
+    "Joined",
     "Nested",
     "Parallel",
+    "Prompts",
     "RowMap",
     "Split",
     "Stack",
@@ -52,6 +55,7 @@ __all__ = [
     "parse",
     "parts_of",
     "prefix_of",
+    "prompts_of",
     "rows_of",
     "to_json",
     "without",

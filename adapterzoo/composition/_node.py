@@ -110,8 +110,8 @@ class Node:
                 continue
             if not isinstance(child, (str, Node)):
                 raise CompositionError(
-                    f"{kind}({', '.join(map(repr, self.children))}): {child!r} is no name of an "
-                    f"adapter and no composition. Write {example}."
+                    f"{kind}({', '.join(map(repr, self.children))}): {child!r} is neither the "
+                    f"name of an adapter nor a composition. Write {example}."
                 )
             if isinstance(child, Node):
                 self._check_nesting(child, example)

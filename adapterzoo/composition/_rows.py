@@ -186,7 +186,7 @@ class RowMap:
         tokens: lengths of the model's input sequences, by which a layer is found that gets tokens
             before rows; None: any length tells.
         entered: whether the model has seen that the batch has these rows. Beams and tokens that
-            come as rows make several consecutive rows of one, which nobody could tell before.
+            come as rows make several consecutive rows of one, which could not be known before.
     """
 
     index: tuple[int, ...]
@@ -271,7 +271,7 @@ class RowMap:
             raise CompositionError(
                 f"rows of a batch: an adapted layer got {count} rows, and the composition has "
                 f"{len(self.index)}. Give the model a batch of {len(self.index)} rows; where the "
-                f"layer's input is no batch, activate one adapter for all rows."
+                f"layer's input is not a batch, activate one adapter for all rows."
             )
         return tuple(part for part in self.index for _ in range(times))
 

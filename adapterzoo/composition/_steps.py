@@ -75,7 +75,7 @@ def fold(step: Step | str, w: Tensor, change: Callable[[str, Tensor], Tensor]) -
 
 
 class Tree(ABC):
-    """Base of the steps that are no chain.
+    """Base of the steps that are not a chain.
 
     Attributes:
         acts_on: as of an adapter.

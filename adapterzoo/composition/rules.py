@@ -63,7 +63,7 @@ def last_adapter(setup: Child) -> str | None:
 def without(
     setup: Node | None, gone: Collection[str], fusions: Collection[str] = ()
 ) -> Node | None:
-    """The composition when some adapters are no more; None when nothing is left of it.
+    """The composition without some of its adapters; None when nothing is left of it.
 
     Where the batch or the sequence is divided, the base model takes the part of what is gone; an
     average of sum 1 keeps the proportions of the others and its sum, any other one their weights;
@@ -72,7 +72,7 @@ def without(
     Args:
         setup: the composition.
         gone: names of adapters.
-        fusions: names of fusions that are no more either.
+        fusions: names of fusions that are gone too.
     """
     left = _without(setup, gone, fusions)
     return Stack(left) if isinstance(left, str) else left
@@ -115,7 +115,7 @@ def from_json(values: Any) -> Node | None:
     """What `to_json` wrote.
 
     Raises:
-        CompositionError: it is no composition.
+        CompositionError: it is not a composition.
     """
     if not isinstance(values, Mapping):
         return parse(values)

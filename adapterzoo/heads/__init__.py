@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ._adding import add_methods, adds_head
 from ._backbone import Backbone
-from ._base import HeadConfig, PredictionHead, head_types
+from ._base import HeadConfig, PredictionHead, head_types, token_places
 from ._labels import labels_from
 from ._lm import LMHead
 from ._losses import Logits
@@ -54,4 +54,5 @@ __all__ = [
     "head_types",
     "labels_from",
     "pool",
+    "token_places",
 ]

@@ -28,6 +28,11 @@ head_types: Registry[type[HeadConfig]] = Registry("head type")
 """The `head_type` of a config to its class."""
 
 
+def token_places() -> tuple[str, ...]:
+    """Return the arguments that are numbers of tokens, of the heads of all known types."""
+    return tuple(dict.fromkeys(name for cls in head_types.values() for name in cls.token_places))
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(Config):
     """Base of all head configs.
@@ -52,6 +57,7 @@ class HeadConfig(Config):
             of `transformers.models.auto.modeling_auto` with the classes.
         task_classes: ends of the names of transformers' classes whose heads `from_static` reads.
         count_field: the field with the number of labels, if there is one.
+        token_places: arguments of the model's `forward` that are numbers of tokens in the sequence.
         label2id: names of the labels to their numbers; None without labels.
     """
 
@@ -71,6 +77,7 @@ class HeadConfig(Config):
     peft_classes: ClassVar[str | None] = None
     task_classes: ClassVar[tuple[str, ...]] = ()
     count_field: ClassVar[str] = "num_labels"
+    token_places: ClassVar[tuple[str, ...]] = ()
 
     label2id: Mapping[str, int] | None = None
 
@@ -83,7 +90,7 @@ class HeadConfig(Config):
 
     @property
     def label_count(self) -> int | None:
-        """The number of labels; None without the field for it."""
+        """The number of labels; None for heads without labels."""
         return getattr(self, self.count_field, None)
 
     @abstractmethod
@@ -120,7 +127,7 @@ class HeadConfig(Config):
 
     @property
     def problem_type(self) -> str | None:
-        """The kind of labels, as in a transformers config; None where that has no word."""
+        """The kind of labels, as in a transformers config; None if it has no word for them."""
         return None
 
     @property
@@ -161,7 +168,7 @@ class HeadConfig(Config):
         return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
 
     def shift(self, labels: Tensor) -> Tensor:
-        """Return the labels that the logits are compared with, place by place; same shape."""
+        """Return the label for the logits at each place; same shape."""
         return labels
 
     def ties_output(self, model_ties: bool) -> bool:
@@ -174,7 +181,7 @@ class HeadConfig(Config):
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        # AdapterHub's files have either
+        # AdapterHub's files have one or the other
         id2label = fields.pop("id2label", None)
         return super()._from_fields(
             fields if id2label is None else {**fields, "label2id": labels_from(id2label)}

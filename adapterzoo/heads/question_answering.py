@@ -42,6 +42,7 @@ class QuestionAnsweringConfig(LayersConfig):
     peft_task: ClassVar[str | None] = "QUESTION_ANS"
     task_classes: ClassVar[tuple[str, ...]] = ("ForQuestionAnswering",)
     label_names: ClassVar[tuple[str, ...]] = ("start_positions", "end_positions")
+    token_places: ClassVar[tuple[str, ...]] = ("start_positions", "end_positions")
     logit_names: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
 
     num_labels: int = field(2, Choice(2))
@@ -49,7 +50,7 @@ class QuestionAnsweringConfig(LayersConfig):
     @classmethod
     def adapterhub_quirk(cls, model_type: str, config: Mapping[str, Any]) -> str | None:
         """Return what AdapterHub computes instead: seen by comparing outputs."""
-        # it scales for every head but those of whole sequences
+        # it scales for every head except those of whole sequences
         if model_type in ("mt5", "t5") and config.get("tie_word_embeddings"):
             return "scales the hidden states"
         return None

@@ -95,19 +95,23 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
     Raises:
         CheckpointError: the folder has no readable config.
     """
-    document = _document(folder / ADAPTER_CONFIG)
+    hint = in_python("Write a folder that save_adapter wrote", "Write the folder of an adapter")
+    document = read_json(folder / ADAPTER_CONFIG, hint)
     head = document.get("head")
     if head is None and (folder / "head_config.json").is_file():
-        head = _document(folder / "head_config.json")
+        head = read_json(folder / "head_config.json", hint)
     head_config = head.get("config") if isinstance(head, Mapping) else None
     head_type = head_config.get("head_type") if isinstance(head_config, Mapping) else None
     base = base_name(document, text.base_model)
     model_type = document.get("model_type")
+    language = text.language
+    if language is not None and not isinstance(language, str):
+        language = list(language)
     more: dict[str, Any] = {"base_model_relation": "adapter"} if base else {}
     data = ModelCardData(
         base_model=base,
         datasets=list(text.datasets) or None,
-        language=_plain(text.language),
+        language=language,
         library_name="adapterzoo",
         license=text.license,
         metrics=list(dict.fromkeys([*text.results, *text.metrics])) or None,
@@ -123,7 +127,8 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
     kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
     inner = document.get("config")
     # PEFT's config names the base model too, perhaps by a local path
-    config = inner if isinstance(inner, Mapping) else _without(document, *BASE_NAMES)
+    outer = {key: value for key, value in document.items() if key not in BASE_NAMES}
+    config = inner if isinstance(inner, Mapping) else outer
     parts = [
         f"# `{name}`",
         f"An adapter for {_model(base, document)}{kind}{trained}. Made with adapterzoo.",
@@ -147,10 +152,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
 
 
 def load_code(
-    repo_id: str,
-    base: str | None,
-    head: Mapping[str, Any] | None,
-    revision: str | None,
+    repo_id: str, base: str | None, head: Mapping[str, Any] | None, revision: str | None
 ) -> str:
     """Return the lines that load an adapter from the Hub.
 
@@ -177,11 +179,6 @@ def load_code(
     return "\n".join([*lines, load])
 
 
-def _document(file: Path) -> dict[str, Any]:
-    hint = in_python("Write a folder that save_adapter wrote", "Write the folder of an adapter")
-    return read_json(file, hint)
-
-
 def card_text(words: Mapping[str, Any], **more: Any) -> CardText:
     """Read the author's texts from a mapping with AdapterHub's keys.
 
@@ -201,14 +198,6 @@ def card_text(words: Mapping[str, Any], **more: Any) -> CardText:
             f"{listing(sorted(names))}."
         )
     return CardText(**{names[key]: value for key, value in words.items()}, **more)
-
-
-def _without(document: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in document.items() if key not in keys}
-
-
-def _plain(value: str | Sequence[str] | None) -> str | list[str] | None:
-    return value if value is None or isinstance(value, str) else list(value)
 
 
 def _model(base: str | None, document: Mapping[str, Any]) -> str:

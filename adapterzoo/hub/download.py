@@ -12,13 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import (
-    HfApi,
-    ModelInfo,
-    constants,
-    hf_hub_download,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, ModelInfo, constants, hf_hub_download, try_to_load_from_cache
 
 from adapterzoo.errors import HubError, in_python, listing, names_call
 

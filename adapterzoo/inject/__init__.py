@@ -14,7 +14,13 @@ from typing import cast
 from torch import Tensor, nn
 
 from adapterzoo.averaging import Combination
-from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer, PositionAdapter
+from adapterzoo.contracts import (
+    Adapter,
+    AttentionAdapter,
+    BaseLayer,
+    PositionAdapter,
+    PromptAdapter,
+)
 from adapterzoo.errors import CompositionError, DuplicateNameError, StateError, listing
 from adapterzoo.runtime import ActiveState
 
@@ -33,6 +39,7 @@ from .adapted import (
     swap,
 )
 from .attention import AdaptedAttention
+from .embeddings import AdaptedEmbeddings
 from .entry import close_entry, leave, place_at
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
 from .positions import AdaptedPositions
@@ -113,7 +120,10 @@ def put(
 def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
     if isinstance(adapter, AttentionAdapter):
         return AdaptedAttention
-    return AdaptedPositions if isinstance(adapter, PositionAdapter) else None
+    if isinstance(adapter, PositionAdapter):
+        return AdaptedPositions
+    prompts = (m for m in adapter.modules() if isinstance(m, PromptAdapter))
+    return AdaptedEmbeddings if any(m.joins == "embeddings" for m in prompts) else None
 
 
 def check_put(layer: nn.Module, path: str) -> None:
@@ -163,11 +173,7 @@ def take(layer: nn.Module, name: str) -> Adapter:
 
 
 def capture_input(
-    module: nn.Module,
-    reader: str,
-    name: str,
-    selection: ActiveState,
-    path: str,
+    module: nn.Module, reader: str, name: str, selection: ActiveState, path: str
 ) -> None:
     """Let a module help the site `reader`, for the adapter `name`, in the way that plans say.
 

@@ -22,6 +22,7 @@ from adapterzoo.composition import Copies, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.runtime import ActiveState, Frame, SharedInput
 
+from .joining import entered, join, places_in
 from .parts import ExpertAdapters
 from .views import LayerCall, matrix, own, stores_transposed
 
@@ -149,8 +150,9 @@ class AdaptedStack(Adapted):
         link = self._link
         if link.path not in link.active.plan.stacks:
             return super().forward(*args, **kwargs)
-        with recorded(self, self._positions, link.active, link.path, args, kwargs):
-            return super().forward(*args, **kwargs)
+        call = recorded(self, self._positions, link.active, link.path, args, kwargs)
+        with call as (values, named):
+            return super().forward(*values, **named)
 
 
 @contextmanager
@@ -161,8 +163,10 @@ def recorded(
     path: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Iterator[None]:
+) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
     """Let the adapters inside an encoder or decoder see what it was given, while it runs.
+
+    The outermost of several such calls makes room for the tokens that adapters add.
 
     Args:
         module: that is called.
@@ -171,13 +175,26 @@ def recorded(
         path: of the module below the base model.
         args: of the call.
         kwargs: of the call.
+
+    Yields:
+        The arguments to call it with.
     """
-    context = active.call
+    context, plan = active.call, active.plan
     given = {**dict(zip(positions, args, strict=False)), **kwargs}
+    joined = context.joined
+    if plan.prompts is not None and joined is None:
+        joined, changed = join(plan.prompts, plan.rows, path, given, context.generation is not None)
+        if joined is not None:
+            args, kwargs, given = (), changed, changed
     shared = module._modules.get("adapters") if not path else None
-    context.stacks.append(Frame(RecordedCall(path, given, context.generation), shared, module))
+    places = None if joined is None else places_in(joined, path)
+    call = RecordedCall(path, given, context.generation, places)
+    context.stacks.append(Frame(call, shared, module, joined))
     try:
-        yield
+        if joined is not None and given.get("inputs_embeds") is not None:
+            given = entered(module, path, joined, context, given)
+            args, kwargs = (), given
+        yield args, kwargs
     finally:
         context.stacks.pop()
 
@@ -292,9 +309,7 @@ _classes: dict[tuple[Any, ...], type[Adapted]] = {}
 
 
 def _adapted_class(
-    cls: type[nn.Module],
-    parameters: tuple[str, ...],
-    kind: type[Adapted] | None = None,
+    cls: type[nn.Module], parameters: tuple[str, ...], kind: type[Adapted] | None = None
 ) -> type[Adapted]:
     key = (cls, parameters, kind)
     if key not in _classes:
@@ -356,9 +371,7 @@ def _set(layer: Adapted, value: object, parameter: str) -> None:
 
 
 def _blank(
-    cls: type[nn.Module],
-    parameters: tuple[str, ...],
-    kind: type[Adapted] | None,
+    cls: type[nn.Module], parameters: tuple[str, ...], kind: type[Adapted] | None
 ) -> nn.Module:
     adapted = _adapted_class(cls, parameters, kind)
     return adapted.__new__(adapted)

@@ -95,10 +95,7 @@ def build(
 
 
 def build_shared(
-    config: AdapterConfig,
-    placements: Iterable[Placement],
-    device: torch.device,
-    dtype: torch.dtype,
+    config: AdapterConfig, placements: Iterable[Placement], device: torch.device, dtype: torch.dtype
 ) -> tuple[nn.Module | None, dict[int, int | None]]:
     """What the layers of an adapter share, None for nothing; and which configs have a part of it.
 

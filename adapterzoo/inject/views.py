@@ -253,7 +253,7 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     if weight is None or weight.dim() < 2 or not weight.is_floating_point():
         held = "not there" if weight is None else f"{weight.dtype} {list(weight.shape)}"
         raise StateError(
-            f"{type(layer).__name__}: its {parameter!r} is no floating-point matrix ({held}), "
+            f"{type(layer).__name__}: its {parameter!r} is not a floating-point matrix ({held}), "
             f"so it can be adapted by a function of its input or output only. Write "
             f"exclude_modules=[…] with its name."
         )

@@ -10,12 +10,7 @@ from ._low_rank_torch import is_small, rows_of
 
 
 def compose(
-    y: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    t: Tensor | None,
-    b: Tensor | None,
-    scaling: float,
+    y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
 ) -> Tensor:
     """The sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once, at its end.
 

@@ -78,7 +78,7 @@ class Groups:
                 `[batch]` of integers is read by the host, once.
 
         Raises:
-            KernelError: an entry is no such number.
+            KernelError: an entry is not such a number.
         """
         if isinstance(index, Tensor):
             if index.dim() != 1 or index.is_floating_point() or index.dtype is torch.bool:
@@ -94,8 +94,8 @@ class Groups:
         for row, value in enumerate(values):
             if type(value) is not int or value < BASE:
                 raise KernelError(
-                    f"Groups.of(index): index[{row}]={value!r} is no number of an adapter. Legal "
-                    f"are 0, 1, … and None or -1 for rows without adapter. Write "
+                    f"Groups.of(index): index[{row}]={value!r} is not the number of an adapter. "
+                    f"Legal are 0, 1, … and None or -1 for rows without adapter. Write "
                     f"Groups.of([0, 1, None])."
                 )
         with torch.inference_mode(False):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from . import _dropout
+from ._ops import differentiated
 
 # up to here two small operations cost less than the views that make them one
 SMALL = 1 << 14
@@ -77,12 +78,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 def expand_backward(
-    dy: Tensor,
-    t: Tensor,
-    b: Tensor,
-    scaling: float,
-    needs_t: bool = True,
-    needs_b: bool = True,
+    dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool = True, needs_b: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The gradients of t and b; empty where not needed.
 
@@ -121,23 +117,8 @@ class Shrink(torch.autograd.Function):
         return dx if needs_x else None, None, None, *grads
 
 
-class Expand(torch.autograd.Function):
-    """`expand` that keeps t, for operands of one dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Any:
-        """`y` `[*batch, d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]` → shape of `y`."""
-        ctx.save_for_backward(t if ctx.needs_input_grad[2] else t.new_empty(0), b)
-        ctx.scaling = scaling
-        return expand(y, t, b, scaling)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        """`dy` `[*batch, d_out]`."""
-        t, b = ctx.saved_tensors
-        needs_t, needs_b = ctx.needs_input_grad[1:3]
-        dt, db = expand_backward(dy, t, b, ctx.scaling, needs_t, needs_b)
-        return dy, dt if needs_t else None, db if needs_b else None, None
+# `expand` that keeps t, for operands of one dtype
+Expand = differentiated(expand, expand_backward, added=True)
 
 
 def project(x: Tensor, factors: Sequence[Tensor], p: float, noise: Tensor | None) -> Tensor:

@@ -108,8 +108,41 @@ def product(
         dx = x.new_empty((*grad.shape[:-1], width(factor)) if needs_x else 0)
         return dx, factor.new_empty(factor.shape if needs_factor else 0)
 
-    def in_torch_operations(*args: Any) -> Any:
+    def backpropagated(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return op_backward(*args)
         return backward(*(args if prepare is None else prepare(False, args)))
+
+    function = differentiated(lambda *args: below(op, *args), backpropagated, added)
+    name, _, arguments = schema.partition("(")
+    inner = arguments.partition(")")[0].split(", ")[added:]
+    operands = 2 + added
+    op = register(
+        schema,
+        computed(kernel, triton, forward, operands, noise, prepare),
+        shapes,
+        function,
+        narrows,
+    )
+    op_backward = register(
+        f"{name}_backward(Tensor grad, {', '.join(inner)}, bool needs_x, bool needs_factor) "
+        f"-> (Tensor, Tensor)",
+        computed(kernel, triton, backward, 3, None if noise is None else noise + 1, prepare),
+        shapes_of_both,
+    )
+    return op, op_backward
+
+
+def differentiated(
+    forward: Callable[..., Any], backward: Callable[..., Any], added: bool = False
+) -> type[torch.autograd.Function]:
+    """Return a product with its backward as a `Function`; see `product` for what they take.
+
+    Args:
+        forward: the product.
+        backward: gives the gradients of x and of the factor.
+        added: whether the product is added to the first argument.
+    """
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -120,35 +153,18 @@ def product(
             tensors = [v if isinstance(v, Tensor) else None for v in rest]
             ctx.save_for_backward(x, factor, *tensors)
             ctx.rest = [None if isinstance(v, Tensor) else v for v in rest]
-            return below(op, *args)
+            return forward(*args)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
             x, factor, *tensors = ctx.saved_tensors
             rest = [v if t is None else t for t, v in zip(tensors, ctx.rest, strict=True)]
             needs = ctx.needs_input_grad[added : added + 2]
-            run = in_torch_operations if torch.is_grad_enabled() else op_backward
-            found = run(grad, x, factor, *rest, *needs)
+            found = backward(grad, x, factor, *rest, *needs)
             own = (g if need else None for g, need in zip(found, needs, strict=True))
             return *[grad] * added, *own, *[None] * len(rest)
 
-    name, _, arguments = schema.partition("(")
-    inner = arguments.partition(")")[0].split(", ")[added:]
-    operands = 2 + added
-    op = register(
-        schema,
-        computed(kernel, triton, forward, operands, noise, prepare),
-        shapes,
-        Product,
-        narrows,
-    )
-    op_backward = register(
-        f"{name}_backward(Tensor grad, {', '.join(inner)}, bool needs_x, bool needs_factor) "
-        f"-> (Tensor, Tensor)",
-        computed(kernel, triton, backward, 3, None if noise is None else noise + 1, prepare),
-        shapes_of_both,
-    )
-    return op, op_backward
+    return Product
 
 
 def computed(

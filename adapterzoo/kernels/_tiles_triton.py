@@ -41,6 +41,13 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def settings(self) -> dict[str, int]:
+        """What a launch is told of it; kernels without ranks have none."""
+        sizes = {"ROWS": self.rows, "COLUMNS": self.columns}
+        sizes |= {"RANK": self.rank} if self.rank else {}
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
+
 
 def precision(dtype: torch.dtype) -> str:
     """How products of this dtype are computed: float32 as torch's own setting says.
@@ -68,6 +75,13 @@ def parted(width: int, columns: int, programs: int) -> tuple[int, int]:
 def added(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the first dimension, always in the same order."""
     return (parts.sum(0) if parts.shape[0] != 1 else parts.squeeze(0)).to(dtype)
+
+
+@triton.jit
+def loaded(x, row, of_row, rows, column, of_column, columns):
+    """A tile of x, 0 beyond its `rows` and `columns`."""
+    at = x + row.to(tl.int64)[:, None] * of_row + column.to(tl.int64)[None, :] * of_column
+    return tl.load(at, (row < rows)[:, None] & (column < columns)[None, :], other=0.0)
 
 
 @triton.jit

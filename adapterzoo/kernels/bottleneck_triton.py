@@ -231,8 +231,7 @@ def bottleneck(
         bottleneck_kernel, (blocks, parts), flat, read, down, down_bias.contiguous(), up,
         up_bias.contiguous(), out, h if keeps else None, *flat.stride(), *read.stride(),
         *down.stride(), *up.stride(), rows, d_model, width, part, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, PHI=FUSED[activation], KEEPS=keeps,
-        PRECISION=precision(down.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        PHI=FUSED[activation], KEEPS=keeps, PRECISION=precision(down.dtype), **tile.settings,
     )  # fmt: skip
     return out, h
 
@@ -308,9 +307,8 @@ def _one_pass(
     launch(
         bottleneck_backward_kernel, (programs, parts), flat, inner, up, du, dup, dup_bias,
         *flat.stride(), *inner.stride(), *up.stride(), rows, d_model, width, part, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, PHI=FUSED[activation],
-        NEEDS_H=needs_h, NEEDS_UP=needs_up, NEEDS_BIAS=needs_up_bias,
-        PRECISION=precision(h.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        PHI=FUSED[activation], NEEDS_H=needs_h, NEEDS_UP=needs_up, NEEDS_BIAS=needs_up_bias,
+        PRECISION=precision(h.dtype), **tile.settings,
     )  # fmt: skip
     return (
         added(du, h.dtype).view(h.shape) if needs_h else h.new_empty(0),

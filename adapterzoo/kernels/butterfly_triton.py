@@ -144,8 +144,7 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
     launch(
         rotate_kernel, (experts * chunks, parts), flat, own, y, *flat.stride(), *own.stride(),
         rows, chunks, width, part,
-        ROWS=tile.rows, COLUMNS=tile.columns, PRECISION=precision(x.dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        PRECISION=precision(x.dtype), **tile.settings,
     )  # fmt: skip
     return y
 
@@ -170,8 +169,7 @@ def rotate_backward(
     launch(
         rotate_backward_kernel, (experts * chunks, parts), left, flat, own, dx, dblocks,
         *left.stride(), *flat.stride(), *own.stride(), rows, experts, chunks, width, part,
-        ROWS=tile.rows, COLUMNS=tile.columns, NEEDS_X=needs_x, NEEDS_BLOCKS=needs_blocks,
-        PRECISION=precision(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        NEEDS_X=needs_x, NEEDS_BLOCKS=needs_blocks, PRECISION=precision(x.dtype), **tile.settings,
     )  # fmt: skip
     return dx, added(dblocks, blocks.dtype) if needs_blocks else blocks.new_empty(0)
 

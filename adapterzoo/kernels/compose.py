@@ -4,8 +4,8 @@ DoRA's output (Liu et al. 2024, arXiv:2402.09353, eq. 5) with gain = magnitude o
 without the low-rank part that of BOFT, whose gain is its scale. For the backward it keeps one
 large tensor. On a CPU that is its own output, which the next operation of a model often keeps
 anyway; where a gain is so small that the output does not tell what was before it, autograd keeps
-y. Asking a GPU for the smallest gain would be a wait, so that there it is y: as many bytes, which
-nobody shares, but no gain is too small.
+y. Asking a GPU for the smallest gain would be a wait, so that there it is y: as many bytes, not
+shared with the model, but no gain is too small.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ writes dy ∘ gain, keeps dt, and writes its parts of the sums over rows, which 
 up afterwards. There are no atomics: the same operands give the same bits.
 
 It needs the layer's output y from before the gain, not what came out: nothing is divided by the
-gain, so that a gain of zero is no case of its own, and nobody waits for the GPU to hear that
-there is none. What t bᵀ adds to the gradient of the gain follows from dyᵀ t, which b needs anyway:
+gain, so a gain of zero is not a special case, and the host does not wait for the GPU to rule it
+out. What t bᵀ adds to the gradient of the gain follows from dyᵀ t, which b needs anyway:
 Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b).
 
 The gain, sums and what is in between are float32; products are in the wider dtype of the factors.
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from ._tiles_triton import FEW, Tile, added, cut, parted, precision, product
+from ._tiles_triton import FEW, Tile, added, cut, loaded, parted, precision, product
 
 # above, the parts of dyᵀ t are more bytes than a second look at dy
 _WIDEST_RANK = 64
@@ -68,21 +68,12 @@ def compose_kernel(
     if UPDATES:
         for low in range(0, rank, RANK):
             r = low + tl.arange(0, RANK)
-            left = tl.load(
-                t + row.to(tl.int64)[:, None] * t_row + r.to(tl.int64)[None, :] * t_col,
-                (row < rows)[:, None] & (r < rank)[None, :],
-                other=0.0,
-            )
-            factor = tl.load(
-                b + r.to(tl.int64)[:, None] * b_col + n.to(tl.int64)[None, :] * b_row,
-                (r < rank)[:, None] & (n < width)[None, :],
-                other=0.0,
-            )
+            left = loaded(t, row, t_row, rows, r, t_col, rank)
+            factor = loaded(b, r, b_col, rank, n, b_row, width)
             if WIDE:
                 left, factor = left.to(tl.float32), factor.to(tl.float32)
             acc = product(left, factor, acc, PRECISION)
-    at = y + row.to(tl.int64)[:, None] * y_row + n.to(tl.int64)[None, :] * y_col
-    whole = tl.load(at, inside, other=0.0).to(tl.float32)
+    whole = loaded(y, row, y_row, rows, n, y_col, width).to(tl.float32)
     if UPDATES:
         whole += scaling * acc
     factors = tl.load(gain + n, n < width, other=0.0).to(tl.float32)[None, :]
@@ -117,12 +108,10 @@ def compose_backward_kernel(
     r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
     p = tl.program_id(1)
     within = (row < rows)[:, None] & (r < rank)[None, :]
-    dy_rows = dy + row.to(tl.int64)[:, None] * dy_row
     y_rows = y + row.to(tl.int64)[:, None] * y_row
     of_rows = of_y + row.to(tl.int64)[:, None] * width
     if NEEDS_B:
-        at = t + row.to(tl.int64)[:, None] * t_row + r.to(tl.int64)[None, :] * t_col
-        right = tl.load(at, within, other=0.0)
+        right = loaded(t, row, t_row, rows, r, t_col, rank)
         if WIDE:
             right = right.to(tl.float32)
     if NEEDS_T:
@@ -131,7 +120,7 @@ def compose_backward_kernel(
         n = first + tl.arange(0, COLUMNS)
         inside = (row < rows)[:, None] & (n < width)[None, :]
         of_block = block.to(tl.int64) * width + n
-        tile = tl.load(dy_rows + n.to(tl.int64)[None, :] * dy_col, inside, other=0.0)
+        tile = loaded(dy, row, dy_row, rows, n, dy_col, width)
         factors = tl.load(gain + n, n < width, other=0.0).to(tl.float32)[None, :]
         scaled = (tile.to(tl.float32) * factors).to(of_y.dtype.element_ty)
         if NEEDS_Y:
@@ -147,11 +136,7 @@ def compose_backward_kernel(
             tl.store(sums + of_block, tl.sum(tile.to(tl.float32), 0), (n < width) & first_tile)
         of_factor = (n < width)[:, None] & (r < rank)[None, :]
         if NEEDS_T:
-            factor = tl.load(
-                b + n.to(tl.int64)[:, None] * b_row + r.to(tl.int64)[None, :] * b_col,
-                of_factor,
-                other=0.0,
-            )
+            factor = loaded(b, n, b_row, width, r, b_col, rank)
             if WIDE:
                 factor = factor.to(tl.float32)
             acc = product(scaled.to(factor.dtype), factor, acc, PRECISION)
@@ -165,12 +150,7 @@ def compose_backward_kernel(
 
 
 def compose(
-    y: Tensor,
-    gain: Tensor,
-    bias: Tensor | None,
-    t: Tensor | None,
-    b: Tensor | None,
-    scaling: float,
+    y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
 ) -> Tensor:
     """The sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once, at its end.
 
@@ -187,9 +167,8 @@ def compose(
         compose_kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),), flat,
         gain.contiguous(), _contiguous(bias), left, b, out, *flat.stride(), *_strides(left),
         *_strides(b), rows, width, rank, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, UPDATES=rank > 0,
-        BIASED=bias is not None, WIDE=dtype is torch.float32, PRECISION=precision(dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        UPDATES=rank > 0, BIASED=bias is not None, WIDE=dtype is torch.float32,
+        PRECISION=precision(dtype), **tile.settings,
     )  # fmt: skip
     return out
 
@@ -277,10 +256,9 @@ def _one_pass(
         compose_backward_kernel, (programs, parts), flat, before, gain.contiguous(),
         _contiguous(bias), left, b, of_y, dt, dyt, dots, sums, *flat.stride(), *before.stride(),
         *_strides(left), *_strides(b), rows, width, max(rank, 1), part, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, BIASED=bias is not None,
-        WIDE=dtype is torch.float32, NEEDS_Y=needs_y, NEEDS_T=needs_t, NEEDS_B=needs_b,
-        NEEDS_DOTS=needs_dots, NEEDS_SUMS=needs_sums, PRECISION=precision(dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        BIASED=bias is not None, WIDE=dtype is torch.float32, NEEDS_Y=needs_y, NEEDS_T=needs_t,
+        NEEDS_B=needs_b, NEEDS_DOTS=needs_dots, NEEDS_SUMS=needs_sums, PRECISION=precision(dtype),
+        **tile.settings,
     )  # fmt: skip
     dots, sums, dt, dyt = (
         added(v, torch.float32) if v.dim() > 1 else v for v in (dots, sums, dt, dyt)

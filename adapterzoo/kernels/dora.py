@@ -63,7 +63,7 @@ def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: in
 
 
 def row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """`row_norm_reference`; on CUDA without building the sum, where nobody asks for gradients.
+    """`row_norm_reference`; on CUDA without building the sum, where no gradients are needed.
 
     Args:
         w: `[*experts, d_out, d_in]`.

@@ -271,9 +271,8 @@ def _shrink(
         grouped_shrink_kernel, (programs, parts), flat, a, scales, noise, plan, t, *flat.stride(),
         *a.stride(), batch, tokens, n, rows, width, rank, part, _dropout.threshold(p),
         _dropout.kept_scale(p),
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
-        SCALES=scales is not None, PRECISION=precision(a.dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        DROPS=noise is not None, SCALES=scales is not None, PRECISION=precision(a.dtype),
+        **tile.settings,
     )  # fmt: skip
     return added(t, a.dtype).view(*x.shape[:-1], rank)  # [batch, *tokens, rank]
 
@@ -299,9 +298,7 @@ def _expand(
         None if y is None else flat, left, b, scales, noise, plan, out, *flat.stride(),
         *left.stride(), *b.stride(), batch, tokens, n, width, rank, _dropout.threshold(p),
         _dropout.kept_scale(p),
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
-        ADDS=y is not None, PRECISION=precision(t.dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        DROPS=noise is not None, ADDS=y is not None, PRECISION=precision(t.dtype), **tile.settings,
     )  # fmt: skip
 
 
@@ -327,9 +324,8 @@ def _outer(
         grouped_outer_kernel, (programs, parts), flat, right, scales, noise, plan, da,
         *flat.stride(), *right.stride(), batch, tokens, n, width, rank, parts,
         _dropout.threshold(p), _dropout.kept_scale(p),
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
-        SCALES=scales is not None, PRECISION=precision(t.dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        DROPS=noise is not None, SCALES=scales is not None, PRECISION=precision(t.dtype),
+        **tile.settings,
     )  # fmt: skip
     return added(da, torch.float32)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import _dropout, _low_rank_torch
 from ._launch import launch
-from ._tiles_triton import FEW, Tile, added, cut, keep, parted, precision, product
+from ._tiles_triton import FEW, Tile, added, cut, keep, loaded, parted, precision, product
 
 # above, the parts of a factor's gradient are more bytes than a second look at dy or x
 _WIDEST_RANK = 64
@@ -104,14 +104,12 @@ def shrink_backward_kernel(
     block, p = tl.program_id(0), tl.program_id(1)
     row = block * ROWS + tl.arange(0, ROWS)
     dtype = a.dtype.element_ty
-    x_rows = x + row.to(tl.int64)[:, None] * x_row
     dx_rows = dx + row.to(tl.int64)[:, None] * width
-    dt_rows = dt + row.to(tl.int64)[:, None] * dt_row
     for first in range(p * part, min(width, (p + 1) * part), COLUMNS):
         k = first + tl.arange(0, COLUMNS)
         inside = (row < rows)[:, None] & (k < width)[None, :]
         if NEEDS_A:
-            tile = tl.load(x_rows + k.to(tl.int64)[None, :] * x_col, inside, other=0.0).to(dtype)
+            tile = loaded(x, row, x_row, rows, k, x_col, width).to(dtype)
         if DROPS:
             kept = keep(tl.load(seed), row, first, COLUMNS, threshold)
             if NEEDS_A:
@@ -119,17 +117,9 @@ def shrink_backward_kernel(
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
         for low in range(0, rank, RANK):
             r = low + tl.arange(0, RANK)
-            left = tl.load(
-                dt_rows + r.to(tl.int64)[None, :] * dt_col,
-                (row < rows)[:, None] & (r < rank)[None, :],
-                other=0.0,
-            ).to(dtype)
+            left = loaded(dt, row, dt_row, rows, r, dt_col, rank).to(dtype)
             if NEEDS_X:
-                factor = tl.load(
-                    a + r.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_col,
-                    (r < rank)[:, None] & (k < width)[None, :],
-                    other=0.0,
-                )
+                factor = loaded(a, r, a_row, rank, k, a_col, width)
                 acc = product(left, factor, acc, PRECISION)
             if NEEDS_A:
                 none = tl.zeros((COLUMNS, RANK), tl.float32)
@@ -160,20 +150,11 @@ def expand_kernel(
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for low in range(0, rank, RANK):
         r = low + tl.arange(0, RANK)
-        left = tl.load(
-            t + row.to(tl.int64)[:, None] * t_row + r.to(tl.int64)[None, :] * t_col,
-            (row < rows)[:, None] & (r < rank)[None, :],
-            other=0.0,
-        )
-        factor = tl.load(
-            b + r.to(tl.int64)[:, None] * b_col + n.to(tl.int64)[None, :] * b_row,
-            (r < rank)[:, None] & (n < width)[None, :],
-            other=0.0,
-        ).to(dtype)
+        left = loaded(t, row, t_row, rows, r, t_col, rank)
+        factor = loaded(b, r, b_col, rank, n, b_row, width).to(dtype)
         acc = product(left, factor, acc, PRECISION)
     inside = (row < rows)[:, None] & (n < width)[None, :]
-    at = y + row.to(tl.int64)[:, None] * y_row + n.to(tl.int64)[None, :] * y_col
-    whole = tl.load(at, inside, other=0.0).to(tl.float32) + scaling * acc
+    whole = loaded(y, row, y_row, rows, n, y_col, width).to(tl.float32) + scaling * acc
     here = out + row.to(tl.int64)[:, None] * width + n[None, :]
     tl.store(here, whole.to(out.dtype.element_ty), inside)
 
@@ -192,22 +173,15 @@ def expand_backward_kernel(
     p = tl.program_id(1)
     dtype = t.dtype.element_ty
     within = (row < rows)[:, None] & (r < rank)[None, :]
-    dy_rows = dy + row.to(tl.int64)[:, None] * dy_row
     if NEEDS_B:
-        at = t + row.to(tl.int64)[:, None] * t_row + r.to(tl.int64)[None, :] * t_col
-        right = tl.load(at, within, other=0.0)
+        right = loaded(t, row, t_row, rows, r, t_col, rank)
     acc = tl.zeros((ROWS, RANK), tl.float32)
     for first in range(p * part, min(width, (p + 1) * part), COLUMNS):
         n = first + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (n < width)[None, :]
-        tile = tl.load(dy_rows + n.to(tl.int64)[None, :] * dy_col, inside, other=0.0).to(dtype)
+        tile = loaded(dy, row, dy_row, rows, n, dy_col, width).to(dtype)
         of_factor = (n < width)[:, None] & (r < rank)[None, :]
         if NEEDS_T:
-            factor = tl.load(
-                b + n.to(tl.int64)[:, None] * b_row + r.to(tl.int64)[None, :] * b_col,
-                of_factor,
-                other=0.0,
-            ).to(dtype)
+            factor = loaded(b, n, b_row, width, r, b_col, rank).to(dtype)
             acc = product(tile, factor, acc, PRECISION)
         if NEEDS_B:
             none = tl.zeros((COLUMNS, RANK), tl.float32)
@@ -224,21 +198,25 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
     `x` `[*batch, d_in]`, `a` `[rank, d_in]` → `[*batch, rank]` in the dtype of `a`.
     """
-    flat = x.reshape(-1, x.shape[-1])  # [rows, d_in]
-    (rows, width), rank = flat.shape, a.shape[0]
+    t = shrunk(x.reshape(-1, x.shape[-1]), a, p, noise, a.dtype, precision(a.dtype))
+    return t.view(*x.shape[:-1], a.shape[0])  # [*batch, rank]
+
+
+def shrunk(
+    x: Tensor, a: Tensor, p: float, noise: Tensor | None, dtype: torch.dtype, exact: str
+) -> Tensor:
+    """`shrink` of rows `[rows, d_in]`, in a dtype and with a precision of products."""
+    (rows, width), rank = x.shape, a.shape[0]
     tile = shrink_tile(rows, rank, a.dtype)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(rank, tile.rank)
     parts, part = parted(width, tile.columns, programs)
-    t = torch.empty(
-        (parts, rows, rank), dtype=a.dtype if parts == 1 else torch.float32, device=x.device
-    )
+    t = x.new_empty((parts, rows, rank), dtype=dtype if parts == 1 else torch.float32)
     launch(
-        shrink_kernel, (programs, parts), flat, a, noise, t, *flat.stride(), *a.stride(), rows,
-        width, rank, part, _dropout.threshold(p), _dropout.kept_scale(p),
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
-        PRECISION=precision(a.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        shrink_kernel, (programs, parts), x, a, noise, t, *x.stride(), *a.stride(), rows, width,
+        rank, part, _dropout.threshold(p), _dropout.kept_scale(p),
+        DROPS=noise is not None, PRECISION=exact, **tile.settings,
     )  # fmt: skip
-    return added(t, a.dtype).view(*x.shape[:-1], rank)  # [*batch, rank]
+    return added(t, dtype)  # [rows, rank]
 
 
 def shrink_backward(
@@ -269,9 +247,8 @@ def shrink_backward(
         shrink_backward_kernel, (blocks, parts), left, flat, a, noise, dx, da, *left.stride(),
         *flat.stride(), *a.stride(), rows, width, rank, part, _dropout.threshold(p),
         _dropout.kept_scale(p),
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=noise is not None,
-        NEEDS_X=needs_x, NEEDS_A=needs_a, PRECISION=precision(a.dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        DROPS=noise is not None, NEEDS_X=needs_x, NEEDS_A=needs_a, PRECISION=precision(a.dtype),
+        **tile.settings,
     )  # fmt: skip
     if not needs_a:
         return dx, a.new_empty(0)
@@ -291,19 +268,13 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     launch(
         expand_kernel, (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),), flat,
         left, b, out, *flat.stride(), *left.stride(), *b.stride(), rows, width, rank, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, PRECISION=precision(t.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=precision(t.dtype), **tile.settings,
     )  # fmt: skip
     return out
 
 
 def expand_backward(
-    dy: Tensor,
-    t: Tensor,
-    b: Tensor,
-    scaling: float,
-    needs_t: bool = True,
-    needs_b: bool = True,
+    dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool = True, needs_b: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The gradients of t and b; empty where not needed.
 
@@ -326,8 +297,7 @@ def expand_backward(
     launch(
         expand_backward_kernel, (programs, parts), flat, right, b, dt, db, *flat.stride(),
         *right.stride(), *b.stride(), rows, width, rank, part, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, NEEDS_T=needs_t, NEEDS_B=needs_b,
-        PRECISION=precision(t.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        NEEDS_T=needs_t, NEEDS_B=needs_b, PRECISION=precision(t.dtype), **tile.settings,
     )  # fmt: skip
     return (
         added(dt, t.dtype).view(*dy.shape[:-1], rank) if needs_t else t.new_empty(0),

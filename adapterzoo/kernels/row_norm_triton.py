@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from ._tiles_triton import Tile, added, parted, product
-from .low_rank_triton import shrink_kernel, shrink_tile
+from ._tiles_triton import Tile, product
+from .low_rank_triton import shrunk
 
 # above, a rank is more than one program keeps
 _WIDEST_RANK = 64
@@ -143,24 +143,11 @@ def _row_norm(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     launch(
         row_norm_kernel, (triton.cdiv(rows, tile.rows),), w, a, b, gram if fused else None, dots,
         out, *w.stride(), *a.stride(), *b.stride(), rows, width, rank, scaling,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, FUSED=fused,
-        WIDE=dtype is torch.float32, PRECISION="tf32x3", num_warps=tile.warps,
-        num_stages=tile.stages,
+        FUSED=fused, WIDE=dtype is torch.float32, PRECISION="tf32x3", **tile.settings,
     )  # fmt: skip
     return out
 
 
 def _product(x: Tensor, a: Tensor) -> Tensor:
     """The product x aᵀ `[rows, rank]` in float32; x is cast to the dtype of a."""
-    (rows, width), rank = x.shape, a.shape[0]
-    tile = shrink_tile(rows, rank, a.dtype)
-    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(rank, tile.rank)
-    parts, part = parted(width, tile.columns, programs)
-    out = torch.empty(parts, rows, rank, dtype=torch.float32, device=x.device)
-    launch(
-        shrink_kernel, (programs, parts), x, a, None, out, *x.stride(), *a.stride(), rows, width,
-        rank, part, 0, 1.0,
-        ROWS=tile.rows, COLUMNS=tile.columns, RANK=tile.rank, DROPS=False, PRECISION="tf32x3",
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return added(out, torch.float32)
+    return shrunk(x, a, 0.0, None, torch.float32, "tf32x3")

@@ -134,7 +134,7 @@ class NiceBlock(nn.Module):
 
 
 @invertible_adapters.register("nice")
-class Nice(InvertibleKind):
+class NiceAdapter(InvertibleKind):
     """The function in front of the first block; its parameters are shared with the head."""
 
     block = NiceBlock

@@ -1,4 +1,4 @@
-"""What is active: plans, how they become active, and what may not be.
+"""What is active: plans, how they become active, and what is refused.
 
 A plan is a composition compiled for a model: which step each layer takes, and which heads answer.
 It holds for all threads (`set_active`), or for one thread and task inside an `AdapterSetup`.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any, cast
 
 from adapterzoo import inject
+from adapterzoo.anatomy import TokenInput
 from adapterzoo.composition import (
     Composition,
     Fuse,
+    Prompts,
     Stack,
     Step,
     compile_rows,
@@ -20,11 +23,13 @@ from adapterzoo.composition import (
     has_tokens,
     parse,
     parts_of,
+    prompts_of,
     without,
 )
 from adapterzoo.contracts import (
     Adapter,
     InvertibleAdapter,
+    PromptAdapter,
     SharedInputAdapter,
     WeightAdapter,
 )
@@ -38,8 +43,9 @@ from adapterzoo.errors import (
 )
 from adapterzoo.runtime import Plan
 
+from .hf.backbone import plain_token
 from .hf.continuous_batching import refuse_while_batching
-from .state import AdaptedModel, AdapterRecord, FusionRecord, anatomy_of, modules_of, stacks_of
+from .state import AdaptedModel, AdapterRecord, FusionRecord, modules_of, stacks_of
 
 # --- plans ---
 
@@ -54,8 +60,8 @@ def make_plan(
 
     Args:
         model: with adapters.
-        setup: what shall act.
-        head_setup: which heads shall answer; None: those named like the adapters where there are
+        setup: the composition to compile.
+        head_setup: the heads to use; None: those named like the adapters where there are
             any, else those that are active now.
         skip_layers: numbers of blocks in which no adapter acts.
 
@@ -77,7 +83,7 @@ def make_plan(
     for name in acting:
         places = state.records[name].places
         for path, module in modules_of(model, name):
-            # what all layers share sits at none
+            # a module that layers share has no placement
             if places[path] and places[path][0].site.layer not in skip_layers:
                 present.setdefault(path, {})[name] = module
     parts, rows = parts_of(setup)
@@ -98,11 +104,12 @@ def make_plan(
     shared = _shared_inputs(model, acting, steps, present)
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
-    entry = anatomy_of(model).entry
+    entry = model.anatomy.entry
     at_entry = {} if entry is None else present.get(entry.path, {})
     inverts = any(isinstance(module, InvertibleAdapter) for module in at_entry.values())
     leaving = entry.path if entry is not None and inverts and entry.path in steps else None
-    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, leaving)
+    prompts = _prompts(model, parts, present)
+    return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, leaving, prompts)
 
 
 def check_setup(
@@ -116,7 +123,7 @@ def check_setup(
 
     Args:
         model: with adapters; it has not changed afterwards.
-        setup: what shall act.
+        setup: the composition to compile.
         skip_layers: numbers of blocks in which no adapter acts.
         records: of the adapters, with their `coming` modules.
         fusions: records of the fusions.
@@ -131,6 +138,30 @@ def check_setup(
         make_plan(model, setup, [], skip_layers)
     finally:
         state.records, state.fusions = before
+
+
+def _prompts(
+    model: AdaptedModel, parts: tuple[Any, ...], present: Mapping[str, Mapping[str, Adapter]]
+) -> Prompts | None:
+    """Return the tokens that the adapters of a plan add to sequences; None for none."""
+    found: dict[str, list[PromptAdapter]] = {}
+    for modules in present.values():
+        for name, module in modules.items():
+            inside = [m for m in module.modules() if isinstance(m, PromptAdapter)]
+            found.setdefault(name, []).extend(inside)
+    adapters = {name: inside for name, inside in found.items() if inside}
+    if not adapters:
+        return None
+    added = prompts_of(parts, adapters)
+    joins = dict.fromkeys(adapter.joins for inside in adapters.values() for adapter in inside)
+    if len(joins) > 1:
+        raise CompositionError(
+            f"{listing(adapters)} add tokens that join {listing(joins)}, and those of one call "
+            f"join one of them. Activate them one by one."
+        )
+    places = model._head_strategy.token_places()
+    tokens = cast("TokenInput", model.anatomy.tokens)
+    return Prompts(added, next(iter(joins)), tokens, plain_token(model.config), places)
 
 
 def _shared_inputs(
@@ -164,7 +195,7 @@ def set_active(
     default = model._active.default
     # not those of the calling thread, which an AdapterSetup may have changed
     heads = model._head_strategy.for_setup(setup, None, default.plan.heads)
-    skipped = check_layers(skip_layers, len(anatomy_of(model).blocks))
+    skipped = check_layers(skip_layers, len(model.anatomy.blocks))
     refuse_while_batching(model)
     default.plan = make_plan(model, setup, list(heads), skipped)
     model._head_strategy.activated()
@@ -183,7 +214,7 @@ def replan(model: AdaptedModel) -> None:
     try:
         model._active.default.plan = make_plan(model, setup, list(plan.heads), plan.skip_layers)
     except AdapterZooError:
-        # no step may name what is gone
+        # no step may name an adapter that is gone
         model._active.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
         raise
 
@@ -309,10 +340,10 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
 
 
 def refuse_merged_part(setup: Composition | None, merged: Iterable[str]) -> None:
-    """Refuse a merged adapter, which acts on all inputs, where it shall act on a part of them.
+    """Refuse a merged adapter, which acts on all inputs, in a setup that gives it some of them.
 
     Raises:
-        StateError: it shall.
+        StateError: there is one.
     """
     inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
     stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)

@@ -6,10 +6,8 @@ out; everything else that adds or replaces adapters goes through `bring_in`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import StateError, listing
+from adapterzoo.errors import ConfigError, StateError, listing
 from adapterzoo.fields import check_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -35,21 +33,11 @@ from adapterzoo.runtime import Plan
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads.ties import list_ties
 from .hf.continuous_batching import refuse_while_batching
+from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
-from .state import (
-    AdaptedModel,
-    AdapterRecord,
-    anatomy_of,
-    backbone_of,
-    modules_of,
-    shared_inputs,
-    stacks_of,
-)
+from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
 
-Made: TypeAlias = "dict[str, tuple[Adapter, list[Placement]]]"
-"""Path of a layer to the module that it gets, and what sits in it."""
-
-# arguments of `forward` that a model inside would take for some of its own `**kwargs`
+# arguments of `forward` that an inner model would swallow as `**kwargs`
 _WHOLE = ("adapter_names", "output_adapter_gating_scores", "output_adapter_fusion_attentions")
 
 
@@ -69,22 +57,44 @@ def add(
     loaded = AdapterConfig.load(config)
     refuse_taken(model, name, overwrite_ok)
     for member in loaded.members:
-        check_layers(member, len(anatomy_of(model).blocks))
-    made = make(model, loaded)
-    for path, (adapter, placements) in made.items():
-        if placements:
+        check_layers(member, len(model.anatomy.blocks))
+    record = make(model, loaded)
+    for path, adapter in record.coming.items():
+        if record.places[path]:
             init_values(model, path, adapter)
-    bring_in(model, name, loaded, made, active)
+        else:
+            init_shared(model, loaded, adapter)
+    bring_in(model, name, record, active)
 
 
 def init_values(model: AdaptedModel, path: str, adapter: Adapter) -> None:
     """Let a fresh adapter take initial values from its layer, where that has values yet."""
-    layer = layer_at(backbone_of(model), path)
+    layer = layer_at(model._backbone, path)
     with at_hand(layer), torch.no_grad():
-        # a model that is being loaded has none, and the file has the adapter's
+        # a model that is being loaded has no values, and the file has the adapter's
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
             originals = model._adapter_state.originals.get(path, {})
             inject.init_from_layer(layer, adapter, originals)
+
+
+def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -> None:
+    """Give what the layers of a fresh adapter share the initial values that a text has."""
+    tokens = model.anatomy.tokens
+    path = None if tokens is None else tokens.table
+
+    def embedded(text: str) -> torch.Tensor:
+        if path is None:
+            raise ConfigError(
+                "a text cannot be embedded: this model reads no tokens. Leave it out."
+            )
+        layer = layer_at(model._backbone, path)
+        with at_hand(layer):
+            return embedded_text(model, layer, text)
+
+    for number, member in enumerate(config.members):
+        own = shared if member is config else shared._modules.get(str(number))
+        if own is not None and not any(p.is_meta for p in own.parameters()):
+            member.init_from_text(own, embedded)
 
 
 def delete(model: AdaptedModel, name: str) -> None:
@@ -96,42 +106,27 @@ def delete(model: AdaptedModel, name: str) -> None:
     replan(model)
 
 
-def bring_in(
-    model: AdaptedModel,
-    name: str,
-    config: AdapterConfig,
-    made: Made,
-    active: bool,
-    meta: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
+def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool) -> None:
     """Install an adapter, in the place of one of its name; what fails changes nothing.
 
     Args:
         model: with adapters.
         name: of the adapter.
-        config: its config.
-        made: its modules, with their values.
+        record: of the adapter, with its modules and their values.
         active: whether it becomes the active adapter.
-        meta: JSON values that belong to it.
 
     Raises:
         AdapterZooError: it cannot act, or not beside what is merged.
     """
-    modules = {path: adapter for path, (adapter, _) in made.items()}
-    places = {path: tuple(placements) for path, (_, placements) in made.items()}
-    # all of them, and not the first alone: each is told its name
-    reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name)]
-    record = AdapterRecord(config, places, shared_inputs(places), bool(reading), dict(meta))
     plan = model._active.default.plan
-    setup, skipped = (plan.setup, plan.skip_layers)
+    setup, skipped = plan.setup, plan.skip_layers
     if active:
         refuse_while_batching(model)
         setup, skipped = parse(name), ()
-    coming = dataclasses.replace(record, coming=modules)
-    check_setup(model, setup, skipped, records={name: coming})
+    check_setup(model, setup, skipped, records={name: record})
     if name in model._adapter_state.records:
         remove(model, name)
-    install(model, name, record, modules)
+    install(model, name, record)
     if active:
         set_active(model, name)
     else:
@@ -141,7 +136,9 @@ def bring_in(
 # --- make, install, remove ---
 
 
-def make(model: AdaptedModel, config: AdapterConfig, device: torch.device | None = None) -> Made:
+def make(
+    model: AdaptedModel, config: AdapterConfig, device: torch.device | None = None
+) -> AdapterRecord:
     """Make all modules of a config; the model has not changed.
 
     Args:
@@ -160,35 +157,38 @@ def make(model: AdaptedModel, config: AdapterConfig, device: torch.device | None
                 f"own or of another model. Write add_adapter(…) of that one."
             )
     by_path: dict[str, list[Placement]] = {}
-    for placement in config.placements(anatomy_of(model)):
+    for placement in config.placements(model.anatomy):
         by_path.setdefault(inject_path(placement.site), []).append(placement)
-    layers = {path: layer_at(backbone_of(model), path) for path in by_path}
+    layers = {path: layer_at(model._backbone, path) for path in by_path}
     for path, layer in layers.items():
         inject.check_put(layer, path)
     listed = [placement for placements in by_path.values() for placement in placements]
     at = device or device_of(next(iter(layers.values())))
     shared, sharing = build_shared(config, listed, at, model.dtype)
-    made: dict[str, tuple[Any, list[Placement]]] = {
-        path: (build(layers[path], path, placements, model.dtype, device, sharing), placements)
+    modules: dict[str, Any] = {
+        path: build(layers[path], path, placements, model.dtype, device, sharing)
         for path, placements in by_path.items()
     }
     if shared is not None:
-        made[""] = shared, []
-    return made
+        modules[""], by_path[""] = shared, []
+    places = {path: tuple(placements) for path, placements in by_path.items()}
+    return AdapterRecord(config, places, coming=modules)
 
 
-def install(
-    model: AdaptedModel, name: str, record: AdapterRecord, modules: Mapping[str, Adapter]
-) -> None:
+def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     """Put an adapter into the model, inactive.
 
     Args:
         model: that gets it.
         name: of the adapter.
-        record: of the adapter.
-        modules: of the adapter by path.
+        record: of the adapter, with its modules.
     """
-    backbone, active = backbone_of(model), model._active
+    backbone, active, modules = model._backbone, model._active, record.coming
+    # visit all of them, as each is told its name
+    reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name)]
+    record = AdapterRecord(
+        record.config, record.places, shared_inputs(record.places), bool(reading), record.meta
+    )
     for path, adapter in modules.items():
         if path:
             layer = inject.place_at(backbone, path, active)
@@ -224,7 +224,7 @@ def _reads_calls(adapter: nn.Module, name: str) -> bool:
 def remove(model: AdaptedModel, name: str) -> None:
     """Undo `install`; the last adapter leaves the model as it was before the first."""
     model._head_strategy.removing(name)
-    backbone, state = backbone_of(model), model._adapter_state
+    backbone, state = model._backbone, model._adapter_state
     record = state.records.pop(name)
     model._active.forget(name)
     state.plans.clear()
@@ -246,7 +246,7 @@ def remove(model: AdaptedModel, name: str) -> None:
 
 def remove_all(model: AdaptedModel) -> None:
     """Remove every adapter and fusion; merged weights stay merged."""
-    state, backbone = model._adapter_state, backbone_of(model)
+    state, backbone = model._adapter_state, model._backbone
     model._active.default.plan = Plan(None, model._active.default.plan.heads)
     for name, fusion in state.fusions.items():
         model._head_strategy.removing(fusion_key(name))

@@ -1,4 +1,4 @@
-"""Adapters that become one: averages, task arithmetic, and PEFT's ways of merging them."""
+"""Combine adapters into one: averages, task arithmetic, and PEFT's ways of merging."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from adapterzoo.methods import generator, undrawn
 from adapterzoo.names import check_name
 
 from .activation import refuse_taken
-from .adapters import Made, bring_in, make
+from .adapters import bring_in, make
 from .heads import store
 from .heads.ties import tables_of
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, anatomy_of, backbone_of, modules_of
+from .state import AdaptedModel, AdapterRecord, modules_of
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def average(
     active: bool = False,
     **options: Any,
 ) -> None:
-    """Add an adapter that several others become; they stay as they are.
+    """Add an adapter that combines several others, which stay as they are.
 
     Args:
         model: with adapters.
@@ -71,10 +71,10 @@ def average(
             f"common. Write set_active_adapters(Average('a', 'b')), or the names of adapters of "
             f"one method."
         )
-    config = type(configs[0]).combined(configs, strategy, anatomy_of(model))
-    made = _combined(model, config, names, own, strategy, options.get("seed"))
+    config = type(configs[0]).combined(configs, strategy, model.anatomy)
+    record = _combined(model, config, names, own, strategy, options.get("seed"))
     head = model._head_strategy.combined(names, own)
-    bring_in(model, name, config, made, active)
+    bring_in(model, name, record, active)
     model._head_strategy.give(name, head)
 
 
@@ -85,14 +85,14 @@ def _combined(
     weights: Sequence[float],
     strategy: Combination,
     seed: int | None,
-) -> Made:
-    """Return the modules of the result; the model has not changed."""
-    # they get their values from others: do not disturb the caller's random numbers
+) -> AdapterRecord:
+    """Return the result; the model has not changed."""
+    # values come from other adapters: do not disturb the caller's random numbers
     with undrawn(), torch.random.fork_rng(devices=()):
-        made = make(model, config)
+        record = make(model, config)
     sources: list[dict[str, Any]] = [dict(modules_of(model, each)) for each in names]
-    for path, (adapter, placements) in made.items():
-        if not placements:
+    for path, adapter in record.coming.items():
+        if not record.places[path]:
             for member, own, theirs in _by_member(config, adapter, [m[path] for m in sources]):
                 if member.averages_shared:
                     _average(own, theirs, weights, strategy)
@@ -100,7 +100,7 @@ def _combined(
                     _share(own, theirs)
             continue
         there = [i for i, modules in enumerate(sources) if path in modules]
-        layer = backbone_of(model).get_submodule(path)
+        layer = model._backbone.get_submodule(path)
         with at_hand(layer):
             inject.combine(
                 layer,
@@ -110,7 +110,7 @@ def _combined(
                 strategy.drawing(generator(seed, path)),
                 model._adapter_state.originals.get(path, {}),
             )
-    return made
+    return record
 
 
 def _by_member(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from .activation import check_layers, refuse_taken
 from .heads import tables
 from .heads.interface import HeadRecord, LoadOptions
 from .hf.info import info_of
-from .state import AdaptedModel, anatomy_of, backbone_of, fusion_modules, named_tensors, tensors_of
+from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -118,23 +119,20 @@ def _fitting(
     stored = formats.read(Path(path), "adapter", info)
     name = _name_in(asked.load_as, stored, hub_name or path)
     refuse_taken(model, name, asked.overwrite_ok, argument("load_as", "another_name"))
-    left_out = check_layers(asked.leave_out, len(anatomy_of(model).blocks), "leave_out")
-    config, made = _filled(model, stored, left_out, asked.dtype)
-    has_head = asked.with_head and stored.metadata.get("head") is not None
-    if asked.id2label is not None and not has_head:
+    left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
+    record = _filled(model, stored, left_out, asked.dtype)
+    enter_head = None
+    if asked.with_head and stored.metadata.get("head") is not None:
+        enter_head = model._head_strategy.fitting(_head_in(stored), name, asked)
+    elif asked.id2label is not None:
         raise ConfigError(
             f"id2label={asked.id2label!r} names the labels of a head, and none is loaded. "
             f"Leave id2label out, or load a checkpoint with a head."
         )
-    enter_head = None
-    if has_head:
-        enter_head = model._head_strategy.fitting(_head_in(stored), name, asked)
-    meta = stored.metadata.get("meta")
-    meta = meta if isinstance(meta, Mapping) else {}
 
     def enter() -> None:
-        # what may fail comes first
-        adapters.bring_in(model, name, config, made, asked.set_active, meta)
+        # the step that may fail comes first
+        adapters.bring_in(model, name, record, asked.set_active)
         if enter_head is not None:
             enter_head()
 
@@ -150,7 +148,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
     """
     found = []
     for each in sorted(Path(folder).glob("*/")):
-        # a hidden one is what a save has not finished, or not an adapter
+        # skip hidden folders: unfinished saves, or not adapters
         if each.name.startswith("."):
             continue
         with folders.reading(each):
@@ -173,43 +171,42 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
 
 def _filled(
     model: AdaptedModel, stored: Checkpoint, leave_out: tuple[int, ...], dtype: torch.dtype | None
-) -> tuple[AdapterConfig, adapters.Made]:
-    """Return the adapter's modules with the values of a checkpoint, not yet in the model."""
+) -> AdapterRecord:
+    """Return the adapter with the values of a checkpoint, not yet in the model."""
     document = stored.metadata.get("config")
     if not isinstance(document, Mapping):
         raise CheckpointError("the checkpoint has no adapter config. Save it again.")
     config = AdapterConfig.from_dict(document)
-    tensors = stored.adapter
+    everywhere: set[str] = set()
     if leave_out:
-        everywhere = _paths(model, config)
+        everywhere = {inject_path(p.site) for p in config.placements(model.anatomy)}
         config = _leaving_out(config, leave_out)
-        gone = everywhere - _paths(model, config)
-        tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
-    # a stranger's config may ask for more memory than there is: compare before any is taken
-    paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), tensors)
-    made = adapters.make(model, config, torch.device("meta"))
-    if both := sorted(made.keys() & {*paths}):
+    paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
+    # an untrusted config may ask for more memory than there is: compare before allocating
+    empty = torch.device("meta")
+    record = adapters.make(model, config, empty)
+    gone = everywhere - record.places.keys()
+    tensors = {k: t for k, t in tensors.items() if k.partition("/")[0] not in gone}
+    if both := sorted(record.coming.keys() & {*paths}):
         raise CheckpointError(
             f"the checkpoint has trained embeddings and an adapter at {listing(both)}. "
             f"Save it again."
         )
-    made |= tables.make_tables(model, config, paths, torch.device("meta"))
-    skeleton = named_tensors({path: m for path, (m, _) in made.items()}, keep_vars=True)
+    record = tables.with_table(model, record, paths, empty)
+    skeleton = named_tensors(record.coming, keep_vars=True)
     fit.check_fit(type(model).__name__, tensors, skeleton, dtype)
     by_path = _by_path(tensors)
-    for path, (module, placements) in made.items():
+    modules: dict[str, Adapter] = {}
+    for path, module in record.coming.items():
         if path in paths[1:]:
             # they share the table of the first
-            made[path] = made[paths[0]][0], placements
+            modules[path] = modules[paths[0]]
             continue
-        real = _with_memory(model, module, path, placements)
-        fit.fill(real if dtype is None else real.to(dtype), by_path.get(path, {}))
-        made[path] = real, placements
-    return config, made
-
-
-def _paths(model: AdaptedModel, config: AdapterConfig) -> set[str]:
-    return {inject_path(p.site) for p in config.placements(anatomy_of(model))}
+        modules[path] = _with_memory(model, module, path, list(record.places[path]))
+        fit.fill(modules[path].to(dtype), by_path.get(path, {}))
+    meta = stored.metadata.get("meta")
+    kept = dict(meta) if isinstance(meta, Mapping) else {}
+    return dataclasses.replace(record, coming=modules, meta=kept)
 
 
 def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
@@ -232,12 +229,12 @@ def _with_memory(
     model: AdaptedModel, adapter: Adapter, path: str, placements: list[Placement]
 ) -> Adapter:
     """Return an adapter of the meta device as one on the device of its layer."""
-    layer = layer_at(backbone_of(model), path)
+    layer = layer_at(model._backbone, path)
     if not path:
         return adapter.to_empty(device=device_of(layer))
     if give_memory(adapter, device_of(layer)):
         return adapter
-    # a method that draws its values in its own way shall not disturb the caller's random numbers
+    # do not disturb the caller's random numbers where a method draws values in its own way
     with undrawn(), torch.random.fork_rng(devices=()):
         return build(layer, path, placements, model.dtype)
 
@@ -268,16 +265,14 @@ def save_head(
         )
     own_name = name if name and strategy.is_named else sharding.class_name(model)
     document = {**_provenance(model, own_name), "head": record.document}
-    stored = Checkpoint(document, {}, record.tensors)
-    _write(model, folder, stored, "head", format)
+    _write(model, folder, Checkpoint(document, {}, record.tensors), "head", format)
 
 
 def load_head(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
     """Load a head; it becomes the active one."""
     strategy = model._head_strategy
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    info = info_of(model)
-    stored = formats.read(Path(folder), "head", info)
+    stored = formats.read(Path(folder), "head", info_of(model))
     name = _name_in(asked.load_as, stored, folder)
     target = name if strategy.is_named else strategy.active_name()
     strategy.fitting(_head_in(stored), target, asked)()
@@ -317,8 +312,7 @@ def save_fusion(
         "adapter_names": list(found.adapters),
         "meta": dict(meta or {}),
     }
-    layers = dict(fusion_modules(model, name))
-    stored = Checkpoint(document, named_tensors(layers, keep_vars=True))
+    stored = Checkpoint(document, named_tensors(dict(fusion_modules(model, name)), keep_vars=True))
     info = info_of(model)
     configs = [state.find(adapter).config for adapter in found.adapters]
     sharding.save(model, stored, lambda s: fusions.write(Path(folder), s, format, info, configs))
@@ -331,19 +325,18 @@ def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str
         CheckpointError: the file holds no fusion.
     """
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    info = info_of(model)
     find = model._adapter_state.find
-    stored = fusions.read(Path(folder), info, lambda name: find(name).config)
+    stored = fusions.read(Path(folder), info_of(model), lambda name: find(name).config)
     names, values = stored.metadata.get("adapter_names"), stored.metadata.get("config")
-    are_names = isinstance(names, list) and names and all(isinstance(n, str) for n in names)
-    if not isinstance(names, list) or not are_names or not isinstance(values, Mapping):
+    listed = names if isinstance(names, list) else []
+    if not (listed and all(isinstance(n, str) for n in listed) and isinstance(values, Mapping)):
         raise CheckpointError("the checkpoint holds no fusion. Save it again.")
     name = asked.load_as or str(stored.metadata.get("name"))
-    fuse = Fuse(*names, name=None if name == ",".join(names) else check_name(name))
+    fuse = Fuse(*listed, name=None if name == ",".join(listed) else check_name(name))
     fusion.check_free(model, fuse.name, asked.overwrite_ok)
     config = AdapterFusionConfig.load(values)
     with torch.random.fork_rng(devices=()):
-        made = fusion.make(model, tuple(names), config)
+        made = fusion.make(model, tuple(listed), config)
     fits = named_tensors(made, keep_vars=True)
     fit.check_fit(type(model).__name__, stored.adapter, fits, asked.dtype)
     by_path = _by_path(stored.adapter)
@@ -361,7 +354,7 @@ def _write(
 ) -> None:
     info = info_of(model)
     if format != "native":
-        # these look at weights of the base model, in one process
+        # these formats read weights of the base model, in one process
         hint = (
             f"Write {argument('format', 'native')}, load it into a whole model, and save it from "
             f"there."
@@ -382,13 +375,7 @@ def _provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
 
 
 def _name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
-    """Return the name that a checkpoint's adapter or head gets.
-
-    Args:
-        load_as: what the user chose.
-        stored: the checkpoint; not every format knows a name.
-        path: where it came from, whose last part is the name then.
-    """
+    """Return the name for an adapter or head: the one asked for, the stored one, or the path's."""
     if load_as is not None:
         return check_name(load_as)
     name = stored.metadata.get("name")

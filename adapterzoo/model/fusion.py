@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from adapterzoo import inject
 from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse, without
 from adapterzoo.contracts import FusibleAdapter
-from adapterzoo.errors import (
-    CompositionError,
-    ConfigError,
-    DuplicateNameError,
-    SiteError,
-)
+from adapterzoo.errors import CompositionError, ConfigError, DuplicateNameError, SiteError
 from adapterzoo.methods._gate import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.names import check_name
@@ -27,7 +22,7 @@ from .activation import check_setup, fused, make_plan, refuse_overridden, set_ac
 from .hf.backbone import text_config
 from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, FusionRecord, backbone_of, fusion_modules, modules_of
+from .state import AdaptedModel, FusionRecord, fusion_modules, modules_of
 
 # of the penalty on V, as in adapters
 _REGULARIZATION = 0.01
@@ -160,7 +155,7 @@ def enter(
     fusions, default = model._adapter_state.fusions, model._active.default
     name, plan = fuse.name, default.plan
     record = FusionRecord(config, fused(fuse), tuple(made))
-    # one that was active and is replaced stays active
+    # an active fusion that is replaced stays active
     stays = any(f.name == name and fused(f) == record.adapters for f in fusions_of(plan.setup))
     if active:
         refuse_while_batching(model)
@@ -168,7 +163,7 @@ def enter(
     if name in fusions:
         _remove(model, name)
     for path, layer in made.items():
-        at = backbone_of(model).get_submodule(path)
+        at = model._backbone.get_submodule(path)
         inject.put(at, fusion_key(name), layer, model._active, path)
     fusions[name] = record
     if active:
@@ -180,7 +175,7 @@ def enter(
 def _remove(model: AdaptedModel, name: str) -> None:
     model._head_strategy.removing(fusion_key(name))
     for path in model._adapter_state.fusions.pop(name).paths:
-        inject.take(backbone_of(model).get_submodule(path), fusion_key(name))
+        inject.take(model._backbone.get_submodule(path), fusion_key(name))
     plan = model._active.default.plan
     if any(fuse.name == name for fuse in fusions_of(plan.setup)):
         setup = without(plan.setup, (), [name])
@@ -232,7 +227,7 @@ def recorded(
         acting = [model._active.plan.setup]
         rows = model._active.plan.rows is not None
     else:
-        # the forward itself refuses what are not names, and lists that do not fit the batch
+        # the forward itself refuses invalid names, and lists that do not fit the batch
         listed = adapter_names if isinstance(adapter_names, Sequence) else ()
         acting, rows = [parse(name) for name in listed], True
     watched: dict[str, Iterable[_Watched]] = {}

@@ -1,4 +1,4 @@
-"""Everything trained of a model in one folder, to go back to it: what a training checkpoint is.
+"""Training checkpoints: all trained parameters of a model in one folder.
 
 Each adapter lies in the sub-folder of its name, with the head of the same name in one file, as
 `load_adapter` reads it, embeddings that were trained with it among them; a head of another name
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +24,7 @@ from adapterzoo.errors import CheckpointError, listing
 
 from . import checkpointing
 from .heads.tables import expand
-from .state import (
-    AdaptedModel,
-    backbone_of,
-    fusion_modules,
-    modules_of,
-    named_tensors,
-    own_parameters_of,
-)
+from .state import AdaptedModel, fusion_modules, modules_of, named_tensors, own_parameters_of
 
 UNFROZEN = "unfrozen.safetensors"
 
@@ -115,7 +107,7 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
     own = {id(p) for p in own_parameters_of(model)}
     return any(
         not p.requires_grad
-        for module in backbone_of(model).modules()
+        for module in model._backbone.modules()
         if not isinstance(module, nn.Embedding)
         for p in module._parameters.values()
         if p is not None and p.dim() > 1 and id(p) not in own
@@ -158,8 +150,7 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
                 f"was saved from."
             )
         saved = AdapterConfig.from_dict(stored.metadata["config"])
-        if saved != record.config:
-            raise _other_config("adapter", name, saved, record.config)
+        fit.check_same(f"adapter {name!r}", saved, record.config)
         tensors = named_tensors(dict(modules_of(model, name)), keep_vars=True)
         _, in_file = expand(model, stored.metadata.get("embeddings"), stored.adapter)
         yield Part(f"adapter {name!r}", in_file, tensors)
@@ -174,11 +165,9 @@ def _parts(model: AdaptedModel, folder: Path) -> Iterator[Part]:
         yield _head_part(model, name, native.load(folder / _folder_of(name), "head"))
     for name, fusion in state.fusions.items():
         stored = native.load(folder / name, fusions.KIND)
-        # the classes of configs are names for their fields
-        saved_fusion, mine = stored.metadata["config"], fusion.config.to_dict()
-        names, own = stored.metadata["adapter_names"], list(fusion.adapters)
-        if (saved_fusion, names) != (mine, own):
-            raise _other_config("fusion", name, (names, saved_fusion), (own, mine))
+        fused = stored.metadata["adapter_names"], stored.metadata["config"]
+        mine = list(fusion.adapters), fusion.config.to_dict()
+        fit.check_same(f"fusion {name!r}", fused, mine)
         layers = named_tensors(dict(fusion_modules(model, name)), keep_vars=True)
         yield Part(f"fusion {name!r}", stored.adapter, layers)
     file = folder / UNFROZEN
@@ -192,10 +181,3 @@ def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> Part:
     if document is not None:
         saved = dict(strategy.lengthened(name, document, saved))
     return Part(f"head {name!r}", saved, {} if record is None else record.tensors)
-
-
-def _other_config(kind: str, name: str, saved: Any, mine: Any) -> CheckpointError:
-    return CheckpointError(
-        f"the {kind} {name!r} of the checkpoint is {saved!r}, that of the model {mine!r}; nothing "
-        f"has been loaded. Add it with the config of the checkpoint."
-    )

@@ -1,7 +1,8 @@
-"""Training: what is trained, in how many parameters, from quantised layers, in many processes."""
+"""Training: freezing, quantised layers, fingerprints, replicas, and the summary."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,6 @@ from .heads.ties import tables_of
 from .sharding import gathered, refuse_if_sharded, reshard
 from .state import (
     AdaptedModel,
-    backbone_of,
     fusion_modules,
     modules_of,
     named_tensors,
@@ -42,7 +42,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     Raises:
         StateError: the setup names no adapter.
     """
-    # a forward of a sharded model leaves parameters whole that an optimizer shall not get
+    # a forward of a sharded model leaves whole parameters, which an optimizer must not get
     reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
@@ -103,7 +103,7 @@ def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embedding
 
 def hold_statistics(model: AdaptedModel) -> None:
     """Keep frozen norms in evaluation: a forward in training would change their statistics."""
-    for module in backbone_of(model).modules():
+    for module in model._backbone.modules():
         tracks = isinstance(module, _NormBase) and module.track_running_stats
         if tracks and not any(p.requires_grad for p in module.parameters(recurse=False)):
             module.training = False
@@ -113,8 +113,8 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     """Freeze the base model and all adapters, or make the base model trainable."""
     reshard(model)
     own = {id(p) for p in own_parameters_of(model)}
-    for parameter in backbone_of(model).parameters():
-        # quantised weights have no gradient, not even those that call themselves floats
+    for parameter in model._backbone.parameters():
+        # quantised weights have no gradient, even if their dtype is a float
         may_train = parameter.is_floating_point() and packing_of(parameter) is None
         if freezes or (may_train and id(parameter) not in own):
             parameter.requires_grad_(not freezes)
@@ -131,12 +131,14 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
         run: what transformers does.
     """
     module: Any = model
-    # transformers would misread what has been put into another order for inference
+    # transformers would misread weights that were reordered for inference
     quantised.unpack(module)
     modes = {path: each.training for path, each in module.named_modules()}
     packed = [path for path, each in module.named_modules() if quantised.is_quantised(each)]
-    records = dict(model._adapter_state.records)
-    modules = {name: dict(modules_of(model, name)) for name in records}
+    records = {
+        name: dataclasses.replace(record, coming=dict(modules_of(model, name)))
+        for name, record in model._adapter_state.records.items()
+    }
     for name in records:
         adapters.remove(model, name)
     try:
@@ -147,7 +149,7 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
         for path, each in module.named_modules():
             each.training = modes.get(path, each.training)
         for name, record in records.items():
-            adapters.install(model, name, record, modules[name])
+            adapters.install(model, name, record)
     model._adapter_state.anatomy = None
 
 
@@ -246,7 +248,7 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
         )
         if name in active and plan.skip_layers:
             rows[-1]["skip_layers"] = list(plan.skip_layers)
-    own = [p for p in backbone_of(model).parameters() if id(p) not in adapters_own]
+    own = [p for p in model._backbone.parameters() if id(p) not in adapters_own]
     total = sum(map(quantised.count, own))
     for row in rows:
         row["%param"] = 100.0 * row["#param"] / total

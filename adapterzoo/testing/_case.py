@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from adapterzoo.checkpoint.digest import same_bits as same_bits
 from adapterzoo.composition import Stack
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
@@ -49,6 +50,10 @@ class Case:
         shown = f"{self.kind}, {str(self.dtype).removeprefix('torch.')}"
         return shown if self.device == "cpu" else f"{shown}, {self.device}"
 
+    def model(self) -> Host:
+        """Return a new model without adapters."""
+        return Host(self.kind, self.device, self.dtype)
+
     def host(self, *names: str, config: AdapterConfig | None = None) -> Host:
         """Return a model in evaluation mode with new, inactive adapters of these names.
 
@@ -58,7 +63,7 @@ class Case:
             names: of the adapters.
             config: of the adapters; None: that of the case.
         """
-        model = Host(self.kind, self.device, self.dtype)
+        model = self.model()
         for i, name in enumerate(names):
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(i)
@@ -210,14 +215,6 @@ def bits(model: Host, name: str) -> dict[str, Tensor]:
         for path, module in model.adapter_modules(name)
         for key, tensor in module.state_dict().items()
     }
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors agree in shape, dtype and every bit."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    raw = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*raw)
 
 
 def distance(one: Tensor, other: Tensor) -> float:

@@ -71,12 +71,13 @@ class _InterfaceAttention(nn.Module):
         self.v_proj = nn.Linear(WIDTH, WIDTH, False)
         self.o_proj = nn.Linear(WIDTH, WIDTH, False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         layers = self.q_proj, self.k_proj, self.v_proj
         # [rows, heads, tokens, head_dim] each
         heads = [f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in layers]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _attend)
-        out, _ = attend(self, *heads, None, scaling=self.head_dim**-0.5)
+        seen = None if mask is None else mask[:, None, None].bool()  # [rows, 1, 1, tokens]
+        out, _ = attend(self, *heads, seen, scaling=self.head_dim**-0.5)
         return cast("Tensor", self.o_proj(out.flatten(2)))
 
 
@@ -132,8 +133,8 @@ class _PreNormBlock(nn.Module):
         self.up_proj = nn.Linear(WIDTH, INNER, False)
         self.down_proj = nn.Linear(INNER, WIDTH, False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
+    def forward(self, x: Tensor, **mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **mask)
         inner = gelu(self.up_proj(self.pre_feedforward_layernorm(x)))
         return cast("Tensor", x + self.down_proj(inner))
 
@@ -180,6 +181,7 @@ class Host(AdapterModelMixin, nn.Module):
             dtype: of all parameters.
         """
         super().__init__()
+        self.kind = kind
         with torch.device("cpu"):
             self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
             self.layers = nn.ModuleList(_BLOCKS[kind]() for _ in range(2))
@@ -210,26 +212,37 @@ class Host(AdapterModelMixin, nn.Module):
     def get_output_embeddings(self) -> None:
         """There are none."""
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the table of tokens, where tokens see each other."""
+        if self.kind != ATTENTION:
+            raise NotImplementedError
+        return self.embed_tokens
+
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Token ids `[*batch]`, or hidden states `[*batch, d_model]`, → `[*batch, d_model]`.
 
-        Adapters can read the mask `[rows, tokens]`; the model itself ignores it.
+        Adapters and attention read the mask `[rows, tokens]`. Tokens that adapters add are left out
+        of the result.
         """
         if not self._active.plan.stacks:
-            return self._run(x)
-        given = {"attention_mask": attention_mask}
-        with recorded(self, ("x",), self._active, "", (x,), given):
-            return self._run(x)
+            return self._run(x, attention_mask)
+        name = "inputs_embeds" if x.is_floating_point() else "input_ids"
+        given = {name: x, "attention_mask": attention_mask}
+        with recorded(self, (), self._active, "", (), given) as (_, wide):
+            y = self._run(wide[name], wide["attention_mask"])
+            joined = self._active.call.joined
+            return y if joined is None else joined.own(y)
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if not x.is_floating_point():
             x = self.embed_tokens(x)
         for layer in self.layers:
-            out: Any = layer(x) if self.reentrant is None else self._checkpointed(layer, x)
+            run = functools.partial(layer, mask=mask) if self.kind == ATTENTION else layer
+            out: Any = run(x) if self.reentrant is None else self._checkpointed(run, x)
             x = out[0] if isinstance(out, tuple) else out
         return cast("Tensor", x if self.norm is None else self.norm(x))
 
-    def _checkpointed(self, layer: nn.Module, x: Tensor) -> Any:
+    def _checkpointed(self, layer: Callable[[Tensor], Any], x: Tensor) -> Any:
         resume = self._active.resumable() or nullcontext
 
         def run(x: Tensor) -> Any:

@@ -107,15 +107,6 @@ class ModelCase(Case):
         """For messages: the class of the model."""
         return type(self.tiny.model).__name__
 
-    def host(self, *names: str, config: AdapterConfig | None = None) -> Host:
-        """A copy of the model with fresh adapters of these names, none of them active."""
-        model = self._copy()
-        for i, name in enumerate(names):
-            with torch.random.fork_rng(devices=()):
-                torch.manual_seed(i)
-                model.add_adapter(name, config or self.config)
-        return cast("Host", model)
-
     def fitted(self, config: AdapterConfig | None = None) -> AdapterConfig:
         """The config."""
         return config or self.config
@@ -157,7 +148,8 @@ class ModelCase(Case):
                 found.add(path)
         return frozenset(found)
 
-    def _copy(self) -> Any:
+    def model(self) -> Host:
+        """Return a copy of the model."""
         model: Any = init(copy.deepcopy(self.tiny.model))
         model.__class__ = type(type(model).__name__, (_OneTensor, type(model)), {})
-        return model
+        return cast("Host", model)

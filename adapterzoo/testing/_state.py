@@ -144,8 +144,7 @@ def copies_are_independent(case: Case) -> None:
         stir(made, "a", seed=5)
         require(same_bits(first, run(model, x)), f"{how}: a change of the copy is seen")
         require(
-            not torch.equal(first, run(made, x)),
-            f"{how}: the copy does not use its own parameters",
+            not torch.equal(first, run(made, x)), f"{how}: the copy does not use its own parameters"
         )
         made.set_active_adapters(None)
         require(same_bits(first, run(model, x)), f"{how}: the copy switches the original")

@@ -15,18 +15,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import WeightAdapter
 from adapterzoo.errors import AdapterZooError, CompositionError, StateError
 
-from ._case import (
-    DTYPES,
-    Case,
-    bits,
-    check,
-    distance,
-    fields_of,
-    like,
-    require,
-    run,
-    same_bits,
-)
+from ._case import DTYPES, Case, bits, check, distance, fields_of, like, require, run, same_bits
 from ._host import ATTENTION, Host
 
 
@@ -338,11 +327,7 @@ def _require_as_near(
 
 
 def _born(
-    case: Case,
-    config: AdapterConfig,
-    *,
-    global_seed: int = 0,
-    before: AdapterConfig | None = None,
+    case: Case, config: AdapterConfig, *, global_seed: int = 0, before: AdapterConfig | None = None
 ) -> dict[str, Tensor]:
     """The initial values of an adapter that is added after something else has happened."""
     model = case.host()
@@ -375,5 +360,5 @@ def _require_seed_matters(first: dict[str, Tensor], second: dict[str, Tensor]) -
 
 
 def _is_drawn(values: Tensor) -> bool:
-    """Whether most of the values occur once, so that they are no constant or pattern."""
+    """Whether most of the values occur once, so that they are not a constant or a pattern."""
     return values.numel() > 1 and len(values.unique()) > values.numel() // 2

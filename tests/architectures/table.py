@@ -36,13 +36,14 @@ Cells = dict[str, str]
 """Name of a column to its text."""
 
 _NOTES = """
-The columns of methods say what a tiny model of the type did with an adapter of the method on every
-sub-layer, or at all query, key, value and output projections and in the feed-forward part: a fresh
-adapter is the identity where it says so, one with other values acts, gradients reach all and only
-the adapter (where they reach the layer at all), merging equals the forward or is refused, and after
-deletion the model has its bits again. `✓` holds; `✓ some` holds with the method's default config or
-at all linear layers, where the model has not all of these places; `✗` does not hold; empty did not
-run. Models are in float32, merges are compared with float64. The last column says why not.
+The method columns show the result of a test on a tiny model of the type, with an adapter on every
+sub-layer, or at all query, key, value and output projections and in the feed-forward part. A new
+adapter must be the identity if its config says so; with other values it must change the output;
+gradients must reach the whole adapter and nothing else (if they reach the layer at all); merging
+must equal the forward pass or be refused; and deletion must restore the model bit for bit. `✓`:
+passed. `✓ some`: passed with the method's default config or at all linear layers, because the model
+does not have all of these sites. `✗`: failed. Empty: not run. Models are in float32; merges are
+compared with float64. The last column gives the reasons.
 """
 
 
@@ -51,7 +52,10 @@ class _Late(BaseException):
 
 
 def methods() -> dict[str, list[AdapterConfig]]:
-    """Map the architecture of each registered method to the configs to try, the widest first."""
+    """Map the architecture of each registered method to the configs to try, the widest first.
+
+    Invertible bottlenecks have a column of their own.
+    """
     found: dict[str, dict[type, AdapterConfig]] = {}
     for text in config_strings:
         if text != "union" and len((config := AdapterConfig.load(text)).members) == 1:
@@ -59,7 +63,9 @@ def methods() -> dict[str, list[AdapterConfig]]:
             changed = {"non_linearity": "gelu", "reduction_factor": 4}
             kept = {n for n in changed.keys() & fields_of(config) if getattr(config, n) is not None}
             config = config.replace(**{name: changed[name] for name in kept})
-            found.setdefault(config.architecture, {}).setdefault(type(config), config)
+            # bottlenecks sit in blocks, and these in front of the first one too
+            name = "invertible" if config.get("inv_adapter") else config.architecture
+            found.setdefault(name, {}).setdefault(type(config), config)
     return {name: list(_widths(list(found[name].values()))) for name in sorted(found)}
 
 
@@ -134,8 +140,10 @@ def _short(error: SiteError) -> str:
         return text.partition("no transformer blocks: ")[2].partition(". ")[0]
     for words, said in (
         ("is not known", "where a sub-layer meets the residual stream is not known"),
+        ("computes scores by itself", "some attention computes its scores by itself"),
         ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
+        ("in front of the first block", "nothing can stand in front of its first block"),
     ):
         if words in text:
             return said

@@ -389,7 +389,7 @@ def test_merge_tells_of_a_tokenizer_that_cannot_be_fetched(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     out = tmp_path / "m"
     said = run("merge", "me/base", trained["folder"], out).stderr
-    assert said.startswith("The tokenizer of 'me/base' cannot be had (We couldn't connect to ")
+    assert said.startswith("The tokenizer of 'me/base' cannot be loaded (We couldn't connect to ")
     assert said.endswith(f"); {str(out)!r} has none.\n")
     assert len(said.splitlines()) == 1
     assert not list(out.glob("tokenizer*"))

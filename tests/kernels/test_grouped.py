@@ -401,7 +401,7 @@ def test_a_plan_of_inference_serves_training():
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ([0, -2], r"index\[1\]=-2 is no number of an adapter.*None or -1.*Groups\.of\(\["),
+        ([0, -2], r"index\[1\]=-2 is not the number of an adapter.*None or -1.*Groups\.of\(\["),
         ([True], r"index\[0\]=True is no number"),
         ([0.5], r"index\[0\]=0\.5 is no number"),
         (torch.zeros(2), r"index is torch\.float32 \[2\].*integers \[batch\].*Groups\.of"),

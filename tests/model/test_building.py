@@ -41,7 +41,7 @@ class Made:
 
 
 def placed(*configs: Made) -> list[Any]:
-    site = SimpleNamespace(output_slice=None, parameter=None)
+    site = SimpleNamespace(kind="linear", output_slice=None, parameter=None)
     return [SimpleNamespace(config=config, site=site) for config in configs]
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adapterzoo.checkpoint.files import AGAIN
+from adapterzoo.checkpoint.formats import inexpressible
 from adapterzoo.configs import AdapterConfig, ConfigUnion
-from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
+from adapterzoo.errors import AdapterZooError, CheckpointError, listing
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, adapterhub_spellings
 
 # the release whose format is written
@@ -136,7 +137,4 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def unsayable(config: AdapterConfig, why: str) -> CheckpointError:
     """The error for a config that AdapterHub's format cannot express."""
-    return CheckpointError(
-        f"AdapterHub's format cannot express {config!r}: {why}. Nothing has been written. Write "
-        f"{argument('format', 'native')}."
-    )
+    return inexpressible(f"AdapterHub's format cannot express {config!r}: {why}")

@@ -6,14 +6,15 @@ at that path, as `adapters` 1.3 writes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adapterzoo.checkpoint.files import AGAIN, json_bytes, pickle_bytes, read_json, read_tensors
-from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
+from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo, inexpressible
 from adapterzoo.checkpoint.places import Place, places_of
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, argument
@@ -34,16 +35,12 @@ def recognises(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TENSORS)
 
 
-def fused_names(folder: Path) -> list[str]:
-    """The adapters that the fusion in a folder fuses, in their order.
-
-    Args:
-        folder: one that `recognises` knows.
+def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
+    """The adapters that a fusion fuses, in their order.
 
     Raises:
-        CheckpointError: the config is missing or damaged, or does not say.
+        CheckpointError: the config does not say.
     """
-    metadata = read_json(folder / _CONFIG)
     names = metadata.get("adapter_names")
     if names is None and isinstance(metadata.get("name"), str):
         # adapter-transformers: the name is that of the adapters with commas between
@@ -55,7 +52,7 @@ def fused_names(folder: Path) -> list[str]:
     return names
 
 
-def read(info: ModelInfo, folder: Path, fused: Sequence[AdapterConfig]) -> Checkpoint:
+def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig]) -> Checkpoint:
     """The fusion, in our terms.
 
     What has no place in the model keeps its key of AdapterHub, so that the comparison with the
@@ -64,14 +61,14 @@ def read(info: ModelInfo, folder: Path, fused: Sequence[AdapterConfig]) -> Check
     Args:
         info: of the model.
         folder: one that `recognises` knows.
-        fused: the configs of `fused_names`.
+        config_of: the config of the adapter of a name.
 
     Raises:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
     """
-    places = _places(info, fused)
-    names = fused_names(folder)
     metadata = read_json(folder / _CONFIG)
+    names = _fused_names(metadata)
+    places = _places(info, [config_of(name) for name in names])
     config = metadata.get("config")
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{_CONFIG} has no 'config' of a fusion. {AGAIN}.")
@@ -120,10 +117,9 @@ def encode(
         own = {k.removeprefix(at): t for k, t in checkpoint.adapter.items() if k.startswith(at)}
         steps = own.pop("steps", None)
         if steps is not None and int(steps):
-            raise CheckpointError(
+            raise inexpressible(
                 f"the temperature of this fusion has decayed for {int(steps)} steps, and adapters "
-                f"starts anew from the highest one. Nothing has been written. Write "
-                f"{argument('format', 'native')}."
+                f"starts anew from the highest one"
             )
         start = f"{start}.adapter_fusion_layer.{metadata['name']}."
         tensors |= {start + parameter: tensor for parameter, tensor in own.items()}

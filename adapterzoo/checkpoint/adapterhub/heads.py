@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adapterzoo.checkpoint.formats import ModelInfo
+from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
 from adapterzoo.checkpoint.tied import is_same
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.heads import HeadConfig, head_types
@@ -89,28 +89,26 @@ def _ties_there(info: ModelInfo) -> bool:
 
 
 def _check_sayable(info: ModelInfo, config: Mapping[str, Any]) -> None:
+    hints = argument("with_head", False), argument("format", "native")
     try:
         known = HeadConfig.from_dict(config)
     except AdapterZooError as error:
-        raise CheckpointError(
-            f"AdapterHub's format has no head of the type "
-            f"{config.get('head_type')!r}; it has {listing(sorted(head_types))}. Nothing has been "
-            f"written. Write {argument('with_head', False)} or {argument('format', 'native')}."
+        raise inexpressible(
+            f"AdapterHub's format has no head of the type {config.get('head_type')!r}; it has "
+            f"{listing(sorted(head_types))}",
+            *hints,
         ) from error
     ours = {f.name for f in dataclasses.fields(known) if "ours" in f.metadata}
     if config.get("tie_word_embeddings") is False and _ties_there(info):
-        raise CheckpointError(
-            f"the head has an output layer of its own, and adapters would write it "
-            f"into the embeddings of a {info.model_type}, which it ties. Nothing has been "
-            f"written. Write {argument('with_head', False)} or {argument('format', 'native')}."
+        raise inexpressible(
+            f"the head has an output layer of its own, and adapters would write it into the "
+            f"embeddings of a {info.model_type}, which it ties",
+            *hints,
         )
     ours -= {"tie_word_embeddings"}
     if used := sorted(ours & set(config)):
         shown = ", ".join(f"{field}={config[field]!r}" for field in used)
-        raise CheckpointError(
-            f"AdapterHub's format cannot express a head with {shown}. Nothing has been "
-            f"written. Write {argument('with_head', False)} or {argument('format', 'native')}."
-        )
+        raise inexpressible(f"AdapterHub's format cannot express a head with {shown}", *hints)
 
 
 def _read_static(

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from adapterzoo.anatomy import Anatomy, Block, Role, Site, SubLayer, SubLayerKind
 from adapterzoo.anatomy.patterns import ATTENTION_IN, CROSS, MLP
-from adapterzoo.checkpoint.formats import ModelInfo
+from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
 from adapterzoo.checkpoint.places import Place
-from adapterzoo.errors import CheckpointError, argument, listing
+from adapterzoo.errors import listing
 from adapterzoo.spelling import Container
 
 Spot = tuple[int, str]
@@ -112,10 +112,9 @@ def layout_of(info: ModelInfo) -> Layout:
     """
     layout = LAYOUTS.get(info.model_type)
     if layout is None:
-        raise CheckpointError(
+        raise inexpressible(
             f"AdapterHub's format has no names for models of type {info.model_type!r}; it has "
-            f"names for {listing(sorted(LAYOUTS), limit=30)}. Nothing has been written. Write "
-            f"{argument('format', 'native')}."
+            f"names for {listing(sorted(LAYOUTS), limit=30)}"
         )
     return layout
 
@@ -179,9 +178,9 @@ def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout)
     block = next((b for b in info.anatomy.blocks if b.layer == site.layer), None)
     found = None if block is None else _name_in(block, container, place, layout)
     if found is None:
-        raise CheckpointError(
+        raise inexpressible(
             f"AdapterHub's format has no name for an adapter at {place.path!r} of a "
-            f"{info.model_type}. Nothing has been written. Write {argument('format', 'native')}."
+            f"{info.model_type}"
         )
     return found
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint.formats import ModelInfo
+from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
 from adapterzoo.checkpoint.places import Place, places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.errors import argument
 from adapterzoo.spelling import Container, Tensors
 
 from .config import joined, spelling_of, unsayable, write_config
@@ -87,14 +87,11 @@ def _tensors(
         places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))
         reason = spelling_of(places[0].placement.config).fused
         if reason is not None:
-            raise CheckpointError(
-                f"{reason}, such as {places[0].path!r}. Nothing has been written. Write "
-                f"{argument('format', 'native')} or {argument('format', 'peft')}."
-            )
+            hints = argument("format", "native"), argument("format", "peft")
+            raise inexpressible(f"{reason}, such as {places[0].path!r}", *hints)
     elif len(places) > 1:
-        raise CheckpointError(
-            f"{len(places)} adapters sit at {places[0].path!r}, and AdapterHub has one name for "
-            f"them. Nothing has been written. Write {argument('format', 'native')}."
+        raise inexpressible(
+            f"{len(places)} adapters sit at {places[0].path!r}, where AdapterHub has one name"
         )
     each = []
     for place in places:

@@ -50,7 +50,7 @@ def head_from(
 
     Args:
         theirs: the config.
-        rest: tensors that are no adapter's, by key in the task class.
+        rest: tensors that are not an adapter's, by key in the task class.
         info: of the model that is filled.
 
     Raises:

@@ -29,7 +29,7 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
         paths: of layers.
 
     Raises:
-        CheckpointError: a key is no regular expression, or one that may search for hours.
+        CheckpointError: a key is not a regular expression, or one that may search for hours.
     """
     whole = {rf"(.*\.)?({pattern})$": pattern for pattern in patterns}
     if (found_fault := fault(whole, max(map(len, paths), default=0), len(paths))) is not None:

@@ -202,10 +202,7 @@ def _target_fields(
 
 
 def _task_fields(
-    head: Mapping[str, Tensor],
-    modules: Mapping[str, tuple[str, ...]],
-    task: Task,
-    info: ModelInfo,
+    head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelInfo
 ) -> Fields:
     """The fields that say of which model and task the adapter is."""
     # PEFT looks for the heads of these tasks in the file

@@ -13,6 +13,7 @@ from adapterzoo.composition import RowMap
 from adapterzoo.errors import StateError, listing, unknown_name
 from adapterzoo.heads import Logits, head_types
 from adapterzoo.model.batches import batch_size, repeated
+from adapterzoo.model.state import anatomy_of
 
 from . import store
 from .inputs import decoder_labels, head_input, shift_labels
@@ -36,15 +37,74 @@ def forward(
         return_dict: False for tuples.
         times: how often the batch is repeated.
     """
+    _check_exit(model, head)
     labels = _take_labels(model, inputs, head)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
     _prepare_inputs(model, inputs, labels, head)
+    if model._active.plan.prompts is not None:
+        return _with_prompts(model, inputs, labels, head, return_dict)
+    return _run_all(model, inputs, labels, head, return_dict)
+
+
+def _with_prompts(
+    model: Any,
+    inputs: dict[str, Any],
+    labels: dict[str, Any],
+    head: HeadNames,
+    return_dict: bool | None,
+) -> Any:
+    """Run base model and heads on sequences with room for the tokens that adapters add."""
+    for each in model._head_strategy.answering(head).values():
+        if each.config.inputs:
+            raise StateError(
+                f"a {each.config.head_type} head reads {listing(each.config.inputs)}, which does "
+                f"not count the tokens that an active adapter adds. Activate another head, or an "
+                f"adapter of another method."
+            )
+    read = labels.pop("input_ids", None)
+    with inject.recorded(model, (), model._active, "", (), {**labels, **inputs}) as (_, given):
+        wide = {name: given[name] for name in given if name not in labels}
+        for name in labels:
+            labels[name] = given[name]
+        if read is not None:
+            labels["input_ids"] = wide["input_ids"] if read is inputs.get("input_ids") else read
+        return _run_all(model, wide, labels, head, return_dict)
+
+
+def _run_all(
+    model: Any,
+    inputs: dict[str, Any],
+    labels: dict[str, Any],
+    head: HeadNames,
+    return_dict: bool | None,
+) -> Any:
     outputs = model.base_model(**inputs, return_dict=True)
     mask = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
     return model.forward_head(
         outputs, head_name=head, attention_mask=inputs.get(mask), return_dict=return_dict, **labels
     )
+
+
+def _check_exit(model: Any, head: HeadNames) -> None:
+    """Refuse a head that cannot be given the inverse of what acts on the embeddings.
+
+    Raises:
+        StateError: its last layer reads another width.
+    """
+    plan = model._active.plan
+    if plan.exit is None:
+        return
+    entry = anatomy_of(model).entry
+    width = 0 if entry is None else entry.d_out
+    for name, each in model._head_strategy.answering(head).items():
+        layer = each.output_embeddings if each.has_exit else None
+        if layer is not None and layer.in_features != width:
+            raise StateError(
+                f"the last layer of the head {name!r} reads {layer.in_features} features, and the "
+                f"invertible adapters of {plan.setup!r} have {width}: those of the blocks. Write "
+                f"inv_adapter=None in their config, or use a head of the model's own width."
+            )
 
 
 def label_arguments() -> tuple[str, ...]:

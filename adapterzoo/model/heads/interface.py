@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.composition import Composition, Step
-from adapterzoo.heads import PredictionHead
+from adapterzoo.heads import PredictionHead, token_places
 
 HeadNames: TypeAlias = "str | list[str] | None"
 
@@ -85,7 +85,7 @@ class HeadStrategy:
 
         Args:
             parts: what each kind of row takes.
-            one_head: whether the caller says which head answers all rows.
+            one_head: whether the caller chooses one head for all rows.
         """
         return (), ()
 
@@ -96,6 +96,10 @@ class HeadStrategy:
             parts: of a composition, one for each kind of row.
         """
         return {}
+
+    def token_places(self) -> tuple[str, ...]:
+        """Return the arguments of `forward` that are numbers of tokens in the sequence."""
+        return token_places()
 
     def activated(self) -> None:
         """Follow a change of the active heads."""

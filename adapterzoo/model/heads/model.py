@@ -241,7 +241,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @names_call
     def delete_head(self, head_name: str) -> None:
-        """Delete a head; if it was active it is so no more.
+        """Delete a head; no head is active in its place.
 
         Raises:
             UnknownNameError: the head is unknown.
@@ -259,18 +259,17 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Base model, then the active heads.
+        """Run the base model, then the active heads.
 
         Args:
             *args: inputs of the base model by position.
             head: head or heads to use for this call; None: the active ones.
-            adapter_names: for each row of the batch the adapter, or a composition, that acts on
-                it, None for the base model; in place of the active ones. A row is answered by the
-                head of its adapter's name where there is one, else by the active head.
+            adapter_names: for each row of the batch the adapter or composition that acts on it
+                instead of the active ones, None for the base model. The head of the adapter's name
+                answers the row, or the active head if there is none.
             output_adapter_gating_scores: whether the outputs get `adapter_gating_scores`, how open
                 gates were: `{adapter: {block number: {location: [batch]}}}`.
-            output_adapter_fusion_attentions: whether the outputs get `adapter_fusion_attentions`,
-                the shares of the active fusions:
+            output_adapter_fusion_attentions: whether the outputs get `adapter_fusion_attentions`:
                 `{fusion: {block number: {location: [batch, tokens, adapters]}}}`.
             return_dict: False for tuples.
             **kwargs: inputs of the base model by name, and the labels of the heads.
@@ -342,16 +341,13 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @property  # type: ignore[override]
     def loss_type(self) -> str | None:
-        """Name of the loss in transformers where the labels move by one token, else None.
-
-        Trainer counts the labels of accumulated batches by it.
-        """
+        """Name of transformers' loss, by which Trainer counts labels; None if none shift."""
         types = (head.config.loss_type for head in self._head_strategy.answering().values())
         return next((name for name in types if name is not None), None)
 
     @loss_type.setter
     def loss_type(self, value: str | None) -> None:
-        """Ignore the one that transformers sets by the class's name; the heads say better."""
+        """Ignore what transformers derives from the class name; the heads decide."""
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the last layer of the first active language modelling head, None without one."""
@@ -380,16 +376,15 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     ) -> Any:
         """Give the table of tokens another size, and with it all language modelling heads.
 
-        A head whose config says a `vocab_size` keeps it, and shares the table no more.
+        A head whose config sets `vocab_size` keeps it, and no longer shares the table.
 
-        Differs from transformers: heads that are not active are resized as well; new rows of a
-        head are the mean of the old ones, without noise of a variance 10⁻⁹ times theirs.
+        Differs from transformers: inactive heads are resized too; new rows of a head are the exact
+        mean of the old ones, without noise of 10⁻⁹ times their variance.
 
         Args:
             new_num_tokens: rows of the table; None for as many as there are.
             pad_to_multiple_of: rounds the number up.
-            mean_resizing: whether new rows are the mean of the old ones; else they are drawn, as
-                those of a fresh head.
+            mean_resizing: whether new rows are the mean of the old ones; else they are drawn.
 
         Raises:
             StateError: an adapter sits at the embedding.

@@ -95,9 +95,10 @@ class NamedHeads(HeadStrategy):
     def installed(self, name: str) -> None:
         """Let the head of the adapter's name share its table."""
         head = self.model.heads._modules.get(name)
+        if head is None or tables.table_of(self.model, name) is None:
+            return
         # a head whose layer was replaced has one of its own
-        has_table = head is not None and tables.table_of(self.model, name) is not None
-        if has_table and store.is_on(head, self.model.get_input_embeddings().weight):
+        if store.is_on(head, self.model.get_input_embeddings().weight):
             store.tie(self.model, head, name)
 
     def removing(self, owner: str) -> None:
@@ -205,12 +206,7 @@ class NamedHeads(HeadStrategy):
         """
         saved = store.config_from(self.model, document["config"])
         head = store.find(self.model, name)
-        if saved != head.config:
-            raise CheckpointError(
-                f"the head {name!r} of the checkpoint is {saved!r}, that of the model "
-                f"{head.config!r}; nothing has been loaded. Add it with the config of the "
-                f"checkpoint."
-            )
+        fit.check_same(f"head {name!r}", saved, head.config)
         return with_output(head, self.model.heads.values(), document, tensors)
 
     def fitting(
@@ -233,7 +229,7 @@ class NamedHeads(HeadStrategy):
             config = config.replace(label2id=labels_from(asked.id2label))
         checked = store.free_name(self.model, name, asked.overwrite_ok)
         refuse_unreadable(self.model)
-        # a stranger's config may ask for more memory than there is: compare before any is taken
+        # an untrusted config may ask for more memory than there is: compare before allocating
         empty = store.built(self.model, config, torch.device("meta"))
         heads = self.model.heads.values()
         tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)

@@ -7,6 +7,7 @@ name that is tied to it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -16,21 +17,21 @@ from torch import Tensor, nn
 from adapterzoo import inject
 from adapterzoo.anatomy import Site
 from adapterzoo.checkpoint.digest import digest
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
 from adapterzoo.inject.building import at_hand, device_of, layer_at
 from adapterzoo.methods._table import Table
 from adapterzoo.model.activation import refuse_used
-from adapterzoo.model.adapters import Made, bring_in, init_values
-from adapterzoo.model.state import AdaptedModel, backbone_of, input_embeddings_of, modules_of
+from adapterzoo.model.adapters import bring_in, init_values
+from adapterzoo.model.state import AdaptedModel, AdapterRecord, input_embeddings_of, modules_of
 
 from .ties import LOCATION, tables_of
 
 
 def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
-    """Return the table of an adapter; None where it has none or there is no such adapter."""
+    """Return the table of an adapter; None if it has none or the adapter is unknown."""
     for path in tables_of(model, name):
-        layer = cast("inject.Adapted", layer_at(backbone_of(model), path))
+        layer = cast("inject.Adapted", layer_at(model._backbone, path))
         return cast("nn.Parameter", cast("Table", layer.adapters[name]).table.weight)
     return None
 
@@ -38,7 +39,7 @@ def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
 def _base_table(model: AdaptedModel) -> Tensor:
     """Return the base model's table as it was before adapters were merged into it."""
     path = _embedding_paths(model)[0]
-    weight = cast("Tensor", layer_at(backbone_of(model), path)._parameters["weight"])
+    weight = cast("Tensor", layer_at(model._backbone, path)._parameters["weight"])
     return model._adapter_state.originals.get(path, {}).get("weight", weight)
 
 
@@ -58,7 +59,7 @@ def _embedding_paths(model: AdaptedModel) -> tuple[str, ...]:
     shared = embedding._parameters["weight"]
     return tuple(
         path
-        for path, module in backbone_of(model).named_modules()
+        for path, module in model._backbone.named_modules()
         if isinstance(module, nn.Embedding) and module._parameters["weight"] is shared
     )
 
@@ -86,7 +87,7 @@ def check_table(model: AdaptedModel, name: str) -> None:
 
 def _check_lookup(model: AdaptedModel, path: str) -> None:
     """Check that the layer looks rows up and does nothing else."""
-    layer = cast("nn.Embedding", layer_at(backbone_of(model), path))
+    layer = cast("nn.Embedding", layer_at(model._backbone, path))
     with at_hand(layer), torch.no_grad():
         weight = layer._parameters["weight"]
         if weight is None or weight.is_meta:
@@ -103,30 +104,32 @@ def _check_lookup(model: AdaptedModel, path: str) -> None:
             )
 
 
-def make_tables(
+def with_table(
     model: AdaptedModel,
-    config: AdapterConfig,
+    record: AdapterRecord,
     paths: tuple[str, ...],
     device: torch.device | None = None,
-) -> Made:
-    """Make a fresh table for all paths.
+) -> AdapterRecord:
+    """Return an adapter that is not in the model with a fresh table.
 
     Args:
         model: with adapters.
-        config: of the adapter.
+        record: of the adapter, with its modules.
         paths: of the embeddings, which share one table.
         device: None: that of the first.
     """
     if not paths:
-        return {}
-    layer = cast("nn.Embedding", layer_at(backbone_of(model), paths[0]))
+        return record
+    layer = cast("nn.Embedding", layer_at(model._backbone, paths[0]))
     rows, width = layer.num_embeddings, layer.embedding_dim
-    made = Table(rows, width, device or device_of(layer), layer.weight.dtype)
-    return {path: (made, [Placement(_site(path, rows, width), config, LOCATION)]) for path in paths}
-
-
-def _site(path: str, rows: int, width: int) -> Site:
-    return Site(path, "embedding", -1, "", "embedding", rows, width)
+    table = Table(rows, width, device or device_of(layer), layer.weight.dtype)
+    sites = [Site(path, "embedding", -1, "", "embedding", rows, width) for path in paths]
+    places = {site.path: (Placement(site, record.config, LOCATION),) for site in sites}
+    return dataclasses.replace(
+        record,
+        places={**record.places, **places},
+        coming={**record.coming, **dict.fromkeys(paths, table)},
+    )
 
 
 def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = None) -> None:
@@ -141,13 +144,12 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
     if tables_of(model, name):
         return
     records = model._adapter_state.records
-    record, order = records[name], list(records)
-    made: Made = {p: (m, list(record.places[p])) for p, m in modules_of(model, name)}
-    tables = make_tables(model, record.config, paths or _embedding_paths(model))
-    for path, (table, _) in list(tables.items())[:1]:
-        init_values(model, path, table)
-    bring_in(model, name, record.config, {**made, **tables}, False, record.meta)
-    # it was removed and installed again: give it its place back
+    order, paths = list(records), paths or _embedding_paths(model)
+    there = dataclasses.replace(records[name], coming=dict(modules_of(model, name)))
+    record = with_table(model, there, paths)
+    init_values(model, paths[0], record.coming[paths[0]])
+    bring_in(model, name, record, False)
+    # it was removed and installed again: restore its position
     for each in order:
         records[each] = records.pop(each)
 
@@ -158,7 +160,7 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
 def compact(
     model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Return what a file says of a table, and an adapter's tensors with its changed rows only.
+    """Return a file's entry for a table, and an adapter's tensors with its changed rows only.
 
     Args:
         model: with adapters.
@@ -186,7 +188,7 @@ def expand(
 
     Args:
         model: with adapters.
-        entry: what the file says of a table; None where it has none.
+        entry: the file's entry for a table; None without one.
         tensors: of the file.
 
     Raises:

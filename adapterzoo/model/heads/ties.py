@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, cast
 
-from adapterzoo.model.state import AdaptedModel, backbone_of
+from adapterzoo.model.state import AdaptedModel
 
 LOCATION = "embeddings"
 """Where an adapter has a table of tokens of its own."""
@@ -20,7 +20,7 @@ def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
 
 def ties(model: AdaptedModel) -> dict[str, str]:
     """Return the keys in the state dict that are another one's parameter, to that one's."""
-    whole = backbone_of(model) is cast("Any", model)
+    whole = model._backbone is cast("Any", model)
     start = "" if whole else f"{model.base_model_prefix}."
     found = {}
     for name in model._adapter_state.records:
@@ -44,7 +44,7 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
         gone = any(
             f".adapters.{name}." in f"{key} {other}" for key, other in (listed or {}).items()
         )
-        # most adapters have no table, and the fiftieth shall cost what the first did
+        # most adapters have no table, and the fiftieth must cost no more than the first
         if not gone and not tables_of(model, name):
             return
     tied = ties(model)

@@ -73,7 +73,7 @@ def ties_output(config: Any, head: HeadConfig) -> bool:
 
     Args:
         config: of the model.
-        head: config of the head; what it says goes before what the model's says.
+        head: config of the head, which takes precedence.
     """
     return head.ties_output(bool(getattr(text_config(config), "tie_word_embeddings", False)))
 
@@ -119,6 +119,20 @@ def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
     return pad, (eos,) if isinstance(eos, int) else tuple(eos)
 
 
+def plain_token(config: Any) -> int:
+    """Return the first token that means nothing special to the model, such as padding does.
+
+    Args:
+        config: of a model.
+    """
+    special: set[object] = set()
+    for part in (config, text_config(config)):
+        for name, value in vars(part).items():
+            if name.endswith(("_token_id", "_token_index", "_token_ids")):
+                special.update(value if isinstance(value, (list, tuple)) else (value,))
+    return next(token for token in range(len(special) + 1) if token not in special)
+
+
 def _is_decoder(config: Any) -> bool:
     text = text_config(config)
     if getattr(text, "is_decoder", False):
@@ -145,7 +159,7 @@ def _width(model: Any, text: Any) -> int:
 
 
 def _reference(module: nn.Module) -> torch.Tensor:
-    # the last one: with a device_map the last layers give the hidden states
+    # the last one: with a device_map, hidden states come from the last layers
     floating = [p for p in own_parameters(module) if p.is_floating_point()]
     return floating[-1] if floating else torch.empty(0)
 

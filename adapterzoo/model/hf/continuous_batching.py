@@ -76,7 +76,8 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
     """Refuse what the thread of a manager would not see.
 
     Raises:
-        StateError: something else than the default holds here, or it divides the batch.
+        StateError: something else than the default holds here, or it divides the batch or adds
+            tokens to it.
     """
     active = model._active
     held = active.held
@@ -93,6 +94,11 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
         raise StateError(
             f"{plan.setup!r} is active and divides the batch, and continuous batching has "
             f"requests in place of rows. Write set_active_adapters('a'), or generate(…)."
+        )
+    if plan.prompts is not None:
+        raise StateError(
+            f"{plan.setup!r} adds tokens to each sequence, and continuous batching packs requests "
+            f"into one. Write generate(…), or set_active_adapters('a') with another method."
         )
 
 

@@ -20,7 +20,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from adapterzoo import inject
-from adapterzoo.errors import ConfigError, StateError
+from adapterzoo.errors import ConfigError, StateError, naming
 from adapterzoo.inject import set_class
 from adapterzoo.model import batches
 from adapterzoo.model.adapters import is_inside
@@ -62,27 +62,8 @@ def init(model: M) -> M:
     """
     if isinstance(model, AdapterModelMixin):
         return model
-    if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
-        raise StateError(
-            f"init({type(model).__name__}): PEFT has wrapped its layer {wrapped!r}. Write "
-            f"init(…) of the plain model and load PEFT's checkpoint there, "
-            f"load_adapter('folder'); or call unload() of the PeftModel first."
-        )
-    if "base_model_prefix" not in dir(model):
-        raise StateError(
-            f"init({type(model).__name__}): adapters are named for a transformers PreTrainedModel. "
-            f"Write init(AutoModel.from_pretrained(…))."
-        )
-    if is_inside(model):
-        raise StateError(
-            f"init({type(model).__name__}): it is a part of a model that has adapters. Call the "
-            f"methods of that model, or delete its adapters first."
-        )
-    if format_of(vars(cast("Any", model).config).get("adapters")) is not None:
-        raise StateError(
-            f"init({type(model).__name__}): the model was saved with adapters, which plain "
-            f"transformers has not loaded. Write load_model(path, {type(model).__name__})."
-        )
+    with naming(f"init({type(model).__name__})"):
+        _refuse_init(model)
     set_class(model, with_adapters(type(model)))
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -90,6 +71,30 @@ def init(model: M) -> M:
             vars(module)[key] = _own_config(value, memo)
     cast("Any", model)._start_adapters()
     return model
+
+
+def _refuse_init(model: Any) -> None:
+    if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
+        raise StateError(
+            f"PEFT has wrapped its layer {wrapped!r}. Write init(…) of the plain model and load "
+            f"PEFT's checkpoint there, load_adapter('folder'); or call unload() of the PeftModel "
+            f"first."
+        )
+    if "base_model_prefix" not in dir(model):
+        raise StateError(
+            "adapters are named for a transformers PreTrainedModel. Write "
+            "init(AutoModel.from_pretrained(…))."
+        )
+    if is_inside(model):
+        raise StateError(
+            "it is a part of a model that has adapters. Call the methods of that model, or delete "
+            "its adapters first."
+        )
+    if format_of(vars(model.config).get("adapters")) is not None:
+        raise StateError(
+            f"the model was saved with adapters, which plain transformers has not loaded. Write "
+            f"load_model(path, {type(model).__name__})."
+        )
 
 
 def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
@@ -270,7 +275,7 @@ def with_rows(
             run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         model = self.base_model if on_base else self
-        # the one look that a model pays for, whatever acts
+        # the only cost of a call without adapters
         acting = self._active.plan
         one_part = acting.rows is None or acting.rows.entered
         if adapter_names is None and one_part and not acting.stacks:
@@ -300,9 +305,11 @@ def _run(
     The classes of the models inside record their own calls.
     """
     active = whole._active
-    if not active.plan.stacks or whole._backbone is not whole:
+    plan = active.plan
+    # tokens that are added need room in what the head of a class gets, such as labels
+    if not plan.stacks or (whole._backbone is not whole and plan.prompts is None):
         return method(model, *args, **kwargs)
-    with inject.recorded(whole, positions, active, "", args, kwargs):
+    with inject.recorded(whole, positions, active, "", args, kwargs) as (args, kwargs):
         return method(model, *args, **kwargs)
 
 
@@ -367,8 +374,8 @@ def _with_signature(
     theirs = inspect.signature(backbone.forward).parameters
     shown = [p for p in theirs.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     shown = [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in shown]
-    # Trainer takes every argument with "label" in its name for one that must be there: the rarer
-    # ones go through kwargs
+    # Trainer treats every argument with "label" in its name as required: pass the rarer ones
+    # through kwargs
     labels = [
         own["head"].replace(name=name)
         for name in label_arguments()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from adapterzoo.errors import names_call
+from adapterzoo.errors import StateError, listing, names_call
 from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames
 
@@ -33,12 +33,13 @@ class GeneratesWithAdapters:
         """
         model: Any = self
         run = cast("Any", super()).generate
-        if not batches.starts(model, adapter_names):
-            model._head_strategy.check_generation(kwargs)
-            with model._active.call.generating():
-                return run(*args, **kwargs)
         prompt = args[0] if args else kwargs.get("inputs")
         given = kwargs if prompt is None else {model.main_input_name: prompt, **kwargs}
+        if not batches.starts(model, adapter_names):
+            model._head_strategy.check_generation(kwargs)
+            _check_added_tokens(model, given)
+            with model._active.call.generating():
+                return run(*args, **kwargs)
         copies = _sequences(kwargs, model.generation_config)
         plan, times = batches.plan_of_call(
             model, given, adapter_names, generates=True, copies=copies
@@ -49,6 +50,7 @@ class GeneratesWithAdapters:
             kwargs = batches.repeated(kwargs, times, batch)
         with model._active.overridden(plan), model._active.call.generating():
             model._head_strategy.check_generation(kwargs)
+            _check_added_tokens(model, given)
             return run(*args, **kwargs)
 
     @names_call
@@ -83,6 +85,53 @@ class GeneratesWithAdapters:
         manager = cast("Any", super()).init_continuous_batching(*args, **kwargs)
         watch(cast("Any", self), manager)
         return manager
+
+
+# ways to generate that count the tokens of a cache, which are more where adapters add some
+_COUNTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
+_GROWING = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
+
+
+def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
+    """Check that `generate` can go on behind the tokens that adapters add.
+
+    Raises:
+        StateError: it takes the cache for one of its own tokens, or the sequences get too long.
+    """
+    prompts = model._active.plan.prompts
+    if prompts is None or prompts.tokens.is_encoder:
+        return
+    config = given.get("generation_config") or model.generation_config
+
+    def option(name: str) -> Any:
+        value = given.get(name)
+        return getattr(config, name, None) if value is None else value
+
+    asked = [name for name in _COUNTING if option(name) is not None]
+    if option("cache_implementation") not in _GROWING:
+        asked.append("cache_implementation")
+    cache = given.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        asked.append("past_key_values")
+    if asked:
+        raise StateError(
+            f"generate({listing(asked)}=…): an active adapter adds tokens to the sequence, which "
+            f"would be taken for the model's own. Leave {listing(asked)} out."
+        )
+    t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+    new, whole, legal = option("max_new_tokens"), option("max_length"), prompts.tokens.positions
+    if t is None or legal is None or prompts.joins != "inputs" or (new or whole) is None:
+        return
+    rows = model._active.plan.rows
+    added = prompts.longest(None if rows is None else rows.index)
+    new = whole - t.shape[1] if new is None else new
+    # the last token is not read again
+    if added + t.shape[1] + new - 1 > legal:
+        raise StateError(
+            f"generate(): {added} tokens of an adapter, {t.shape[1]} of the prompt and {new} new "
+            f"ones are too many: the model has positions for {legal}. Write "
+            f"max_new_tokens={max(legal + 1 - added - t.shape[1], 0)} or less."
+        )
 
 
 def _sequences(given: Mapping[str, Any], default: Any) -> int:

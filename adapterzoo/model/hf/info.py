@@ -1,4 +1,4 @@
-"""What the formats of checkpoints must know of a model, gathered in one place."""
+"""The facts about a model that checkpoint formats need."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from adapterzoo.checkpoint.formats import ModelInfo
 from adapterzoo.checkpoint.tied import shared_or_own
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
-from adapterzoo.heads import HeadConfig
+from adapterzoo.heads import HeadConfig, InexpressibleError, StaticHead
 from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
 
 from .backbone import describe, text_config
 from .layout import renamer, task_modules, tensor_of
-from .static_table import StaticHead, from_static, is_task, to_static
+from .static_table import from_static, is_task, to_static
 
 
 def info_of(model: Any, with_head: bool = True) -> ModelInfo:
-    """Return what the formats of checkpoints must know of a model.
+    """Return the facts about a model that checkpoint formats need.
 
     Args:
         model: with adapters.
@@ -31,7 +31,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
     """
     config = model.config
     text = text_config(config)
-    tasks = _Tasks(model)
+    tasks = Tasks(model)
     strategy = model._head_strategy
     return ModelInfo(
         anatomy=model.anatomy,
@@ -72,13 +72,45 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
     return fields
 
 
-class _Tasks:
-    """Named heads of a model as the heads of transformers' task classes, and back."""
+class Tasks:
+    """Named heads of a model as the heads of transformers' task classes, and back.
+
+    Attributes:
+        config: dict of the model's config, with that of the text part on top.
+    """
 
     def __init__(self, model: Any) -> None:
+        """Read the config.
+
+        Args:
+            model: with adapters.
+        """
         text = text_config(model.config)
         self.config: Mapping[str, Any] = {**_as_dict(model.config), **_as_dict(text)}
         self._model = model
+
+    def named(
+        self,
+        architecture: str,
+        tensors: Mapping[str, Tensor],
+        label2id: Mapping[str, int] | None,
+        pooler: bool,
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the dict of the config, and the tensors, of a named head that equals a static one.
+
+        Args:
+            architecture: name of the task class.
+            tensors: of its head.
+            label2id: the labels.
+            pooler: whether the base model has the pooler of the checkpoint.
+
+        Raises:
+            InexpressibleError: no named head is the same.
+        """
+        found = self._from_static(architecture, _shapes(tensors), label2id, pooler)
+        named = {mine: tensors[theirs] for theirs, mine in found.keys.items()}
+        # a family may tie its embeddings, and a checkpoint have an output layer of its own
+        return self.untied(found.config.to_dict(), named)
 
     def read(
         self, architecture: str, tensors: Mapping[str, Tensor], label2id: Mapping[str, int] | None
@@ -86,18 +118,16 @@ class _Tasks:
         """Return a static head's tensors as document and tensors of a named head.
 
         Raises:
-            CheckpointError: no named head says the same.
+            CheckpointError: no named head is the same.
         """
-        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        found = self._named(architecture, shapes, label2id)
-        if isinstance(found, str):
+        try:
+            config, own = self.named(architecture, tensors, label2id, self._has_pooler())
+        except InexpressibleError as error:
             raise CheckpointError(
                 f"the checkpoint's head has no equivalent among named heads: "
-                f"{found}. Write {argument('with_head', False)}"
+                f"{error}. Write {argument('with_head', False)}"
                 f"{in_python(', or load it into that class after adapterzoo.init(model)')}."
-            )
-        named = {mine: tensors[theirs] for theirs, mine in found.keys.items()}
-        config, own = self.untied(found.config.to_dict(), named)
+            ) from error
         return {"config": config}, own
 
     def write(
@@ -109,23 +139,24 @@ class _Tasks:
             CheckpointError: the class has no such head.
         """
         config = HeadConfig.from_dict(document["config"])
-        found: StaticHead | str = f"transformers has no {architecture}"
         cls: Any = getattr(transformers, architecture, None)
-        if cls is not None and is_task(architecture):
-            found = self._named(architecture, self._shapes(cls, config), config.label2id)
-        keys = found if isinstance(found, str) else to_static(found, config)
-        if isinstance(keys, str):
+        try:
+            if cls is None or not is_task(architecture):
+                raise InexpressibleError(f"transformers has no {architecture}")
+            shapes, labels = self._shapes(cls, config), config.label2id
+            static = self._from_static(architecture, shapes, labels, self._has_pooler())
+            keys = to_static(static, config)
+        except InexpressibleError as error:
             raise CheckpointError(
                 f"the head, a {config.head_type!r}, cannot be that of a "
-                f"{architecture}: {keys}. Write {argument('with_head', False)}."
-            )
+                f"{architecture}: {error}. Write {argument('with_head', False)}."
+            ) from error
         if rest := sorted(set(tensors) - set(keys.values())):
             raise CheckpointError(
                 f"the head has {listing(rest)}, and a {architecture} takes these "
                 f"from its embeddings. Write {argument('with_head', False)}."
             )
-        missing = sorted(set(keys.values()) - set(tensors))
-        return {theirs: tensors[mine] for theirs, mine in keys.items() if mine not in missing}
+        return {theirs: tensors[mine] for theirs, mine in keys.items() if mine in tensors}
 
     def tied(self, document: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a head that are the base model's, by their names in the head."""
@@ -146,13 +177,16 @@ class _Tasks:
         """Return config and tensors of a named head, untied where its output layer is another."""
         return shared_or_own(config, tensors, self.tied({"config": config}))
 
-    def _named(
+    def _has_pooler(self) -> bool:
+        return "pooler" in dict(self._model._backbone.named_children())
+
+    def _from_static(
         self,
         architecture: str,
         shapes: Mapping[str, tuple[int, ...]],
         label2id: Mapping[str, int] | None,
-    ) -> StaticHead | str:
-        pooler = "pooler" in dict(self._model._backbone.named_children())
+        pooler: bool,
+    ) -> StaticHead:
         config = {**self.config, "label2id": label2id}
         return from_static(architecture, shapes, config, describe(self._model), pooler)
 
@@ -170,8 +204,5 @@ class _Tasks:
             # T5 has its language model around the parts of the base model, not around the whole
             own = model.state_dict(keep_vars=True)
             inside = {id(own[key]) for key in self._model._backbone.state_dict() if key in own}
-        return {
-            key: tuple(tensor.shape)
-            for key, tensor in model.state_dict(keep_vars=True).items()
-            if id(tensor) not in inside
-        }
+        own = model.state_dict(keep_vars=True)
+        return _shapes({key: tensor for key, tensor in own.items() if id(tensor) not in inside})

@@ -16,11 +16,11 @@ from transformers import utils
 from transformers.utils.hub import cached_file
 
 from adapterzoo.errors import ConfigError
+from adapterzoo.heads import InexpressibleError
 from adapterzoo.model.heads import store
 
-from .backbone import describe, text_config
-from .info import info_of
-from .static_table import from_static, is_task
+from .info import Tasks
+from .static_table import is_task
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_HEAD = "default"
@@ -43,7 +43,7 @@ def keep_static_head(
     """Make the static head of a checkpoint the named head "default", the active one.
 
     Nothing happens for a checkpoint of a base model, or of a model with named heads. A head that
-    has no named equivalent is left out with a warning that says why.
+    has no named equivalent is left out with a warning that gives the reason.
 
     Args:
         model: loaded from the checkpoint.
@@ -61,23 +61,12 @@ def keep_static_head(
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
-    text = text_config(config)
-    found = from_static(
-        architecture,
-        {key: tuple(tensor.shape) for key, tensor in tensors.items()},
-        {**config.to_dict(), **text.to_dict()},
-        describe(model),
-        has_pooler,
-    )
-    if isinstance(found, str):
-        _LOG.warning("The checkpoint's head is left out; add one of your own. %s", found)
-        return
-    mine = {ours: tensors[theirs] for theirs, ours in found.keys.items()}
-    # a family may tie its embeddings in general, and a checkpoint have an output layer of its own
-    head, own = info_of(model).untied(found.config.to_dict(), mine)
+    tasks = Tasks(model)
+    labels = tasks.config.get("label2id")
     try:
+        head, own = tasks.named(architecture, tensors, labels, has_pooler)
         store.add(model, DEFAULT_HEAD, store.config_from(model, head))
-    except ConfigError as error:
+    except (InexpressibleError, ConfigError) as error:
         _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
         return
     made = store.find(model, DEFAULT_HEAD)
@@ -88,7 +77,7 @@ def keep_static_head(
     if (layer := made.output_embeddings) is not None:
         # where it is tied it is the embedding
         made.of_checkpoint = any(filled[key] is layer.weight for key in own)
-    used = {*found.keys, *(f"{prefix}.{key}" for key in found.keys)}
+    used = {*tensors, *(f"{prefix}.{key}" for key in tensors)}
     info["unexpected_keys"] = type(info["unexpected_keys"])(
         key for key in info["unexpected_keys"] if key not in used
     )
@@ -119,13 +108,11 @@ def leftover_tensors(
 
 
 def _files(path: str, wanted: set[str], hub: Mapping[str, Any]) -> list[Path]:
-    quiet: dict[str, Any] = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-
     def find(file: str) -> str | None:
-        return cached_file(path, file, **quiet, **hub)
+        return cached_file(
+            path, file, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False, **hub,
+        )  # fmt: skip
 
     for name, index in _WEIGHTS:
         if whole := find(name):

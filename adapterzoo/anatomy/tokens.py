@@ -1,0 +1,127 @@
+"""Where a model takes its tokens in: the table that it looks them up in, and what is around it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import nn
+
+from .names import below, parent
+from .sites import Block, TokenInput
+from .tree import Tree
+
+_LENGTHS = ("max_position_embeddings", "n_positions")
+# rows that a table of positions may have beside those of tokens
+_EXTRA = 8
+
+
+def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
+    """Return where the first stack that reads tokens does so; without any, the first of all.
+
+    Args:
+        tree: of the model.
+        blocks: its blocks.
+    """
+    stacks = list(dict.fromkeys(block.stack for block in blocks))
+    crossing = {b.stack for b in blocks if any(site.cross for site in b.sites)}
+    # a decoder below an encoder writes tokens, and is not where a model reads them
+    stacks = [s for s in stacks if len(stacks) == 1 or s not in crossing]
+    found = [_input(tree, stack, blocks) for stack in stacks]
+    reading = [tokens for tokens in found if tokens is not None and tokens.table is not None]
+    rest = [tokens for tokens in found if tokens is not None]
+    return next(iter([*reading, *rest]), None)
+
+
+def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput | None:
+    owner, table = parent(stack), None
+    while True:
+        module: Any = tree.modules[owner]
+        if "get_input_embeddings" in dir(module):
+            table = _table(tree, module, owner)
+            break
+        if not owner:
+            break
+        owner = parent(owner)
+    d_model = next(block.d_model for block in blocks if block.stack == stack)
+    width = d_model if table is None else cast("nn.Embedding", tree.modules[table]).embedding_dim
+    embeddings = _embeddings(tree, owner, table, blocks)
+    module = tree.modules[owner if embeddings is None else embeddings]
+    takes = inspect.signature(type(module).forward).parameters
+    attended = any(s.cross for b in blocks if b.stack != stack for s in b.sites)
+    return TokenInput(
+        stack=owner,
+        table=table,
+        table_width=width,
+        embeddings=embeddings,
+        width=_width(tree, embeddings, width),
+        embeds_positions=embeddings is not None and "position_ids" in takes,
+        positions=_positions(tree, owner, table, blocks),
+        is_encoder=attended,
+    )
+
+
+def _table(tree: Tree, module: Any, owner: str) -> str | None:
+    """The path of the embedding that a model says tokens are looked up in."""
+    try:
+        embedding = module.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    paths = (path for path, found in tree.branch(owner).modules if found is embedding)
+    path = next(paths, None) if isinstance(embedding, nn.Embedding) else None
+    return None if path is None else _joined(owner, path)
+
+
+def _embeddings(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block]) -> str | None:
+    """The path of the module that embeds: the largest around the table that holds no block."""
+    paths = [block.path for block in blocks]
+    children = tree.children(owner)
+    first = next((i for i, c in enumerate(children) if _holds(c, paths)), 0)
+    before = children[:first]
+    path = table
+    if path is None:
+        path = before[0] if before else None
+    while path is not None and parent(path) != owner:
+        path = parent(path)
+    if path not in before:
+        return None
+    # what stands between it and the blocks may project, and not add anything to a token's place
+    between = [tree.modules[c] for c in before if c != path]
+    return path if all(isinstance(m, nn.Dropout | nn.Linear) for m in between) else None
+
+
+def _holds(path: str, blocks: Sequence[str]) -> bool:
+    return any(below(block, path) for block in blocks)
+
+
+def _width(tree: Tree, embeddings: str | None, width: int) -> int:
+    norms = () if embeddings is None else tree.branch(embeddings).modules
+    shapes = [m.normalized_shape for _, m in norms if isinstance(m, nn.LayerNorm)]
+    return int(shapes[-1][0]) if shapes else width
+
+
+def _positions(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block]) -> int | None:
+    """How many tokens the learned positions are for."""
+    paths = [block.path for block in blocks]
+    branch = tree.branch(owner)
+    length = next((n for c in branch.configs for k in _LENGTHS if (n := _number(c, k))), None)
+    for path, module in branch.modules:
+        whole = _joined(owner, path)
+        if not isinstance(module, nn.Embedding) or whole == table or length is None:
+            continue
+        rows = module.num_embeddings
+        if any(below(whole, block) for block in paths) or not length <= rows <= length + _EXTRA:
+            continue
+        skipped = getattr(module, "offset", 0) if module.padding_idx is None else None
+        return rows - (cast("int", module.padding_idx) + 1 if skipped is None else int(skipped))
+    return None
+
+
+def _number(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
+
+def _joined(owner: str, path: str) -> str:
+    return f"{owner}.{path}" if owner and path else owner or path

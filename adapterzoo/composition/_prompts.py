@@ -1,0 +1,266 @@
+"""Tokens that adapters add to the sequences of a call: how many in each row, and where.
+
+Each row gets the tokens of its adapters in front of its first real token, or behind that one. Rows
+that get fewer than others are filled up, and the filler is masked like padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import TokenInput
+from adapterzoo.contracts import Joins, PromptAdapter
+
+from ._node import Child, Node
+
+Key = tuple[str, int | None]
+
+
+class Added(NamedTuple):
+    """The tokens of one adapter.
+
+    Attributes:
+        key: name of the adapter, and in a union the number of its config.
+        length: how many.
+        after_first: whether they stand behind the first real token, and not in front of it.
+    """
+
+    key: Key
+    length: int
+    after_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The tokens that a plan adds.
+
+    Attributes:
+        parts: what the rows of each part of the composition get, in order.
+        joins: what they join.
+        tokens: where the model takes its tokens in.
+        filler: a token that means nothing special to the model, to stand in their places.
+        places: arguments of the whole model that are numbers of tokens, such as "start_positions".
+    """
+
+    parts: tuple[tuple[Added, ...], ...]
+    joins: Joins
+    tokens: TokenInput
+    filler: int
+    places: tuple[str, ...] = ()
+
+    def longest(self, index: Sequence[int] | None) -> int:
+        """Return how many tokens the row with the most gets.
+
+        Args:
+            index: the part of each row; None where there is one part.
+        """
+        return max(self.length(part) for part in set(index or (0,)))
+
+    def length(self, part: int, after_first: bool | None = None) -> int:
+        """Return how many tokens the rows of a part get; `after_first`: of these alone."""
+        wanted = (after_first,) if after_first is not None else (False, True)
+        return sum(added.length for added in self.parts[part] if added.after_first in wanted)
+
+
+def prompts_of(
+    parts: Sequence[Child], adapters: Mapping[str, Sequence[PromptAdapter]]
+) -> tuple[tuple[Added, ...], ...]:
+    """Return the tokens that each part of a composition adds, those of a stack in its order.
+
+    Args:
+        parts: compositions without rows.
+        adapters: name to those of its adapters that add tokens.
+    """
+    return tuple(tuple(_added(part, adapters)) for part in parts)
+
+
+def _added(node: Child, adapters: Mapping[str, Sequence[PromptAdapter]]) -> list[Added]:
+    if node is None:
+        return []
+    if not isinstance(node, Node):
+        return [
+            Added(adapter.shared_key or (node, None), adapter.length, adapter.after_first)
+            for adapter in adapters.get(node, ())
+        ]
+    return [added for child in node.children for added in _added(child, adapters)]
+
+
+class Joined:
+    """The sequences of one call with the tokens that adapters add.
+
+    Attributes:
+        prompts: what the plan adds.
+        adds: whether this call gets the tokens, and not one before it.
+        count: how many the longest row gets.
+        length: tokens of a row, with those that are added and those in the cache.
+        is_laid_out: whether the places are known.
+    """
+
+    def __init__(self, prompts: Prompts, index: Sequence[int] | None, adds: bool = True) -> None:
+        """Describe the call; `lay_out` follows where the tokens are known.
+
+        Args:
+            prompts: what the plan adds.
+            index: the part of each row; None where there is one part.
+            adds: whether this call gets the tokens, and not one before it.
+        """
+        self.prompts, self.adds = prompts, adds
+        self.count = prompts.longest(index)
+        self.is_laid_out = False
+        self._index = index
+        # the input of the layer that the tokens join, by which other calls of it are told apart
+        self._x: Tensor | None = None
+
+    def lay_out(
+        self,
+        rows: int,
+        tokens: int,
+        mask: Tensor | None,
+        device: torch.device,
+        filler_first: bool = False,
+    ) -> None:
+        """Find the place of each token.
+
+        Args:
+            rows: of the batch.
+            tokens: of a row, those in the cache with them.
+            mask: `[rows, tokens]`, 0 at padding; None: all are real.
+            device: of the input.
+            filler_first: whether filler stands in front, so that the last token stays the last.
+        """
+        prompts, parts = self.prompts, range(len(self.prompts.parts))
+        self.length = tokens + self.count
+        self._device, self._mask = device, mask
+        self._before = self._of_rows([prompts.length(part, False) for part in parts])
+        after = self._of_rows([prompts.length(part, True) for part in parts])
+        self._missing = self._of_rows([self.count - prompts.length(part) for part in parts])
+        skipped = self._missing if filler_first else 0
+        # row by row, so that padding on the left changes nothing
+        first = 0 if mask is None else (mask != 0).int().argmax(1, keepdim=True)  # [rows, 1]
+        steps = torch.arange(tokens, device=device).expand(rows, -1)  # [rows, tokens]
+        self._shift = self._before * (steps >= first) + after * (steps > first)
+        self._places = steps + self._shift + skipped
+        self._start, self._first, self._filler_first = first + skipped, first, filler_first
+        self.is_laid_out = True
+
+    def _of_rows(self, values: Sequence[int]) -> Any:
+        """A number of each part as one of each row: `[rows, 1]`, a plain one where all agree."""
+        own = [values[part] for part in self._index or (0,)]
+        if len(set(own)) == 1:
+            return own[0]
+        return torch.tensor(own, device=self._device).unsqueeze(1)
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the layer that the tokens join has been called."""
+        return self._x is not None
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows get equally many tokens."""
+        return isinstance(self._missing, int)
+
+    def extended(self, t: Tensor, fill: float) -> Tensor:
+        """Return a tensor `[rows, tokens, …]` with room for what is added, filled with a number."""
+        count, tokens = t.shape[:2]
+        places = self._places.reshape(count, tokens, *(1 for _ in t.shape[2:])).expand(t.shape)
+        wide = t.new_full((count, self.length, *t.shape[2:]), fill)
+        return wide.scatter(1, places, t)  # [rows, length, …]
+
+    def own(self, t: Tensor) -> Tensor:
+        """Return the model's own tokens of a tensor `[rows, length, …]`."""
+        count, tokens = self._places.shape
+        places = self._places.reshape(count, tokens, *(1 for _ in t.shape[2:]))
+        return t.gather(1, places.expand(count, tokens, *t.shape[2:]))  # [rows, tokens, …]
+
+    def mask(self) -> Tensor | None:
+        """Return the mask `[rows, length]`: ones at what is added, zeros at filler."""
+        if self.is_even and self._mask is None:
+            return None
+        given = self._mask
+        if given is None:
+            given = torch.ones(self._places.shape, dtype=torch.long, device=self._device)
+        mask = self.extended(given, 1)
+        if self.is_even:
+            return mask
+        steps = torch.arange(self.length, device=self._device)  # [length]
+        missing = self._missing
+        filler = steps < missing if self._filler_first else steps >= self.length - missing
+        return mask.masked_fill(filler, 0)
+
+    def positions(self, given: Tensor, *, shifted: bool) -> Tensor:
+        """Return the positions of all tokens.
+
+        Args:
+            given: of the model's own, `[…, rows or 1, tokens]`.
+            shifted: whether what is added counts; else its positions mean nothing.
+        """
+        tokens = self._places.shape[1]
+        own = given.expand(*given.shape[:-2], self._places.shape[0], tokens)
+        wide = own.new_zeros((*own.shape[:-1], self.length))
+        places = self._places.expand(own.shape)
+        if not shifted:
+            return wide.scatter(-1, places, own)
+        first = torch.as_tensor(self._first, device=own.device).expand(own.shape[-2], 1)
+        start = own.gather(-1, first.expand(*own.shape[:-1], 1))  # […, rows, 1]
+        steps = torch.arange(self.length, device=own.device)
+        wide = start + (steps - self._start).clamp(min=0)  # […, rows, length]
+        shifted_by: Tensor = own + self._shift
+        return wide.scatter(-1, places, shifted_by)
+
+    def later_positions(self, given: Tensor) -> Tensor:
+        """Return positions `[…, rows or 1, new]` of tokens behind the prompt, which counts."""
+        later: Tensor = given + self._shift[:, -given.shape[-1] :]
+        return later
+
+    def places_of(self, numbers: Tensor) -> Tensor:
+        """Return the places of the tokens of these numbers, `[rows, …]`; outside stays outside."""
+        tokens = self._places.shape[1]
+        flat = numbers.reshape(numbers.shape[0], -1)
+        at = self._places.gather(1, flat.clamp(0, tokens - 1))
+        at = torch.where(flat < tokens, at, flat + self.count)
+        return torch.where(flat < 0, flat, at).reshape(numbers.shape)
+
+    def at(self, key: Key | None, x: Tensor) -> Tensor | None:
+        """Return the places `[rows, length]` of the tokens of an adapter.
+
+        Rows without the adapter have places that mean nothing.
+
+        Args:
+            key: of the adapter.
+            x: the input of the layer that they join; None is returned for a second call of it.
+        """
+        if self._x is None:
+            self._x = x
+        if x is not self._x:
+            return None
+        offsets = []
+        found: Added | None = None
+        for part in self.prompts.parts:
+            offset, here = {False: 0, True: 0}, 0
+            for added in part:
+                if added.key == key:
+                    found, here = added, offset[added.after_first]
+                offset[added.after_first] += added.length
+            offsets.append(here)
+        if found is None:
+            return None
+        behind = self._before + 1 if found.after_first else 0
+        steps = torch.arange(found.length, device=self._device)
+        at: Tensor = self._start + behind + self._of_rows(offsets) + steps  # [rows or 1, length]
+        return at.clamp(max=self.length - 1).expand(self._places.shape[0], found.length)
+
+    def entered(self, embeds: Tensor, key: Key, prompt: Tensor) -> Tensor:
+        """Return embeddings `[rows, length, d]` with the tokens of an adapter in their places."""
+        at = self.at(key, embeds if self._x is None else self._x)
+        if at is None:
+            return embeds
+        at = at.unsqueeze(-1).expand(-1, -1, embeds.shape[-1])
+        wide = embeds.scatter(1, at, prompt.to(embeds).expand(at.shape))
+        has = self._of_rows([any(a.key == key for a in part) for part in self.prompts.parts])
+        return wide if has is True else torch.where(has.unsqueeze(-1), wide, embeds)

@@ -1,0 +1,60 @@
+"""Modules that embed, where tokens of adapters join what they return.
+
+Such a module is called with the model's own tokens, so that their positions, types and norms are
+those that they have alone; what it returns gets room for the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+
+from adapterzoo.composition import Joined, evaluate
+
+from .adapted import Adapted
+from .views import LayerCall
+
+
+class AdaptedEmbeddings(Adapted):
+    """Mixed into the class of a module that embeds."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward for the model's own tokens, those of adapters beside them."""
+        link = self._link
+        active = link.active
+        plan, joined = active.plan, active.call.joined
+        step = plan.steps.get(link.path)
+        if joined is None or step is None or joined.prompts.joins != "embeddings":
+            return super().forward(*args, **kwargs)
+        if not joined.adds:
+            return super(Adapted, self).forward(*args, **kwargs)
+        # the first argument is what layers are told apart by: one that is there
+        kwargs = dict(sorted(kwargs.items(), key=lambda item: not isinstance(item[1], Tensor)))
+        plain = super(Adapted, self).forward
+        base = LayerCall(
+            self, functools.partial(_own, plain, joined), args, kwargs, None, active.call
+        )
+        x = args[0] if args else next(iter(kwargs.values()))
+        adapters = cast("Any", self._modules["adapters"])._modules
+        return base.pack(evaluate(step, adapters, x, base, plan.rows))
+
+
+def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -> Any:
+    """What the module makes of the model's own tokens, with room for the others."""
+
+    def cut(value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == joined.length
+        return joined.own(value) if wide else value
+
+    if joined.is_laid_out:
+        out = plain(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+    else:
+        out = plain(*args, **kwargs)
+    y = out[0] if isinstance(out, tuple) else out
+    if not joined.is_laid_out:
+        joined.lay_out(y.shape[0], y.shape[1], None, y.device)
+    wide = joined.extended(y, 0.0)
+    return (wide, *out[1:]) if isinstance(out, tuple) else wide

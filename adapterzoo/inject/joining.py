@@ -1,0 +1,236 @@
+"""Room for the tokens that adapters add: the arguments of a call, changed before it runs.
+
+Whatever is called first, the whole model or an encoder in it, gets sequences that are longer: in
+the place of each added token stands one that means nothing, and mask, positions, types and labels
+have an entry for it. The adapter puts its own values there where they join.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo.call import Places
+from adapterzoo.composition import Joined, Prompts, RowMap
+from adapterzoo.contracts import PromptAdapter
+from adapterzoo.errors import CompositionError, StateError
+from adapterzoo.runtime import CallContext
+
+from .views import LayerCall
+
+_IGNORED = -100
+_NO_TOKENS = ("past_key_values", "encoder_outputs", "input_ids", "inputs_embeds", "attention_mask")
+
+
+def join(
+    prompts: Prompts, rows: RowMap | None, path: str, given: Mapping[str, Any], generates: bool
+) -> tuple[Joined | None, dict[str, Any]]:
+    """Make room in the arguments of a call.
+
+    Args:
+        prompts: what the plan adds.
+        rows: which rows take which part of the composition; None where all take all.
+        path: of what is called; the whole model has that of its base model.
+        given: arguments of the call, by name.
+        generates: whether `generate` runs.
+
+    Returns:
+        The longer sequences, None where the call is not given the tokens; and the arguments.
+
+    Raises:
+        CompositionError: rows get different numbers of tokens, and the model cannot tell them.
+        StateError: the mask does not tell which tokens are real, or there are too many.
+    """
+    tokens = prompts.tokens
+    if not _inside(tokens.stack, path):
+        return None, {}
+    encoded = given.get("encoder_outputs")
+    if tokens.is_encoder and encoded is not None:
+        return _after_encoder(prompts, rows, given, encoded[0])
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    t = embeds if ids is None else ids
+    if t is None and tokens.table is None:
+        first = next(v for v in given.values() if isinstance(v, Tensor))
+        joined = Joined(prompts, _index(rows, first.shape[0]))
+        _check_even(joined, "have no mask")
+        return joined, dict(given)
+    if not isinstance(t, Tensor) or t.dim() != (2 if t is ids else 3):
+        # a model inside gets them in rows
+        return None, {}
+    cache = None if tokens.is_encoder else given.get("past_key_values")
+    cached = 0 if cache is None else int(cache.get_seq_length())
+    joined = Joined(prompts, _index(rows, t.shape[0]), adds=not cached)
+    mask = _mask(given, t)
+    own = t.shape[1] + max(cached - joined.count, 0)
+    first_filler = generates and not tokens.is_encoder
+    if mask is not None and mask.shape[1] != own:
+        has = f"the cache has {cached}, {joined.count} of them added by adapters, and " * bool(
+            cached
+        )
+        raise StateError(
+            f"attention_mask={list(mask.shape)}: {has}the call brings {t.shape[1]} tokens. Pass a "
+            f"mask [batch, {own}] of the model's own tokens; those that {_names(prompts)} adds "
+            f"get their columns by themselves."
+        )
+    if cached and cached < joined.count:
+        raise StateError(
+            f"past_key_values has {cached} tokens, and {_names(prompts)} adds {joined.count}: the "
+            f"cache was made without it. Start with an empty cache."
+        )
+    joined.lay_out(t.shape[0], own, mask, t.device, first_filler)
+    _check_length(joined)
+    if not joined.is_even:
+        _check_uneven(joined, given, generates)
+    changed = dict(given)
+    if (wide := joined.mask()) is not None:
+        changed["attention_mask"] = wide
+    positions = given.get("position_ids")
+    shifted = prompts.joins == "inputs" or not tokens.embeds_positions
+    if positions is not None and (shifted or not cached):
+        if cached:
+            changed["position_ids"] = joined.later_positions(positions)
+        else:
+            changed["position_ids"] = joined.positions(positions, shifted=shifted)
+    if cached:
+        return joined, changed
+    if ids is not None:
+        changed["input_ids"] = joined.extended(ids, prompts.filler)
+    if embeds is not None:
+        changed["inputs_embeds"] = joined.extended(embeds, 0.0)
+    for name, value in given.items():
+        if name not in _NO_TOKENS and name != "position_ids" and not name.startswith("decoder_"):
+            changed[name] = _extended(joined, name, value, t.shape[:2])
+    return joined, changed
+
+
+def _index(rows: RowMap | None, count: int) -> tuple[int, ...] | None:
+    return None if rows is None else rows.layout(count).index
+
+
+def _inside(stack: str, path: str) -> bool:
+    return not path or stack == path or stack.startswith(f"{path}.")
+
+
+def _names(prompts: Prompts) -> str:
+    names = dict.fromkeys(added.key[0] for part in prompts.parts for added in part)
+    return ", ".join(map(repr, names))
+
+
+def _mask(given: Mapping[str, Any], t: Tensor) -> Tensor | None:
+    mask = given.get("attention_mask")
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        return mask
+    shown = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    raise StateError(
+        f"attention_mask={shown}: an active adapter adds tokens to each row, and this mask does "
+        f"not say which of the {t.shape[1]} tokens of a row are real. Pass a mask [batch, tokens] "
+        f"of 0 and 1; in generate, leave cache_implementation out."
+    )
+
+
+def _check_length(joined: Joined) -> None:
+    prompts = joined.prompts
+    legal = prompts.tokens.positions
+    if prompts.joins == "inputs" and legal is not None and joined.length > legal:
+        raise StateError(
+            f"{_names(prompts)} adds {joined.count} tokens to the {joined.length - joined.count} "
+            f"of a row, and the model has positions for {legal}. Give it at most "
+            f"{max(legal - joined.count, 0)} tokens."
+        )
+
+
+def _check_even(joined: Joined, why: str) -> None:
+    if len({joined.prompts.length(part) for part in range(len(joined.prompts.parts))}) > 1:
+        raise CompositionError(
+            f"rows of a batch: the prompts of {_names(joined.prompts)} have different lengths, and "
+            f"the inputs of this model {why}. Call it with the rows of one prompt at a time."
+        )
+
+
+def _check_uneven(joined: Joined, given: Mapping[str, Any], generates: bool) -> None:
+    """Check that filler in some rows cannot move the tokens of these rows."""
+    tokens = joined.prompts.tokens
+    if tokens.is_encoder:
+        return
+    if not generates and not joined.adds:
+        _check_even(joined, "go on from a cache whose rows are filled up behind. Use generate")
+    if generates and tokens.positions is not None and given.get("position_ids") is None:
+        _check_even(joined, "come without position_ids")
+
+
+def _extended(joined: Joined, name: str, value: Any, shape: torch.Size) -> Any:
+    """An argument with entries for what is added, where it has one for each token."""
+    if isinstance(value, dict):
+        return {key: _extended(joined, name, v, shape) for key, v in value.items()}
+    if not isinstance(value, Tensor) or value.is_floating_point():
+        return value
+    if name in joined.prompts.places and value.shape[:1] == shape[:1]:
+        return joined.places_of(value)
+    is_label = "label" in name
+    if is_label and joined.prompts.tokens.is_encoder:
+        # those of the decoder
+        return value
+    return (
+        joined.extended(value, _IGNORED if is_label else 0) if value.shape[:2] == shape else value
+    )
+
+
+def _after_encoder(
+    prompts: Prompts, rows: RowMap | None, given: Mapping[str, Any], hidden: Tensor
+) -> tuple[Joined | None, dict[str, Any]]:
+    """The mask of what an encoder has computed with the tokens that are added."""
+    mask = _mask(given, hidden)
+    joined = Joined(prompts, _index(rows, hidden.shape[0]), adds=False)
+    tokens = hidden.shape[1] - joined.count
+    if tokens < 0 or (mask is not None and mask.shape[1] != tokens):
+        return None, {}
+    joined.lay_out(hidden.shape[0], tokens, mask, hidden.device)
+    return joined, {**given, "attention_mask": joined.mask()}
+
+
+def places_in(joined: Joined, path: str) -> Places | None:
+    """Return what gives the places of added tokens in the call of a model inside; None: no such.
+
+    Args:
+        joined: the longer sequences.
+        path: of what is called.
+    """
+    return joined.at if joined.adds and _inside(joined.prompts.tokens.stack, path) else None
+
+
+def entered(
+    module: nn.Module, path: str, joined: Joined, context: CallContext, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments with tokens that join embeddings which the caller has looked up.
+
+    Args:
+        module: that is called.
+        path: of it.
+        joined: the longer sequences.
+        context: of the model.
+        given: arguments of the call, by name.
+    """
+    prompts, table = joined.prompts, joined.prompts.tokens.table
+    at_stack = path == prompts.tokens.stack and joined.adds and not joined.is_called
+    if prompts.joins != "inputs" or table is None or not at_stack:
+        return given
+    layer = module.get_submodule(table.removeprefix(f"{path}.") if path else table)
+    if "adapters" not in layer._modules:
+        # the whole model, of which the base model is called next
+        return given
+    adapters = cast("Any", layer._modules["adapters"])._modules
+    base = LayerCall(layer, functools.partial(_as_it_is), context=context)
+    embeds = given["inputs_embeds"]
+    for key in dict.fromkeys(added.key for part in prompts.parts for added in part):
+        parts = (m for m in adapters[key[0]].modules() if isinstance(m, PromptAdapter))
+        adapter = next(m for m in parts if m.shared_key == key)
+        embeds = joined.entered(embeds, key, adapter.prompt(base))
+    return {**given, "inputs_embeds": embeds}
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

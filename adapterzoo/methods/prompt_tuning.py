@@ -1,0 +1,201 @@
+"""Prompt tuning.
+
+Paper: Lester et al. 2021, arXiv:2104.08691, §2.
+P trained rows E `[P, d]` stand before the embedded tokens: `[E; x]`, or `[x₀; E; x₁ …]` with
+`combine="prefix_after_bos"`. Encoder-decoders have them at the encoder. They are tokens to all that
+follows: every query sees them, other adapters count them, and outputs have P places more.
+
+With `joins="inputs"`, as in the paper and in PEFT, the rows are embedded like words: positions,
+types, norms and scales apply, and tokens have the positions P, P + 1, …. With
+`joins="embeddings"`, as in adapters, they join what the embedding module returns, without any of
+these, and tokens keep their positions; where a model adds positions in its attention, P counts
+there either way.
+
+Differs from the paper: nothing. Differs from PEFT: rows padded on the left have E next to their
+first token; T5's second table, which PEFT saves and never reads, is left out. Differs from
+adapters: `joins`; padding is never seen; a stack concatenates.
+Cost: P · d parameters, and P tokens more in each row.
+Cannot do: merging; models without a table of tokens, but for `joins="embeddings"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
+from adapterzoo.contracts import BaseLayer, Joins, PromptAdapter
+from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Range, Text, field
+from adapterzoo.spelling import spelled
+
+from . import _prompt_tuning_spelling
+from ._init import DTYPE, DTYPES, drawn, generator, uniform
+
+# half the range of fresh rows
+_BOUND = 0.5
+
+
+@architectures.register("prompt_tuning")
+@config_strings.register("prompt_tuning")
+@spelled(_prompt_tuning_spelling.adapterhub, _prompt_tuning_spelling.peft)
+@dataclass(frozen=True, kw_only=True)
+class PromptTuningConfig(AdapterConfig):
+    """Config of prompt tuning; the fields are those of adapters, and `joins`.
+
+    Attributes:
+        prompt_length: P, 1 to 65,536.
+        prompt_init: "random_uniform", within ±0.5; or "from_string": the embeddings of the
+            tokens of a text, repeated or cut to P.
+        prompt_init_text: the text; the tokenizer is that of the model's name.
+        combine: "prefix", before the first token; or "prefix_after_bos", behind it.
+        joins: "inputs" or "embeddings", see above.
+        init_weights_seed: makes the initial values reproducible.
+        dtype: of E, by name ("float32"); None for that of the model.
+    """
+
+    architecture: ClassVar[str] = "prompt_tuning"
+    training_fields: ClassVar[frozenset[str]] = AdapterConfig.training_fields | {
+        "prompt_init", "prompt_init_text",
+    }  # fmt: skip
+
+    prompt_length: int = field(10, Range(1, MAX_WIDTH))
+    prompt_init: str = field("random_uniform", Choice("random_uniform", "from_string"))
+    prompt_init_text: str | None = field(None, Text())
+    combine: str = field("prefix", Choice("prefix", "prefix_after_bos"))
+    joins: str = field("inputs", Choice("inputs", "embeddings"))
+    init_weights_seed: int | None = field(None, SEED)
+    dtype: str | None = field(None, DTYPE)
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: a value is not legal, or the text is missing.
+        """
+        super().__post_init__()
+        if self.prompt_init == "from_string" and not self.prompt_init_text:
+            raise ConfigError(
+                f"PromptTuningConfig(prompt_init='from_string', "
+                f"prompt_init_text={self.prompt_init_text!r}): there is no text to start from. "
+                f"Write prompt_init_text='Classify the review:'."
+            )
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """False: every query sees the rows."""
+        return False
+
+    @property
+    def averages_shared(self) -> bool:
+        """True: the prompt of an average has the averages of the rows."""
+        return True
+
+    def placements(self, anatomy: Anatomy) -> list[Placement]:
+        """The one place where the rows join the sequence.
+
+        Raises:
+            ConfigError: there are more rows than learned positions.
+            SiteError: the model has no such place.
+        """
+        tokens = anatomy.tokens
+        site = None if tokens is None else tokens.site(self.joins)
+        if tokens is None or site is None:
+            inputs = self.joins == "inputs"
+            why = "reads no tokens" if inputs else "has no module that embeds with positions"
+            other = tokens is not None and tokens.site("embeddings" if inputs else "inputs")
+            use = f"joins={'embeddings' if inputs else 'inputs'!r}" if other else "LoRAConfig()"
+            raise SiteError(
+                f"PromptTuningConfig(joins={self.joins!r}): this model {anatomy.reason or why}. "
+                f"Write {use}."
+            )
+        legal = tokens.positions
+        if self.joins == "inputs" and legal is not None and self.prompt_length >= legal:
+            raise ConfigError(
+                f"PromptTuningConfig(prompt_length={self.prompt_length}): the model has positions "
+                f"for {legal} tokens, those of the prompt with them. Write "
+                f"prompt_length={legal - 1} or less, or joins='embeddings'."
+            )
+        return [Placement(site, self, "prompt")]
+
+    def shared(
+        self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
+    ) -> Prompt:
+        """E."""
+        return Prompt(self, placements[0].site.d_out, device, dtype)
+
+    def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
+        """Take the embeddings of the text."""
+        if self.prompt_init == "from_string":
+            text = cast("str", self.prompt_init_text)
+            try:
+                rows = embedded(text)  # [tokens, d]
+            except ConfigError as error:
+                raise ConfigError(
+                    f"PromptTuningConfig(prompt_init_text={text!r}): {error}"
+                ) from error
+            cast("Prompt", shared).start_from(rows)
+
+    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PromptTuning:
+        """What puts the rows in their places."""
+        return PromptTuning(self)
+
+
+class Prompt(nn.Module):
+    """E `[P, d]`."""
+
+    def __init__(
+        self, config: PromptTuningConfig, width: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Draw the rows.
+
+        Args:
+            config: of the adapter.
+            width: d.
+            device: of E.
+            dtype: of E, where the config says none.
+        """
+        super().__init__()
+        fresh = uniform(_BOUND, generator(config.init_weights_seed, "prompt"))
+        dtype = DTYPES[config.dtype] if config.dtype else dtype
+        self.prompt_embedding = drawn((config.prompt_length, width), fresh, device, dtype)
+
+    def start_from(self, rows: Tensor) -> None:
+        """Take rows `[any, d]`, again from the first where they are fewer than P.
+
+        Raises:
+            ConfigError: there are none, or they are of another width.
+        """
+        length, width = self.prompt_embedding.shape
+        if not len(rows) or rows.shape[1] != width:
+            raise ConfigError(
+                f"the text has embeddings {list(rows.shape)}, and the prompt is "
+                f"{[length, width]}. Write prompt_init='random_uniform'."
+            )
+        with torch.no_grad():
+            steps = torch.arange(length, device=rows.device) % len(rows)
+            self.prompt_embedding.copy_(rows[steps])
+
+
+class PromptTuning(PromptAdapter):
+    """The rows of E among those of the tokens."""
+
+    def __init__(self, config: PromptTuningConfig) -> None:
+        """Keep how many there are, and where.
+
+        Args:
+            config: of the adapter.
+        """
+        super().__init__()
+        self.length = config.prompt_length
+        self.after_first = config.combine == "prefix_after_bos"
+        self.joins = cast("Joins", config.joins)
+
+    def prompt(self, base: BaseLayer) -> Tensor:
+        """E `[P, d]`."""
+        return cast("Prompt", base.shared(self)).prompt_embedding

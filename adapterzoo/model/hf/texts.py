@@ -1,0 +1,40 @@
+"""Texts as a model reads them: tokens of its tokenizer, and their embeddings."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from adapterzoo.errors import ConfigError
+
+
+def embedded_text(model: Any, table: nn.Module, text: str) -> Tensor:
+    """Return the embeddings `[tokens, d]` of a text.
+
+    Args:
+        model: its config has the name of the checkpoint, where the tokenizer is looked for.
+        table: embeds tokens.
+        text: any text.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it makes no tokens of the text.
+    """
+    name = getattr(model.config, "_name_or_path", "")
+    try:
+        ids = AutoTokenizer.from_pretrained(name)(text)["input_ids"] if name else []
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the tokenizer of {name!r} was not found ({error}). Save one there: "
+            f"tokenizer.save_pretrained({name!r})."
+        ) from error
+    if not ids:
+        raise ConfigError(
+            f"the text has no tokens; the tokenizer is that of "
+            f"model.config._name_or_path={name!r}. Load the model from a folder with a tokenizer."
+        )
+    weight = cast("Tensor", table._parameters["weight"])
+    with torch.no_grad():
+        return cast("Tensor", table(torch.tensor(ids, device=weight.device)))  # [tokens, d]
