@@ -318,7 +318,7 @@ class ConfigType(ABCMeta):
         return inspect.Signature(parameters)
 
 
-def check_layers(config: Any, count: int) -> None:
+def refuse_missing_layers(config: Any, count: int) -> None:
     """Check that a model has the layers whose numbers are in a config.
 
     Args:
