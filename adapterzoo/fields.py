@@ -58,10 +58,6 @@ class Check(metaclass=ABCMeta):
         """Return a legal value to suggest instead."""
         return default
 
-    def layers(self, value: object) -> tuple[int, ...]:
-        """Return the numbers of layers in a legal value."""
-        return ()
-
     def __call__(self, config: str, name: str, value: object, default: object = None) -> object:
         """Return the value to keep.
 
@@ -186,10 +182,6 @@ class Maybe(Check):
         """Return what the other check suggests."""
         return self.check.nearest(value, default)
 
-    def layers(self, value: object) -> tuple[int, ...]:
-        """Return those that the other check finds."""
-        return () if value is None else self.check.layers(value)
-
 
 @dataclass(frozen=True)
 class Either(Check):
@@ -210,10 +202,6 @@ class Either(Check):
     def fits(self, value: object) -> bool:
         """Return whether one of them accepts it."""
         return self.first.fits(value) or self.second.fits(value)
-
-    def layers(self, value: object) -> tuple[int, ...]:
-        """Return those that the check finds that accepts the value."""
-        return (self.first if self.first.fits(value) else self.second).layers(value)
 
 
 class Layers(Check):
@@ -236,10 +224,6 @@ class Layers(Check):
     def nearest(self, value: object, default: object) -> object:
         """Return the first two layers."""
         return [0, 1]
-
-    def layers(self, value: object) -> tuple[int, ...]:
-        """Return all."""
-        return cast("tuple[int, ...]", value)
 
 
 FLAG = Choice(False, True)
@@ -329,14 +313,14 @@ def refuse_missing_layers(config: Any, count: int) -> None:
         ConfigError: it lacks one.
     """
     for name, (check, _) in checks(cast("Any", type(config))).items():
-        value = getattr(config, name)
-        asked = check.layers(value)
-        if missing := [number for number in asked if number >= count]:
-            kept = [number for number in asked if number < count] or [*range(count)][-1:]
-            there = f"its blocks are 0 to {count - 1}" if count else "it has no blocks"
+        are_layers = any(isinstance(c, Layers) for c in (check, *vars(check).values()))
+        asked = getattr(config, name) if are_layers else ()
+        if isinstance(asked, tuple) and (missing := [n for n in asked if n >= count]):
+            kept = [n for n in asked if n < count] or [*range(count)][-1:]
             raise ConfigError(
-                f"{type(config).__name__}({name}={[*asked]}): the model has no block "
-                f"{listing(missing)}; {there}. Write {name}={kept}."
+                f"{type(config).__name__}({name}={[*asked]}): there is no block "
+                f"{listing(missing)} in a model with {count} blocks, numbered from 0. Write "
+                f"{name}={kept}."
             )
 
 
