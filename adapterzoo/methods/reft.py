@@ -81,6 +81,10 @@ class ReftConfig(AdapterConfig):
     def __post_init__(self) -> None:
         """Check every field, and that some position is edited."""
         super().__post_init__()
+        if not self.layers:
+            raise ConfigError(
+                f"{type(self).__name__}(layers=[]): no block is left to edit. Write layers='all'."
+            )
         if not self.prefix_positions + self.suffix_positions:
             name = f"{type(self).__name__}(prefix_positions=0, suffix_positions=0)"
             raise ConfigError(f"{name}: no position is left to edit. Write prefix_positions=3.")

@@ -129,11 +129,12 @@ class Vera(WeightAdapter):
         super().__init__()
         self.dense = config.convention == "adapterhub"
         if site.kind == "embedding" or (site.parameter and (self.dense or config.dropout)):
-            what = "an embedding" if site.kind == "embedding" else "a parameter of its module"
+            plain = "" if site.kind == "embedding" else "convention='paper', dropout=0.0, or "
+            what = "a parameter of its module" if plain else "an embedding"
             raise ConfigError(
                 f"VeraConfig(convention={config.convention!r}, dropout={config.dropout}) at "
-                f"{site.path!r}: VeRA cannot adapt {what} in this way. Write convention='paper', "
-                f"dropout=0.0, or exclude_modules=[{site.path!r}]."
+                f"{site.path!r}: VeRA cannot adapt {what} in this way. Write {plain}"
+                f"exclude_modules=[{site.path!r}]."
             )
         lead = (site.experts,) if site.experts else ()
         self.scaling = config.alpha / config.r if self.dense else 1.0
