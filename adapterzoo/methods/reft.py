@@ -9,8 +9,7 @@ At the first and last real tokens of the prompt, in a block's output h, A and R 
 Differs from the paper: nothing. Differs from adapters: a short row edits no padding; decoders count
 in their own mask; `generate` edits no new token; R is made orthonormal in each forward, where one
 step with weight decay sets the `[d_model, d_model]` base of adapters to zero.
-Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens of each row.
-Cannot do: merging, since the edit depends on the position.
+Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens. Cannot do: merging.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ class ReftConfig(AdapterConfig):
     """
 
     architecture: ClassVar[str] = "reft"
-
     layers: str | tuple[int, ...] = field("all", Either(Choice("all"), Layers()))
     prefix_positions: int = field(3, _COUNT)
     suffix_positions: int = field(0, _COUNT)
@@ -81,12 +79,11 @@ class ReftConfig(AdapterConfig):
     def __post_init__(self) -> None:
         """Check every field, and that some position is edited."""
         super().__post_init__()
+        name = type(self).__name__
         if not self.layers:
-            raise ConfigError(
-                f"{type(self).__name__}(layers=[]): no block is left to edit. Write layers='all'."
-            )
+            raise ConfigError(f"{name}(layers=[]): no block is left to edit. Write layers='all'.")
         if not self.prefix_positions + self.suffix_positions:
-            name = f"{type(self).__name__}(prefix_positions=0, suffix_positions=0)"
+            name = f"{name}(prefix_positions=0, suffix_positions=0)"
             raise ConfigError(f"{name}: no position is left to edit. Write prefix_positions=3.")
 
     @property
@@ -184,8 +181,7 @@ class Reft(Adapter):
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The block's output with the edit. `x` `[rows, tokens, d_model]`, same shape."""
-        call = base.call
-        if not call.has_prompt(x):
+        if not (call := base.call).has_prompt(x):
             return base(x)
         # asked first: a mask that does not tell raises before the block runs
         ends, h = self._ends(call, x), base(x)  # h [rows, tokens, d_model]
