@@ -78,7 +78,11 @@ def init_values(model: AdaptedModel, path: str, adapter: Adapter) -> None:
 
 
 def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -> None:
-    """Give what the layers of a fresh adapter share the initial values that a text has."""
+    """Give the modules that layers of a fresh adapter share the initial values of a text.
+
+    Raises:
+        ConfigError: the model reads no tokens.
+    """
     tokens = model.anatomy.tokens
     path = None if tokens is None else tokens.table
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -274,43 +274,22 @@ def with_rows(
                 )
             run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
-        model = self.base_model if on_base else self
-        # the only cost of a call without adapters
-        acting = self._active.plan
-        one_part = acting.rows is None or acting.rows.entered
-        if adapter_names is None and one_part and not acting.stacks:
+        if batches.starts(self, adapter_names):
+            inputs = batches.named_inputs(positions, args, kwargs)
+            plan, times = batches.plan_of_call(self, inputs, adapter_names, one_head)
+            if times > 1:
+                args, kwargs = (), batches.repeated(inputs, times, batches.batch_size(inputs))
+            with self._active.overridden(plan):
+                return method(self, *args, **kwargs)
+        model, plan = self.base_model if on_base else self, self._active.plan
+        # classes of models inside record their own calls; but added tokens need room in what the
+        # head of a class gets, such as labels
+        if not plan.stacks or (self._backbone is not self and plan.prompts is None):
             return plain(model, *args, **kwargs)
-        if not batches.starts(self, adapter_names):
-            return _run(self, plain, model, positions, args, kwargs)
-        given = batches.named_inputs(positions, args, kwargs)
-        plan, times = batches.plan_of_call(self, given, adapter_names, one_head)
-        if times > 1:
-            args, kwargs = (), batches.repeated(given, times, batches.batch_size(given))
-        with self._active.overridden(plan):
-            return _run(self, plain, model, positions, args, kwargs)
+        with inject.recorded(self, positions, self._active, "", args, kwargs) as (given, named):
+            return plain(model, *given, **named)
 
     return method
-
-
-def _run(
-    whole: Any,
-    method: Any,
-    model: Any,
-    positions: tuple[str, ...],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Run a method of a model's class; where that is the base model's, record the call.
-
-    The classes of the models inside record their own calls.
-    """
-    active = whole._active
-    plan = active.plan
-    # tokens that are added need room in what the head of a class gets, such as labels
-    if not plan.stacks or (whole._backbone is not whole and plan.prompts is None):
-        return method(model, *args, **kwargs)
-    with inject.recorded(whole, positions, active, "", args, kwargs) as (args, kwargs):
-        return method(model, *args, **kwargs)
 
 
 def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
