@@ -31,6 +31,7 @@ METHODS = {
     "lora with everything": "lora[dropout=0.1,lora_bias=True,use_gating=True,use_rslora=True]",
     "gated bottleneck": "seq_bn[use_gating=True,scaling='learned',ln_before=True,dropout=0.1]",
     "union": "lora|par_bn",
+    "shifted prefix": "prefix_tuning_flat[prefix_length=3,positions='shifted']",
 }
 HEADS = {
     "classification": lambda m: m.add_classification_head("h", num_labels=3),

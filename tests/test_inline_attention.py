@@ -25,7 +25,7 @@ FLAT = PrefixTuningConfig(prefix_length=3, flat=True)
 TYPES = (
     "vilt",  # matmul, mask
     "megatron-bert",
-    "blip",  # one layer for query, key and value
+    "timesformer",  # one layer for query, key and value
     "groupvit",  # bmm, scores viewed
     "mvp",
     "imagegpt",  # causal, by where

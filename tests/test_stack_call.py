@@ -148,3 +148,10 @@ def test_generation_remembers_the_prompt_of_each_stack():
     assert second.prompt_ends(longer, 1, 1).tolist() == [[0, 5], [7, 12], [14, 19]]
     other = LayerStackCall(RecordedCall("encoder", {}, generation), {})
     assert other.prompt_ends(longer, 1, 1).tolist() == [[0, 6], [7, 13], [14, 20]]
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 8), (0, 3, 8), (2, 3, 0, 8)])
+def test_no_tokens_have_no_ends(shape):
+    found = at({}).prompt_ends(torch.zeros(shape), 1, 1)
+    # there is no token, so that 0 stands for none
+    assert found.tolist() == [[0, 0]] * shape[0]

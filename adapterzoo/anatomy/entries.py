@@ -35,13 +35,14 @@ def entry_of(tree: Tree, blocks: Sequence[Block], repeated: str = "") -> tuple[S
         return None, "it has no blocks"
     path = tree.children(first.stack)[0]
     if path != first.path and first.path not in tree.children(first.stack):
-        return None, f"the parts of {first.path!r} stand in lists, and no module is a block"
+        return None, "the parts of its blocks stand in lists, and no module is a block"
     if repeated:
         return None, repeated
     width = first.d_model
-    reads = [_reads(block) for block in blocks if block.stack == first.stack]
-    if not width or (reads[0] != reads[-1] and reads[0] != width):
-        return None, f"what {first.path!r} is given has another width than what it returns"
+    read = _reads(first)
+    others = {_reads(block) for block in blocks if block.stack == first.stack} - {0, read}
+    if not width or (others and read not in (0, width)):
+        return None, f"what {first.path!r} reads has another width than what it returns"
     site = Site(f"{path}.{NAME}", "other", -1, first.stack, "entry", width, width)
     return site, ""
 

@@ -28,6 +28,8 @@ from .views import LayerCall
 # of the function below, in transformers' table
 _NAME = "adapterzoo_prefix"
 _SUPPORTED = ("eager", "sdpa")
+# of T5's attentions, true for the first of a stack
+_OWNS_BIAS = "has_relative_attention_bias"
 
 
 class _Config:
@@ -176,10 +178,8 @@ def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) ->
 
 def _bias_owner(module: Any) -> Any:
     """Return the module that computes the stack's relative position bias; None if none does."""
-    if not hasattr(module, "has_relative_attention_bias"):
-        return None
-    if module.has_relative_attention_bias:
-        return module
-    stacks = module._link.active.call.stacks
-    inside = stacks[-1].module.modules()
-    return next((m for m in inside if getattr(m, "has_relative_attention_bias", False)), None)
+    has_one = getattr(module, _OWNS_BIAS, None)
+    if has_one is None or has_one:
+        return module if has_one else None
+    inside = module._link.active.call.stacks[-1].module.modules()
+    return next((m for m in inside if getattr(m, _OWNS_BIAS, False)), None)

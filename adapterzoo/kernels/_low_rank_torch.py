@@ -32,18 +32,13 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
 
 def shrink_backward(
-    dt: Tensor,
-    x: Tensor,
-    a: Tensor,
-    p: float,
-    noise: Tensor | None,
-    needs_x: bool = True,
-    needs_a: bool = True,
+    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, *needs: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, in its dtype, and of a; empty where not needed.
 
     Differentiable in its turn. Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
+    needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
     shape = *dt.shape[:-1], a.shape[-1]
     flat = rows_of(dt)

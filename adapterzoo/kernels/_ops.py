@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,17 +22,20 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 # the device types whose autocast the dispatcher knows by name
 _AUTOCAST = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 
-Prepare = Callable[[bool, tuple[Any, ...]], tuple[Any, ...]]
+Operator: TypeAlias = Callable[..., Any]
+"""An operator, or what computes it: of tensors, numbers and texts."""
+
+Prepare: TypeAlias = Callable[[bool, tuple[Any, ...]], tuple[Any, ...]]
 """Whether Triton computes, and an operator's arguments, to those of the function that computes."""
 
 
 def register(
     schema: str,
-    run: Callable[..., Any],
-    shapes: Callable[..., Any],
+    run: Operator,
+    shapes: Operator,
     function: type[torch.autograd.Function] | None = None,
     narrows: tuple[int, ...] = (),
-) -> Callable[..., Any]:
+) -> Operator:
     """Define an operator `adapterzoo::name`; no output may share memory with an input.
 
     A call costs what its Python costs: 6 µs above `run` without gradients, 13 with them, where a
@@ -53,7 +56,7 @@ def register(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"adapterzoo::{name}", shapes, lib=_LIBRARY)
-    op: Callable[..., Any] = getattr(torch.ops.adapterzoo, name).default
+    op: Operator = getattr(torch.ops.adapterzoo, name).default
     for kind in _AUTOCAST:
         _LIBRARY.impl(name, _exact(op, kind.lower(), narrows), f"Autocast{kind}")
     if function is not None:
@@ -71,15 +74,15 @@ def product(
     schema: str,
     kernel: str,
     triton: str,
-    in_torch: tuple[Callable[..., Any], Callable[..., Any]],
-    shapes: Callable[..., Any],
+    in_torch: tuple[Operator, Operator],
+    shapes: Operator,
     *,
     added: bool = False,
     noise: int | None = None,
     prepare: Prepare | None = None,
     narrows: tuple[int, ...] = (),
     width: Callable[[Tensor], int] = lambda factor: factor.shape[-1],
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+) -> tuple[Operator, Operator]:
     """Define an operator that multiplies x with a factor, and the operator of its backward.
 
     Each of the two gradients needs the other operand. The backward gets the gradient, all
@@ -134,7 +137,7 @@ def product(
 
 
 def differentiated(
-    forward: Callable[..., Any], backward: Callable[..., Any], added: bool = False
+    forward: Operator, backward: Operator, added: bool = False
 ) -> type[torch.autograd.Function]:
     """Return a product with its backward as a `Function`; see `product` for what they take.
 
@@ -170,11 +173,11 @@ def differentiated(
 def computed(
     kernel: str,
     triton: str,
-    in_torch: Callable[..., Any],
+    in_torch: Operator,
     operands: int,
     noise: int | None = None,
     prepare: Prepare | None = None,
-) -> Callable[..., Any]:
+) -> Operator:
     """Return what computes an operator: Triton where it takes the operands, else torch operations.
 
     Args:
@@ -208,7 +211,7 @@ def computed(
     return run
 
 
-def below(op: Callable[..., Any], *args: Any) -> Any:
+def below(op: Operator, *args: Any) -> Any:
     """Call an operator from its own `Function.forward`.
 
     No output is a view there, whatever reshapes it: a model may write into it in place.
@@ -252,7 +255,7 @@ def check(
         )
 
 
-def _exact(op: Callable[..., Any], kind: str, narrows: tuple[int, ...]) -> Callable[..., Any]:
+def _exact(op: Operator, kind: str, narrows: tuple[int, ...]) -> Operator:
     """Return the operator under autocast, which must not reach the operations inside."""
     device = torch._C._get_privateuse1_backend_name if kind == "privateuse1" else lambda: kind
 

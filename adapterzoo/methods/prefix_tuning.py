@@ -83,6 +83,11 @@ class PrefixTuningConfig(AdapterConfig):
     dtype: str | None = field(None, DTYPE)
 
     @property
+    def averages_shared(self) -> bool:
+        """Whether T itself is trained: averages of an MLP's layers do not give those of T."""
+        return self.flat
+
+    @property
     def starts_as_identity(self) -> bool:
         """False: every query sees the keys."""
         return False
@@ -127,11 +132,11 @@ class PrefixTuningConfig(AdapterConfig):
     ) -> nn.ModuleDict:
         """Return the table of each location."""
         dtype = DTYPES[self.dtype] if self.dtype else dtype
-        locations = dict.fromkeys(p.location for p in placements if p.site.heads)
-        sites = {at: [p.site for p in placements if p.location == at] for at in locations}
-        return nn.ModuleDict(
-            {at: PrefixTable(self, own, at, device, dtype) for at, own in sites.items()}
-        )
+        tables = nn.ModuleDict()
+        for at in dict.fromkeys(p.location for p in placements if p.site.heads):
+            own = [p.site for p in placements if p.location == at]
+            tables[at] = PrefixTable(self, own, at, device, dtype)
+        return tables
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
         """Return what takes keys and values out of the table, or moves the tokens."""
@@ -156,8 +161,10 @@ class PrefixTuning(AttentionAdapter):
         """Make the gate, if any, for an attention."""
         super().__init__()
         self.path, self.heads, self.widths = site.path, site.heads, site.head_widths
-        self.adapterhub = config.convention == "adapterhub"
-        self.cross, self.in_window = site.cross, config.positions == "shifted"
+        self.in_window = config.positions == "shifted"
+        self.distances: Literal["kept", "shifted"] | None = None
+        if not site.cross:
+            self.distances = "shifted" if config.convention == "adapterhub" else "kept"
         self.gate: Gate | None = None
         if config.use_gating:
             source = generator(config.init_weights_seed, f"{site.path}/gate")
@@ -170,19 +177,14 @@ class PrefixTuning(AttentionAdapter):
         tables = cast("nn.ModuleDict", base.shared(self)).values()
         table = next(t for t in tables if self.path in cast("PrefixTable", t).places)
         sizes = [self.heads * width for width in self.widths]
-        keys, values = table(self.path, sum(sizes)).split(sizes, 1)  # [P, heads · width] each
-        keys, values = self._by_head(keys, 0), self._by_head(values, 1)
+        parts = table(self.path, sum(sizes)).split(sizes, 1)  # [P, heads · width] each
+        heads = [part.unflatten(1, (self.heads, -1)) for part in parts]  # [P, heads, width] each
+        keys, values = (part.transpose(0, 1).unsqueeze(0) for part in heads)
         if self.gate is not None:
             g = self.gate(x, base).to(keys.dtype)  # [rows, 1, 1 or 2]
             keys = g[..., :1, None] * keys  # [rows, heads, P, key width]
             values = g[..., -1:, None] * values
-        distances: Literal["kept", "shifted"] = "shifted" if self.adapterhub else "kept"
-        return Prefix(keys, values, None, None if self.cross else distances, self.in_window)
-
-    def _by_head(self, columns: Tensor, which: int) -> Tensor:
-        """`[P, heads · width]` → `[1, heads, P, width]`."""
-        heads: Tensor = columns.unflatten(1, (self.heads, self.widths[which]))
-        return heads.transpose(0, 1).unsqueeze(0)
+        return Prefix(keys, values, None, self.distances, self.in_window)
 
 
 class PositionShift(PositionAdapter):

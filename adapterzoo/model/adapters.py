@@ -18,6 +18,7 @@ from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -55,6 +56,8 @@ def add(
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
     refuse_taken(model, name, overwrite_ok)
+    for member in loaded.members:
+        refuse_missing_layers(member, len(model.anatomy.blocks))
     record = make(model, loaded)
     for path, adapter in record.coming.items():
         if record.places[path]:

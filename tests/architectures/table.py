@@ -43,7 +43,8 @@ gradients must reach the whole adapter and nothing else (if they reach the layer
 must equal the forward pass or be refused; and deletion must restore the model bit for bit. `✓`:
 passed. `✓ some`: passed with the method's default config or at all linear layers, because the model
 does not have all of these sites. `✗`: failed. Empty: not run. Models are in float32; merges are
-compared with float64. The last column gives the reasons.
+compared with float64. `invertible` is `seq_bn_inv`, which also needs an entry: a place in front of
+the first block. The last column gives the reasons.
 """
 
 

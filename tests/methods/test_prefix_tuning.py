@@ -163,6 +163,18 @@ def test_a_stack_concatenates():
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("config", [FLAT, SHIFTED], ids=["kept", "shifted"])
+def test_flat_tables_are_averaged(config):
+    model = made("llama", a=config, b=config, mlp=GATED, other=GATED)
+    model.average_adapter("c", ["a", "b"], weights=[0.25, 0.75])
+    one, two, found = (model.adapters[n]["self_prefix"].table for n in "abc")
+    torch.testing.assert_close(found, 0.25 * one + 0.75 * two, rtol=0, atol=1e-12)
+    model.set_active_adapters("c")
+    assert hidden(model, tiny_inputs("llama", batch=2)).isfinite().all()
+    with pytest.raises(CompositionError, match=r"average_adapter\('d'\).*share.*differ"):
+        model.average_adapter("d", ["mlp", "other"])
+
+
 def test_parallel_answers_one_after_the_other():
     model = made("bert", a=FLAT, b=GATED)
     inputs = tiny_inputs("bert", batch=2)

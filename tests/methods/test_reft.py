@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
 from families import tiny_config, tiny_inputs
 from snapshots import stir
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -251,11 +252,37 @@ def test_fields_out_of_range_are_named(fields, message):
 
 def test_what_the_model_lacks_is_refused_when_it_is_added():
     model = made("llama")
-    with pytest.raises(SiteError, match=r"no blocks 7; the model's are 0 to 1. Write layers='all'"):
+    with pytest.raises(ConfigError, match=r"no block 7 in a model with 2 blocks.*Write layers="):
         model.add_adapter("a", LoReftConfig(layers=(7,)))
     with pytest.raises(ConfigError, match=r"r=33.*32 features. Write r=32 or less"):
         model.add_adapter("a", LoReftConfig(r=33))
     assert not list(model.adapters_config)
+
+
+def test_blocks_whose_output_is_no_state_of_each_token_are_refused():
+    """Hyper-connections carry several streams; XLM's blocks end in a norm."""
+    model = init(tiny_model("deepseek_v4").model)
+    with pytest.raises(SiteError, match=r"'layers.0' is several residual streams. Write layers="):
+        model.add_adapter("a", LOREFT)
+    model = init(tiny_model("xlm").model)
+    model.add_adapter("a", LOREFT)
+    assert next(path for path, _ in model.adapter_modules("a")) == "layer_norm2.0"
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_5_vl_vision", "gemma3", "wav2vec2", "sam_vision_model"]
+)
+def test_a_second_row_does_not_matter(model_type):
+    """Packed patches, masks by layer, frames of audio, grids: each row alone is the row."""
+    tiny = tiny_model(model_type)
+    model = init(tiny.model.double())
+    model.add_adapter("a", LOREFT)
+    stir(model, "a", 0)
+    model.set_active_adapters("a")
+    one = {k: v.double() if v.is_floating_point() else v for k, v in tiny.inputs.items()}
+    two = {k: torch.cat([v, v.flip(1) if k == "input_ids" else v]) for k, v in one.items()}
+    alone, both = hidden(model, **one), hidden(model, **two)
+    torch.testing.assert_close(both[: len(alone)], alone, rtol=1e-6, atol=1e-6)
 
 
 def test_a_layer_by_itself_has_no_positions():
