@@ -510,7 +510,7 @@ def test_merging_is_refused_and_changes_nothing(scheme, load):
     with pytest.raises(StateError) as caught:
         model.merge_adapter("a")
     text = str(caught.value)
-    assert "merge_adapter('a'): the weights at 'layers.0.self_attn.q_proj' are quantised" in text
+    assert "merge_adapter('a'): the weights at 'layers.0.self_attn.q_proj' are quantized" in text
     assert "Write model.dequantize() first" in text
     assert base_bits(model) == before
     assert (model._adapter_state.merged, model._adapter_state.originals) == ((), {})

@@ -238,7 +238,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "gpt_oss": Row(layouts={r"mlp\.experts": "gate, in by turns"}),
     "hubert": _STABLE,
     "hy_v4": _HYPER,
-    "ibert": Row(note="quantised layers that pass scaling factors beside their output"),
+    "ibert": Row(note="quantized layers that pass scaling factors beside their output"),
     "inkling2_text": Row(
         mixed=_BOTH, note="each sub-layer reads a mix of the outputs of earlier blocks"
     ),
@@ -275,7 +275,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "megatron-bert": Row(norms={r"attention\.ln": ("pre", "attention"), r"ln": ("pre", "mlp")}),
     "minimax": Row(
         layouts={r"self_attn\.qkv_proj": "q, k, v per head"},
-        # the normalised stream is what is carried on
+        # the normalized stream is what is carried on
         norms={"input_layernorm": None, "post_attention_layernorm": None},
     ),
     "MMGroundingDinoDecoderLayer": _QUERIES,

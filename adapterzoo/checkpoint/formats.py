@@ -1,6 +1,6 @@
 """The formats of checkpoints: what one must do, which of them a folder holds, and the way to disk.
 
-A format is a file or package beside this one that registers itself. It recognises its folders,
+A format is a file or package beside this one that registers itself. It recognizes its folders,
 reads one as a `Checkpoint`, and encodes a checkpoint as the files of a folder. It writes nothing
 itself, so that what it cannot express is an error before the disk has changed.
 """
@@ -110,7 +110,7 @@ class Format(Protocol):
         """Return whether a folder holds an adapter, or a head alone, of this format.
 
         Looks at names of files and at most at a config; a damaged file of the format is
-        recognised, so that `read` can say what is wrong with it.
+        recognized, so that `read` can say what is wrong with it.
         """
 
     def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
@@ -144,7 +144,7 @@ def inexpressible(why: str, *hints: str) -> CheckpointError:
 
 
 def of(folder: Path, kind: Kind) -> str | None:
-    """Return the name of the first format that recognises a folder."""
+    """Return the name of the first format that recognizes a folder."""
     return next((name for name, f in formats.items() if f.recognises(folder, kind)), None)
 
 

@@ -85,7 +85,7 @@ def with_weights(base: str, cls: Any = AutoAdapterModel, **kwargs: Any) -> Any:
 
     Args:
         base: folder or name on the Hub.
-        cls: `AutoAdapterModel`, or a class of transformers to initialise for adapters.
+        cls: `AutoAdapterModel`, or a class of transformers to initialize for adapters.
         **kwargs: of `from_pretrained`.
 
     Raises:

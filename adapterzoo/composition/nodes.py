@@ -151,7 +151,7 @@ class Average(Node):
     """The weighted average of what the adapters make of the input: `Average("a", "b")`.
 
     Attributes:
-        weights: one for each child; they sum up to 1 unless they were not to be normalised.
+        weights: one for each child; they sum up to 1 unless they were not to be normalized.
     """
 
     weights: tuple[float, ...]
@@ -224,7 +224,7 @@ def _weights(
     if len(weights) != len(children) or not legal or not all(abs(w) < 1e30 for w in weights):
         what = f"weights are {len(children)} numbers, one for each child"
     elif normalize and not sum(weights):
-        what = "the weights sum up to 0 and cannot be normalised"
+        what = "the weights sum up to 0 and cannot be normalized"
     else:
         total = sum(weights) if normalize else 1.0
         return tuple(float(w) / float(total) for w in weights)

@@ -94,7 +94,7 @@ def _without(child: Child, gone: Collection[str], fusions: Collection[str]) -> C
     if isinstance(child, Average):
         weights = [w for w, c in zip(child.weights, left, strict=True) if c is not None]
         total = sum(weights)
-        # weights of another sum were not to be normalised, and say what each one adds
+        # weights of another sum were not to be normalized, and say what each one adds
         normalised = math.isclose(sum(child.weights), 1.0, rel_tol=1e-9)
         scale = 1.0 / total if normalised and total else 1.0
         return Average(*kept, weights=[w * scale for w in weights], normalize_weights=False)

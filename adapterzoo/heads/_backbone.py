@@ -25,7 +25,7 @@ class Backbone:
         init_std: standard deviation of fresh weights.
         pooling: the meaning of `pooling="auto"` for this model.
         encoder_decoder: whether the hidden states are a decoder's, over those of an encoder.
-        lm_scale: factor of the hidden states below a language modelling head whose config sets
+        lm_scale: factor of the hidden states below a language modeling head whose config sets
             none.
     """
 

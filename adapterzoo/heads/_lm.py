@@ -1,4 +1,4 @@
-"""The layers that all language modelling heads share: features, and logits over the vocabulary."""
+"""The layers that all language modeling heads share: features, and logits over the vocabulary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FACTOR = Maybe(Positive())
 
 @dataclass(frozen=True, kw_only=True)
 class LMConfig(HeadConfig):
-    """Configs of language modelling heads.
+    """Configs of language modeling heads.
 
     Attributes:
         vocab_size: number of tokens; None for that of the model.

@@ -30,12 +30,12 @@ class AdapterInfo:
         adapter_id: `user/repository`, as `load_adapter` takes it.
         model_name: the base model; None: its author does not name it.
         task: the Hub's name of the task, as `"text-classification"`.
-        username: the user or organisation that published it.
+        username: the user or organization that published it.
         source: always `"hf"`.
         library: the library that wrote it: `"adapterzoo"`, `"adapters"` or `"peft"`.
         tags: all of them.
         datasets: what it was trained on.
-        license: name of the licence.
+        license: name of the license.
         downloads: in the last month.
         likes: of users.
         private: whether only its owners can see it.
@@ -81,7 +81,7 @@ def list_adapters(
         task: only those for this task of the Hub, as `"text-classification"`.
         library: only those that this library wrote: `"adapterzoo"`, `"adapters"` or `"peft"`.
         search: words in the repository's name.
-        author: user or organisation.
+        author: user or organization.
         limit: how many at most; None: all, which may take minutes.
         token: as `load_adapter` takes it.
 

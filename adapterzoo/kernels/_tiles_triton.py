@@ -98,7 +98,7 @@ def keep(seed, rows, first, COLUMNS: tl.constexpr, threshold):
     """Return which features of a tile dropout keeps: a function of seed, row and column alone.
 
     Philox4x32 with 7 rounds (Salmon et al. 2011, table 2), 16 bits for each feature, so that one
-    call serves eight neighbours.
+    call serves eight neighbors.
 
     Args:
         seed: int64.

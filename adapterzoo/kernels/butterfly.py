@@ -132,7 +132,7 @@ def fold(Q: Tensor) -> Tensor:
     """
     m, blocks, b = Q.shape[-4:-1]
     chunk = b << (m - 1)
-    # neighbours share one wider block, whose other parts are zero
+    # neighbors share one wider block, whose other parts are zero
     width = chunk * gcd(blocks * b // chunk, max(1, _NARROWEST // chunk))
     if m == 1:
         together = width // b

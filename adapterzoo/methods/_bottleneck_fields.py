@@ -318,7 +318,7 @@ class BottleneckFields(AdapterConfig):
             raise self._error(
                 "is_parallel=True, original_ln_before=True",
                 "a parallel bottleneck reads the residual stream before the sub-layer, where "
-                "nothing is normalised",
+                "nothing is normalized",
                 "original_ln_before=False",
             )
         if self.is_parallel and self.adapter_residual_before_ln:

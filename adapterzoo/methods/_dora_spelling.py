@@ -95,7 +95,7 @@ def _with_norms(m: Tensor, covered: Tensor, site: Site, weight: Tensor | None) -
     if weight is None or not plain or weight.dim() != 2 or not weight.is_floating_point():
         raise CheckpointError(
             f"at {site.path!r} only some rows of a fused layer are adapted, and the norms of the "
-            f"others cannot be computed from a quantised or sharded weight. Write "
+            f"others cannot be computed from a quantized or sharded weight. Write "
             f"{argument('format', 'native')}."
         )
     rows = weight.detach().to(m).T if site.transposed else weight.detach().to(m)  # [d_out, d_in]

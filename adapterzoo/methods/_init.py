@@ -58,7 +58,7 @@ def drawn(
 
     Args:
         shape: of the parameter.
-        fill: an in-place initialiser.
+        fill: an in-place initializer.
         device: of the parameter; nothing is drawn for the meta device, nor in `undrawn`.
         dtype: of the parameter.
     """

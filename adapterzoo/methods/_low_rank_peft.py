@@ -60,7 +60,7 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
     if any(init is pure or (isinstance(init, str) and init == pure) for pure in _PURE_INITS):
         return None
     return (
-        f"it says init_lora_weights={str(init)[:80]!r}: that initialisation changed the base "
+        f"it says init_lora_weights={str(init)[:80]!r}: that initialization changed the base "
         f"weights, so A and B belong to weights that this model does not have. Save it with PEFT "
         f"as a plain LoRA: peft_model.save_pretrained(…, "
         f"path_initial_model_for_weight_conversion=…)."

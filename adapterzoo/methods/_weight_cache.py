@@ -22,7 +22,7 @@ class WeightCache(nn.Module):
     """Computes a tensor, or gives the one computed before when nothing it came from has changed.
 
     A change is another version, which all in-place operations that autograd knows of give:
-    optimisers, `load_state_dict`, merging, writes through `detach()`; or another tensor, memory
+    optimizers, `load_state_dict`, merging, writes through `detach()`; or another tensor, memory
     or layout in the place of the old one: assignments, also to `.data`, and swapped tensors.
 
     Writes that leave no trace on the tensor are not seen: `p.data.mul_(2)`, NumPy arrays and
@@ -30,8 +30,8 @@ class WeightCache(nn.Module):
     which is what is to be saved. After such a write, call `model.eval()` again: `train`, `eval`
     and every move or cast forget what was kept.
 
-    Optimisers with `fused=True` write like this too. So after a forward with gradients nothing is
-    kept until the mode is set again, and never while a source has a gradient that an optimiser
+    Optimizers with `fused=True` write like this too. So after a forward with gradients nothing is
+    kept until the mode is set again, and never while a source has a gradient that an optimizer
     may be about to use, or is learning in memory shared with other processes.
 
     Nothing is kept in training, with gradients, inside of compiled, traced, exported, transformed

@@ -7,7 +7,7 @@ With x₁, x₂ the halves of what enters the first block, and F, G = W₂ φ(W�
     y₁ = x₁ + F(x₂)        y₂ = x₂ + G(y₁)
     x₂ = y₂ − G(y₁)        x₁ = y₁ − F(x₂)
 
-The inverse acts on what enters the last layer of a named language modelling head. φ is that of the
+The inverse acts on what enters the last layer of a named language modeling head. φ is that of the
 bottlenecks in the blocks, which are as without it (`methods/bottleneck.py`).
 
 Differs from the paper: nothing. Differs from adapters: all adapters of a `Stack` act, the inverses

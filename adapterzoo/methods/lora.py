@@ -9,7 +9,7 @@ live in the dtype of their layer unless `dtype` says otherwise; layers that read
 drop the same features of it. Differs from adapters: a `Stack` adds the updates; a gated update
 is scaled by s as well; without `convention="adapterhub"` a gate does not read padding.
 Cost per site: rank · (d_in + d_out) parameters, two matrix products of that size in the forward.
-Cannot do: initialisations that change the base weights (PiSSA, OLoRA, LoftQ).
+Cannot do: initializations that change the base weights (PiSSA, OLoRA, LoftQ).
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
         )
     if is_quantised(layer):
         raise StateError(
-            f"the weights at {path!r} are quantised, and merged ones would be rounded anew. Write "
-            f"model.dequantize() first, or load the adapter into the model that is not quantised "
+            f"the weights at {path!r} are quantized, and merged ones would be rounded anew. Write "
+            f"model.dequantize() first, or load the adapter into the model that is not quantized "
             f"and merge it there."
         )
 

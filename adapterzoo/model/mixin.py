@@ -101,7 +101,7 @@ class AdapterModelMixin:
         Args:
             as_dict: whether to return the rows as dicts instead of a table. The share is in
                 percent of the base model's parameters; the last row is the base model. A
-                quantised weight counts as the numbers that it stands for. `skip_layers` is there
+                quantized weight counts as the numbers that it stands for. `skip_layers` is there
                 where an active adapter has any.
         """
         rows = training.summary(self)
@@ -236,7 +236,7 @@ class AdapterModelMixin:
         majority_sign_method: str = "total",
         seed: int | None = None,
     ) -> None:
-        """`average_adapter` under PEFT's name: weights are not normalised.
+        """`average_adapter` under PEFT's name: weights are not normalized.
 
         "linear" is PEFT's, `combine_strategy="lora_linear_sqrt"`; all other names are the same.
 
@@ -345,7 +345,7 @@ class AdapterModelMixin:
             adapter_setup: a name, a list of names or a composition.
             train_embeddings: whether the embeddings of tokens are trained as well. Each adapter
                 gets its own table, which is used, saved and deleted with it; the base model's does
-                not change. A language modelling head that is tied to the embeddings shares the
+                not change. A language modeling head that is tied to the embeddings shares the
                 table where it bears the adapter's name. Output layers of heads that are not tied
                 are trained with it, and are frozen without it.
 
@@ -393,7 +393,7 @@ class AdapterModelMixin:
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Any:
-        """Make quantised layers plain ones, as transformers does; their adapters stay with them.
+        """Make quantized layers plain ones, as transformers does; their adapters stay with them.
 
         What was frozen and in which mode each module is stays, too.
 
@@ -404,8 +404,8 @@ class AdapterModelMixin:
             The model itself.
 
         Raises:
-            ValueError: transformers has not quantised the model.
-            NotImplementedError: transformers cannot do it for this way of quantising.
+            ValueError: transformers has not quantized the model.
+            NotImplementedError: transformers cannot do it for this way of quantizing.
         """
         training.dequantize(self, functools.partial(cast("Any", super()).dequantize, dtype))
         return self
@@ -454,7 +454,7 @@ class AdapterModelMixin:
             UnknownNameError: the adapter is unknown.
             StateError: it is merged already, does not equal a changed weight (a bottleneck), is
                 active in an `AdapterSetup` of this thread, its merged weights are not finite, or
-                the model is sharded or quantised; nothing has changed then.
+                the model is sharded or quantized; nothing has changed then.
         """
         merging.merge(self, (name,))
 
@@ -624,7 +624,7 @@ class AdapterModelMixin:
     ) -> str:
         """Load an adapter, and its head, from a folder or from the Hub.
 
-        The format is recognised: that of this library, AdapterHub's or PEFT's.
+        The format is recognized: that of this library, AdapterHub's or PEFT's.
 
         Args:
             adapter_name_or_path: the folder, or `user/repository` on the Hub.

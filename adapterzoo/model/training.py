@@ -1,4 +1,4 @@
-"""Training: freezing, quantised layers, fingerprints, replicas, and the summary."""
+"""Training: freezing, quantized layers, fingerprints, replicas, and the summary."""
 
 from __future__ import annotations
 
@@ -114,17 +114,17 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     reshard(model)
     own = {id(p) for p in own_parameters_of(model)}
     for parameter in model._backbone.parameters():
-        # quantised weights have no gradient, even if their dtype is a float
+        # quantized weights have no gradient, even if their dtype is a float
         may_train = parameter.is_floating_point() and packing_of(parameter) is None
         if freezes or (may_train and id(parameter) not in own):
             parameter.requires_grad_(not freezes)
 
 
-# --- quantised layers ---
+# --- quantized layers ---
 
 
 def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
-    """Let transformers make quantised layers plain ones; their adapters stay with them.
+    """Let transformers make quantized layers plain ones; their adapters stay with them.
 
     Args:
         model: with adapters.

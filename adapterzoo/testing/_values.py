@@ -161,7 +161,7 @@ def gradients(case: Case) -> None:
         changed = not same_bits(before[name], parameter)
         require(
             changed == (id(parameter) in mine),
-            f"{name!r} has {'' if changed else 'not '}changed in an optimiser step",
+            f"{name!r} has {'' if changed else 'not '}changed in an optimizer step",
         )
 
 

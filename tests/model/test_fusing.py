@@ -363,7 +363,7 @@ def test_what_cannot_be_fused_is_refused():
     with AdapterSetup(AB), refused(model, StateError, "'a,b' is active", "Leave the"):
         model.delete_adapter_fusion(AB)
     model.merge_adapter("lora")
-    with refused(model, StateError, "'lora' in the base weights", "Write reset_adapter()"):
+    with refused(model, StateError, "'lora' is merged", "Write reset_adapter()"):
         add(Fuse(Stack("lora", "b"), "c"), set_active=True)
     model.reset_adapter()
     # what was there of the name comes back

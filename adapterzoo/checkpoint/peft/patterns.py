@@ -91,7 +91,7 @@ def exactly(paths: Iterable[str]) -> str:
 
 
 def most_common(values: Mapping[str, _T], favourite: _T) -> _T:
-    """Return the favourite where any path has it, else the value that most paths have."""
+    """Return the favorite where any path has it, else the value that most paths have."""
     if favourite in values.values():
         return favourite
     counts: dict[_T, int] = {}

@@ -244,7 +244,7 @@ def _original(model: AdaptedModel) -> dict[str, Tensor]:
     for name, child in model.named_children():
         if child is not backbone:
             kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
-    # quantised layers make some entries anew each time, so compare names
+    # quantized layers make some entries anew each time, so compare names
     inside = [f"{model.base_model_prefix}."]
     inside += [
         f"{path}.adapters." for paths in model._adapter_state.copies.values() for path in paths

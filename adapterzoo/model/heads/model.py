@@ -350,13 +350,13 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         """Ignore what transformers derives from the class name; the heads decide."""
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the last layer of the first active language modelling head, None without one."""
+        """Return the last layer of the first active language modeling head, None without one."""
         heads = self._head_strategy.answering().values()
         return next((layer for head in heads if (layer := head.output_embeddings)), None)
 
     @names_call
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace the last layer of the first active language modelling head.
+        """Replace the last layer of the first active language modeling head.
 
         Raises:
             ConfigError: it is not a linear layer.
@@ -374,7 +374,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> Any:
-        """Give the table of tokens another size, and with it all language modelling heads.
+        """Give the table of tokens another size, and with it all language modeling heads.
 
         A head whose config sets `vocab_size` keeps it, and no longer shares the table.
 

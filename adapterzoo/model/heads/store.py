@@ -265,7 +265,7 @@ def built(model: Any, config: HeadConfig, device: torch.device | None = None) ->
 
 
 def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
-    """Let the last layer of a language modelling head share the table that it is tied to.
+    """Let the last layer of a language modeling head share the table that it is tied to.
 
     Args:
         model: with named heads.
@@ -303,7 +303,7 @@ def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> 
 def resize(
     model: Any, resize_table: Callable[[], Any], unchanged: bool, mean_resizing: bool
 ) -> Any:
-    """Give the table of tokens another size, and with it all language modelling heads.
+    """Give the table of tokens another size, and with it all language modeling heads.
 
     Args:
         model: with named heads.

@@ -1,7 +1,7 @@
 """Embeddings that are trained with an adapter: its own table of tokens, in place of the base's.
 
 The base model's table stays as it is. All modules that share it (`shared` and `embed_tokens` of an
-encoder-decoder) get one `Table` per adapter, and so does a language modelling head of the adapter's
+encoder-decoder) get one `Table` per adapter, and so does a language modeling head of the adapter's
 name that is tied to it.
 """
 

@@ -69,7 +69,7 @@ def text_config(config: Any) -> Any:
 
 
 def ties_output(config: Any, head: HeadConfig) -> bool:
-    """Return whether the last layer of a language modelling head is the input embedding.
+    """Return whether the last layer of a language modeling head is the input embedding.
 
     Args:
         config: of the model.

@@ -52,7 +52,7 @@ def restore(model: AdaptedModel, quantised: bool = False) -> None:
 
     Args:
         model: that is being loaded.
-        quantised: whether the layers to quantise are quantised by now.
+        quantised: whether the layers to quantize are quantized by now.
 
     Raises:
         CheckpointError: they cannot be made.
