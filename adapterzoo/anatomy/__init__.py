@@ -1,4 +1,4 @@
-"""Anatomy: where an adapter can sit in a model. Pure discovery, no list of models.
+"""Anatomy: the sites for adapters in a model. Pure discovery, no list of models.
 
 `find(model)` gives every linear layer of every transformer block a role out of one small closed
 set, and finds the *stream sites* that a bottleneck needs: the module whose output is added to

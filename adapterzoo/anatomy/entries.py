@@ -1,6 +1,6 @@
 """The entry of a model: what the first block is given, the embeddings with all that is added.
 
-It is looked for by the blocks alone, so that it does not matter of which modules embeddings
+It is found by the blocks only, so that it does not matter of which modules embeddings
 consist, and whether a caller gives `inputs_embeds` in their place.
 """
 
@@ -13,7 +13,7 @@ from .names import nearness
 from .sites import Block, Site
 from .tree import Tree
 
-# what stands in front of the block while an adapter is there
+# the child of the block while it has an adapter
 NAME = "entry"
 
 

@@ -37,7 +37,7 @@ class _Shape:
 
 
 def find(model: nn.Module) -> Anatomy:
-    """Return where adapters can sit in a model.
+    """Return the sites for adapters in a model.
 
     Pure discovery: neither the model nor its configuration is changed, and no weight is read, so
     that a model on the meta device has the same anatomy.

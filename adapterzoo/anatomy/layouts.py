@@ -49,7 +49,7 @@ def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
 
 
 def _inner(site: Site, sites: tuple[Site, ...]) -> int:
-    """Return features that reach the projection behind this layer: d_in of the nearest one."""
+    """Return the number of features that the next projection reads: d_in of the nearest one."""
     behind = "attention_out" if site.role == "qkv" else "mlp_out"
     outs = [s for s in sites if s.role == behind and s.kind == site.kind]
     near = max(outs, key=lambda s: nearness(s.path, site.path), default=None)
@@ -85,7 +85,7 @@ def _per_head(site: Site, inner: int, branch: Branch) -> Split:
 
 
 def _bigcode(site: Site, inner: int, branch: Branch) -> Split:
-    """Return one key and one value for all heads behind all queries, or per head."""
+    """Return all queries followed by one key and one value for all heads, or those of each head."""
     shared = branch.setting(site.path, "multi_query")
     return (_contiguous if shared else _per_head)(site, inner, branch)
 

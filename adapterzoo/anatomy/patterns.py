@@ -129,7 +129,7 @@ class Row:
             where something comes in between; empty when nothing adds it to the stream.
         lists: names of parallel lists that hold the parts of the blocks, where a block is no
             module of its own.
-        mixed: sub-layers whose source does not read the stream alone; `note` says what it reads.
+        mixed: sub-layers whose source does not read only the stream; `note` says what it reads.
         apart: sub-layers whose output is not plainly added to the stream; `note` says what
             becomes of it.
         states: what the output of a block is, where it is not one state for each token of each

@@ -18,7 +18,7 @@ from .sites import Block, Site
 from .tree import Tree
 
 _TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
-# T5's attentions, which know distances alone
+# T5's attention modules, which only use distances
 _RELATIVE = "has_relative_attention_bias"
 _NUMBERS = "position_ids"
 

@@ -59,7 +59,7 @@ class OutputSlice:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One place of a model where an adapter can sit.
+    """One place in a model for adapters.
 
     Attributes:
         path: dotted path of the module below the model that was searched.
@@ -210,7 +210,7 @@ class SubLayer:
         kind: self-attention (also its linear relatives), cross-attention or feed-forward.
         out: path of the module whose output is added to the residual stream.
         source: path of the module whose first input is the residual stream before the
-            sub-layer: the norm in front of it, or its first layer in post-LN blocks.
+            sub-layer: the norm before it, or its first layer in post-LN blocks.
         norm: post-LN only: path of the norm whose input is `inp + h`; None in pre-LN.
     """
 
@@ -292,7 +292,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """Where adapters can sit in one model.
+    """The sites for adapters in one model.
 
     Attributes:
         blocks: the transformer blocks, stack after stack in model order.
@@ -300,7 +300,7 @@ class Anatomy:
         reason: why there are no blocks; empty when there are.
         attentions: the attention modules that take keys and values beside their own.
         unreachable: why some attention of a block does not; empty when all do.
-        entry: the site in front of the first block that the embeddings feed; `d_in` and `d_out`
+        entry: the site at the input of the first block that the embeddings feed; `d_in` and `d_out`
             are the width there. None without one.
         no_entry: why there is none; empty when there is.
         positions: the modules that are given the numbers of tokens.

@@ -26,7 +26,7 @@ from .patterns import Row
 from .sites import MLP_ROLES, Site, SubLayer, SubLayerKind
 from .tree import Branch
 
-# path of a norm, where it stands, and the sub-layer that it belongs to
+# path of a norm, its position, and the sub-layer that it belongs to
 _Placed: TypeAlias = tuple[str, Place, SubLayerKind]
 
 
@@ -134,7 +134,7 @@ def _mlps(sites: tuple[Site, ...]) -> Iterator[_Part]:
 
 def _is_norm(path: str, module: nn.Module) -> bool:
     by_class = NORM_CLASS.search(type(module).__name__) is not None
-    # an identity in the place of a norm reads the stream as well (the first ModernBERT block)
+    # an identity instead of a norm reads the stream as well (the first ModernBERT block)
     return by_class or (
         isinstance(module, nn.Identity) and NORM_NAME.search(leaf(path)) is not None
     )
@@ -204,7 +204,7 @@ def _hand_out(
         for part in _candidates(name, kind, parts):
             part.norms.setdefault(place, name)
     if alone and alone in (*numbered, *(name for name, _, _ in placed)):
-        # one norm in front of parallel sub-layers (GPT-J), or of the only one
+        # one norm before parallel sub-layers (GPT-J), or before the only one
         for part in parts:
             part.norms.setdefault("pre", alone)
         return

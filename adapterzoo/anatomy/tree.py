@@ -80,7 +80,7 @@ class Branch:
 
     @property
     def configs(self) -> list[Any]:
-        """The configurations that speak of this branch, the nearest first."""
+        """The configurations of this branch, the nearest first."""
         owners = (self.tree.modules[self.path], *self.tree.owners(self.path))
         found = (getattr(module, "config", None) for module in owners)
         return [config for config in found if config is not None]

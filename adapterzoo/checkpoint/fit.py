@@ -1,4 +1,4 @@
-"""Compare the tensors of a checkpoint with the modules that they shall fill, and fill these."""
+"""Compare the tensors of a checkpoint with the modules to fill, and fill these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def differences(
 
     Args:
         file: what was read.
-        skeleton: the fresh parameters that it shall fill.
+        skeleton: the new parameters to fill.
         dtype: what the user allows the file to be converted to; None: dtypes must agree.
     """
     lines = [f"{key}   in the file only" for key in sorted(set(file) - set(skeleton))]
@@ -66,7 +66,7 @@ def check_fit(
     skeleton: Mapping[str, Tensor],
     dtype: torch.dtype | None,
 ) -> None:
-    """Raise one error with every difference between a file and the model that it shall fill.
+    """Raise one error with every difference between a file and the model to fill.
 
     Raises:
         CheckpointError: there is any.
@@ -86,7 +86,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     Args:
         module: where it is on the meta device, and a copy would be lost, it gets the tensors.
-        tensors: those of the module that shall change.
+        tensors: those of the module to change.
 
     Raises:
         CheckpointError: a device holds other bits than were copied to it.
@@ -118,7 +118,7 @@ def _share_again(module: nn.Module, own: Mapping[str, Tensor], filled: Iterable[
 
 
 def _holder(module: nn.Module, key: str) -> dict[str, Any]:
-    """Return the parameters, or the buffers, among which a key of a state dict stands."""
+    """Return the parameters or the buffers of the module that a state dict's key names."""
     holder = module.get_submodule(key.rpartition(".")[0])
     parameters = _last(key) in holder._parameters
     return cast("dict[str, Any]", holder._parameters if parameters else holder._buffers)

@@ -23,7 +23,7 @@ from . import folders
 
 Kind = Literal["adapter", "head"]
 KINDS: tuple[Kind, ...] = ("adapter", "head")
-"""What a folder may hold; an adapter, with its head or without, goes before a head alone."""
+"""The kinds of folders; an adapter, with or without its head, comes before only a head."""
 
 # names of files with the weights of a whole model
 _WHOLE = ("model.safetensors", "model-", "pytorch_model")
@@ -107,7 +107,7 @@ class Format(Protocol):
     """What a format offers."""
 
     def recognises(self, folder: Path, kind: Kind) -> bool:
-        """Return whether a folder holds an adapter, or a head alone, of this format.
+        """Return whether a folder holds an adapter, or only a head, of this format.
 
         Looks at names of files and at most at a config; a damaged file of the format is
         recognized, so that `read` can say what is wrong with it.
@@ -154,7 +154,7 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
     Args:
         folder: on disk.
         kind: what is looked for.
-        info: of the model that shall be filled.
+        info: of the model to fill.
 
     Raises:
         CheckpointError: there is no such folder, no format knows it, or it is damaged.

@@ -66,7 +66,7 @@ def _fused(setup: Fuse, steps: Sequence[Step | None], adapter_of: AdapterOf) -> 
         if not isinstance(step, tuple) or last is None or last not in step:
             raise CompositionError(
                 f"{setup!r}: {child!r} has no adapter at a site where others of the fusion have "
-                f"one. Fuse adapters that sit in the same places."
+                f"one. Fuse adapters with the same sites."
             )
         chains.append(step)
         last_adapters.append(last)

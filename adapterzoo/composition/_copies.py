@@ -54,7 +54,7 @@ class Copies(Tree):
         first = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
         if rows is None or first is None:
             raise CompositionError(
-                "rows of a batch: a layer of the head was called alone, and nothing says which "
+                "rows of a batch: a layer of the head was called directly, so it is unknown which "
                 "rows it got. Call the model itself, or activate one adapter for all rows."
             )
         layout, count = rows.layout_of(first), first.shape[0]

@@ -1,7 +1,7 @@
 """Steps: what a site evaluates in a forward, compiled from a composition.
 
 A chain of adapters, by far the usual step, is a tuple of names. The other steps are small trees
-of chains; those that divide the batch stand at the root alone.
+of chains; those that divide the batch are only at the root.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Stack(Node):
             children: names of adapters, each once, and compositions.
 
         Raises:
-            CompositionError: no child, a name twice, or something that cannot stand in a stack.
+            CompositionError: no child, a name twice, or something not legal in a stack.
         """
         super().__init__(*children)
         names = [c for c in children if isinstance(c, str)]
@@ -96,7 +96,7 @@ class Split(Node):
             splits: tokens of each child; one number holds for all.
 
         Raises:
-            CompositionError: no child, one that cannot stand here, or lengths that do not fit.
+            CompositionError: no child, one that is not legal here, or lengths that do not fit.
         """
         object.__setattr__(self, "splits", _sizes("Split", "splits", children, splits))
         super().__init__(*children)
@@ -127,7 +127,7 @@ class BatchSplit(Node):
             batch_sizes: rows of each child; one number holds for all.
 
         Raises:
-            CompositionError: no child, one that cannot stand here, or sizes that do not fit.
+            CompositionError: no child, one that is not legal here, or sizes that do not fit.
         """
         sizes = _sizes("BatchSplit", "batch_sizes", children, batch_sizes)
         object.__setattr__(self, "batch_sizes", sizes)
@@ -171,7 +171,7 @@ class Average(Node):
                 the adapters make are added with these weights.
 
         Raises:
-            CompositionError: no child, one that cannot stand here, or weights that do not fit.
+            CompositionError: no child, one that is not legal here, or weights that do not fit.
         """
         object.__setattr__(self, "weights", _weights(children, weights, normalize_weights))
         super().__init__(*children)

@@ -64,7 +64,7 @@ class Activation(nn.Module):
 
 
 class LayersHead(PredictionHead):
-    """A stack of linear layers, each behind a dropout, with activations between them.
+    """A stack of linear layers, each after a dropout, with activations between them.
 
     Children are numbered as in AdapterHub's `nn.Sequential`: dropout 0, linear 1, activation 2, ….
     """

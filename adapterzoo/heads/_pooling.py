@@ -10,7 +10,7 @@ from torch import Tensor
 from adapterzoo.contracts import compute_dtype
 
 Pooling = Literal["auto", "cls", "mean", "last", "eos", "pooler"]
-"""The tokens that stand for a sequence.
+"""The tokens that represent a sequence.
 
 `cls` the first; `mean` the average of the real ones; `last` the last real one, whichever side the
 padding is on; `eos` the last end-of-sequence token; `pooler` the model's own pooled output;

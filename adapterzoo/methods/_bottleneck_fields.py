@@ -45,7 +45,7 @@ class InvertibleKind(InvertibleAdapter):
 
 
 invertible_adapters: Registry[type[InvertibleKind]] = Registry("invertible adapter")
-"""`inv_adapter` to the class of the adapter in front of the first block."""
+"""`inv_adapter` → the class of the adapter at the input of the first block."""
 
 # fields that mean something only when another one is set
 _NEEDS = {
@@ -103,8 +103,8 @@ class BottleneckFields(AdapterConfig):
         non_linearity: name of the activation, see `adapterzoo.activations`.
         original_ln_before: the bottleneck reads LN(s), or s in pre-LN blocks, instead of h.
         original_ln_after: inp is added and LN applied after the bottleneck.
-        ln_before: a new layer norm in front of the bottleneck.
-        ln_after: a new layer norm behind it.
+        ln_before: a new layer norm before the bottleneck.
+        ln_after: a new layer norm after it.
         init_weights: "bert": N(0, 0.02), not the identity; "mam_adapter": up projection zero;
             "houlsby": N(0, 0.01) cut off at two deviations.
         init_weights_seed: makes the initial values reproducible; they differ from site to site.

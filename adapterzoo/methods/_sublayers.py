@@ -62,7 +62,7 @@ def sublayers(
 
 
 def entry_placement(config: AdapterConfig, anatomy: Anatomy) -> Placement:
-    """Return the placement of an invertible function in front of the first block.
+    """Return the placement of an invertible function at the input of the first block.
 
     Args:
         config: of the adapter.
@@ -133,7 +133,7 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> S
     Args:
         block: of the sub-layer.
         sub: the sub-layer.
-        kind: "output" for the module that makes h, "norm" for the norm behind the addition,
+        kind: "output" for the module that makes h, "norm" for the norm after the addition,
             "block" for the block's output.
         captures: whether the adapter needs the residual stream before the sub-layer.
     """

@@ -46,7 +46,7 @@ class Matrices(Check):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetedConfig(AdapterConfig):
-    """Base of the configs whose adapters sit at linear layers.
+    """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
         selfattn_lora: adapt the attention matrices named by `attn_matrices`; in cross-attention

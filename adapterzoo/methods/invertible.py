@@ -135,7 +135,7 @@ class NiceBlock(nn.Module):
 
 @invertible_adapters.register("nice")
 class NiceAdapter(InvertibleKind):
-    """The function in front of the first block; its parameters are shared with the head."""
+    """The function at the input of the first block; its parameters are shared with the head."""
 
     block = NiceBlock
 

@@ -1,6 +1,6 @@
-"""What is active: plans, how they become active, and what is refused.
+"""Activation: plans, how to activate them, and which setups are illegal.
 
-A plan is a composition compiled for a model: which step each layer takes, and which heads answer.
+A plan is a composition compiled for a model: the step of each layer, and the heads that run.
 It holds for all threads (`set_active`), or for one thread and task inside an `AdapterSetup`.
 """
 
@@ -56,7 +56,7 @@ def make_plan(
     head_setup: str | list[str] | None = None,
     skip_layers: tuple[int, ...] = (),
 ) -> Plan:
-    """Compile a composition for a model; nothing becomes active.
+    """Compile a composition for a model, without activating it.
 
     Args:
         model: with adapters.
@@ -202,7 +202,7 @@ def set_active(
 
 
 def replan(model: AdaptedModel) -> None:
-    """Compile what is active anew, without the adapters that are gone.
+    """Compile the active composition again, without deleted adapters.
 
     Raises:
         AdapterZooError: the rest cannot be active; then nothing is.

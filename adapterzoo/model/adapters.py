@@ -111,13 +111,13 @@ def delete(model: AdaptedModel, name: str) -> None:
 
 
 def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool) -> None:
-    """Install an adapter, in the place of one of its name; what fails changes nothing.
+    """Install an adapter, replacing one of its name; on failure nothing changes.
 
     Args:
         model: with adapters.
         name: of the adapter.
         record: of the adapter, with its modules and their values.
-        active: whether it becomes the active adapter.
+        active: whether to activate it as the only adapter.
 
     Raises:
         AdapterZooError: it cannot act, or not beside what is merged.
@@ -151,7 +151,7 @@ def make(
         device: where they are made; None: each on that of its layer.
 
     Raises:
-        StateError: a model inside has adapters that this one does not know.
+        StateError: a model inside this one has its own adapters.
     """
     for _, stack in stacks_of(model):
         guard = _guard_of(stack)
@@ -318,7 +318,7 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
 def move(
     model: AdaptedModel, name: str, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
-    """Move or cast an adapter alone, with its head."""
+    """Move or cast one adapter, with its head."""
     for _, module in modules_of(model, name):
         module.to(device=device, dtype=dtype)
     for layer in model._head_strategy.modules_with(name):
@@ -336,6 +336,6 @@ def refuse_at_embedding(model: AdaptedModel) -> None:
     embedding = model.get_input_embeddings()
     if isinstance(embedding, inject.Adapted):
         raise StateError(
-            f"the adapters {listing(embedding.adapters)} sit at the embedding and have its size. "
+            f"the adapters {listing(embedding.adapters)} adapt the embedding and have its size. "
             f"Delete them first: delete_adapter(…)."
         )

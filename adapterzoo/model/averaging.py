@@ -47,7 +47,7 @@ def average(
         strategy_name: how they are combined.
         normalize: whether weights are divided by their sum.
         overwrite_ok: whether an adapter of the name may be replaced.
-        active: whether the result becomes the active adapter.
+        active: whether to activate the result as the only adapter.
         **options: of the strategy.
 
     Raises:

@@ -1,8 +1,8 @@
 """Batches whose rows take different adapters: what happens where the model is called.
 
-The names are checked, the batch is counted and, for `Parallel`, repeated; then a plan that says
-which row takes what holds for the calling thread until the call returns. The adapted layers ask
-that plan and count nothing themselves.
+The names are checked, the batch is counted and, for `Parallel`, repeated; then a plan that assigns
+a composition to each row is active in the calling thread until the call returns. The adapted layers
+ask that plan and count nothing themselves.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def plan_of_call(
         inputs: as they were given.
         adapter_names: the adapter of each row; None: those of the active composition.
         one_head: whether the caller chooses one head for all rows.
-        generates: whether the answer has one sequence of tokens for each row.
-        copies: of each row that the call makes by itself, as beam search does.
+        generates: whether the output has one sequence of tokens for each row.
+        copies: of each row that the call itself makes, as beam search does.
 
     Raises:
         CompositionError: the rows do not fit the batch.
@@ -83,7 +83,7 @@ def plan_of_call(
             f"{what}: the batch has {batch} rows, legal are {legal}. "
             f"Write {'one name, or None, for each row' if adapter_names else 'other sizes'}."
         )
-    # a call that names rows, or generates, gets an answer of as many rows
+    # the output of a call that names rows, or generates, has as many rows
     together = adapter_names is not None or generates
     entered = rows.enter(count, together, _lengths(model, inputs, count, copies))
     return dataclasses.replace(plan, rows=entered), rows.repeats

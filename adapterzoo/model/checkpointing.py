@@ -93,7 +93,7 @@ def load_adapter(
         revision: branch, tag or commit on the Hub.
         source: "hf" for the Hub.
         hub_options: as `hub.resolve` takes them.
-        asked: what is loaded, and how.
+        asked: what to load, and how.
 
     Raises:
         ConfigError: an argument is not legal.
@@ -101,7 +101,7 @@ def load_adapter(
     if version is not None and revision not in (None, version):
         raise ConfigError(
             f"version={version!r} and revision={revision!r} mean the same thing and differ. "
-            f"Write revision={revision!r} alone."
+            f"Write only revision={revision!r}."
         )
     folder = hub.resolve(path, revision or version, source, **hub_options)
     name = None if folder == Path(path) else str(path)
@@ -126,7 +126,7 @@ def _fitting(
         enter_head = model._head_strategy.fitting(_head_in(stored), name, asked)
     elif asked.id2label is not None:
         raise ConfigError(
-            f"id2label={asked.id2label!r} names the labels of a head, and none is loaded. "
+            f"id2label={asked.id2label!r} names the labels of a head, but no head is loaded. "
             f"Leave id2label out, or load a checkpoint with a head."
         )
 
@@ -144,7 +144,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
 
     Raises:
         CheckpointError: there is none.
-        DuplicateNameError: a name stands in two folders.
+        DuplicateNameError: a name is in two folders.
     """
     found = []
     for each in sorted(Path(folder).glob("*/")):
@@ -245,7 +245,7 @@ def _with_memory(
 def save_head(
     model: AdaptedModel, folder: StrPath, head_name: str | None, format: str = "native"
 ) -> None:
-    """Save a head alone.
+    """Save only a head.
 
     Raises:
         UnknownNameError: there is no such head.
@@ -269,7 +269,7 @@ def save_head(
 
 
 def load_head(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
-    """Load a head; it becomes the active one."""
+    """Load and activate a head."""
     strategy = model._head_strategy
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     stored = formats.read(Path(folder), "head", info_of(model))

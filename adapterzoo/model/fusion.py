@@ -40,7 +40,7 @@ def add(
     overwrite_ok: bool = False,
     active: bool = False,
 ) -> None:
-    """Add the layers that fuse some adapters, one at each place where these sit."""
+    """Add the layers that fuse some adapters, one at each of their sites."""
     fuse = as_fuse(adapter_names, name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterFusionConfig.load("dynamic" if config is None else config)
@@ -108,7 +108,7 @@ def make(
 
     Raises:
         ConfigError: an adapter cannot be fused.
-        SiteError: the adapters do not sit in the same places.
+        SiteError: the adapters have different sites.
     """
     places = {name: list(model._adapter_state.find(name).places) for name in names}
     first = places[names[0]]
@@ -143,14 +143,14 @@ def enter(
     made: Mapping[str, Fusion],
     active: bool,
 ) -> None:
-    """Install fusion layers, in the place of those of their name; what fails changes nothing.
+    """Install fusion layers, replacing those of their name; on failure nothing changes.
 
     Args:
         model: with adapters.
         fuse: names the fusion and its adapters.
         config: of the fusion.
         made: its layers by path.
-        active: whether it becomes what is active.
+        active: whether to activate the fusion.
     """
     fusions, default = model._adapter_state.fusions, model._active.default
     name, plan = fuse.name, default.plan

@@ -185,7 +185,7 @@ def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
         )
     if is_quantised(layer):
         raise StateError(
-            f"the weights at {path!r} are quantized, and merged ones would be rounded anew. Write "
+            f"the weights at {path!r} are quantized, and merged ones would be rounded again. Write "
             f"model.dequantize() first, or load the adapter into the model that is not quantized "
             f"and merge it there."
         )
@@ -225,7 +225,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     """Write the merged weights of one layer.
 
     Args:
-        model: knows the layer's originals.
+        model: holds the layer's originals.
         path: of the layer.
         names: all adapters that are merged, in the order in which they act.
 

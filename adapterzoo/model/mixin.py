@@ -30,7 +30,7 @@ from .state import AdaptersConfig, AdapterState, anatomy_of, backbone_of, fusion
 
 @names_calls
 class AdapterModelMixin:
-    """Named adapters for a `PreTrainedModel`; stands before it in the bases of a class.
+    """Named adapters for a `PreTrainedModel`; comes before it in the bases of a class.
 
     Names and arguments are those of `adapters`.
     """
@@ -59,7 +59,7 @@ class AdapterModelMixin:
 
     @property
     def anatomy(self) -> Anatomy:
-        """Where adapters can sit in the base model."""
+        """The sites for adapters in the base model."""
         return anatomy_of(self)
 
     def has_adapters(self) -> bool:
@@ -101,7 +101,7 @@ class AdapterModelMixin:
         Args:
             as_dict: whether to return the rows as dicts instead of a table. The share is in
                 percent of the base model's parameters; the last row is the base model. A
-                quantized weight counts as the numbers that it stands for. `skip_layers` is there
+                quantized weight counts as its unpacked numbers. `skip_layers` is there
                 where an active adapter has any.
         """
         rows = training.summary(self)
@@ -122,7 +122,7 @@ class AdapterModelMixin:
             adapter_name: its name.
             config: a config, a config string such as "lora[r=8]", or a dict; None: "seq_bn".
             overwrite_ok: whether an adapter of this name may be replaced.
-            set_active: whether it becomes the active adapter.
+            set_active: whether to activate it as the only adapter.
 
         Raises:
             ConfigError: the name or a value of the config is not legal.
@@ -197,7 +197,7 @@ class AdapterModelMixin:
             combine_strategy: see above.
             normalize_weights: whether weights are divided by their sum.
             overwrite_ok: whether an adapter of the name may be replaced, also one of the list.
-            set_active: whether the result becomes the active adapter.
+            set_active: whether to activate the result as the only adapter.
             svd_rank: of the result.
             svd_clamp: quantile, 0 to 1, at which entries of A and B are cut.
             svd_full_matrices: whether unused singular vectors are computed too.
@@ -241,7 +241,7 @@ class AdapterModelMixin:
         "linear" is PEFT's, `combine_strategy="lora_linear_sqrt"`; all other names are the same.
 
         Differs from PEFT: DoRA's magnitudes take part; with `use_rslora` the result is not √r
-        times too large; one adapter alone is combined as `combination_type` says; a name that is
+        times too large; a single adapter is combined as `combination_type` says; a name that is
         taken is an error; a rank is that of each layer, with `rank_pattern`.
 
         Args:
@@ -275,7 +275,7 @@ class AdapterModelMixin:
     def adapter_to(
         self, name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Move or cast an adapter alone, with its own copy of a static head.
+        """Move or cast one adapter, with its copy of a static head.
 
         Args:
             name: of the adapter.
@@ -308,7 +308,7 @@ class AdapterModelMixin:
             skip_layers: numbers of blocks in which no adapter acts (AdapterDrop).
 
         Raises:
-            CompositionError: it is not a composition, or does not fit where the adapters sit.
+            CompositionError: it is not a composition, or does not fit the adapters' sites.
             ConfigError: the model has no block of a number in `skip_layers`.
             StateError: a fusion has no layers, or merged adapters are in the way.
             UnknownNameError: the adapter is unknown.
@@ -351,7 +351,7 @@ class AdapterModelMixin:
 
         Raises:
             CompositionError: it is not a composition.
-            StateError: it names no adapter, or one that cannot have embeddings of its own.
+            StateError: it does not name an adapter, or names one that cannot have embeddings.
             UnknownNameError: the adapter is unknown.
         """
         training.train_adapter(self, adapter_setup, train_embeddings)
@@ -413,7 +413,7 @@ class AdapterModelMixin:
     def adapter_fingerprint(self, adapter_name: str) -> str:
         """Return a digest of an adapter's config and exact bits, equal on all devices.
 
-        It does not depend on the adapter's name, on the device or on how tensors lie in memory.
+        It does not depend on the adapter's name, on the device or on the memory layout.
         On a model that `fully_shard` has split it is that of the whole model, and this is a
         collective call.
 
@@ -428,7 +428,7 @@ class AdapterModelMixin:
     def verify_replicas(self, group: Any = None) -> None:
         """Check that every process has the same adapters, heads and bits of them.
 
-        A collective call: all processes of the group make it, and all get the same answer. Of a
+        A collective call: all processes of the group make it, and all get the same result. Of a
         model that `fully_shard` has split, what several processes hold is compared: configs,
         parameters that are not split, and the copies that a mesh of two dimensions keeps.
 
@@ -448,7 +448,7 @@ class AdapterModelMixin:
 
         Merging a second adapter equals merging both at once. A merged adapter acts always; it
         needs not be active. The original weights are kept until `reset_adapter`. A copy that it
-        has of a static head is merged with it: the head of the last one that has one answers.
+        has of a static head is merged with it: the head of the last adapter with a head is used.
 
         Raises:
             UnknownNameError: the adapter is unknown.
@@ -482,7 +482,8 @@ class AdapterModelMixin:
         `BertForSequenceClassification` for a classification head; without an active head it is only
         the base model. This model then does not change.
 
-        `save_pretrained` writes a checkpoint that transformers loads alone, with the same outputs.
+        `save_pretrained` writes a checkpoint that transformers alone can load, with the same
+        outputs.
 
         Args:
             adapter_names: which ones, in the order in which they act; None: the active ones.
@@ -524,20 +525,20 @@ class AdapterModelMixin:
         overwrite_ok: bool = False,
         set_active: bool = False,
     ) -> None:
-        """Add the layers that fuse some adapters, one at each place where these sit.
+        """Add the layers that fuse some adapters, one at each of their sites.
 
         Args:
             adapter_names: a `Fuse`, the names of the adapters, or these with commas between.
             config: a config, "static", "dynamic" or a dict; None: "dynamic".
             name: of the fusion; None: the names with commas between.
             overwrite_ok: whether a fusion of this name may be replaced.
-            set_active: whether it becomes active.
+            set_active: whether to activate it.
 
         Raises:
-            CompositionError: with `set_active`, stacks that do not sit in the same places.
+            CompositionError: with `set_active`, stacks that have different sites.
             ConfigError: the config is not legal, or an adapter cannot be fused.
             DuplicateNameError: there is a fusion of this name.
-            SiteError: the adapters do not sit in the same places.
+            SiteError: the adapters have different sites.
             StateError: the model is sharded.
             UnknownNameError: an adapter is unknown.
         """
@@ -632,7 +633,7 @@ class AdapterModelMixin:
             with_head: whether a head in the checkpoint is loaded, under the adapter's name.
             leave_out: numbers of blocks that get no adapter.
             id2label: other labels for the head.
-            set_active: whether adapter and head become active.
+            set_active: whether to activate the adapter and the head.
             overwrite_ok: whether an adapter or head of that name may be replaced.
             dtype: keep parameters in this dtype, DoRA's magnitudes in float32 where it is a half;
                 None: that of each layer, and a file in another one is an error.
@@ -677,7 +678,7 @@ class AdapterModelMixin:
             format: as in `save_adapter`.
 
         Raises:
-            CheckpointError: a folder cannot be written, or the format cannot say an adapter.
+            CheckpointError: a folder cannot be written, or the format cannot express an adapter.
         """
         for name in self.adapters_config:
             self.save_adapter(Path(save_directory) / name, name, with_head, meta_dict, format)
@@ -696,7 +697,7 @@ class AdapterModelMixin:
 
         Raises:
             CheckpointError: there is none, or one does not fit the model; none is loaded then.
-            DuplicateNameError: a name is taken, or stands in two folders; none is loaded then.
+            DuplicateNameError: a name is taken, or is in two folders; none is loaded then.
         """
         return checkpointing.load_all_adapters(self, save_directory, with_head)
 
@@ -706,7 +707,7 @@ class AdapterModelMixin:
         head_name: str | None = None,
         format: str = "native",
     ) -> None:
-        """Save a head alone; a collective call where `save_adapter` is one.
+        """Save only a head; a collective call if `save_adapter` is one.
 
         Args:
             save_directory: the folder; made when missing.
@@ -717,7 +718,7 @@ class AdapterModelMixin:
         Raises:
             UnknownNameError: the head or the format is unknown.
             StateError: it cannot be told which head is meant, or there is none.
-            CheckpointError: the folder cannot be written, or the format cannot say it.
+            CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         checkpointing.save_head(self, save_directory, head_name, format)
 
@@ -730,7 +731,7 @@ class AdapterModelMixin:
         overwrite_ok: bool = False,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """Load a head that `save_head`, here or of AdapterHub, wrote; it becomes the active one.
+        """Load and activate a head that `save_head`, of this library or AdapterHub, wrote.
 
         A static head becomes the active adapter's copy, or the original with no adapter active.
 
@@ -765,7 +766,7 @@ class AdapterModelMixin:
             format: "native" or "adapterhub".
 
         Raises:
-            CheckpointError: a folder cannot be written, or the format cannot say a head.
+            CheckpointError: a folder cannot be written, or the format cannot express a head.
         """
         for name in self.known_heads():
             self.save_head(Path(save_directory) / name, name, format)
@@ -788,7 +789,7 @@ class AdapterModelMixin:
         Raises:
             UnknownNameError: the fusion or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
-            CheckpointError: the folder cannot be written, or the format cannot say it.
+            CheckpointError: the folder cannot be written, or the format cannot express it.
         """
         checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, format)
 
@@ -808,7 +809,7 @@ class AdapterModelMixin:
         Args:
             adapter_fusion_name_or_path: the folder.
             load_as: name to give them; None: the one they were saved under.
-            set_active: whether it becomes active.
+            set_active: whether to activate it.
             overwrite_ok: whether a fusion of that name may be replaced.
             dtype: keep parameters in this dtype; None: that of the adapters.
 
@@ -818,7 +819,7 @@ class AdapterModelMixin:
         Raises:
             CheckpointError: the file is missing, damaged, or does not fit.
             DuplicateNameError: the name is taken.
-            SiteError: the adapters do not sit in the same places.
+            SiteError: the adapters have different sites.
             UnknownNameError: an adapter that is fused is not there.
         """
         asked = LoadOptions(
@@ -856,7 +857,7 @@ class AdapterModelMixin:
             commit_message: first line of the commit.
             private: whether a new repository is private; None: as the account has it.
             token: a token with the right to write; True or None: the stored one.
-            overwrite_adapter_card: whether a card that is there is replaced.
+            overwrite_adapter_card: whether to replace an existing card.
             create_pr: propose the commit as a pull request.
             revision: the branch, made when missing; None: the default one.
             commit_description: text of the commit.
@@ -874,7 +875,7 @@ class AdapterModelMixin:
             UnknownNameError: the adapter is unknown.
             ConfigError: the card cannot be written.
             StateError: the model is sharded.
-            HubError: the Hub may not be asked, or does not take it; without a commit nothing
+            HubError: offline mode, or the Hub rejects it; without a commit nothing
                 has changed there.
         """
         return publishing.push(
@@ -904,14 +905,14 @@ class AdapterModelMixin:
     # --- what transformers and torch ask of a model ---
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize as transformers does; refused where adapters sit at the embedding.
+        """Resize as transformers does; raises if adapters adapt the embedding.
 
         Args:
             *args: as `PreTrainedModel.resize_token_embeddings` takes them.
             **kwargs: the same.
 
         Raises:
-            StateError: an adapter sits at the embedding.
+            StateError: an adapter adapts the embedding.
         """
         adapters.refuse_at_embedding(self)
         resized = cast("Any", super()).resize_token_embeddings(*args, **kwargs)

@@ -16,7 +16,7 @@ from adapterzoo.runtime import current_task
 from .activation import check_layers, make_plan
 from .state import AdaptedModel
 
-# every model with adapters, so that a setup finds those that know its names
+# every model with adapters, so that a setup finds those that have its adapters
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 _models_lock = threading.Lock()
 
@@ -41,7 +41,7 @@ class AdapterSetup:
         output = model(**batch)
     ```
 
-    It holds for every model that knows all of its names. Asyncio tasks and `asyncio.to_thread`
+    It applies to every model that has all of its adapters. Asyncio tasks and `asyncio.to_thread`
     that are started inside take it along, as do the threads of DataParallel; other threads and
     tasks do not see it.
     """

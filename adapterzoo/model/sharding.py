@@ -19,7 +19,7 @@ from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 
 
 def reshard(model: Any) -> None:
-    """Let every module show its own part of the parameters again, in this process alone.
+    """Restore every module's own part of the parameters, in this process only.
 
     After a forward without a backward `fully_shard` leaves some parameters whole, as other
     objects than those that an optimizer and a checkpoint see.

@@ -31,7 +31,7 @@ class AdapterRecord:
 
     Attributes:
         config: its config.
-        places: path of each adapted layer to what sits there.
+        places: path of each adapted layer → its adapters.
         shared_inputs: path of a module to those of its adapted layers that read one input.
         reads_calls: whether its layers read facts about calls, or what they share.
         meta: JSON values that came with it from a checkpoint and go with it to the next.

@@ -333,7 +333,7 @@ def test_bottlenecks_that_the_peer_puts_elsewhere(tmp_path, family, method, refu
     info = info_of(other)
     places = [place.placement for place in places_of(asked, info.anatomy)]
     if refused_there:
-        with pytest.raises(CheckpointError, match=f"{family}.*other outputs.*Train it anew"):
+        with pytest.raises(CheckpointError, match=f"{family}.*different outputs.*Train it again"):
             refuse_quirks(info, places)
     else:
         refuse_quirks(info, places)
@@ -344,11 +344,11 @@ def test_a_bottleneck_that_the_peer_puts_elsewhere_is_neither_read_nor_written(t
     model.add_adapter("a", "seq_bn")
     model.save_adapter(tmp_path / "a", "a", format="adapterhub")
     model.add_adapter("b", "double_seq_bn")
-    with refused(model, CheckpointError, "albert", "Train it anew"):
+    with refused(model, CheckpointError, "albert", "Train it again"):
         model.save_adapter(tmp_path / "b", "b", format="adapterhub")
     assert not (tmp_path / "b").exists()
     document(tmp_path / "a", config(mh_adapter=True, original_ln_before=False))
-    with refused(model, CheckpointError, "albert", "Train it anew"):
+    with refused(model, CheckpointError, "albert", "Train it again"):
         model.load_adapter(tmp_path / "a", load_as="c")
 
 

@@ -88,7 +88,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_config_that_was_edited_is_refused(model, saved, change):
     spoil, says = CHANGES[change]
     edit(saved, spoil)
-    words = (CONFIG, says, "nothing has been loaded", f"Delete {CONFIG}")
+    words = (CONFIG, says, "Nothing has been loaded", f"Delete {CONFIG}")
     with refused(model, CheckpointError, *words):
         model.load_adapter(saved, load_as="b")
     # what the message says to write

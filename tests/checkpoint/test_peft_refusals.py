@@ -63,7 +63,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rank 0": ({"r": 0}, ("r=0",)),
     "half a rank": ({"r": 4.0}, ("r=4.0", "whole number")),
     "rank as text": ({"r": "4"}, ("r='4'",)),
-    "another rank": ({"r": 8}, ("rank 8", "have 4", "scaled")),
+    "another rank": ({"r": 8}, ("rank 8", "have rank 4", "scaling")),
     "alpha as text": ({"lora_alpha": "16"}, ("lora_alpha='16'",)),
     "a huge alpha": ({"lora_alpha": 1e300}, ("lora_alpha=1e+300",)),
     "dropout 1": ({"lora_dropout": 1.0}, ("lora_dropout=1.0",)),
@@ -163,7 +163,7 @@ FILES: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "at the head": (at("classifier.lora_A.weight", 4, 32), ("'classifier'", "heads")),
     "an unknown kind": (put(lora_diag=(4,)), ("lora_diag", "not of a known kind")),
-    "several names": (moved(".weight", ".mine.weight"), ("lora_A.mine.weight", "alone")),
+    "several names": (moved(".weight", ".mine.weight"), ("lora_A.mine.weight", "the only adapter")),
     "another tower": (
         moved("model.bert.", "model.vision."), ("vision.encoder.layer.0", "no layers")
     ),

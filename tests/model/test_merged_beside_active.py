@@ -97,7 +97,7 @@ def test_a_resized_vocabulary_has_the_new_size():
     model.add_adapter("e", LoRAConfig(target_modules=["word_embeddings"]), set_active=True)
     assert run(model).isfinite().all()
     first_output(model(input_ids=torch.tensor([[115]])))
-    with pytest.raises(StateError, match=r"'e' sit at the embedding.*delete_adapter"):
+    with pytest.raises(StateError, match=r"'e' adapt the embedding.*delete_adapter"):
         model.resize_token_embeddings(130)
 
 

@@ -474,7 +474,7 @@ def test_layers_that_get_no_batch_are_refused():
     )
     model.add_adapter("m", config)
     inputs = tiny_inputs("qwen3_moe", batch=2)
-    with refused(model, CompositionError, "'m' sits at", "exclude_modules"):
+    with refused(model, CompositionError, "'m' adapts", "exclude_modules"):
         model(**inputs, adapter_names=["m", "a"])
     check_rows(model, inputs, ["a", None], atol=1e-5)
     # all rows alike is no division
@@ -664,11 +664,11 @@ def test_a_merged_adapter_cannot_act_on_a_part():
     model = with_adapters("bert", {"a": "lora", "b": "seq_bn"}, dtype=torch.float32)
     setup = BatchSplit("a", "b", batch_sizes=[1, 1])
     model.set_active_adapters(setup)
-    with refused(model, StateError, "'a' in the base weights", "Write reset_adapter()"):
+    with refused(model, StateError, "'a' is merged", "Write reset_adapter()"):
         model.merge_adapter("a")
     model.set_active_adapters(None)
     model.merge_adapter("a")
-    with refused(model, StateError, "'a' in the base weights", "Stack('a', 'b')"):
+    with refused(model, StateError, "'a' is merged", "Stack('a', 'b')"):
         model.set_active_adapters(setup)
 
 

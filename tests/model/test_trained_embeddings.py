@@ -279,7 +279,9 @@ def test_what_cannot_have_them(tiny, tmp_path):
         model.train_adapter("a", train_embeddings=True)
     model = _model("bert")
     model.add_adapter("a", "lora[target_modules=['word_embeddings']]")
-    with refused(model, StateError, "'a' sits at 'embeddings.word_embeddings'", "exclude_modules"):
+    with refused(
+        model, StateError, "'a' already adapts 'embeddings.word_embeddings'", "exclude_modules"
+    ):
         model.train_adapter("a", train_embeddings=True)
     model, _ = _trained("bert")
     for form in ("peft", "adapterhub"):

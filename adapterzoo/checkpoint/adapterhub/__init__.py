@@ -49,7 +49,7 @@ class AdapterHubFormat:
         return {"config", "model_class"} <= fields_of(folder / config)
 
     def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-        """Return the adapter, and the head where there is one; or the head alone.
+        """Return the adapter, with its head if there is one; or only the head.
 
         Raises:
             CheckpointError: a file is missing or damaged, or needs what does not exist here.

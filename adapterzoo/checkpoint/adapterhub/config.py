@@ -86,7 +86,7 @@ def _recognised(values: Mapping[str, Any]) -> AdapterHubSpelling:
         nearest = min((differing for differing, _ in others), key=len, default=())
         said = ", ".join(f"{key}={values.get(key)!r}" for key in ("architecture", *nearest))
         raise CheckpointError(
-            f"there is no such method here: adapter_config.json says {said[:200]}. Methods of "
+            f"there is no such method here: adapter_config.json has {said[:200]}. Methods of "
             f"AdapterHub that exist here: {listing(adapterhub_spellings, limit=40)}. Nothing has "
             f"been loaded."
         )

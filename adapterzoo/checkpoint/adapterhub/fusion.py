@@ -60,7 +60,7 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
 
     Args:
         info: of the model.
-        folder: one that `recognises` knows.
+        folder: one that `recognises` accepts.
         config_of: the config of the adapter of a name.
 
     Raises:
@@ -132,7 +132,7 @@ def encode(
 
 
 def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple[Container, Place]]:
-    """Return the places of the fused adapters, which sit in the same ones."""
+    """Return the places of the fused adapters, which share them."""
     found: dict[Spot, tuple[Container, Place]] = {}
     for config in fused:
         places = places_of(config, info.anatomy)

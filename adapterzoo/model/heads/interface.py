@@ -134,7 +134,7 @@ class HeadStrategy:
 
     @abstractmethod
     def train(self, train_embeddings: bool) -> None:
-        """Train the heads that answer, and no other."""
+        """Train only the active heads."""
 
     @abstractmethod
     def missing_loss(self) -> str | None:
@@ -184,7 +184,7 @@ class HeadStrategy:
 
     @abstractmethod
     def active_name(self) -> str | None:
-        """Return the name of the one head that answers."""
+        """Return the name of the only active head."""
 
     @abstractmethod
     def record(

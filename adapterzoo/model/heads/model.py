@@ -387,7 +387,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             mean_resizing: whether new rows are the mean of the old ones; else they are drawn.
 
         Raises:
-            StateError: an adapter sits at the embedding.
+            StateError: an adapter adapts the embedding.
         """
         sizes = new_num_tokens, pad_to_multiple_of
         resize = functools.partial(super().resize_token_embeddings, *sizes, mean_resizing)
