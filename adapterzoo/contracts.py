@@ -343,7 +343,7 @@ class PromptAdapter(Adapter):
         at = base.call.added(self.shared_key, x)  # [rows, length]
         if at is None:
             return y
-        at = at.unsqueeze(-1).expand(-1, -1, y.shape[-1])  # [rows, length, d]
+        at = at.to(y.device).unsqueeze(-1).expand(-1, -1, y.shape[-1])  # [rows, length, d]
         return y.scatter(1, at, self.prompt(base).to(y).expand(at.shape))
 
 

@@ -22,7 +22,7 @@ from adapterzoo.composition import Copies, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.runtime import ActiveState, Frame, SharedInput
 
-from .joining import entered, join, places_in
+from .joining import check_called, entered, join, places_in
 from .parts import ExpertAdapters
 from .views import LayerCall, matrix, own, stores_transposed
 
@@ -182,6 +182,7 @@ def recorded(
     context, plan = active.call, active.plan
     given = {**dict(zip(positions, args, strict=False)), **kwargs}
     joined = context.joined
+    is_first = plan.prompts is not None and joined is None
     if plan.prompts is not None and joined is None:
         joined, changed = join(plan.prompts, plan.rows, path, given, context.generation is not None)
         if joined is not None:
@@ -195,6 +196,8 @@ def recorded(
             given = entered(module, path, joined, context, given)
             args, kwargs = (), given
         yield args, kwargs
+        if is_first and joined is not None:
+            check_called(joined)
     finally:
         context.stacks.pop()
 

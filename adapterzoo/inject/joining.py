@@ -232,5 +232,19 @@ def entered(
     return {**given, "inputs_embeds": embeds}
 
 
+def check_called(joined: Joined) -> None:
+    """Check that the tokens have joined the others.
+
+    Raises:
+        StateError: the model has not called the layer that they join.
+    """
+    if joined.adds and not joined.is_called:
+        raise StateError(
+            f"{_names(joined.prompts)} adds tokens, and the model has embedded its own in another "
+            f"way than by {joined.prompts.tokens.table or joined.prompts.tokens.embeddings!r}. "
+            f"Activate an adapter of another method."
+        )
+
+
 def _as_it_is(x: Tensor) -> Tensor:
     return x

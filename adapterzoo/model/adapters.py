@@ -75,7 +75,11 @@ def init_values(model: AdaptedModel, path: str, adapter: Adapter) -> None:
 
 
 def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -> None:
-    """Give what the layers of a fresh adapter share the initial values that a text has."""
+    """Give what the layers of a fresh adapter share the initial values that a text has.
+
+    Raises:
+        ConfigError: the text has no embeddings.
+    """
     tokens = model.anatomy.tokens
     path = None if tokens is None else tokens.table
 
