@@ -163,6 +163,7 @@ def recorded(
     path: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    with_head: bool = False,
 ) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
     """Let the adapters inside an encoder or decoder see what it was given, while it runs.
 
@@ -175,6 +176,7 @@ def recorded(
         path: of the module below the base model.
         args: of the call.
         kwargs: of the call.
+        with_head: whether the module is a model around the one at the path.
 
     Yields:
         The arguments to call it with.
@@ -192,7 +194,7 @@ def recorded(
     call = RecordedCall(path, given, context.generation, places)
     context.stacks.append(Frame(call, shared, module, joined))
     try:
-        if joined is not None and given.get("inputs_embeds") is not None:
+        if joined is not None and not with_head and given.get("inputs_embeds") is not None:
             given = entered(module, path, joined, context, given)
             args, kwargs = (), given
         yield args, kwargs

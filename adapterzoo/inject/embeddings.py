@@ -62,5 +62,10 @@ def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -
         )
     if not joined.is_laid_out:
         joined.lay_out(y.shape[0], y.shape[1], None, y.device)
+    elif y.shape[1] != joined.length - joined.count:
+        raise StateError(
+            f"the module that embeds returned {list(y.shape)} for {joined.length - joined.count} "
+            f"tokens, so that the places of others are not known. Write joins='inputs'."
+        )
     wide = joined.extended(y, 0.0)
     return (wide, *out[1:]) if isinstance(out, tuple) else wide

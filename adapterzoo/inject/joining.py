@@ -219,9 +219,6 @@ def entered(
     if prompts.joins != "inputs" or table is None or not at_stack:
         return given
     layer = module.get_submodule(table.removeprefix(f"{path}.") if path else table)
-    if "adapters" not in layer._modules:
-        # the whole model, of which the base model is called next
-        return given
     adapters = cast("Any", layer._modules["adapters"])._modules
     base = LayerCall(layer, functools.partial(_as_it_is), context=context)
     embeds = given["inputs_embeds"]

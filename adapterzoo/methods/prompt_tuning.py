@@ -107,11 +107,7 @@ class PromptTuningConfig(AdapterConfig):
         site = None if tokens is None else tokens.site(self.joins)
         if tokens is None or site is None:
             inputs = self.joins == "inputs"
-            why = (
-                "reads no tokens in one place"
-                if inputs
-                else "has no module that embeds with positions"
-            )
+            why = "reads no tokens" if inputs else "has no module that embeds with positions"
             other = tokens is not None and tokens.site("embeddings" if inputs else "inputs")
             use = f"joins={'embeddings' if inputs else 'inputs'!r}" if other else "LoRAConfig()"
             raise SiteError(

@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 from families import tiny_config
+from snapshots import stir
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -615,3 +616,38 @@ def test_continuous_batching_is_refused():
     model = made("llama", AutoModelForCausalLM, a=prompt())
     with pytest.raises(StateError, match="packs requests"):
         model.generate_batch([[5, 6, 7]])
+
+
+def test_a_union_and_embeddings_of_the_caller():
+    """Beside LoRA at the table, with heads, whether the caller embeds the tokens or the model."""
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("llama")).double().eval()
+    model.add_adapter("u", "prompt_tuning[prompt_length=3]|seq_bn")
+    model.add_adapter("l", "lora[target_modules=['embed_tokens','q_proj']]")
+    stir(model, "l")
+    model.add_causal_lm_head("h")
+    with torch.no_grad():
+        model.set_active_adapters(Stack("u", "l"))
+        out = model(input_ids=IDS, attention_mask=RIGHT, labels=IDS)
+        # the table alone looks words up, with its adapters
+        words = model.get_input_embeddings()(IDS)
+        assert words.shape[1] == IDS.shape[1]
+        again = model(inputs_embeds=words, attention_mask=RIGHT, labels=IDS)
+    torch.testing.assert_close(again.loss, out.loss)
+    torch.testing.assert_close(again.logits, out.logits)
+
+
+def test_images_have_rows_of_one_length():
+    model = made("vit", a=prompt(joins="embeddings"), b=prompt(2, joins="embeddings"))
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    alone = hidden(model, pixel_values=images)
+    with pytest.raises(CompositionError, match="different lengths"):
+        model(pixel_values=images, adapter_names=["a", "b"])
+    torch.testing.assert_close(hidden(model, pixel_values=images, adapter_names=["a", "a"]), alone)
+
+
+def test_what_embeds_in_another_way_is_refused():
+    model = made("bert", a=prompt())
+    model.embeddings.forward = lambda **kwargs: torch.zeros(2, 9, 32, dtype=torch.float64)
+    with pytest.raises(StateError, match="in another way"):
+        model(input_ids=IDS)

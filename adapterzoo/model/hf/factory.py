@@ -307,9 +307,11 @@ def _run(
     active = whole._active
     plan = active.plan
     # tokens that are added need room in what the head of a class gets, such as labels
-    if not plan.stacks or (whole._backbone is not whole and plan.prompts is None):
+    with_head = whole._backbone is not whole
+    if not plan.stacks or (with_head and plan.prompts is None):
         return method(model, *args, **kwargs)
-    with inject.recorded(whole, positions, active, "", args, kwargs) as (args, kwargs):
+    call = inject.recorded(whole, positions, active, "", args, kwargs, with_head)
+    with call as (args, kwargs):
         return method(model, *args, **kwargs)
 
 
