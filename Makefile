@@ -1,17 +1,17 @@
 # make quickstart   trains two adapters on a real model and real data, in three minutes
 # make compare      the same for all methods, on more rows
-# make test         lint, types, import layers and the quick tests: before each commit
-# make sweep        the rest: every architecture, dtype, kernel configuration, notebook and page
-# make docs         the documentation site, offline, in build/docs/html; make links follows its links
-# make readme       what the README shows, in an environment with what the package declares
-# make notebooks    runs the notebooks from top to bottom, and keeps what they print and draw
+# make test         lint, types, import layers and the quick tests; run before each commit
+# make sweep        the other tests: every architecture, dtype, kernel configuration, notebook and page
+# make docs         builds the site offline into build/docs/html; make links checks its links
+# make readme       runs the code of the README with only the declared dependencies
+# make notebooks    runs the notebooks from top to bottom and saves their outputs
 # make fuzz         random sequences of calls on tiny models: make fuzz ARGS="--minutes 10"
-# make mutants      how many of 60 planted bugs the tests catch; takes an hour or two
-# make bench        what adapters cost on this CPU, beside the base model and PEFT
-# make bench-gpu    the same on a GPU, in 8 minutes; with its torch: make TORCH=torch bench-gpu
+# make mutants      counts how many of 60 planted bugs the tests catch; takes an hour or two
+# make bench        measures the cost of adapters on this CPU, compared with PEFT
+# make bench-gpu    the same on a GPU, in 8 minutes: make TORCH=torch bench-gpu
 #
-# Each makes the virtual environment when it is missing and needs only Python and make.
-# To use another torch than the one CI tests:   make TORCH=torch quickstart
+# Each command creates the virtual environment if it is missing and needs only Python and make.
+# To use a torch other than the one CI tests:   make TORCH=torch quickstart
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,18 +19,18 @@ WORKERS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
-# no warning of conflicts: the packages of DATA come without the requirements they declare
+# no warnings about conflicts: the packages in DATA are installed without their dependencies
 PIP := -m pip --disable-pip-version-check --no-input -qq
 INSTALL := $(BIN)/python $(PIP) install --no-warn-conflicts
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
 
-# a torch of one's own brings its own triton, so neither pin may hold it back
+# another torch needs its own triton, so neither is pinned
 UNPINNED := $(if $(filter $(PINNED_TORCH),$(TORCH)),^$$,^(torch|triton)==)
 CONSTRAINTS := $(VENV)/constraints.txt
 DATA := examples/data-requirements.txt
 
-# content, not time: a fresh clone has fresh times; the version stands in the installed metadata
+# content, not times: a fresh clone has new times; the version is part of the installed metadata
 KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 	grep '^__version__' adapterzoo/__init__.py) | cksum | cut -d ' ' -f 1)
 
@@ -42,7 +42,7 @@ KEY := $(shell (cat pyproject.toml constraints.txt $(DATA); echo '$(TORCH)'; \
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
-# threads that wait without spinning: on cores that others use too, spinning costs most of the time
+# threads wait without spinning: on shared cores, spinning takes most of the time
 quickstart compare: export OMP_WAIT_POLICY = PASSIVE
 quickstart: $(VENV)/.quickstart-$(KEY)
 	@$(BIN)/python examples/quickstart.py $(ARGS)
@@ -50,7 +50,7 @@ quickstart: $(VENV)/.quickstart-$(KEY)
 compare: $(VENV)/.quickstart-$(KEY)
 	@$(BIN)/python examples/quickstart.py --methods all --train-rows 3000 --test-rows 2000 --output runs/compare $(ARGS)
 
-# a wheel, and beside it only what it declares
+# a wheel with only its declared dependencies
 readme: $(VENV)/.test-$(KEY)
 	rm -rf build/readme
 	$(BIN)/python $(PIP) wheel --no-deps --no-build-isolation -w build/readme .
@@ -88,7 +88,7 @@ floors: $(VENV)/.test-$(KEY)
 figures: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m tests.figures $(ARGS)
 
-# -W -n: a warning is an error, and so is a name that leads nowhere
+# -W -n: warnings are errors, and so are unresolved names
 docs links: export OMP_NUM_THREADS = 1
 docs links: export HF_HUB_OFFLINE = 1
 docs links: SPHINX = $(BIN)/python -m sphinx -W -n --keep-going -q -d build/docs/doctrees
@@ -96,11 +96,11 @@ docs: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b html docs build/docs/html
 	$(BIN)/python docs/check_links.py build/docs/html
 
-# the links to other sites, which need a network
+# checks links to other sites; needs a network
 links: $(VENV)/.docs-$(KEY)
 	$(SPHINX) -b linkcheck docs build/docs/links
 
-# two processes of many threads each slow one another down tenfold: one thread each
+# two processes with many threads each slow each other down tenfold, so one thread each
 tests sweeps coverage devices architectures fuzz: export OMP_NUM_THREADS = 1
 tests sweeps coverage devices architectures fuzz: export HF_HUB_OFFLINE = 1
 tests sweeps: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -116,15 +116,15 @@ coverage: $(VENV)/.test-$(KEY)
 fuzz: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/fuzz/run.py $(ARGS)
 
-# the table that tests/test_devices.py compares with what it finds
+# writes the table that tests/test_devices.py checks
 devices: $(VENV)/.test-$(KEY)
 	$(BIN)/python tests/devices_table.py
 
-# the table that tests/test_anatomy.py and tests/test_architectures.py compare with what they find
+# writes the table that tests/test_anatomy.py and tests/test_architectures.py check
 architectures: $(VENV)/.test-$(KEY)
 	$(BIN)/python -m tests.architectures docs/architectures.md --workers $(WORKERS)
 
-# records anew and goes on to kill; tests/mutation/__init__.py says what each step does
+# records again, then kills; tests/mutation/__init__.py describes each step
 mutants: $(VENV)/.test-$(KEY)
 	rm -rf build/mutants
 	$(BIN)/python -m tests.mutation record --pytest "-n $(WORKERS) --dist worksteal"
@@ -142,7 +142,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("adapterzoo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Write: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@$(PYTHON) -m venv $(VENV)
 
-# the quickstart imports a small part of what is installed: bytecode is made of that alone
+# the quickstart imports only a small part of what is installed; only that part is compiled to bytecode
 $(VENV)/.quickstart-$(KEY): INSTALL += --no-compile
 $(VENV)/.%-$(KEY): | $(BIN)/python
 	@grep -vE '$(UNPINNED)' constraints.txt > $(CONSTRAINTS)

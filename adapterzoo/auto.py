@@ -30,7 +30,7 @@ class AutoAdapterModel:
     """
 
     def __init__(self) -> None:
-        """Refuse: there is no object of this class.
+        """Refuse: the class has no instances.
 
         Raises:
             StateError: always.

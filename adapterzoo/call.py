@@ -208,7 +208,7 @@ class LayerStackCall(StackCall):
             found = next((seen for seen in read if seen is not None), None)
             if found is None:
                 # attention that is given no mask sees all tokens
-                if not masks or ("attention_mask" in self._own and own is None):
+                if mask is None or ("attention_mask" in self._own and own is None):
                     return None
                 raise StateError(_unreadable(mask, rows, tokens))
             real = found
@@ -322,7 +322,9 @@ def _attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
         tokens: of the call.
         cached: tokens of the calls before.
     """
-    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.shape[0] not in (1, rows):
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 3, 4):
+        return None
+    if mask.shape[0] not in (1, rows) or (mask.dim() > 2 and mask.shape[-2] not in (1, tokens)):
         return None
     keys = mask.shape[-1]
     if keys < tokens or (mask.dim() == 2 and keys != cached + tokens):

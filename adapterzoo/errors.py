@@ -143,10 +143,7 @@ def naming(
     try:
         yield
     except AdapterZooError as error:
-        text = call if isinstance(call, str) else call()
-        # some functions below still name their caller themselves
-        if not str(error).startswith((f"{text}: ", f"{text.partition('(')[0]}(")):
-            error.args = (f"{text}: {error}", *error.args[1:])
+        error.args = (f"{call if isinstance(call, str) else call()}: {error}", *error.args[1:])
         raise
     finally:
         _calls.inside, _calls.spell = False, None

@@ -302,6 +302,28 @@ class ConfigType(ABCMeta):
         return inspect.Signature(parameters)
 
 
+def refuse_missing_layers(config: Any, count: int) -> None:
+    """Check that a model has the layers whose numbers are in a config.
+
+    Args:
+        config: of a method.
+        count: of the model's layers.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    for name, (check, _) in checks(cast("Any", type(config))).items():
+        are_layers = any(isinstance(c, Layers) for c in (check, *vars(check).values()))
+        asked = getattr(config, name) if are_layers else ()
+        if isinstance(asked, tuple) and (missing := [n for n in asked if n >= count]):
+            kept = [n for n in asked if n < count] or [*range(count)][-1:]
+            raise ConfigError(
+                f"{type(config).__name__}({name}={[*asked]}): there is no block "
+                f"{listing(missing)} in a model with {count} blocks, numbered from 0. Write "
+                f"{name}={kept}."
+            )
+
+
 def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:
     """Return a config of the class with these fields; `shown` begins the message.
 

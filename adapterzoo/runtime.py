@@ -43,7 +43,7 @@ class Plan:
 
     Attributes:
         setup: the composition it was made from; None for the plain base model.
-        heads: the heads that answer; empty where the plan says nothing of heads.
+        heads: the heads that answer; empty if the plan chooses none.
         steps: site path to what the site evaluates; sites with nothing to do are absent.
         captures: path of a module to the sites that read its input.
         shared_inputs: path of a module to those of its layers that read one input: the name of
@@ -80,7 +80,7 @@ class Default:
             plan: None for that of the plain base model.
         """
         self.plan = Plan() if plan is None else plan
-        # what layers of one adapter share, by its name; the model has it among its modules
+        # modules that layers of one adapter share, by its name; they are modules of the model
         self.shared: nn.ModuleDict | None = None
         # the innermost block of the calling thread and task
         self.block: ContextVar[Block | None] = ContextVar("block", default=None)
@@ -97,7 +97,7 @@ class Default:
 
 @dataclass(slots=True)
 class Held:
-    """What a block says.
+    """The state of a block.
 
     Attributes:
         plan: what holds.
@@ -108,7 +108,7 @@ class Held:
     gone: str | None = None
 
 
-# also taken while a block is freed, which may happen wherever memory is allocated
+# reentrant: also taken when a block is freed, which may happen at any allocation
 _blocks_lock = threading.RLock()
 
 
@@ -142,22 +142,21 @@ class Block:
             self._default.by_tasks = any(b.owner is not None for b in others)
 
 
-# numbers of an input
+# an input of so many numbers is small
 FEW = 1 << 14
 
 
 class SharedInput:
-    """The adapters of query, key and value, or of gate and up, in one call of what holds them.
+    """The adapters of query, key and value, or of gate and up, in one call of their module.
 
-    What is made for the others when the first one asks waits for them. Each gets it once, and
-    only for the very tensor that it was made from: whoever passes another one, or asks again, has
-    it made anew.
+    The first one to ask also computes the parts of the others, which are kept for them. Each part
+    is handed out once, and only for the very tensor that it was computed from.
     """
 
     __slots__ = ("_members", "_waiting")
 
     def __init__(self, members: Sequence[Adapter]) -> None:
-        """Nothing is made yet.
+        """Start without parts.
 
         Args:
             members: adapters of any classes.
@@ -166,10 +165,10 @@ class SharedInput:
         self._waiting: list[tuple[SharedInputAdapter, Tensor, Any]] = []
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """What the adapter, which need not be a member, makes of x `[*batch, d_in]`."""
+        """Return what the adapter, a member or not, computes from x `[*batch, d_in]`."""
         kind = type(adapter)
-        # of few tokens it costs more calls than it saves, but on a GPU launches count; training and
-        # evaluation do the same, so that without dropout they have the same bits
+        # for few tokens sharing costs more calls than it saves, except on a GPU, where launches
+        # count; training and evaluation do the same, so that without dropout bits are equal
         if x.numel() <= FEW and mode.is_plain(x):
             return kind.from_input((adapter,), x)[0]
         for i, (owner, source, part) in enumerate(self._waiting):
@@ -182,7 +181,7 @@ class SharedInput:
         if len(others) < len(self._members):
             alike += [m for m in others if type(m) is kind and m.shared_input_key == key]
         made = kind.from_input(alike, x)
-        # what was made of another tensor before, and nobody has asked for, goes
+        # drop unused results for other tensors
         self._waiting = [
             entry for entry in self._waiting if entry[1] is x and entry[0] not in alike
         ]
@@ -191,7 +190,7 @@ class SharedInput:
 
 
 class CallContext:
-    """What happens in the calls of one thread; each entry is dropped with the call that made it.
+    """The state of the running calls of one thread; an entry ends with the call that made it.
 
     Attributes:
         captures: path of a site to the residual stream on its way from a captured module to it.
@@ -291,25 +290,24 @@ class ActiveState(threading.local):
         """Start with a default plan; runs anew, with the same argument, in each thread.
 
         Args:
-            default: shared by all threads. It must be given: what was made here would be made
-                anew, and empty, in each thread.
+            default: shared by all threads. A default value would be made anew in each thread.
         """
         self.default = default
-        # of the call that runs
+        # of the running call
         self.override: Plan | None = None
-        # for compiled code: what the block says that code outside of tasks has entered, what the
-        # one says that a task has entered or come back to last, and the coroutine of that task
+        # for compiled code: the block that code outside of tasks has entered, the one that a task
+        # has entered or resumed last, and the coroutine of that task
         self.noted: Held | None = None
         self.noted_of_task: Held | None = None
         self.owner: Any = None
-        # of the calls that run in this thread
+        # of the running calls of this thread
         self.call = CallContext(default)
         self._pinned: ActiveState | None = None
 
     @property
     def plan(self) -> Plan:
         """The plan that holds for the calling thread and task."""
-        # asked at every layer: by far the usual case is first
+        # runs at every layer: the usual case comes first
         if self.override is None and not self.default.has_blocks:
             return self.default.plan
         held = self.held
@@ -342,14 +340,14 @@ class ActiveState(threading.local):
         return self.plan.heads if held is None else held.plan.heads
 
     def _held(self) -> Held | None:
-        """What the innermost block says."""
+        """Return the state of the innermost block."""
         if torch.compiler.is_dynamo_compiling():
             return self._noted()
         block = self.default.block.get()
         return None if block is None else block.held
 
     def _noted(self) -> Held | None:
-        """The same for compiled code, which cannot ask the context."""
+        """Return the same in compiled code, which cannot read the context variable."""
         if not self.default.by_tasks:
             return self.noted
         if self.owner is not None:
@@ -378,7 +376,7 @@ class ActiveState(threading.local):
             self.call.captures.clear()
 
     def resumable(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return what makes a later call, perhaps in another thread, see what this one sees.
+        """Return a context maker that shows a later call, in any thread, what this one sees.
 
         Gradient checkpointing computes a block again in the backward pass.
 
@@ -436,7 +434,7 @@ class ActiveState(threading.local):
         self.override = self.override and change(self.override)
 
     def forget(self, name: str) -> None:
-        """An adapter is gone: a block that some thread or task still holds must not run without.
+        """Note that an adapter is gone: a block that still names it must not run without it.
 
         Args:
             name: of the adapter.
@@ -453,7 +451,7 @@ class ActiveState(threading.local):
             return [b for b in self.default.blocks if b.is_open and b.thread == thread]
 
     def pinned(self) -> ActiveState:
-        """A selection of its own that holds, in every thread, what the calling thread sees now.
+        """Return a state that shows every thread what the calling thread sees now.
 
         It is the same one until the plan changes: the layers of a replica pass their taps on
         through it.
@@ -469,7 +467,7 @@ class ActiveState(threading.local):
         return ActiveState, (self.default,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActiveState:
-        """A selection that shares nothing with this one; plans are immutable and stay shared."""
+        """Return a state that shares only immutable plans with this one."""
         copied = ActiveState(Default(self.default.plan))
         memo[id(self)] = copied
         copied.default.shared = copy.deepcopy(self.default.shared, memo)

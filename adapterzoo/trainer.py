@@ -24,7 +24,7 @@ from .model.mixin import AdapterModelMixin
 from .model.state import fusion_modules, parameters_of
 from .model.training import trainable_when_quantised
 
-# whatever a base model can answer besides the scores of a head
+# outputs of base models besides the scores of a head
 _OUTPUTS = frozenset(
     field.name
     for cls in vars(modeling_outputs).values()
@@ -76,7 +76,7 @@ class AdapterTrainer(Trainer):
             tokenizer: other name of `processing_class`, as in AdapterHub.
             processing_class: saved beside the adapters.
             model_init: makes the model, instead of `model`.
-            adapter_names: what `set_active_adapters` shall be called with.
+            adapter_names: the argument for `set_active_adapters`.
             **kwargs: as `Trainer` takes them.
 
         Raises:
@@ -106,11 +106,11 @@ class AdapterTrainer(Trainer):
                 f"parameter, and these checkpoints hold whole ones. Leave out fsdp=… and "
                 f"deepspeed=…, or write Trainer(…)."
             )
-        # _counted has shifted them
+        # `_counted` has shifted the labels
         self._loss_shifts_labels = False
         heads = self._heads()
         if heads:
-            # all named heads take it, whatever the classes of the family say
+            # all named heads take it, even if the classes of the family do not
             self.model_accepts_loss_kwargs = True
             if self.args.label_names is None:
                 names = [n for head in heads.values() for n in head.config.label_names]
@@ -213,7 +213,7 @@ class AdapterTrainer(Trainer):
             )
             # at least 1: labels that are all ignored give the loss 0
             return items.clamp(min=1) if isinstance(items, Tensor) else items
-        # what computes the mean over a batch by itself gets its share in compute_loss
+        # a model that averages over the batch itself gets its share in compute_loss
         self._usual_count = number / batches
         return None
 
@@ -250,7 +250,7 @@ class AdapterTrainer(Trainer):
         share = self._share(inputs) if model.training and num_items_in_batch is None else 1.0
         heads = self._heads()
         if heads and (self.label_smoother is not None or self.compute_loss_func is not None):
-            # Trainer takes the labels away, from which the inputs of a decoder are made
+            # Trainer removes the labels, from which the decoder inputs are made
             if (labels := decoder_labels(heads.values(), inputs)) is not None:
                 shift_labels(self._adapted, inputs, labels)
             if self.compute_loss_func is None:
@@ -259,7 +259,7 @@ class AdapterTrainer(Trainer):
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
         if share == 0.0 and "logits" in outputs:
-            # the mean over no label is not a number, and neither is its gradient
+            # the mean over no labels is NaN, and so is its gradient
             loss = outputs["logits"].sum() * 0.0
         elif share != 1.0:
             loss = loss * share
@@ -302,7 +302,7 @@ class AdapterTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Loss, scores and labels of a batch; the scores of several heads one after the other.
+        """Return loss, scores and labels of a batch; scores of several heads in one tuple.
 
         Args:
             model: perhaps wrapped.
@@ -369,7 +369,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _count(labels: Tensor) -> int:
-    """Return how many of the labels count."""
+    """Return the number of labels that count."""
     return int((labels != -100).sum())
 
 

@@ -26,40 +26,40 @@ Columns = dict[str, modes.Cells]
 
 HEAD = f"""# Methods, dtypes and the ways a model runs
 
-Made by `make devices`, which runs every cell; `tests/test_devices.py` runs them again and compares.
-{modes.GREEN} is a cell that ran and held, {RED} one that did not.
+Written by `make devices`, which runs every cell; `tests/test_devices.py` runs them again and compares.
+{modes.GREEN} marks a cell that passed, {RED} one that did not.
 
-Each cell is a tiny BERT of two blocks (of one where it is compiled or replicated) with two adapters
-of the method and two classification heads, base, adapters and heads in the dtype, of which one
+Each cell tests a tiny BERT of two blocks (one block if compiled or replicated) with two adapters
+of the method and two classification heads. Model, adapters and heads have the given dtype. One
 adapter and one head are trained for one step of SGD.
-The dtype of the logits must be that of the model; gradients must reach all parameters of the
-trained adapter and head, and no other parameter; the step must change the same ones; logits before
-and after the step and every gradient must be finite and near to an independent truth. A new config
-class enters by itself, under the first name that is registered for it.
+The dtype of the logits must be that of the model. Gradients must reach all parameters of the
+trained adapter and head, and no others, and the step must change exactly these parameters. Logits
+before and after the step and all gradients must be finite and close to an independent reference. New
+config classes are added automatically, under the first name registered for them.
 
-| mode | what runs | the truth |
+| mode | what runs | reference |
 | --- | --- | --- |
-| eager | the model | the same parameters in float64; for float64 itself, also central differences, of the head alone where a method holds a part of its formula constant |
-| autocast | under `torch.autocast` to the dtype of a half-precision model, else to each half precision in turn; logits are of that dtype, gradients of their parameter's; a float64 model, which autocast leaves alone, stays exact | float64 |
-| compiled | a block under `torch.compile(fullgraph=True)`: one graph, and no other after the step | the same dtype, eager |
-| DDP | two processes on gloo, each with half of the batch | float64 in one process on the whole batch |
-| FSDP2 | the same, `fully_shard` on every block and on the model; keys of the state dict stay | float64 in one process on the whole batch |
-| fake replica | two replicas as DataParallel makes them, each with half of the batch; then, without numbers, each on a pretend GPU of its own, where an operand on the other one raises | float64 on the whole batch |
-| checkpointed | gradient checkpointing, reentrant and not, with dropout; the block must run again | the same dtype without checkpointing, bit for bit |
+| eager | the model | the same parameters in float64; for float64 itself, also central differences, only for the head if a method treats part of its formula as constant |
+| autocast | under `torch.autocast` to the dtype of a half-precision model, otherwise to each half precision in turn; logits have that dtype, gradients the dtype of their parameter; a float64 model, which autocast does not change, stays exact | float64 |
+| compiled | a block under `torch.compile(fullgraph=True)`: one graph, and no new one after the step | the same dtype, eager |
+| DDP | two processes with gloo, each with half of the batch | float64 in one process on the whole batch |
+| FSDP2 | the same, with `fully_shard` on every block and on the model; the state-dict keys do not change | float64 in one process on the whole batch |
+| fake replica | two replicas as DataParallel makes them, each with half of the batch; then, without comparing numbers, each on a separate simulated GPU, where an operand on the other one raises | float64 on the whole batch |
+| checkpointed | gradient checkpointing, reentrant and not, with dropout; the block must be recomputed | the same dtype without checkpointing, bit for bit |
 
 """  # noqa: E501  rows of a table
 
 TOLERANCE = """
-An error may be {halves} eps of the dtype in float16 and bfloat16, and {singles} in float32 and
-float64, times the largest element of a gradient, or a {smallest}th of that of all gradients if this
-is more; of logits, half of it. Half precision has fewer because its products are added up in
-float32. Under autocast the eps is that of the dtype it casts to.
+The error of a gradient may be {halves} eps of the dtype in float16 and bfloat16, and {singles} in
+float32 and float64, times its largest element, or times a {smallest}th of the largest element of
+all gradients if that is more. Logits may have half of this error. Half precision gets fewer eps
+because its products are summed in float32. Under autocast, eps is that of the dtype it casts to.
 
 """
 
-NOTES = f"""{modes.ONE_DTYPE} The adapter keeps its magnitudes in float32 over half precision, and
-`fully_shard` wants one dtype for all that is trained in a block. The cell ran with
-`DoRAConfig(dtype="float32")`, which keeps the whole adapter in float32: write the same.
+NOTES = f"""{modes.ONE_DTYPE} The adapter keeps its magnitudes in float32 over a half-precision
+model, and `fully_shard` needs one dtype for all trained parameters of a block. The cell ran with
+`DoRAConfig(dtype="float32")`, which keeps the whole adapter in float32: use the same.
 """
 
 

@@ -270,9 +270,13 @@ def test_two_levels_are_legal():
         (lambda: Average("a", weights=0.5), "weights=0.5", "Write weights=[1.0]"),
         (lambda: Average("a", weights=object), "<class 'object'>", "Write weights=[1.0]"),
         (lambda: Average("a", weights=[float("nan")]), "[nan]", "Write weights=[1.0]"),
-        (lambda: Average("a", None), "None is no name", "Write Average('a'"),
+        (
+            lambda: Average("a", None),
+            "None is neither the name of an adapter nor",
+            "Write Average('a'",
+        ),
         (lambda: Parallel(), "Parallel()", "Write Parallel('a'"),
-        (lambda: Fuse("a", None), "None is no name", "Write Fuse('a'"),
+        (lambda: Fuse("a", None), "None is neither the name of an adapter nor", "Write Fuse('a'"),
         (
             lambda: rows_of(
                 Stack(

@@ -32,7 +32,7 @@ CONFIGS = sorted(
         cls
         for root in (AdapterConfig, AdapterFusionConfig, HeadConfig)
         for cls in family(root)
-        if cls is not ConfigUnion
+        if not issubclass(cls, ConfigUnion)
     },
     key=lambda cls: cls.__name__,
 )

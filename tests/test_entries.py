@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AlbertConfig,
     AlbertModel,
+    AutoConfig,
     AutoModel,
     ResNetConfig,
     ResNetModel,
@@ -150,3 +151,12 @@ def test_a_model_without_an_entry_says_why(reason):
         anatomy = find(WITHOUT[reason]())
     assert anatomy.entry is None
     assert reason in anatomy.no_entry
+
+
+def test_the_entry_is_that_of_the_stack_which_the_embeddings_feed():
+    """GIT and CLVP have towers of images and of speech before that of tokens."""
+    for model_type, path in (("git", "encoder.layer.0.entry"), ("clip", "text_model")):
+        with torch.device("meta"):
+            anatomy = find(AutoModel.from_config(AutoConfig.for_model(model_type)))
+        assert anatomy.entry.path.startswith(path)
+        assert len(anatomy.stacks) == 2

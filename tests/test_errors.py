@@ -139,3 +139,26 @@ def test_arguments_are_spelled_for_the_reader():
         with naming("save_adapter('a')"):
             assert argument("format", "peft") == "--format peft"
     assert argument("format", "peft") == "format='peft'"
+
+
+def _named(tree):
+    """The functions of a file whose errors `names_call` prefixes."""
+    for node in ast.walk(tree):
+        decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", ())]
+        if "names_call" in decorators:
+            yield node.name
+        if "names_calls" in decorators:
+            yield from (member.name for member in node.body if isinstance(member, ast.FunctionDef))
+
+
+def test_no_message_names_the_public_function_that_the_decorator_names():
+    """It would say the call twice."""
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    public = {name for tree in trees for name in _named(tree)}
+    assert {"add_adapter", "set_output_embeddings", "load_adapter"} <= public
+    twice = []
+    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if call.args and ast.unparse(call.func).endswith("Error"):
+            text = ast.unparse(call.args[0]).lstrip("f'\"(")
+            twice += [text] if text.partition("(")[0] in public and "(" in text else []
+    assert not twice

@@ -1,29 +1,57 @@
-"""Attention sites: modules that call the attention function which their config names.
+"""Attention sites: attention modules that can be given keys and values beside their own.
 
 transformers 5 lets an attention module look its function up by the config's name for it. Such a
-module can be given a function of ours; one that computes attention by itself cannot.
+module can be given a function of ours. Of those that compute attention by themselves, `INLINE`
+lists the ones whose operations can be followed. Linear attention has no keys that a prefix could
+join.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from types import CodeType
 from typing import Any, cast
 
 from torch import nn
 
 from .names import below
-from .sites import Attention, Block
+from .sites import Attention, Block, Site
 from .tree import Tree
 
 # the table of attention functions, by its name in the code of a forward
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 _WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "qk_head_dim")
+_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_heads_per_partition")
+# state-space and linear attention, by class
+_LINEAR = re.compile(r"DeltaNet|DeltaAttention|Linear\w*Attention|LightningAttention|Rwkv|[mx]LSTM")
+# keys that are repeated before the function gets them: class to the attribute that says how often
+_REPEATED = {"JetMoeAttention": "top_k"}
+# attention that computes its scores by itself, in operations that `inject.inline` follows, by class
+INLINE = frozenset(
+    (
+        "BarkSelfAttention", "BloomAttention",
+        "BrosSelfAttention", "CanineSelfAttention", "ClapAudioSelfAttention", "ClvpSelfAttention",
+        "CodeGenAttention", "CpmAntAttention", "Data2VecVisionSelfAttention",
+        "DonutSwinSelfAttention", "FalconAttention", "FlavaSelfAttention",
+        "GLPNEfficientSelfAttention", "GPTJAttention", "GPTNeoSelfAttention",
+        "GPTNeoXJapaneseAttention", "GitSelfAttention", "GotOcr2VisionAttention",
+        "GroupViTAttention", "ImageGPTAttention", "LayoutLMv3SelfAttention", "LxmertAttention",
+        "MPNetSelfAttention", "MaskFormerSwinSelfAttention", "MegatronBertSelfAttention",
+        "MgpstrAttention", "MobileViTSelfAttention", "MptAttention", "MultiHeadAttention",
+        "MvpAttention", "PvtEfficientSelfAttention", "PvtV2SelfAttention", "RemBertSelfAttention",
+        "RoFormerSelfAttention", "SamHQVisionAttention", "SamVisionAttention", "SegGptAttention",
+        "TapasSelfAttention", "TimesformerSelfAttention", "TvpAttention",
+        "UnlimitedOcrSamVisionAttention", "ViltSelfAttention", "VisualBertSelfAttention",
+        "VitDetAttention", "XGLMAttention",
+    )
+)  # fmt: skip
 
 
 def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Attention, ...], str]:
-    """The attention modules in the blocks that look their function up, in model order.
+    """The attention modules in the blocks that can take a prefix, in model order.
 
     Args:
         tree: of the model.
@@ -36,50 +64,85 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Attention,
     missing = ""
     for block in blocks:
         own: list[Attention] = []
+        linear: list[str] = []
         for path, module in tree.branch(block.path).modules:
-            whole = f"{block.path}.{path}" if path else block.path
-            if not hasattr(module, "config") or not _looks_up(cast("Any", type(module))):
+            whole = f"{block.path}.{path}" if path and block.path else path or block.path
+            if _LINEAR.search(type(module).__name__):
+                linear.append(whole)
+            # a block of parallel lists has parts of the model's modules
+            if not _reads(block, whole, module):
                 continue
-            made = _attention(block, whole, module)
+            made = _attention(tree, block, whole, module)
             if isinstance(made, str):
                 missing = missing or f"{whole!r}: {made}"
             else:
                 own.append(made)
-        covered = [s for s in block.sites if any(below(s.path, a.path) for a in own)]
-        outs = [s for s in block.sites if s.role in ("query", "qkv") and s not in covered]
-        if outs and not missing:
-            missing = f"{outs[0].path!r}: its attention computes scores by itself"
+        covered = (*(a.path for a in own), *linear)
+        outs = (s for s in block.sites if s.role in ("query", "qkv"))
+        left = next((s for s in outs if not any(below(s.path, path) for path in covered)), None)
+        if left is not None and not missing:
+            missing = f"{left.path!r}: its attention computes scores by itself"
         found += own
     return tuple(found), missing
+
+
+def is_inline(cls: type) -> bool:
+    """Whether an attention of the class computes its scores by itself."""
+    return not _looks_up(cast("Any", cls))
+
+
+def _reads(block: Block, path: str, module: nn.Module) -> bool:
+    """Whether a module is an attention of the block that can take a prefix."""
+    if vars(module).get("config") is not None and _looks_up(cast("Any", type(module))):
+        return True
+    return _is_known(cast("Any", type(module))) and any(below(s.path, path) for s in block.sites)
+
+
+@functools.cache
+def _is_known(cls: Any) -> bool:
+    # a module with adapters has a class of its own
+    return any(c.__name__ in INLINE for c in cls.__mro__)
 
 
 @functools.cache
 def _looks_up(cls: Any) -> bool:
     # also that of a base class: a module with adapters has a class of its own
-    forwards = (inspect.unwrap(vars(c)["forward"]) for c in cls.__mro__ if "forward" in vars(c))
-    codes = (getattr(forward, "__code__", None) for forward in forwards)
-    return any(code is not None and _TABLE in code.co_names for code in codes)
+    return any(_TABLE in code.co_names for code in _forwards(cls))
 
 
-def _attention(block: Block, path: str, module: nn.Module) -> Attention | str:
+def _forwards(cls: type) -> Iterator[CodeType]:
+    for c in cls.__mro__:
+        forward = inspect.unwrap(vars(c)["forward"]) if "forward" in vars(c) else None
+        if inspect.isfunction(forward):
+            yield forward.__code__
+
+
+def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Attention | str:
     """What is known of a module; or why its keys and values have no known shape."""
-    width = next((w for n in _WIDTHS if isinstance(w := getattr(module, n, None), int)), None)
     inside = [s for s in (*block.sites, *block.parts) if below(s.path, path)]
-    keys = [s for s in inside if s.role == "key" and s.output_slice is None]
-    keys = keys or [s for s in inside if s.role == "key"]
-    heads = getattr(module, "num_key_value_heads", None)
-    if width is None:
-        count = getattr(module, "num_attention_heads", getattr(module, "num_heads", None))
-        width = keys[0].d_out // count if keys and isinstance(count, int) and count else None
+    key = _projection(inside, "key")
+    count = _number(module, *_COUNTS)
+    width = _number(module, *_WIDTHS)
+    if width is None and key is not None and count:
+        width = key.d_out // count
     if width is None:
         return "it does not say how wide a head is"
-    value_width = getattr(module, "v_head_dim", width)
-    if value_width != width:
+    heads = _number(module, "num_key_value_heads")
+    value_width = _number(module, "v_head_dim")
+    if value_width is None:
+        value_width = width
+    if key is not None and key.output_slice is None and not key.d_out % width:
+        heads = key.d_out // width
+    elif value_width != width:
         # keys and values are made of a latent one: as many as there are queries
-        heads = getattr(module, "num_heads", None)
-    elif keys and not keys[0].d_out % width:
-        heads = keys[0].d_out // width
-    if not isinstance(heads, int) or not heads:
+        heads = count
+    elif key is not None and not key.d_out % width:
+        heads = key.d_out // width
+    if heads is None:
+        # keys that an earlier block has computed
+        told = tree.branch(path).setting("", "num_key_value_heads")
+        heads = told if isinstance(told, int) else None
+    if not heads:
         return "it does not say how many heads its keys have"
     return Attention(
         path=path,
@@ -87,7 +150,18 @@ def _attention(block: Block, path: str, module: nn.Module) -> Attention | str:
         stack=block.stack,
         cross=any(s.cross for s in inside),
         d_model=block.d_model,
-        heads=heads,
+        heads=heads * (_number(module, _REPEATED.get(type(module).__name__, "")) or 1),
         key_width=width,
         value_width=value_width,
     )
+
+
+def _projection(inside: Iterable[Site], role: str) -> Site | None:
+    named = [s for s in inside if s.role == role]
+    return next((s for s in named if s.output_slice is None), named[0] if named else None)
+
+
+def _number(module: nn.Module, *names: str) -> int | None:
+    """The first of the attributes that is a whole number."""
+    found = (getattr(module, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int)), None)

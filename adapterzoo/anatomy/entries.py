@@ -35,12 +35,14 @@ def entry_of(tree: Tree, blocks: Sequence[Block], repeated: str = "") -> tuple[S
         return None, "it has no blocks"
     path = tree.children(first.stack)[0]
     if path != first.path and first.path not in tree.children(first.stack):
-        return None, f"the parts of {first.path!r} stand in lists, and no module is a block"
+        return None, "the parts of its blocks stand in lists, and no module is a block"
     if repeated:
         return None, repeated
     width = first.d_model
-    if not width:
-        return None, f"the width of {first.path!r} cannot be told"
+    read = _reads(first)
+    others = {_reads(block) for block in blocks if block.stack == first.stack} - {0, read}
+    if not width or (others and read not in (0, width)):
+        return None, f"what {first.path!r} reads has another width than what it returns"
     site = Site(f"{path}.{NAME}", "other", -1, first.stack, "entry", width, width)
     return site, ""
 
@@ -53,9 +55,18 @@ def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
         decoders = {b.stack for b in blocks if any(site.cross for site in b.sites)}
         stacks = [s for s in stacks if s not in decoders] or stacks
     embedding = _embedding_path(tree)
+
+    def near(stack: str) -> tuple[int, int]:
+        return nearness(stack, embedding), -stack.count(".")
+
     # of those equally near the first: stages of a pyramid, or an encoder before its decoder
-    stack = max(stacks, key=lambda s: nearness(s, embedding), default=None)
+    stack = max(stacks, key=near, default=None)
     return next((b for b in blocks if b.stack == stack), None)
+
+
+def _reads(block: Block) -> int:
+    """Width of what the attention of a block reads, 0 without attention."""
+    return next((site.d_in for site in block.sites if site.role in ("query", "qkv")), 0)
 
 
 def _embedding_path(tree: Tree) -> str:

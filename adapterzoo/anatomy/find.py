@@ -62,7 +62,9 @@ def find(model: nn.Module) -> Anatomy:
     inside = {layer for block in blocks for site in block.sites for layer in _layers(site)}
     outside = tuple(_outside(tree, inside))
     attentions, unreachable = attentions_of(tree, blocks)
-    reason = "" if blocks else _why_none(tree)
+    reason = "" if blocks else "no block with attention"
+    if not blocks and any(isinstance(module, nn.Conv2d) for module in tree.modules.values()):
+        reason = "a convolutional network: no block with attention"
     entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
     positions, unmovable = positions_of(tree, blocks)
     tokens = tokens_of(tree, blocks)
@@ -168,13 +170,9 @@ def _read(branch: Branch, stack: str) -> Block:
         d_model=_d_model(sites),
         sites=sites,
         parts=parts,
-        sublayers=streams.sublayers,
-        post_norm=streams.post_norm,
         absent=row.absent | _absent(sites),
-        mixed=streams.mixed,
-        apart=streams.apart,
         states=row.states,
-        note=streams.note,
+        **streams._asdict(),
     )
 
 
@@ -311,7 +309,8 @@ def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None],
         taken = roles[shape.path, None] != "other" or shape.path in fixed
         attends = any(below(shape.path, root) for root in inner)
         if not (taken or attends or ASIDE.search(shape.path)):
-            roles[shape.path, None] = _mlp_role(shape.path)
+            named = (role for role, names in MLP if names.search(shape.path))
+            roles[shape.path, None] = next(named, "other")
     gated = {parent(path) for (path, _), role in roles.items() if role == "mlp_in"}
     for key, role in roles.items():
         if role == "mlp_gate" and parent(key[0]) not in gated:
@@ -348,13 +347,6 @@ def _way_out(
         root = parent(root)
 
 
-def _mlp_role(path: str) -> Role:
-    for role, names in MLP:
-        if names.search(path):
-            return role
-    return "other"
-
-
 def _d_model(sites: tuple[Site, ...]) -> int:
     """Width of the residual stream: what most output projections write."""
     widths = Counter(
@@ -378,9 +370,3 @@ def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
             shape.path, role, -1, "", shape.kind, shape.d_in, shape.d_out,
             parameter=shape.parameter, transposed=shape.transposed, experts=shape.experts,
         )  # fmt: skip
-
-
-def _why_none(tree: Tree) -> str:
-    if any(isinstance(module, nn.Conv2d) for _, module in tree.branch("").modules):
-        return "a convolutional network: no block with attention"
-    return "no block with attention"

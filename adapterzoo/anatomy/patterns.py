@@ -311,7 +311,10 @@ ARCHITECTURES: Mapping[str, Row] = {
         layouts={r"feed_forward_\w+\.gate_up_proj": "in, gate"}
     ),
     "pp_doclayout_v3": _POST,
-    "ProphetNetDecoderLayer": Row(outs={r"self_attn\.out_proj": "self_attn"}),
+    "ProphetNetDecoderLayer": Row(
+        outs={r"self_attn\.out_proj": "self_attn"},
+        states="the main stream with those that predict behind it",
+    ),
     "pvt_v2": Row(norms={r"attention\.layer_norm": None}),
     "reformer": Row(
         absent=frozenset({"key"}),
@@ -361,6 +364,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "unispeech": _STABLE,
     "unispeech-sat": _STABLE,
     "wav2vec2": _STABLE,
+    "vitdet": Row(no_entry="its first block is given features before places of the image"),
     "wavlm": Row(
         functional=r"attention\.(q|k|v|out)_proj",
         outs={r"attention": "attention"},

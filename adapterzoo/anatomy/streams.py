@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -25,9 +26,11 @@ from .patterns import Row
 from .sites import MLP_ROLES, Site, SubLayer, SubLayerKind
 from .tree import Branch
 
+# path of a norm, where it stands, and the sub-layer that it belongs to
+_Placed: TypeAlias = tuple[str, Place, SubLayerKind]
 
-@dataclass(frozen=True, slots=True)
-class Streams:
+
+class Streams(NamedTuple):
     """The stream sites of a block, as in `Block`."""
 
     sublayers: tuple[SubLayer, ...] = ()
@@ -59,14 +62,6 @@ class _Part:
         return SubLayer(self.kind, named[0] if named else last, pre or self.reader, post)
 
 
-@dataclass(slots=True)
-class _Norms:
-    """The norms of a block by what their names say."""
-
-    placed: list[tuple[str, Place, SubLayerKind]] = field(default_factory=list)
-    numbered: list[str] = field(default_factory=list)
-
-
 def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
     """The sub-layers of a block.
 
@@ -87,9 +82,9 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
     for part in parts:
         part.place = places[part.out]
     names = [path for path, module in branch.modules if path and _is_norm(path, module)]
-    norms = _placed(names, parts, row)
+    placed, numbered = _placed(names, parts, row)
     own = [n for n in names if "." not in n or not INNER_NORM.search(leaf(n))]
-    _hand_out(norms, parts, alone=own[0] if len(own) == 1 else None)
+    _hand_out(placed, numbered, parts, alone=own[0] if len(own) == 1 else None)
     for path, _ in branch.modules:
         for pattern, kind in SCALES:
             near = _candidates(path, kind, parts) if pattern.search(path) else []
@@ -145,26 +140,28 @@ def _is_norm(path: str, module: nn.Module) -> bool:
     )
 
 
-def _placed(names: list[str], parts: list[_Part], row: Row) -> _Norms:
-    norms = _Norms()
+def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Placed], list[str]]:
+    """The norms whose names tell their place, and those that are numbered."""
+    placed: list[_Placed] = []
+    numbered: list[str] = []
     for name in names:
         special = [place for pattern, place in row.norms.items() if re.fullmatch(pattern, name)]
         if special:
             if special[0] is not None:
-                norms.placed.append((name, *special[0]))
+                placed.append((name, *special[0]))
             continue
         if NUMBERED.search(leaf(name)):
-            norms.numbered.append(name)
+            numbered.append(name)
             continue
-        norms.placed += _by_name(name) or _by_owner(name, parts)
-    return _settled(norms, parts)
+        placed += _by_name(name) or _by_owner(name, parts)
+    return _settled(placed, parts), numbered
 
 
-def _by_name(name: str) -> list[tuple[str, Place, SubLayerKind]]:
+def _by_name(name: str) -> list[_Placed]:
     return [(name, place, kind) for names, place, kind in NORM_PLACES if names.search(name)][:1]
 
 
-def _by_owner(name: str, parts: list[_Part]) -> list[tuple[str, Place, SubLayerKind]]:
+def _by_owner(name: str, parts: list[_Part]) -> list[_Placed]:
     """A norm inside of a sub-layer's module, or beside it in a module of their own (T5)."""
     owner = parent(name)
     own = [part for part in parts if part.root and owner in (parent(part.root), part.root)]
@@ -174,13 +171,13 @@ def _by_owner(name: str, parts: list[_Part]) -> list[tuple[str, Place, SubLayerK
     return [(name, places.get(leaf(name).partition("_")[0], "at"), own[0].kind)]
 
 
-def _settled(norms: _Norms, parts: list[_Part]) -> _Norms:
+def _settled(placed: list[_Placed], parts: list[_Part]) -> list[_Placed]:
     """Give `post_attention_layernorm` and its like their place, which the others decide."""
-    leaves = {leaf(name) for name, _, _ in norms.placed}
+    leaves = {leaf(name) for name, _, _ in placed}
     crossing = {"attention", "cross"} <= {part.kind for part in parts}
-    before = {kind for _, place, kind in norms.placed if place == "pre"}
-    out: list[tuple[str, Place, SubLayerKind]] = []
-    for name, place, kind in norms.placed:
+    before = {kind for _, place, kind in placed if place == "pre"}
+    out: list[_Placed] = []
+    for name, place, kind in placed:
         if place == "after":
             if crossing and "final_layernorm" in leaves:
                 place, kind = "pre", "cross"
@@ -197,21 +194,22 @@ def _settled(norms: _Norms, parts: list[_Part]) -> _Norms:
         elif leaf(name) == "final_layernorm":
             place = "pre"
         out.append((name, place, kind))
-    norms.placed = out
-    return norms
+    return out
 
 
-def _hand_out(norms: _Norms, parts: list[_Part], alone: str | None) -> None:
-    for name, place, kind in norms.placed:
+def _hand_out(
+    placed: list[_Placed], numbered: list[str], parts: list[_Part], alone: str | None
+) -> None:
+    for name, place, kind in placed:
         for part in _candidates(name, kind, parts):
             part.norms.setdefault(place, name)
-    if alone and alone in (*norms.numbered, *(name for name, _, _ in norms.placed)):
+    if alone and alone in (*numbered, *(name for name, _, _ in placed)):
         # one norm in front of parallel sub-layers (GPT-J), or of the only one
         for part in parts:
             part.norms.setdefault("pre", alone)
         return
-    for owner in dict.fromkeys(map(parent, norms.numbered)):
-        beside = sorted(name for name in norms.numbered if parent(name) == owner)
+    for owner in dict.fromkeys(map(parent, numbered)):
+        beside = sorted(name for name in numbered if parent(name) == owner)
         below = [part for part in parts if not owner or part.out.startswith(f"{owner}.")]
         for name, part in zip(beside, _in_order(below), strict=False):
             part.norms.setdefault("at", name)

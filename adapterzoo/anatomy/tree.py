@@ -102,21 +102,12 @@ class Branch:
         Returns:
             The number (a flag counts as 0 or 1); 0 when none has it.
         """
+        owners = []
         while path:
             path = path.rpartition(".")[0]
-            if isinstance(value := _first(self.by_path[path], names), int):
-                return value
-        if isinstance(value := _first(self.tree.modules[self.path], names), int):
-            return value
+            owners.append(self.by_path[path])
+        owners.append(self.tree.modules[self.path])
+        values = [getattr(owner, name, None) for owner in owners for name in names]
         # `vars`: a configuration with per-layer values refuses to be asked for them by name
-        for config in self.configs:
-            for name in names:
-                value = vars(config).get(name)
-                if isinstance(value, int):
-                    return value
-        return 0
-
-
-def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
-    values = (getattr(module, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), None)
+        values += [vars(config).get(name) for config in self.configs for name in names]
+        return next((value for value in values if isinstance(value, int)), 0)

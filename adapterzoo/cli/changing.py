@@ -53,7 +53,7 @@ def convert_command(
     "--as",
     "architecture",
     metavar="CLASS",
-    help="Class of transformers to write, such as BertForSequenceClassification.  "
+    help="transformers class to write, such as BertForSequenceClassification.  "
     "[default: that of BASE, or one that has the adapter's head]",
 )
 @click.option("--head/--no-head", default=True, help="Whether to write the adapter's head too.")
@@ -77,9 +77,9 @@ def merge_command(
 
     be_quiet(wants_progress(False))
     checkpoint = open_checkpoint(adapter, revision)
-    merged = merge(checkpoint, base, out, architecture, head)
-    click.echo(f"{out}: a {merged.model_class}")
-    if merged.lost_head is not None:
-        note(f"The adapter's head has been left out: {merged.lost_head}")
-    if merged.lost_tokenizer is not None:
-        note(f"{merged.lost_tokenizer}; {out!r} has none.")
+    model_class, lost_head, lost_tokenizer = merge(checkpoint, base, out, architecture, head)
+    click.echo(f"{out}: a {model_class}")
+    if lost_head is not None:
+        note(f"The adapter's head has been left out: {lost_head}")
+    if lost_tokenizer is not None:
+        note(f"{lost_tokenizer}; {out!r} has none.")

@@ -32,21 +32,6 @@ _HINT = "To keep it, write --as with a class that has such a head."
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """What was written.
-
-    Attributes:
-        model_class: of transformers.
-        lost_head: why the adapter's head was left out; None if it was not.
-        lost_tokenizer: why there is no tokenizer; None if there is one.
-    """
-
-    model_class: str
-    lost_head: str | None
-    lost_tokenizer: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Target:
     """What to write.
 
@@ -95,7 +80,7 @@ def convert(
 
 def merge(
     checkpoint: CheckpointFolder, base: str, out: str, architecture: str | None, with_head: bool
-) -> Merged:
+) -> tuple[str, str | None, str | None]:
     """Write a plain model with an adapter merged into its weights.
 
     Args:
@@ -105,6 +90,10 @@ def merge(
         architecture: class of transformers; None: that of the base model, or one with the
             adapter's head.
         with_head: whether the adapter's head becomes that of the class.
+
+    Returns:
+        The class of transformers; why the adapter's head was left out, and why there is no
+        tokenizer, None where they are there.
 
     Raises:
         CheckpointError: the adapter or its head does not fit, or the folder cannot be written.
@@ -148,7 +137,7 @@ def merge(
     # safetensors reports a full disk by its own error
     except (OSError, SafetensorError) as error:
         raise unwritable(out, error) from error
-    return Merged(type(model).__name__, target.lost, lost_tokenizer)
+    return type(model).__name__, target.lost, lost_tokenizer
 
 
 @contextlib.contextmanager
@@ -216,5 +205,5 @@ def _tokenizer(base: str) -> tuple[Any, str | None]:
         if error.__cause__ is None and error.errno is None:
             return None, f"No tokenizer of {base!r} was found"
         reason = " ".join(str(error).split())
-        return None, f"The tokenizer of {base!r} cannot be had ({reason})"
+        return None, f"The tokenizer of {base!r} cannot be loaded ({reason})"
     return plain_tokenizer(base), None

@@ -49,7 +49,7 @@ def info_command(path: str, model: str | None, revision: str | None, as_json: bo
 @command("verify", example="adapterzoo verify runs/reviews --model bert-base-uncased")
 @click.argument("path")
 @click.option("--model", metavar="MODEL", help="Base model to compare every tensor with.")
-@click.option("--fingerprint", help="The fingerprint that `info` showed elsewhere.")
+@click.option("--fingerprint", help="Expected fingerprint, as printed by `info`.")
 @_revision
 @json_option
 def verify_command(

@@ -36,10 +36,10 @@ _device = click.option("--device", help="cpu or cuda.  [default: cuda if availab
 @click.option("--name", help="Name of adapter and head.  [default: last part of FOLDER]")
 @click.option("--epochs", default=3.0, type=click.FloatRange(min=0, min_open=True))
 @click.option("--lr", default=1e-3, type=click.FloatRange(min=0, min_open=True),
-              help="Initial learning rate; falls to 0.")  # fmt: skip
+              help="Initial learning rate; decays to 0.")  # fmt: skip
 @_batch_size
 @click.option("--max-length", type=click.IntRange(min=1),
-              help="Tokens of a text, at most.  [default: 128]")  # fmt: skip
+              help="Maximum tokens per text.  [default: 128]")  # fmt: skip
 @click.option("--pooling", default="auto", type=click.Choice(POOLINGS),
               help="How the head reduces a text to one vector.")  # fmt: skip
 @click.option("--layers", default=1, type=click.IntRange(min=1), help="Layers of the head.")
@@ -104,13 +104,13 @@ def train_command(
 @click.argument("path")
 @click.option("--text", "texts", multiple=True, help="A text; may be repeated.")
 @click.option("--file", metavar="FILE", help="Rows with texts: .csv, .tsv or .jsonl.")
-@click.option("--output", metavar="FILE", help="Where to write.  [default: standard output]")
+@click.option("--output", metavar="FILE", help="File to write.  [default: standard output]")
 @click.option("--format", "written", default="csv", type=click.Choice(("csv", "jsonl")))
 @click.option("--json", "as_json", is_flag=True, help="The same as --format jsonl.")
 @model_option
 @_batch_size
 @click.option("--max-length", type=click.IntRange(min=1),
-              help="Tokens of a text, at most.  [default: as in training]")  # fmt: skip
+              help="Maximum tokens per text.  [default: as in training]")  # fmt: skip
 @_device
 @_text_column
 @click.option("--revision", help="Branch, tag or commit of PATH on the Hub.")

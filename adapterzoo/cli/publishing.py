@@ -17,16 +17,16 @@ from .output import be_quiet, print_json, print_table, wants_progress
 @click.argument("path")
 @click.argument("repo")
 @click.option("--private", is_flag=True, help="Make a new repository private.")
-@click.option("--revision", help="Branch to push to; made when missing.")
-@click.option("--message", "commit_message", help="First line of the commit.")
-@click.option("--create-pr", is_flag=True, help="Propose it as a pull request.")
-@click.option("--base-model", help="Name on the Hub, where the adapter names a folder.")
-@click.option("--dataset", "datasets", multiple=True, help="Name on the Hub; may come twice.")
+@click.option("--revision", help="Branch to push to; created if missing.")
+@click.option("--message", "commit_message", help="First line of the commit message.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request.")
+@click.option("--base-model", help="Hub name of the base model.")
+@click.option("--dataset", "datasets", multiple=True, help="Hub name; may be repeated.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME=VALUE", help="For the card.")
-@click.option("--license", help="Such as apache-2.0.")
-@click.option("--language", help="Such as en.")
+@click.option("--license", help="License, such as apache-2.0.")
+@click.option("--language", help="Language, such as en.")
 @click.option("--overwrite-card", "overwrite_adapter_card", is_flag=True,
-              help="Replace a model card that is there.")  # fmt: skip
+              help="Replace an existing model card.")  # fmt: skip
 @json_option
 def push_command(
     path: str,
@@ -61,10 +61,10 @@ def push_command(
 @click.option("--model", "base_model", metavar="TEXT",
               help="Only adapters for this base model, by its name on the Hub.")  # fmt: skip
 @click.option("--task", help="Only those for this task, such as text-classification.")
-@click.option("--library", help="Only those that adapterzoo, adapters or peft wrote.")
-@click.option("--search", help="Words in the name.")
-@click.option("--author", help="User or organisation.")
-@click.option("--limit", default=20, type=click.IntRange(min=1), help="How many at most.")
+@click.option("--library", help="Only those written by adapterzoo, adapters or peft.")
+@click.option("--search", help="Only those with these words in the name.")
+@click.option("--author", help="Only those of this user or organization.")
+@click.option("--limit", default=20, type=click.IntRange(min=1), help="Maximum number of adapters.")
 @json_option
 def list_command(as_json: bool, **options: Any) -> None:
     """List adapters of the Hub that can be loaded here, the most downloaded first."""

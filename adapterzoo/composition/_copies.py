@@ -57,12 +57,17 @@ class Copies(Tree):
                 "rows of a batch: a layer of the head was called alone, and nothing says which "
                 "rows it got. Call the model itself, or activate one adapter for all rows."
             )
-        layout = rows.layout_of(first)
+        layout, count = rows.layout_of(first), first.shape[0]
         parts = []
         for part, start, size in layout.runs:
-            share = _Share(layout, first.shape[0], start, size)
-            own = {key: share.of(value) for key, value in kwargs.items()}
-            parts.append(found[part](*map(share.of, args), **own))
+
+            def own(value: Any, start: int = start, size: int = size) -> Any:
+                if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != count:
+                    return value
+                return layout.arranged(value).narrow(0, start, size)
+
+            named = {key: own(value) for key, value in kwargs.items()}
+            parts.append(found[part](*map(own, args), **named))
         return _joined(parts, layout)
 
     def run(
@@ -71,21 +76,6 @@ class Copies(Tree):
         """As `call`, of a layer with one argument."""
         output: Tensor = self.call(adapters, base, (x,), {}, rows)
         return output
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The rows of one part, in each tensor that has rows."""
-
-    layout: Layout
-    count: int
-    start: int
-    size: int
-
-    def of(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != self.count:
-            return value
-        return self.layout.arranged(value).narrow(0, self.start, self.size)
 
 
 def _joined(parts: list[Any], layout: Layout) -> Any:

@@ -128,11 +128,11 @@ class Tokens(Tree):
                 f"{list(x.shape)}, and the parts have {sum(self.sizes)} tokens. Give the model "
                 f"sequences of {sum(self.sizes)} tokens, or write other splits."
             )
-        whole = Whole(base, x, _as_it_is)
+        whole = Whole(base, x, lambda t: t)
         found: list[Tensor] = []
         start = 0
         for step, size in zip(self.steps, self.sizes, strict=True):
-            take = functools.partial(_narrow, dim=1, start=start, size=size)
+            take = functools.partial(torch.narrow, dim=1, start=start, length=size)
             found.append(_on_part(step, adapters, whole, take(x), take, start))
             start += size
         return torch.cat(found, 1)  # [batch, tokens, d_out]
@@ -297,15 +297,7 @@ def _on_part(
     return view(x) if step is None else evaluate(step, adapters, x, view)
 
 
-def _as_it_is(t: Tensor) -> Tensor:
-    return t
-
-
 def share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
     """Return the rows of a part of the batch, of any tensor with equally many rows for each."""
     count = t.shape[0]
     return t.narrow(0, start * count // of, size * count // of)
-
-
-def _narrow(t: Tensor, *, dim: int, start: int, size: int) -> Tensor:
-    return t.narrow(dim, start, size)

@@ -31,7 +31,12 @@ class Stack(Node):
             CompositionError: no child, a name twice, or something that cannot stand in a stack.
         """
         super().__init__(*children)
-        _once("Stack", children)
+        names = [c for c in children if isinstance(c, str)]
+        if len(set(names)) != len(names):
+            once = ", ".join(repr(c) for c in dict.fromkeys(children))
+            raise CompositionError(
+                f"{self!r}: an adapter can act once in a stack. Write Stack({once})."
+            )
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -185,17 +190,6 @@ class Average(Node):
         as_given = bool(total) and tuple(w / total for w in self.weights) == self.weights
         flag = {} if as_given else {"normalize_weights": False}
         return {"weights": list(self.weights), **flag}
-
-
-def _once(kind: str, children: tuple[Child, ...]) -> None:
-    """A name acts once on its way through the layers."""
-    names = [c for c in children if isinstance(c, str)]
-    if len(set(names)) != len(names):
-        once = ", ".join(repr(c) for c in dict.fromkeys(children))
-        raise CompositionError(
-            f"{kind}({', '.join(map(repr, children))}): an adapter can act once in a stack. "
-            f"Write {kind}({once})."
-        )
 
 
 def _sizes(

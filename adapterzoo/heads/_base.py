@@ -90,7 +90,7 @@ class HeadConfig(Config):
 
     @property
     def label_count(self) -> int | None:
-        """The number of labels; None without the field for it."""
+        """The number of labels; None for heads without labels."""
         return getattr(self, self.count_field, None)
 
     @abstractmethod
@@ -127,7 +127,7 @@ class HeadConfig(Config):
 
     @property
     def problem_type(self) -> str | None:
-        """The kind of labels, as in a transformers config; None where that has no word."""
+        """The kind of labels, as in a transformers config; None if it has no word for them."""
         return None
 
     @property
@@ -168,7 +168,7 @@ class HeadConfig(Config):
         return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
 
     def shift(self, labels: Tensor) -> Tensor:
-        """Return the labels that the logits are compared with, place by place; same shape."""
+        """Return the label for the logits at each place; same shape."""
         return labels
 
     def ties_output(self, model_ties: bool) -> bool:
@@ -181,7 +181,7 @@ class HeadConfig(Config):
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        # AdapterHub's files have either
+        # AdapterHub's files have one or the other
         id2label = fields.pop("id2label", None)
         return super()._from_fields(
             fields if id2label is None else {**fields, "label2id": labels_from(id2label)}

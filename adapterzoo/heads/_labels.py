@@ -112,7 +112,7 @@ def find_labels(name: str, arguments: tuple[str, ...], given: Mapping[str, Any])
 
 
 def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
-    """Return names to class numbers for class numbers to names; None for None.
+    """Invert class numbers to names: return names to class numbers; None for None.
 
     Raises:
         ConfigError: it is not such a mapping, or a name occurs twice.

@@ -89,7 +89,7 @@ class LMConfig(HeadConfig):
 
     def build(self, backbone: Backbone) -> LMHead:
         """Return a fresh head, not yet tied."""
-        return LMHead(self, backbone, None, 0.0)
+        return LMHead(self, backbone)
 
 
 class LMHead(VocabularyHead):
@@ -98,16 +98,12 @@ class LMHead(VocabularyHead):
     config: LMConfig
     has_exit: ClassVar[bool] = True
 
-    def __init__(
-        self, config: LMConfig, backbone: Backbone, embedding_size: int | None, dropout: float
-    ) -> None:
+    def __init__(self, config: LMConfig, backbone: Backbone) -> None:
         """Make the layers.
 
         Args:
-            config: of the head.
+            config: of the head; some types have an `embedding_size` and a `dropout_prob`.
             backbone: the model below.
-            embedding_size: features before the last layer; None for those of the model.
-            dropout: before the last layer.
 
         Raises:
             ConfigError: neither the model nor the config has a vocabulary size.
@@ -119,10 +115,11 @@ class LMHead(VocabularyHead):
                 f"{type(config).__name__}(vocab_size=None): the model has no vocabulary. Write "
                 f"vocab_size=…."
             )
-        self.dropout = dropout
+        self.dropout: float = config.get("dropout_prob") or 0.0
         given = config.hidden_scale
         self.hidden_scale = backbone.lm_scale if given is None else given
-        d_out = embedding_size or backbone.embedding_size or backbone.hidden_size
+        own: int | None = config.get("embedding_size")
+        d_out = own or backbone.embedding_size or backbone.hidden_size
         width = backbone.hidden_size
         layers: list[nn.Module] = []
         for _ in range(config.layers - 1):

@@ -46,7 +46,7 @@ class PooledConfig(LayersConfig):
                 f"Write use_pooler=False, pooling={self.pooling!r}."
             )
         if self.pooling == "pooler":
-            # one spelling in files, the one that AdapterHub reads
+            # files have one spelling, which AdapterHub reads
             object.__setattr__(self, "use_pooler", True)
             object.__setattr__(self, "pooling", "auto")
 

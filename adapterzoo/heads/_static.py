@@ -140,7 +140,7 @@ class Static:
         return 0.0
 
     def label_names(self, count: int) -> dict[str, int] | None:
-        """Return the names of the labels; None where the config has not as many.
+        """Return the names of the labels; None if the config has another number of them.
 
         Raises:
             InexpressibleError: their numbers are not numbers.

@@ -44,8 +44,8 @@ class VocabularyHead(PredictionHead):
         """
         if not isinstance(layer, nn.Linear):
             raise ConfigError(
-                f"set_output_embeddings({layer!r}): the output embeddings are a linear layer. "
-                f"Write set_output_embeddings(nn.Linear(d_model, vocab_size))."
+                f"{layer!r}: the output embeddings are a linear layer. Write "
+                f"set_output_embeddings(nn.Linear(d_model, vocab_size))."
             )
         self._modules[next(reversed(self._modules))] = layer
         self.of_checkpoint = False

@@ -58,10 +58,6 @@ class CausalLMConfig(LMConfig):
         seq2seq = static.task in _CONDITIONAL and static.backbone.encoder_decoder
         return None if seq2seq else super().from_static(static)
 
-    def build(self, backbone: Backbone) -> LMHead:
-        """Return a fresh head, not yet tied."""
-        return LMHead(self, backbone, self.embedding_size, self.dropout_prob or 0.0)
-
 
 @head_types.register("masked_lm")
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +78,6 @@ class MaskedLMConfig(LMConfig):
     activation_function: str | None = "gelu"
     layer_norm: bool = True
     bias: bool = True
-
-    def build(self, backbone: Backbone) -> LMHead:
-        """Return a fresh head, not yet tied."""
-        return LMHead(self, backbone, self.embedding_size, 0.0)
 
 
 @head_types.register("seq2seq_lm")
@@ -114,7 +106,7 @@ class Seq2SeqLMConfig(LMConfig):
             raise ConfigError(
                 "add_seq2seq_lm_head needs an encoder–decoder. Write add_causal_lm_head."
             )
-        return LMHead(self, backbone, None, 0.0)
+        return super().build(backbone)
 
 
 @adds_head(MaskedLMConfig)

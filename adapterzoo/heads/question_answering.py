@@ -50,7 +50,7 @@ class QuestionAnsweringConfig(LayersConfig):
     @classmethod
     def adapterhub_quirk(cls, model_type: str, config: Mapping[str, Any]) -> str | None:
         """Return what AdapterHub computes instead: seen by comparing outputs."""
-        # it scales for every head but those of whole sequences
+        # it scales for every head except those of whole sequences
         if model_type in ("mt5", "t5") and config.get("tie_word_embeddings"):
             return "scales the hidden states"
         return None

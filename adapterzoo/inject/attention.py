@@ -1,9 +1,9 @@
-"""Prefixes in any attention that goes through transformers' attention interface.
+"""Prefixes in attentions: of those that go through transformers' interface, and of others.
 
 An attention module looks its function up by the name in its config and passes itself along. While
 a prefix is active, the module reads a view of its config that names ours, which puts the prefix
 before the keys and values and calls the function that the config itself names. Neither the config
-nor the masks of the model change.
+nor the masks of the model change. `inline` follows those that compute their scores by themselves.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from adapterzoo.anatomy.attentions import is_inline
 from adapterzoo.composition import prefix_of
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import CompositionError, StateError
 
 from .adapted import Adapted
+from .inline import causal_mask, extended, fit, with_prefix
 from .views import LayerCall
 
 # of the function below, in transformers' table
 _NAME = "adapterzoo_prefix"
 _SUPPORTED = ("eager", "sdpa")
+# of T5's attentions, true for the first of a stack
+_OWNS_BIAS = "has_relative_attention_bias"
 
 
 class _Config:
@@ -45,9 +49,14 @@ class _Config:
 class AdaptedAttention(Adapted):
     """Mixed into the class of an attention module that has prefixes."""
 
+    # whether the module computes its scores by itself
+    _is_inline: bool = False
+
     @classmethod
     def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """The config that the module reads."""
+        """The config that the module reads, where that names its function."""
+        if is_inline(plain):
+            return {"_is_inline": True}
         return {"config": property(_read_config, _write_config)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +67,15 @@ class AdaptedAttention(Adapted):
         step = plan.steps.get(link.path)
         if step is None:
             return super().forward(*args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()))
+        adapters = cast("Any", self._modules["adapters"])._modules
+        base = LayerCall(self, super(Adapted, self).forward, args, kwargs, context=active.call)
+        forward = super(Adapted, self).forward
+        if link.path in plan.shared_inputs:
+            forward = self._gathering
+        if self._is_inline:
+            prefix = prefix_of(step, adapters, x, base, plan.rows)
+            return with_prefix(_plain(self).__name__, prefix, forward, args, kwargs)
         implementation = vars(self)["config"]._attn_implementation
         if implementation not in _SUPPORTED:
             raise StateError(
@@ -65,13 +83,7 @@ class AdaptedAttention(Adapted):
                 f"shows a prefix. Load the model with attn_implementation='sdpa' or 'eager', or "
                 f"write model.set_attn_implementation('sdpa')."
             )
-        x = args[0] if args else next(iter(kwargs.values()))
-        adapters = cast("Any", self._modules["adapters"])._modules
-        base = LayerCall(self, super(Adapted, self).forward, args, kwargs, context=active.call)
         active.call.prefixes.append((self, prefix_of(step, adapters, x, base, plan.rows)))
-        forward = super(Adapted, self).forward
-        if link.path in plan.shared_inputs:
-            forward = self._gathering
         try:
             return forward(*args, **kwargs)
         finally:
@@ -125,15 +137,13 @@ def _attend(
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", name == "sdpa") if causal is None else causal
     if attention_mask is None and causal and queries > 1 and name == "sdpa":
-        # sdpa would have made it, with the diagonal at the first key
-        ones = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
-        attention_mask = ones.tril(keys - queries)[None, None]
-    mask = _with_prefix(attention_mask, prefix, rows, queries, keys, query.dtype)
+        attention_mask = causal_mask(query, keys)
+    mask = extended(attention_mask, prefix, rows, queries, keys, query.dtype)
     bias = kwargs.get("position_bias")
     if bias is not None:
         kwargs["position_bias"] = _bias(module, bias, prefix, queries, keys)
-    key = torch.cat([_fit(prefix.keys, key), key], 2)  # [rows, kv_heads, length + keys, width]
-    value = torch.cat([_fit(prefix.values, value), value], 2)
+    key = torch.cat([fit(prefix.keys, key), key], 2)  # [rows, kv_heads, length + keys, width]
+    value = torch.cat([fit(prefix.values, value), value], 2)
     return run(module, query, key, value, mask, **kwargs)
 
 
@@ -143,37 +153,6 @@ ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
 def _plain(module: nn.Module) -> type:
     mro = type(module).__mro__
     return mro[mro.index(Adapted) + 1]
-
-
-def _fit(t: Tensor, like: Tensor) -> Tensor:
-    """A prefix `[rows or 1, …]` for the rows, and of the dtype, of keys or values."""
-    count = t.shape[0]
-    # windows of an image come as several rows of a batch each
-    t = t.repeat_interleave(like.shape[0] // count, 0) if count > 1 else t
-    return t.to(like).expand(like.shape[0], -1, -1, -1)
-
-
-def _with_prefix(
-    mask: Tensor | None, prefix: Prefix, rows: int, queries: int, keys: int, dtype: torch.dtype
-) -> Tensor | None:
-    """The mask with columns for the prefix; None where everything is seen."""
-    length = prefix.keys.shape[2]
-    if mask is None:
-        if prefix.mask is None:
-            return None
-        # eager attention adds what it is given
-        mask = torch.zeros(rows, 1, queries, keys, dtype=dtype, device=prefix.mask.device)
-    shape = (*mask.shape[:-1], length)
-    if prefix.mask is None:
-        seen = mask.new_ones(shape) if mask.dtype is torch.bool else mask.new_zeros(shape)
-        return torch.cat([seen, mask], -1)
-    own = prefix.mask.repeat_interleave(rows // prefix.mask.shape[0], 0)[:, None, None]
-    own = own.expand(rows, mask.shape[1], queries, length).to(mask.device)
-    mask = mask.expand(rows, -1, -1, -1)
-    if mask.dtype is not torch.bool:
-        lowest = torch.finfo(mask.dtype).min
-        own = torch.zeros(own.shape, dtype=mask.dtype, device=mask.device).masked_fill(~own, lowest)
-    return torch.cat([own, mask], -1)
 
 
 def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) -> Tensor:
@@ -199,10 +178,8 @@ def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) ->
 
 def _bias_owner(module: Any) -> Any:
     """The attention of the stack that computes its relative position bias, None without one."""
-    if not hasattr(module, "has_relative_attention_bias"):
-        return None
-    if module.has_relative_attention_bias:
-        return module
-    stacks = module._link.active.call.stacks
-    inside = stacks[-1].module.modules()
-    return next((m for m in inside if getattr(m, "has_relative_attention_bias", False)), None)
+    has_one = getattr(module, _OWNS_BIAS, None)
+    if has_one is None or has_one:
+        return module if has_one else None
+    inside = module._link.active.call.stacks[-1].module.modules()
+    return next((m for m in inside if getattr(m, _OWNS_BIAS, False)), None)

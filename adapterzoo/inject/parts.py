@@ -174,8 +174,8 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
     if isinstance(adapter, WeightAdapter):
         return adapter
     raise StateError(
-        f"merge: a {type(adapter).__name__} adapter is not a change of a weight and cannot be "
-        f"merged. Keep it active instead; adapters that can be merged derive from WeightAdapter."
+        f"a {type(adapter).__name__} adapter is not a change of a weight and cannot be merged. "
+        f"Keep it active instead; adapters that can be merged derive from WeightAdapter."
     )
 
 

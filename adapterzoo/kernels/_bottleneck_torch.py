@@ -133,12 +133,7 @@ def bottleneck_backward(
     scaling: float,
     activation: str,
     adds: bool,
-    needs_x: bool = True,
-    needs_down: bool = True,
-    needs_down_bias: bool = True,
-    needs_up: bool = True,
-    needs_up_bias: bool = True,
-    *,
+    *needs: bool,
     dh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x (plus `dy` with `adds`), down, its bias, up, its bias; empty: not needed.
@@ -146,6 +141,7 @@ def bottleneck_backward(
     Differentiable in its turn, for which `dh` `[*batch, width]` is what reaches h from outside.
     Without `needs_down`, `x` may be empty: only its dtype is looked at.
     """
+    needs_x, needs_down, needs_down_bias, needs_up, needs_up_bias = needs or (True,) * 5
     of_down, of_down_bias, of_up, of_up_bias = (h.new_empty(0) for _ in range(4))
     flat, inner = rows_of(dy).to(h.dtype), rows_of(h)  # [rows, d_model], [rows, width]
     dx = x.new_empty(0)

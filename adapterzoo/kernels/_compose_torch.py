@@ -38,17 +38,14 @@ def compose_backward(
     b: Tensor | None,
     scaling: float,
     tells: bool,
-    needs_y: bool,
-    needs_gain: bool,
-    needs_bias: bool,
-    needs_t: bool,
-    needs_b: bool,
+    *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of y, gain, bias, t and b; empty where not needed.
 
     Differentiable in its turn. `kept` is y, or with `tells` the output, from which a gain without
     zeros lets find what was before it. Without `needs_gain` it may be empty.
     """
+    needs_y, needs_gain, needs_bias, needs_t, needs_b = needs
     wide = rows_of(dy).to(gain.dtype)  # [rows, d_out]
     of_y, of_gain, of_bias, of_t, of_b = (gain.new_empty(0) for _ in range(5))
     if needs_y:

@@ -104,19 +104,13 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups)
 
 
 def shrink_backward(
-    dt: Tensor,
-    x: Tensor,
-    a: Tensor,
-    p: float,
-    noise: Tensor | None,
-    groups: Groups,
-    needs_x: bool = True,
-    needs_a: bool = True,
+    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups, *needs: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, in its dtype, and of a; empty where not needed.
 
     Differentiable in its turn. Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
+    needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
     kept = x
     if noise is not None:
@@ -155,13 +149,13 @@ def expand_backward(
     b: Tensor,
     scaling: Sequence[float] | Tensor,
     groups: Groups,
-    needs_t: bool = True,
-    needs_b: bool = True,
+    *needs: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of t and b; empty where not needed.
 
     Differentiable in its turn. Without `needs_b`, `t` may be empty: only its dtype is looked at.
     """
+    needs_t, needs_b = needs or (True,) * 2
     dy = dy.to(t.dtype)
     dt, db = t.new_empty(0), b.new_empty(0)
     if needs_t:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from . import _dropout
+from ._ops import differentiated
 
 # up to here two small operations cost less than the views that make them one
 SMALL = 1 << 14
@@ -31,18 +32,13 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 
 
 def shrink_backward(
-    dt: Tensor,
-    x: Tensor,
-    a: Tensor,
-    p: float,
-    noise: Tensor | None,
-    needs_x: bool = True,
-    needs_a: bool = True,
+    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, *needs: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, in its dtype, and of a; empty where not needed.
 
     Differentiable in its turn. Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
+    needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
     shape = *dt.shape[:-1], a.shape[-1]
     flat = rows_of(dt)
@@ -116,23 +112,8 @@ class Shrink(torch.autograd.Function):
         return dx if needs_x else None, None, None, *grads
 
 
-class Expand(torch.autograd.Function):
-    """`expand` that keeps t, for operands of one dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Any:
-        """`y` `[*batch, d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]` → shape of `y`."""
-        ctx.save_for_backward(t if ctx.needs_input_grad[2] else t.new_empty(0), b)
-        ctx.scaling = scaling
-        return expand(y, t, b, scaling)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        """`dy` `[*batch, d_out]`."""
-        t, b = ctx.saved_tensors
-        needs_t, needs_b = ctx.needs_input_grad[1:3]
-        dt, db = expand_backward(dy, t, b, ctx.scaling, needs_t, needs_b)
-        return dy, dt if needs_t else None, db if needs_b else None, None
+# `expand` that keeps t, for operands of one dtype
+Expand = differentiated(expand, expand_backward, added=True)
 
 
 def project(x: Tensor, factors: Sequence[Tensor], p: float, noise: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,17 +22,20 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 # the device types whose autocast the dispatcher knows by name
 _AUTOCAST = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 
-Prepare = Callable[[bool, tuple[Any, ...]], tuple[Any, ...]]
+Operator: TypeAlias = Callable[..., Any]
+"""An operator, or what computes it: of tensors, numbers and texts."""
+
+Prepare: TypeAlias = Callable[[bool, tuple[Any, ...]], tuple[Any, ...]]
 """Whether Triton computes, and an operator's arguments, to those of the function that computes."""
 
 
 def register(
     schema: str,
-    run: Callable[..., Any],
-    shapes: Callable[..., Any],
+    run: Operator,
+    shapes: Operator,
     function: type[torch.autograd.Function] | None = None,
     narrows: tuple[int, ...] = (),
-) -> Callable[..., Any]:
+) -> Operator:
     """Define an operator `adapterzoo::name`; no output may share memory with an input.
 
     A call costs what its Python costs: 6 µs above `run` without gradients, 13 with them, where a
@@ -53,7 +56,7 @@ def register(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"adapterzoo::{name}", shapes, lib=_LIBRARY)
-    op: Callable[..., Any] = getattr(torch.ops.adapterzoo, name).default
+    op: Operator = getattr(torch.ops.adapterzoo, name).default
     for kind in _AUTOCAST:
         _LIBRARY.impl(name, _exact(op, kind.lower(), narrows), f"Autocast{kind}")
     if function is not None:
@@ -71,15 +74,15 @@ def product(
     schema: str,
     kernel: str,
     triton: str,
-    in_torch: tuple[Callable[..., Any], Callable[..., Any]],
-    shapes: Callable[..., Any],
+    in_torch: tuple[Operator, Operator],
+    shapes: Operator,
     *,
     added: bool = False,
     noise: int | None = None,
     prepare: Prepare | None = None,
     narrows: tuple[int, ...] = (),
     width: Callable[[Tensor], int] = lambda factor: factor.shape[-1],
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+) -> tuple[Operator, Operator]:
     """Define an operator that multiplies x with a factor, and the operator of its backward.
 
     Each of the two gradients needs the other operand. The backward gets the gradient, all
@@ -108,30 +111,12 @@ def product(
         dx = x.new_empty((*grad.shape[:-1], width(factor)) if needs_x else 0)
         return dx, factor.new_empty(factor.shape if needs_factor else 0)
 
-    def in_torch_operations(*args: Any) -> Any:
+    def backpropagated(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return op_backward(*args)
         return backward(*(args if prepare is None else prepare(False, args)))
 
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            x, factor, *rest = args[added:]
-            # of an x that only passes the gradient on, the dtype is enough
-            x = x if ctx.needs_input_grad[added + 1] else x.new_empty(0)
-            tensors = [v if isinstance(v, Tensor) else None for v in rest]
-            ctx.save_for_backward(x, factor, *tensors)
-            ctx.rest = [None if isinstance(v, Tensor) else v for v in rest]
-            return below(op, *args)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            x, factor, *tensors = ctx.saved_tensors
-            rest = [v if t is None else t for t, v in zip(tensors, ctx.rest, strict=True)]
-            needs = ctx.needs_input_grad[added : added + 2]
-            run = in_torch_operations if torch.is_grad_enabled() else op_backward
-            found = run(grad, x, factor, *rest, *needs)
-            own = (g if need else None for g, need in zip(found, needs, strict=True))
-            return *[grad] * added, *own, *[None] * len(rest)
-
+    function = differentiated(lambda *args: below(op, *args), backpropagated, added)
     name, _, arguments = schema.partition("(")
     inner = arguments.partition(")")[0].split(", ")[added:]
     operands = 2 + added
@@ -139,7 +124,7 @@ def product(
         schema,
         computed(kernel, triton, forward, operands, noise, prepare),
         shapes,
-        Product,
+        function,
         narrows,
     )
     op_backward = register(
@@ -151,14 +136,48 @@ def product(
     return op, op_backward
 
 
+def differentiated(
+    forward: Operator, backward: Operator, added: bool = False
+) -> type[torch.autograd.Function]:
+    """Return a product with its backward as a `Function`; see `product` for what they take.
+
+    Args:
+        forward: the product.
+        backward: gives the gradients of x and of the factor.
+        added: whether the product is added to the first argument.
+    """
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            x, factor, *rest = args[added:]
+            # of an x that only passes the gradient on, the dtype is enough
+            x = x if ctx.needs_input_grad[added + 1] else x.new_empty(0)
+            tensors = [v if isinstance(v, Tensor) else None for v in rest]
+            ctx.save_for_backward(x, factor, *tensors)
+            ctx.rest = [None if isinstance(v, Tensor) else v for v in rest]
+            return forward(*args)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, factor, *tensors = ctx.saved_tensors
+            rest = [v if t is None else t for t, v in zip(tensors, ctx.rest, strict=True)]
+            needs = ctx.needs_input_grad[added : added + 2]
+            found = backward(grad, x, factor, *rest, *needs)
+            own = (g if need else None for g, need in zip(found, needs, strict=True))
+            return *[grad] * added, *own, *[None] * len(rest)
+
+    return Product
+
+
 def computed(
     kernel: str,
     triton: str,
-    in_torch: Callable[..., Any],
+    in_torch: Operator,
     operands: int,
     noise: int | None = None,
     prepare: Prepare | None = None,
-) -> Callable[..., Any]:
+) -> Operator:
     """Return what computes an operator: Triton where it takes the operands, else torch operations.
 
     Args:
@@ -192,7 +211,7 @@ def computed(
     return run
 
 
-def below(op: Callable[..., Any], *args: Any) -> Any:
+def below(op: Operator, *args: Any) -> Any:
     """Call an operator from its own `Function.forward`.
 
     No output is a view there, whatever reshapes it: a model may write into it in place.
@@ -236,7 +255,7 @@ def check(
         )
 
 
-def _exact(op: Callable[..., Any], kind: str, narrows: tuple[int, ...]) -> Callable[..., Any]:
+def _exact(op: Operator, kind: str, narrows: tuple[int, ...]) -> Operator:
     """The operator under autocast, which must not reach the operations inside."""
     device = torch._C._get_privateuse1_backend_name if kind == "privateuse1" else lambda: kind
 

@@ -245,22 +245,18 @@ def bottleneck_backward(
     scaling: float,
     activation: str,
     adds: bool,
-    needs_x: bool = True,
-    needs_down: bool = True,
-    needs_down_bias: bool = True,
-    needs_up: bool = True,
-    needs_up_bias: bool = True,
+    *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x (plus `dy` with `adds`), down, its bias, up, its bias; empty: not needed.
 
     Without `needs_down`, `x` may be empty: only its dtype is looked at.
     """
+    needs_x, needs_down, needs_down_bias, needs_up, needs_up_bias = needs or (True,) * 5
     width = down.shape[0]
     if activation not in FUSED or width > _WIDEST_BACKWARD:
         return _bottleneck_torch.bottleneck_backward(
-            dy, x, h, down, up, scaling, activation, adds, needs_x, needs_down, needs_down_bias,
-            needs_up, needs_up_bias,
-        )  # fmt: skip
+            dy, x, h, down, up, scaling, activation, adds, *needs
+        )
     needs_h = needs_x or needs_down or needs_down_bias
     du, of_up, of_up_bias = _one_pass(
         dy, h, up, scaling, activation, needs_h, needs_up, needs_up_bias

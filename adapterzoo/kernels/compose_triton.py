@@ -182,17 +182,14 @@ def compose_backward(
     b: Tensor | None,
     scaling: float,
     tells: bool,
-    needs_y: bool,
-    needs_gain: bool,
-    needs_bias: bool,
-    needs_t: bool,
-    needs_b: bool,
+    *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of y, gain, bias, t and b; empty where not needed.
 
     `kept` is y, or with `tells` the output, if no gain has made it small. Without `needs_gain` it
     may be empty.
     """
+    needs_y, needs_gain, needs_bias, needs_t, needs_b = needs
     of_y, of_gain, of_bias, of_t, of_b = (gain.new_empty(0) for _ in range(5))
     updates = t is not None and b is not None
     fused = b is not None and b.shape[1] <= _WIDEST_RANK

@@ -199,19 +199,13 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: Tensor) -
 
 
 def shrink_backward(
-    dt: Tensor,
-    x: Tensor,
-    a: Tensor,
-    p: float,
-    noise: Tensor | None,
-    plan: Tensor,
-    needs_x: bool = True,
-    needs_a: bool = True,
+    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: Tensor, *needs: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, in its dtype, and of a; empty where not needed.
 
     Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
+    needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
     if needs_x:
         dx = x.new_empty((*dt.shape[:-1], a.shape[2]))
@@ -234,18 +228,13 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scales: Tensor, plan: Tensor) -> Ten
 
 
 def expand_backward(
-    dy: Tensor,
-    t: Tensor,
-    b: Tensor,
-    scales: Tensor,
-    plan: Tensor,
-    needs_t: bool = True,
-    needs_b: bool = True,
+    dy: Tensor, t: Tensor, b: Tensor, scales: Tensor, plan: Tensor, *needs: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of t and b; empty where not needed.
 
     Without `needs_b`, `t` may be empty: only its dtype is looked at.
     """
+    needs_t, needs_b = needs or (True,) * 2
     dt, db = t.new_empty(0), b.new_empty(0)
     if needs_t:
         dt = _shrink(dy, b.to(t.dtype).mT, 0.0, None, plan, scales)

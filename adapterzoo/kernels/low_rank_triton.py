@@ -220,18 +220,13 @@ def shrunk(
 
 
 def shrink_backward(
-    dt: Tensor,
-    x: Tensor,
-    a: Tensor,
-    p: float,
-    noise: Tensor | None,
-    needs_x: bool = True,
-    needs_a: bool = True,
+    dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, *needs: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, in its dtype, and of a; empty where not needed.
 
     Without `needs_a`, `x` may be empty: only its dtype is looked at.
     """
+    needs_x, needs_a = needs or (True,) * 2
     rank, width = a.shape
     if noise is None and rank > _WIDEST_RANK:
         return _low_rank_torch.shrink_backward(dt, x, a, p, noise, needs_x, needs_a)

@@ -59,7 +59,11 @@ def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
 
 
 def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    return {"ia3_l": tensors["lora_B"].squeeze(-1)}
+    vectors, rest = dict(tensors), {}
+    if vectors["lora_B"].dim() > 1:
+        rest = {"ia3_l": vectors.pop("lora_B").squeeze(-1)}
+    # what does not belong there is found by the comparison with the model
+    return vectors | rest
 
 
 def _write(tensors: Tensors, _config: AdapterConfig) -> Tensors:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import CheckpointError
 from adapterzoo.spelling import (
     AdapterHubFile,
     AdapterHubSpelling,
@@ -74,17 +75,30 @@ def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
         if unit not in _used(config):
             continue
         for end in ("weight", "bias"):
-            found[f"{unit}source.{end}"] = own[f"learned_source.{end}"]
+            found[f"{unit}source.{end}"] = own.pop(f"learned_source.{end}")
         if _ORIGINAL in own:
-            rows = _rows(own[_ORIGINAL].double(), own[_BASE].double()).to(own[_ORIGINAL].dtype)
+            original, base = own.pop(_ORIGINAL), own.pop(_BASE)
+            rows = _rows(original.double(), base.double()).to(original.dtype)
         else:
-            rows = own["projection.weight"]
+            rows = own.pop("projection.weight")
         found[f"{unit}projection"] = rows
+        # what does not belong there is found by the comparison with the model
+        found |= {f"{unit}{name}": tensor for name, tensor in own.items()}
     return found
 
 
 def _rows(original: Tensor, base: Tensor) -> Tensor:
-    """R `[r, d]` of torch's orthogonal parametrization."""
+    """R `[r, d]` of torch's orthogonal parametrization.
+
+    Raises:
+        CheckpointError: the tensors do not fit each other.
+    """
+    if original.dim() != 2 or base.shape != (original.shape[1],) * 2:
+        raise CheckpointError(
+            f"the file has a projection of {list(original.shape)} and its base of "
+            f"{list(base.shape)}; they are [r, d] and [d, d]. Copy the file again from where it "
+            f"was saved."
+        )
     below = original.T.tril(-1)  # [d, r]
     scale = original.T.diagonal().int().to(below)  # [r]
     tau = 2 / (1 + below.square().sum(0))  # [r]

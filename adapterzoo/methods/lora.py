@@ -187,7 +187,7 @@ class LoRA(LowRank):
         """Return the merged weight w + s · B A, `[d_out, d_in]`."""
         if self.gate is not None:
             raise StateError(
-                "merge: a LoRA adapter with use_gating=True depends on its input, so it is not a "
+                "a LoRA adapter with use_gating=True depends on its input, so it is not a "
                 "weight. Keep it active instead."
             )
         return w + self.delta(w.dtype)

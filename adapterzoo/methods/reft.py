@@ -1,28 +1,24 @@
 """ReFT — Representation Finetuning: LoReFT, NoReFT and DiReFT.
 
-Paper: Wu et al. 2024, arXiv:2404.03592, eq. 2 (LoReFT), eq. 3 (DiReFT), §D.1 (NoReFT: LoReFT with
-any R). At chosen tokens of a block's output h, with A and R `[r, d_model]`:
+Paper: Wu et al. 2024, arXiv:2404.03592, eq. 2 (LoReFT; NoReFT for any R, §D.1), eq. 3 (DiReFT).
+At the first and last real tokens of the prompt, in a block's output h, A and R `[r, d_model]`:
 
     LoReFT, NoReFT    h ← h + (φ(A h + a) − R h) R
     DiReFT            h ← h + φ(A h + a) R
 
-φ is the identity unless `non_linearity` names another. The first `prefix_positions` and the last
-`suffix_positions` real tokens of the prompt are edited, the latter by a unit of its own unless
-`tied_weights`; where the two overlap, the suffix wins.
-
-Differs from the paper: nothing. Differs from adapters: positions are those of each row's own real
-tokens, so that a short row edits no padding; decoders count in their own mask; `generate` edits the
-prompt and never a new token; R is kept as `[r, d_model]`, made orthonormal again in each forward,
-where adapters stores a `[d_model, d_model]` base that one step with weight decay sets to zero.
+Differs from the paper: nothing. Differs from adapters: a short row edits no padding; decoders count
+in their own mask; `generate` edits no new token; R is made orthonormal in each forward, where one
+step with weight decay sets the `[d_model, d_model]` base of adapters to zero.
 Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens of each row.
 Cannot do: merging, since the edit depends on the position.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +38,8 @@ from ._bottleneck_layer import Affine
 from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
 from ._sublayers import block_sites
 
-_MAX_POSITIONS = 65_536
+_COUNT = Range(0, 65_536)
+_New = Callable[[tuple[int, ...], Callable[[Tensor], Tensor]], nn.Parameter]
 
 
 @architectures.register("reft")
@@ -53,11 +50,11 @@ class ReftConfig(AdapterConfig):
 
     Attributes:
         layers: "all", or numbers of the blocks whose outputs are edited.
-        prefix_positions: how many tokens at the start of the prompt are edited, from 0.
-        suffix_positions: how many at its end, from 0.
+        prefix_positions: how many tokens at the start of the prompt are edited, 0 to 65,536.
+        suffix_positions: how many at its end, 0 to 65,536; these win where the two overlap.
         r: rank of the subspace, 1 to the model's width.
         orthogonality: whether the rows of R are orthonormal.
-        tied_weights: whether prefix and suffix have one unit.
+        tied_weights: whether prefix and suffix have one unit (A, a and R).
         subtract_projection: whether R h is subtracted; False for DiReFT.
         dropout: probability, 0 to below 1, of dropping a feature of an edited token.
         non_linearity: φ; None for the identity.
@@ -69,8 +66,8 @@ class ReftConfig(AdapterConfig):
     architecture: ClassVar[str] = "reft"
 
     layers: str | tuple[int, ...] = field("all", Either(Choice("all"), Layers()))
-    prefix_positions: int = field(3, Range(0, _MAX_POSITIONS))
-    suffix_positions: int = field(0, Range(0, _MAX_POSITIONS))
+    prefix_positions: int = field(3, _COUNT)
+    suffix_positions: int = field(0, _COUNT)
     r: int = field(1, Range(1, MAX_WIDTH))
     orthogonality: bool = True
     tied_weights: bool = False
@@ -82,17 +79,15 @@ class ReftConfig(AdapterConfig):
     dtype: str | None = field(None, DTYPE)
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ConfigError: a value is not legal.
-        """
+        """Check every field, and that some position is edited."""
         super().__post_init__()
-        if not self.prefix_positions + self.suffix_positions:
+        if not self.layers:
             raise ConfigError(
-                f"{type(self).__name__}(prefix_positions=0, suffix_positions=0): no position is "
-                f"left to edit. Write prefix_positions=3."
+                f"{type(self).__name__}(layers=[]): no block is left to edit. Write layers='all'."
             )
+        if not self.prefix_positions + self.suffix_positions:
+            name = f"{type(self).__name__}(prefix_positions=0, suffix_positions=0)"
+            raise ConfigError(f"{name}: no position is left to edit. Write prefix_positions=3.")
 
     @property
     def starts_as_identity(self) -> bool:
@@ -100,11 +95,7 @@ class ReftConfig(AdapterConfig):
         return False
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """One placement for the output of each block.
-
-        Raises:
-            SiteError: the model has no blocks, or not those that are asked for.
-        """
+        """One placement for the output of each block in `layers`."""
         wanted = None if isinstance(self.layers, str) else self.layers
         sites = block_sites(anatomy, wanted, f"{type(self).__name__}(layers={self.layers!r})")
         return [Placement(site, self, "reft_layer") for site in sites]
@@ -140,29 +131,16 @@ class DiReftConfig(ReftConfig):
 
 
 class ReftUnit(nn.Module):
-    """One intervention: drop(h + (φ(A h + a) − R h) R).
+    """One intervention: drop(h + (φ(A h + a) − R h) R), with A and a in `source`."""
 
-    Attributes:
-        source: A `[r, d_model]` and a `[r]`.
-        projection: R `[r, d_model]`, before its rows are made orthonormal.
-    """
-
-    def __init__(
-        self, config: ReftConfig, d: int, name: str, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ReftConfig, d: int, name: str, new: _New) -> None:
         """Draw A and a as torch's linear layers do, and R with orthonormal rows if it has them."""
         super().__init__()
-        draw = generator(config.init_weights_seed, name)
-        fresh = kaiming(draw)
-        self.source = Affine(
-            drawn((config.r, d), fresh, device, dtype),
-            drawn((config.r,), uniform(d**-0.5, draw), device, dtype),
-        )
-        rows = partial(nn.init.orthogonal_, generator=draw) if config.orthogonality else fresh
-        self.projection = drawn((config.r, d), rows, device, dtype)
-        self.orthogonality = config.orthogonality
-        self.subtracts = config.subtract_projection
-        self.dropout = config.dropout
+        draw, shape = generator(config.init_weights_seed, name), (config.r, d)
+        self.source = Affine(new(shape, kaiming(draw)), new(shape[:1], uniform(d**-0.5, draw)))
+        orthogonal = partial(nn.init.orthogonal_, generator=draw)
+        self.projection = new(shape, orthogonal if config.orthogonality else kaiming(draw))
+        self.config = config
         self.activation = activation(config.non_linearity)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -170,76 +148,57 @@ class ReftUnit(nn.Module):
         dtype, h = h.dtype, h.to(self.projection.dtype)
         R = self.rows()  # [r, d_model]
         change = self.activation(self.source(h))  # [rows, positions, r]
-        if self.subtracts:
+        if self.config.subtract_projection:
             change = change - linear(h, R)  # [rows, positions, r]
-        return dropout(h + change @ R, self.dropout, self.training).to(dtype)
+        return dropout(h + change @ R, self.config.dropout, self.training).to(dtype)
 
     def rows(self) -> Tensor:
         """R `[r, d_model]`, with orthonormal rows where the config says so."""
-        R = self.projection
-        if not self.orthogonality:
-            return R
-        wide = R.to(compute_dtype(R.dtype))
+        if not self.config.orthogonality:
+            return self.projection
+        R = self.projection.to(compute_dtype(self.projection.dtype))
         # R Rᵀ = L Lᵀ, so that the rows of L⁻¹ R are orthonormal; L = I where those of R are
-        L = torch.linalg.cholesky(wide @ wide.T)  # [r, r]
-        rows: Tensor = torch.linalg.solve_triangular(L, wide, upper=False)  # [r, d_model]
-        return rows.to(R.dtype)
+        L = torch.linalg.cholesky(R @ R.T)  # [r, r]
+        rows: Tensor = torch.linalg.solve_triangular(L, R, upper=False)  # [r, d_model]
+        return rows.to(self.projection.dtype)
 
 
 class Reft(Adapter):
-    """The edit of a block's output at both ends of the prompt.
-
-    Attributes:
-        units: "0" of the prefix and "1" of the suffix, those that edit anything; tied ones are "0".
-    """
+    """The edit of a block's output; `units` are "0" for the prefix, or both ends, and "1"."""
 
     reads_call = True
 
     def __init__(
         self, config: ReftConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the units for the output of a block.
-
-        Raises:
-            ConfigError: the rank is larger than the width of the model.
-        """
+        """Make the units; raise a `ConfigError` where r is larger than the width of the model."""
         super().__init__()
-        if config.r > site.d_out:
-            raise ConfigError(
-                f"{type(config).__name__}(r={config.r}) at {site.path!r}: the states have "
-                f"{site.d_out} features. Write r={site.d_out} or less."
-            )
-        self.prefix, self.suffix = config.prefix_positions, config.suffix_positions
-        dtype = DTYPES[config.dtype] if config.dtype else dtype
+        if config.r > (d := site.d_out):
+            where = f"{type(config).__name__}(r={config.r}) at {site.path!r}"
+            raise ConfigError(f"{where}: the states have {d} features. Write r={d} or less.")
+        self.counts = {"0": config.prefix_positions, "1": config.suffix_positions}
+        new = partial(drawn, device=device, dtype=DTYPES[config.dtype] if config.dtype else dtype)
         # what edits nothing would get no gradient
-        own = {"0": self.prefix, "1": self.suffix}
-        names = ["0"] if config.tied_weights else [n for n, count in own.items() if count]
-        self.units = nn.ModuleDict(
-            {n: ReftUnit(config, site.d_out, f"{site.path}/{n}", device, dtype) for n in names}
-        )
+        names = ["0"] if config.tied_weights else [n for n, count in self.counts.items() if count]
+        self.units = nn.ModuleDict({n: ReftUnit(config, d, f"{site.path}/{n}", new) for n in names})
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """The block's output with the edit. `x` `[rows, tokens, d_model]`, same shape."""
         call = base.call
+        if not call.has_prompt(x):
+            return base(x)
         # asked first: a mask that does not tell raises before the block runs
-        ends = self._ends(call, x) if call.has_prompt(x) else None
-        h = base(x)  # [rows, tokens, d_model]
-        if ends is None:
-            return h
-        if h.shape[:-1] != x.shape[:-1]:
-            ends = self._ends(call, h)
-        # one more stands for the tokens that a short prompt lacks
-        states = pad(h.flatten(0, -2), (0, 0, 0, 1))  # [rows · tokens + 1, d_model]
-        edited = states
-        for name, at in zip("01", ends, strict=True):
+        ends, h = self._ends(call, x), base(x)  # h [rows, tokens, d_model]
+        # some blocks have fewer tokens behind them; one more stands for those of no prompt
+        ends = ends if h.shape[:-1] == x.shape[:-1] else self._ends(call, h)
+        states = edited = pad(h.flatten(0, -2), (0, 0, 0, 1))  # [rows · tokens + 1, d_model]
+        for name, at in zip(self.counts, ends, strict=True):
             if at.shape[1]:
-                unit = cast("ReftUnit", self.units[name if name in self.units else "0"])
+                unit = self.units[name if name in self.units else "0"]
                 edited = edited.index_put((at,), unit(states[at]))  # [rows · tokens + 1, d_model]
         return edited[:-1].view(h.shape)  # [rows, tokens, d_model]
 
-    def _ends(self, call: StackCall, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _ends(self, call: StackCall, x: Tensor) -> tuple[Tensor, ...]:
         """The edited tokens of the states `x`, `[rows, prefix]` and `[rows, suffix]`."""
-        tokens = x.flatten(0, -2).shape[0]
-        first, last = min(self.prefix, tokens), min(self.suffix, tokens)
-        prefix, suffix = call.prompt_ends(x, first, last).split((first, last), 1)
-        return prefix, suffix
+        sizes = [min(count, x.shape[:-1].numel()) for count in self.counts.values()]
+        return tuple(call.prompt_ends(x, *sizes).split(sizes, 1))

@@ -97,14 +97,7 @@ class Projections(nn.Module):
     def __init__(
         self, config: VeraConfig, sites: Sequence[Site], device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Draw A, then B, from one generator, as PEFT does.
-
-        Args:
-            config: of the adapter.
-            sites: all layers of the adapter.
-            device: of the matrices.
-            dtype: of the matrices.
-        """
+        """Draw A, then B, from one generator, as PEFT does, for all layers of the adapter."""
         super().__init__()
         source = torch.Generator().manual_seed(config.projection_prng_key)
 
@@ -132,25 +125,16 @@ class Vera(WeightAdapter):
     def __init__(
         self, config: VeraConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the parameters.
-
-        Args:
-            config: of the adapter.
-            site: gives the widths.
-            device: of the parameters.
-            dtype: of the parameters.
-
-        Raises:
-            ConfigError: the site is an embedding, or has experts and the convention is adapters'.
-        """
+        """Make the parameters; raise a `ConfigError` at a site that VeRA cannot adapt."""
         super().__init__()
         self.dense = config.convention == "adapterhub"
         if site.kind == "embedding" or (site.parameter and (self.dense or config.dropout)):
-            what = "an embedding" if site.kind == "embedding" else "a parameter of its module"
+            plain = "" if site.kind == "embedding" else "convention='paper', dropout=0.0, or "
+            what = "a parameter of its module" if plain else "an embedding"
             raise ConfigError(
                 f"VeraConfig(convention={config.convention!r}, dropout={config.dropout}) at "
-                f"{site.path!r}: VeRA cannot adapt {what} in this way. Write convention='paper', "
-                f"dropout=0.0, or exclude_modules=[{site.path!r}]."
+                f"{site.path!r}: VeRA cannot adapt {what} in this way. Write {plain}"
+                f"exclude_modules=[{site.path!r}]."
             )
         lead = (site.experts,) if site.experts else ()
         self.scaling = config.alpha / config.r if self.dense else 1.0

@@ -1,4 +1,4 @@
-"""What is active: plans, how they become active, and what may not be.
+"""What is active: plans, how they become active, and what is refused.
 
 A plan is a composition compiled for a model: which step each layer takes, and which heads answer.
 It holds for all threads (`set_active`), or for one thread and task inside an `AdapterSetup`.
@@ -60,8 +60,8 @@ def make_plan(
 
     Args:
         model: with adapters.
-        setup: what shall act.
-        head_setup: which heads shall answer; None: those named like the adapters where there are
+        setup: the composition to compile.
+        head_setup: the heads to use; None: those named like the adapters where there are
             any, else those that are active now.
         skip_layers: numbers of blocks in which no adapter acts.
 
@@ -83,7 +83,7 @@ def make_plan(
     for name in acting:
         places = state.records[name].places
         for path, module in modules_of(model, name):
-            # what all layers share sits at none
+            # a module that layers share has no placement
             if places[path] and places[path][0].site.layer not in skip_layers:
                 present.setdefault(path, {})[name] = module
     parts, rows = parts_of(setup)
@@ -123,7 +123,7 @@ def check_setup(
 
     Args:
         model: with adapters; it has not changed afterwards.
-        setup: what shall act.
+        setup: the composition to compile.
         skip_layers: numbers of blocks in which no adapter acts.
         records: of the adapters, with their `coming` modules.
         fusions: records of the fusions.
@@ -214,7 +214,7 @@ def replan(model: AdaptedModel) -> None:
     try:
         model._active.default.plan = make_plan(model, setup, list(plan.heads), plan.skip_layers)
     except AdapterZooError:
-        # no step may name what is gone
+        # no step may name an adapter that is gone
         model._active.default.plan = Plan(None, plan.heads, skip_layers=plan.skip_layers)
         raise
 
@@ -340,10 +340,10 @@ def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[st
 
 
 def refuse_merged_part(setup: Composition | None, merged: Iterable[str]) -> None:
-    """Refuse a merged adapter, which acts on all inputs, where it shall act on a part of them.
+    """Refuse a merged adapter, which acts on all inputs, in a setup that gives it some of them.
 
     Raises:
-        StateError: it shall.
+        StateError: there is one.
     """
     inside = [] if setup is None else [n for n in setup.flatten() if n in merged]
     stacked = isinstance(setup, Stack) and all(isinstance(c, str) for c in setup)

@@ -18,6 +18,7 @@ from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
     build,
@@ -36,7 +37,7 @@ from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
 
-# arguments of `forward` that a model inside would take for some of its own `**kwargs`
+# arguments of `forward` that an inner model would swallow as `**kwargs`
 _WHOLE = ("adapter_names", "output_adapter_gating_scores", "output_adapter_fusion_attentions")
 
 
@@ -55,6 +56,8 @@ def add(
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
     refuse_taken(model, name, overwrite_ok)
+    for member in loaded.members:
+        refuse_missing_layers(member, len(model.anatomy.blocks))
     record = make(model, loaded)
     for path, adapter in record.coming.items():
         if record.places[path]:
@@ -68,17 +71,17 @@ def init_values(model: AdaptedModel, path: str, adapter: Adapter) -> None:
     """Let a fresh adapter take initial values from its layer, where that has values yet."""
     layer = layer_at(model._backbone, path)
     with at_hand(layer), torch.no_grad():
-        # a model that is being loaded has none, and the file has the adapter's
+        # a model that is being loaded has no values, and the file has the adapter's
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
             originals = model._adapter_state.originals.get(path, {})
             inject.init_from_layer(layer, adapter, originals)
 
 
 def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -> None:
-    """Give what the layers of a fresh adapter share the initial values that a text has.
+    """Give the modules that layers of a fresh adapter share the initial values of a text.
 
     Raises:
-        ConfigError: the text has no embeddings.
+        ConfigError: the model reads no tokens, or the text has none.
     """
     tokens = model.anatomy.tokens
     path = None if tokens is None else tokens.table
@@ -185,7 +188,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
         record: of the adapter, with its modules.
     """
     backbone, active, modules = model._backbone, model._active, record.coming
-    # all of them, and not the first alone: each is told its name
+    # visit all of them, as each is told its name
     reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name)]
     record = AdapterRecord(
         record.config, record.places, shared_inputs(record.places), bool(reading), record.meta

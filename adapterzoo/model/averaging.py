@@ -1,4 +1,4 @@
-"""Adapters that become one: averages, task arithmetic, and PEFT's ways of merging them."""
+"""Combine adapters into one: averages, task arithmetic, and PEFT's ways of merging."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def average(
     active: bool = False,
     **options: Any,
 ) -> None:
-    """Add an adapter that several others become; they stay as they are.
+    """Add an adapter that combines several others, which stay as they are.
 
     Args:
         model: with adapters.
@@ -87,7 +87,7 @@ def _combined(
     seed: int | None,
 ) -> AdapterRecord:
     """Return the result; the model has not changed."""
-    # they get their values from others: do not disturb the caller's random numbers
+    # values come from other adapters: do not disturb the caller's random numbers
     with undrawn(), torch.random.fork_rng(devices=()):
         record = make(model, config)
     sources: list[dict[str, Any]] = [dict(modules_of(model, each)) for each in names]

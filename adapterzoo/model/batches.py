@@ -24,18 +24,18 @@ from .state import AdaptedModel
 RowNames: TypeAlias = "Sequence[str | Composition | None]"
 
 BASE = "__base__"
-"""What PEFT writes for a row without adapter; None says the same."""
+"""PEFT's name for a row without an adapter; None means the same."""
 
 # inputs with one entry for each row of the batch, whichever of them a model takes
 _PER_ROW = (
     "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features",
     "attention_mask", "decoder_input_ids", "decoder_inputs_embeds",
 )  # fmt: skip
-# what has no rows, even where its first dimension is as long as the batch
+# inputs without rows, even if their first dimension is as long as the batch
 _NO_ROWS = ("cache_position", "logits_to_keep", "num_items_in_batch")
-# families with layers that get tokens before rows
+# families with layers whose input has tokens before rows
 _TOKENS_FIRST = ("fsmt", "led", "longformer", "xlnet")
-# mixed plans that are kept: a server meets the same sets of adapters again and again
+# how many mixed plans are kept: a server sees the same sets of adapters again and again
 _KEPT_PLANS = 64
 
 
@@ -58,14 +58,14 @@ def plan_of_call(
     Args:
         model: that is called.
         inputs: as they were given.
-        adapter_names: the adapter of each row; None: as the active composition says.
-        one_head: whether the caller says which head answers all rows.
+        adapter_names: the adapter of each row; None: those of the active composition.
+        one_head: whether the caller chooses one head for all rows.
         generates: whether the answer has one sequence of tokens for each row.
         copies: of each row that the call makes by itself, as beam search does.
 
     Raises:
         CompositionError: the rows do not fit the batch.
-        StateError: an adapter is merged, or an `AdapterSetup` says already what acts.
+        StateError: an adapter is merged, or an `AdapterSetup` is in force.
         UnknownNameError: there is no adapter of a name.
     """
     if adapter_names is not None:
@@ -124,10 +124,8 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
         if name is not None and not isinstance(name, (str, Composition)):
             state.find(name)
     parts, index = numbered([None if name == BASE else name for name in given])
-    plan = state.plans.get(parts)
-    if plan is None:
-        plan = _compiled(model, parts)
-    # what a compiler traces is part of its graph, and would trace anew what has changed
+    plan = state.plans.get(parts) or _compiled(model, parts)
+    # a compiler would trace anew after each change of the cache
     if parts not in state.plans and not torch.compiler.is_compiling():
         while len(state.plans) >= _KEPT_PLANS:
             del state.plans[next(iter(state.plans))]
@@ -137,7 +135,6 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
 
 
 def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
-    find = model._adapter_state.find
     for part in parts:
         if isinstance(part, Composition):
             if has_rows(part):
@@ -145,11 +142,7 @@ def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
                     f"adapter_names=…: {part!r} divides the batch, and it is given to one row. "
                     f"Write a name, or Stack('a', 'b')."
                 )
-            for name in part.flatten():
-                find(name)
             _check_row(part)
-        elif part is not None:
-            find(part)
     setup = BatchSplit(*parts, batch_sizes=1)
     return make_plan(model, setup, []) if setup.flatten() else Plan()
 
@@ -158,7 +151,7 @@ def _check_row(part: Composition) -> None:
     try:
         BatchSplit(part, batch_sizes=1)
     except CompositionError as error:
-        # it names a BatchSplit that the user has not written
+        # that message names a BatchSplit that the user did not write
         raise CompositionError(
             f"adapter_names=…: {part!r} cannot be given to one row. Names can, and Stack, Split "
             f"and Average of names. Write a name, or Stack('a', 'b')."

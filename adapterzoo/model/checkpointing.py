@@ -131,7 +131,7 @@ def _fitting(
         )
 
     def enter() -> None:
-        # what may fail comes first
+        # the step that may fail comes first
         adapters.bring_in(model, name, record, asked.set_active)
         if enter_head is not None:
             enter_head()
@@ -148,7 +148,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
     """
     found = []
     for each in sorted(Path(folder).glob("*/")):
-        # a hidden one is what a save has not finished, or not an adapter
+        # skip hidden folders: unfinished saves, or not adapters
         if each.name.startswith("."):
             continue
         with folders.reading(each):
@@ -182,7 +182,7 @@ def _filled(
         everywhere = {inject_path(p.site) for p in config.placements(model.anatomy)}
         config = _leaving_out(config, leave_out)
     paths, tensors = tables.expand(model, stored.metadata.get("embeddings"), stored.adapter)
-    # a stranger's config may ask for more memory than there is: compare before any is taken
+    # an untrusted config may ask for more memory than there is: compare before allocating
     empty = torch.device("meta")
     record = adapters.make(model, config, empty)
     gone = everywhere - record.places.keys()
@@ -234,7 +234,7 @@ def _with_memory(
         return adapter.to_empty(device=device_of(layer))
     if give_memory(adapter, device_of(layer)):
         return adapter
-    # a method that draws its values in its own way shall not disturb the caller's random numbers
+    # do not disturb the caller's random numbers where a method draws values in its own way
     with undrawn(), torch.random.fork_rng(devices=()):
         return build(layer, path, placements, model.dtype)
 
@@ -354,7 +354,7 @@ def _write(
 ) -> None:
     info = info_of(model)
     if format != "native":
-        # these look at weights of the base model, in one process
+        # these formats read weights of the base model, in one process
         hint = (
             f"Write {argument('format', 'native')}, load it into a whole model, and save it from "
             f"there."

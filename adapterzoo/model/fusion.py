@@ -155,7 +155,7 @@ def enter(
     fusions, default = model._adapter_state.fusions, model._active.default
     name, plan = fuse.name, default.plan
     record = FusionRecord(config, fused(fuse), tuple(made))
-    # one that was active and is replaced stays active
+    # an active fusion that is replaced stays active
     stays = any(f.name == name and fused(f) == record.adapters for f in fusions_of(plan.setup))
     if active:
         refuse_while_batching(model)
@@ -227,7 +227,7 @@ def recorded(
         acting = [model._active.plan.setup]
         rows = model._active.plan.rows is not None
     else:
-        # the forward itself refuses what are not names, and lists that do not fit the batch
+        # the forward itself refuses invalid names, and lists that do not fit the batch
         listed = adapter_names if isinstance(adapter_names, Sequence) else ()
         acting, rows = [parse(name) for name in listed], True
     watched: dict[str, Iterable[_Watched]] = {}

@@ -1,4 +1,4 @@
-"""Merging: adapters that equal a changed weight become part of the base weights, and back."""
+"""Merging: write adapters that equal a changed weight into the base weights, and undo it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .state import AdaptedModel, modules_of
 
 @torch.no_grad()
 def merge(model: AdaptedModel, added: Sequence[str]) -> None:
-    """Merge adapters, all or none.
+    """Merge adapters into the base weights, all or none.
 
     Args:
         model: with adapters.
@@ -49,11 +49,11 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     modules: dict[str, list[Adapter]] = {}
     for name in added:
         for path, module in modules_of(model, name):
-            # what all layers share is not a change of a weight itself
+            # a module that layers share does not itself change a weight
             if path:
                 modules.setdefault(path, []).append(module)
     _refuse_lost(model, set(modules))
-    # every check that can be made comes before the first write
+    # check all that can be checked before the first write
     for path, beside in modules.items():
         for module in beside:
             if not isinstance(module, inject.ExpertAdapters):
@@ -65,11 +65,11 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     try:
         for path, beside in modules.items():
             before[path] = _copies(backbone.get_submodule(path), beside)
-            # what an earlier merge kept is older: that is the original
+            # values kept by an earlier merge are the originals
             state.originals[path] = before[path] | kept.get(path, {})
             write(model, path, names)
     except BaseException:
-        # Ctrl-C too leaves no weight half merged
+        # leave no weight half merged, not even after Ctrl-C
         for path, originals in before.items():
             _restore(backbone.get_submodule(path), originals)
         state.originals = kept
@@ -81,7 +81,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
 
 @torch.no_grad()
 def reset(model: AdaptedModel) -> None:
-    """Give the base weights back their bits; the adapters that were merged act as before."""
+    """Restore the base weights bit for bit; the adapters that were merged act as before."""
     state = model._adapter_state
     if state.merged:
         refuse_if_sharded(model, "Load the base model and the adapters again.")
@@ -122,7 +122,7 @@ def unload(model: AdaptedModel, architecture: str | None) -> Any:
 
 
 def _to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of the adapters that are to be merged and are not."""
+    """Return the names of the adapters that remain to be merged."""
     state, plan = model._adapter_state, model._active.default.plan
     if names is None:
         if plan.setup is not None and plan.skip_layers:
@@ -284,7 +284,7 @@ def _fill(target: Tensor, value: Tensor, what: str) -> None:
 
 
 def _is_finite(t: Tensor) -> bool:
-    # one pass without a tensor of truth values; NaN is both the least and the greatest
+    # one pass, no boolean tensor: both extremes are NaN if any value is
     return not t.numel() or bool(torch.stack(t.aminmax()).isfinite().all())
 
 

@@ -1,4 +1,4 @@
-"""`AdapterModelMixin`: the methods of a model with adapters, and what each of them calls."""
+"""`AdapterModelMixin`: the public methods of a model with adapters."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class AdapterModelMixin:
         adapters.add(self, adapter_name, config, overwrite_ok, set_active)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter; where it was active, what was active beside it stays so.
+        """Delete an adapter; adapters that are active beside it stay active.
 
         Raises:
             UnknownNameError: the adapter is unknown.
@@ -160,7 +160,7 @@ class AdapterModelMixin:
         majority_sign_method: str = "total",
         seed: int | None = None,
     ) -> None:
-        """Add an adapter that several others become; they stay as they are.
+        """Add an adapter that combines several others, which stay as they are.
 
         With weights w, parameters θ, and θ₀ the value that changes nothing (1 for BOFT's scale,
         ‖W‖ for DoRA's magnitudes, 0 for all others), the strategies of `adapters` are
@@ -236,7 +236,7 @@ class AdapterModelMixin:
         majority_sign_method: str = "total",
         seed: int | None = None,
     ) -> None:
-        """`average_adapter` in the words of PEFT: weights are taken as they are.
+        """`average_adapter` under PEFT's name: weights are not normalised.
 
         "linear" is PEFT's, `combine_strategy="lora_linear_sqrt"`; all other names are the same.
 
@@ -264,7 +264,7 @@ class AdapterModelMixin:
             StateError: the same.
             UnknownNameError: the same.
         """
-        # what the word means to PEFT has another name here
+        # PEFT's meaning of the word has another name here
         strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type
         averaging.average(
             self, adapter_name, adapters, weights, strategy, svd_rank=svd_rank, svd_clamp=svd_clamp,
@@ -324,8 +324,8 @@ class AdapterModelMixin:
         """Compile a composition for this model; nothing becomes active.
 
         Args:
-            setup: what shall act.
-            head_setup: which heads shall answer; None: those named like the adapters where
+            setup: the composition to compile.
+            head_setup: the heads to use; None: those named like the adapters where
                 there are any, else those that are active now.
             skip_layers: numbers of blocks in which no adapter acts.
 
@@ -459,7 +459,7 @@ class AdapterModelMixin:
         merging.merge(self, (name,))
 
     def reset_adapter(self) -> None:
-        """Give the base weights back their bits; the adapters that were merged act as before.
+        """Restore the base weights bit for bit; the adapters that were merged act as before.
 
         Raises:
             StateError: the merged weights came from a file, so the originals are not known; or a
@@ -630,7 +630,7 @@ class AdapterModelMixin:
             adapter_name_or_path: the folder, or `user/repository` on the Hub.
             load_as: name to give it; None: the one it was saved under.
             with_head: whether a head in the checkpoint is loaded, under the adapter's name.
-            leave_out: numbers of blocks that shall get no adapter.
+            leave_out: numbers of blocks that get no adapter.
             id2label: other labels for the head.
             set_active: whether adapter and head become active.
             overwrite_ok: whether an adapter or head of that name may be replaced.
@@ -730,7 +730,7 @@ class AdapterModelMixin:
         overwrite_ok: bool = False,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """Load a head that `save_head`, or AdapterHub's, wrote; it becomes the active one.
+        """Load a head that `save_head`, here or of AdapterHub, wrote; it becomes the active one.
 
         A static head becomes the active adapter's copy, or the original with no adapter active.
 
@@ -919,9 +919,9 @@ class AdapterModelMixin:
         return resized
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Return what shares its parameter with what: pairs of the base model, heads, adapters."""
+        """Return the tied parameters of base model, heads and adapters, key to key."""
         pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
-        # transformers asks for it in the constructor
+        # transformers calls this in the constructor
         return {**pairs, **ties(self)} if "_adapter_state" in vars(self) else pairs
 
     def _start_adapters(self) -> None:
@@ -937,7 +937,7 @@ class AdapterModelMixin:
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make the adapters last, when the layers are there and get their values."""
+        """Make the adapters last, when the layers exist and get their values."""
         config_entry.restore(model, quantised=True)
         return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
 

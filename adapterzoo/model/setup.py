@@ -1,4 +1,4 @@
-"""`AdapterSetup`: other adapters and heads for one thread and task, as long as a block runs."""
+"""`AdapterSetup`: a block with other adapters and heads, for one thread and task."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def announce(model: AdaptedModel) -> None:
 
 
 def withdraw(model: AdaptedModel) -> None:
-    """Undo `announce`: the model has no adapters any more."""
+    """Undo `announce`: the model no longer has adapters."""
     with _models_lock:
         _models.discard(model)
 
@@ -77,13 +77,13 @@ class AdapterSetup:
         self.adapter_setup: Composition | None = parse(adapter_setup)
         self.head_setup = head_setup
         self.ignore_empty = ignore_empty
-        # anything but a list is refused where the number of blocks is known
+        # validated where the number of blocks is known
         self.skip_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else skip_layers
         # the blocks to leave, each with the thread and the task that has entered it
         self._entered: list[tuple[tuple[int, object], ExitStack]] = []
 
     def __enter__(self) -> Self:
-        """Make the setup hold.
+        """Activate the setup.
 
         Raises:
             ConfigError: a model has no block of a number in `skip_layers`.
@@ -94,7 +94,7 @@ class AdapterSetup:
         return self
 
     def _entered_models(self) -> ExitStack:
-        """Make the setup hold for every model that has all of its names."""
+        """Activate the setup in every model that has all of its names."""
         names = self.adapter_setup.flatten() if self.adapter_setup is not None else ()
         # layers of a fusion belong to one model, like the adapters that they fuse
         fusions = {fuse.name for fuse in fusions_of(self.adapter_setup)}
@@ -124,7 +124,7 @@ class AdapterSetup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Make what held before hold again.
+        """Restore the previous setup.
 
         Raises:
             StateError: another thread or task has entered the block.

@@ -123,7 +123,7 @@ def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) ->
             write(whole)
         except AdapterZooError as error:
             failure = [str(error)]
-    # along one dimension after the other, until all have received it
+    # along each dimension in turn, until every process has it
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         dist.broadcast_object_list(failure, dist.get_global_rank(group, 0), group)
@@ -143,5 +143,5 @@ def class_name(model: Any) -> str:
 
 
 def _may_be_sharded() -> bool:
-    # imported late above: a build of torch may have no process groups
+    # torch may be built without process groups, hence the late imports above
     return dist.is_available() and dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Everything trained of a model in one folder, to go back to it: what a training checkpoint is.
+"""Training checkpoints: all trained parameters of a model in one folder.
 
 Each adapter lies in the sub-folder of its name, with the head of the same name in one file, as
 `load_adapter` reads it, embeddings that were trained with it among them; a head of another name

@@ -1,4 +1,4 @@
-"""What a model knows of its adapters: records, and the look-ups in them.
+"""The state of a model with adapters: records, and functions that look them up.
 
 Tensors live in the modules of the model, except for the originals of merged weights.
 """
@@ -57,7 +57,7 @@ def shared_inputs(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list
     """Return the path of a module to those of its layers that read one input, at least two."""
     found: dict[str, dict[str, list[str]]] = {}
     for path, placements in places.items():
-        # what all layers share has a path and no placement
+        # a module that layers share has a path and no placement
         if placements and (shared := placements[0].site.shared_input) is not None:
             found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
     # a block whose sub-layers have no modules of their own has two such groups: the larger wins
@@ -111,7 +111,7 @@ class AdaptersConfig(Mapping[str, AdapterConfig]):
 
 @dataclass(slots=True)
 class AdapterState:
-    """What the library knows of one model.
+    """The state of one model with adapters.
 
     Attributes:
         records: the adapters by name.
@@ -161,7 +161,7 @@ class AdapterState:
 
 
 class AdaptedModel(Protocol):
-    """What the functions of this package need of a model; the rest is a `PreTrainedModel`'s."""
+    """The part of a model that this package uses; the rest is a `PreTrainedModel`'s."""
 
     _active: ActiveState
     _adapter_state: AdapterState
@@ -191,7 +191,7 @@ def backbone_of(model: AdaptedModel) -> nn.Module:
 
 
 def input_embeddings_of(model: nn.Module | AdaptedModel) -> nn.Module | None:
-    """Return the module that embeds the inputs, None where transformers knows none."""
+    """Return the module that embeds the inputs, None if transformers knows none."""
     try:
         return cast("nn.Module | None", cast("Any", model).get_input_embeddings())
     except (AttributeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Training: what is trained, in how many parameters, from quantised layers, in many processes."""
+"""Training: freezing, quantised layers, fingerprints, replicas, and the summary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     Raises:
         StateError: the setup names no adapter.
     """
-    # a forward of a sharded model leaves parameters whole that an optimizer shall not get
+    # a forward of a sharded model leaves whole parameters, which an optimizer must not get
     reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
@@ -114,7 +114,7 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     reshard(model)
     own = {id(p) for p in own_parameters_of(model)}
     for parameter in model._backbone.parameters():
-        # quantised weights have no gradient, not even those that call themselves floats
+        # quantised weights have no gradient, even if their dtype is a float
         may_train = parameter.is_floating_point() and packing_of(parameter) is None
         if freezes or (may_train and id(parameter) not in own):
             parameter.requires_grad_(not freezes)
@@ -131,7 +131,7 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
         run: what transformers does.
     """
     module: Any = model
-    # transformers would misread what has been put into another order for inference
+    # transformers would misread weights that were reordered for inference
     quantised.unpack(module)
     modes = {path: each.training for path, each in module.named_modules()}
     packed = [path for path, each in module.named_modules() if quantised.is_quantised(each)]

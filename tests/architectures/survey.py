@@ -215,22 +215,22 @@ def render(lines: Iterable[Line], version: str, more: Columns | None = None) -> 
     proven = sum(x.proven[0] for x in built)
     plain = sum(x.plain for x in complete)
     share = 100 * len(complete) / max(1, len(attentive))
-    head = f"""# Where adapters can sit, for every model type of transformers {version}
+    head = f"""# Where adapters can go, for every model type of transformers {version}
 
-Made by `make architectures`; tests compare it with what they find.
+Written by `make architectures`; tests compare it with the current results.
 
 - model types: {len(lines)}
 - built on the meta device from their default configuration: {len(built)}
 - of these with attention: {len(attentive)}
 - of these with all roles and stream sites: {len(complete)} ({share:.1f} %)
-- of these with sub-layers that all read the stream alone and are plainly added to it: {plain}
+- of these with sub-layers that all read only the stream and are simply added to it: {plain}
 - different blocks whose stream sites were proven by a run: {proven} of {kinds}
 {totals}
-`q k v qkv o` are query, key, value, the fused layer that holds them, and attention's output
-projection; `in gate out` the feed-forward part's. *Stream* says whether norms stand before the
-sub-layers (`pre`) or behind the residual additions (`post`). *Proven* counts the different blocks
-of the model that ran with the default configuration and whose every stream site was followed;
-what the remark says of attention or of the feed-forward part is left out of the proof.
+`q k v qkv o` are query, key, value, the fused layer that contains them, and the output projection
+of attention; `in gate out` are the layers of the feed-forward part. *Stream* tells whether norms
+come before the sub-layers (`pre`) or after the residual additions (`post`). *Proven* counts the
+different blocks that ran with the default configuration and in which every stream site was
+verified; parts that the remark excludes, attention or feed-forward, are not included.
 {more.notes}
 | model type | blocks | roles | stream | complete | proven | remark |{names}
 | --- | --- | --- | --- | --- | --- | --- |{" --- |" * len(more.names)}

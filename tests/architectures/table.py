@@ -36,13 +36,15 @@ Cells = dict[str, str]
 """Name of a column to its text."""
 
 _NOTES = """
-The columns of methods say what a tiny model of the type did with an adapter of the method on every
-sub-layer, or at all query, key, value and output projections and in the feed-forward part: a fresh
-adapter is the identity where it says so, one with other values acts, gradients reach all and only
-the adapter (where they reach the layer at all), merging equals the forward or is refused, and after
-deletion the model has its bits again. `✓` holds; `✓ some` holds with the method's default config or
-at all linear layers, where the model has not all of these places; `✗` does not hold; empty did not
-run. Models are in float32, merges are compared with float64. The last column says why not.
+The method columns show the result of a test on a tiny model of the type, with an adapter on every
+sub-layer, or at all query, key, value and output projections and in the feed-forward part. A new
+adapter must be the identity if its config says so; with other values it must change the output;
+gradients must reach the whole adapter and nothing else (if they reach the layer at all); merging
+must equal the forward pass or be refused; and deletion must restore the model bit for bit. `✓`:
+passed. `✓ some`: passed with the method's default config or at all linear layers, because the model
+does not have all of these sites. `✗`: failed. Empty: not run. Models are in float32; merges are
+compared with float64. `invertible` is `seq_bn_inv`, which also needs an entry: a place in front of
+the first block. The last column gives the reasons.
 """
 
 
@@ -139,6 +141,7 @@ def _short(error: SiteError) -> str:
         return text.partition("no transformer blocks: ")[2].partition(". ")[0]
     for words, said in (
         ("is not known", "where a sub-layer meets the residual stream is not known"),
+        ("computes scores by itself", "some attention computes its scores by itself"),
         ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
         ("in front of the first block", "nothing can stand in front of its first block"),

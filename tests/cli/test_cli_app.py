@@ -139,7 +139,7 @@ def test_doctor_names_a_peer_that_cannot_be_imported(run, monkeypatch):
 
 def test_errors_of_the_library_end_with_1(run, monkeypatch):
     def refuse() -> None:
-        raise ConfigError("doctor: a = 1 · legal is 2 · write a = 2")
+        raise ConfigError("a = 1 · legal is 2 · write a = 2")
 
     monkeypatch.setattr(health, "examine", refuse)
     result = run("doctor", code=1)

@@ -238,13 +238,13 @@ def compiled(case, architecture):
 def table(rows):
     """The page of the documentation."""
     lines = [
-        f"# What ptxas makes of the Triton kernels, with Triton {triton.__version__}",
+        f"# The Triton kernels compiled by ptxas, with Triton {triton.__version__}",
         "",
-        "Made by `python tests/kernels/aot.py`; a test compiles all of it again",
-        "and compares. No GPU is needed. *Tile* is rows × features × rank of a program; *spilled*",
-        "is bytes of the stack; *shared* is bytes for a program, of which Ampere (sm 80) has",
-        "166,912 and Hopper and Blackwell (sm 90, sm 100) 232,448; *matrix* counts instructions of",
-        "the matrix unit.",
+        "Written by `python tests/kernels/aot.py`; a test compiles all kernels again and compares.",
+        "No GPU is needed. *Tile* is rows × features × rank of a program. *Spilled* is bytes",
+        "on the stack. *Shared* is bytes per program; the limit is 166,912 on Ampere (sm 80) and",
+        "232,448 on Hopper and Blackwell (sm 90, sm 100). *Matrix* counts instructions of the",
+        "matrix unit.",
         "",
         "| kernel | operands | tile | sm | registers | spilled | shared | matrix |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

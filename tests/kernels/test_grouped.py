@@ -402,8 +402,8 @@ def test_a_plan_of_inference_serves_training():
     ("index", "message"),
     [
         ([0, -2], r"index\[1\]=-2 is not the number of an adapter.*None or -1.*Groups\.of\(\["),
-        ([True], r"index\[0\]=True is no number"),
-        ([0.5], r"index\[0\]=0\.5 is no number"),
+        ([True], r"index\[0\]=True is not the number"),
+        ([0.5], r"index\[0\]=0\.5 is not the number"),
         (torch.zeros(2), r"index is torch\.float32 \[2\].*integers \[batch\].*Groups\.of"),
         (torch.zeros(2, 1, dtype=torch.int64), r"index is torch\.int64 \[2, 1\]"),
     ],

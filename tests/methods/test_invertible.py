@@ -1,7 +1,9 @@
 """Invertible bottlenecks: formula, inverse, heads, rows, generation; files in test_golden_zoo."""
 
 import copy
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from adapterzoo import (
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError, StateError
 from adapterzoo.methods.invertible import NiceBlock
 
+GOLDEN = Path(__file__).resolve().parents[1] / "data/golden_adapterhub/gpt2/seq_bn_inv"
 INV = SeqBnInvConfig(reduction_factor=4)
 HEADS = {"bert": "masked_lm", "gpt2": "causal_lm", "llama": "causal_lm", "t5": "seq2seq_lm"}
 
@@ -233,6 +236,33 @@ def test_checkpointed_gradients_are_the_gradients():
         torch.testing.assert_close(other, found[0])
 
 
+def test_entry_and_exit_compile():
+    model, inputs = made("bert", a=INV, b=INV), tiny_inputs("bert", batch=2)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for setup in ("a", Stack("b", "a"), BatchSplit("b", "a", batch_sizes=[1, 1]), None):
+        model.set_active_adapters(setup)
+        expected = logits(model, inputs, head="head")
+        with torch.no_grad():
+            found = compiled(**inputs, head="head").logits
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_stays_half(dtype):
+    """Near to float64 from embeddings to logits, with parameters in float32 too."""
+    inputs = tiny_inputs("llama", batch=2)
+    for own in (None, "float32"):
+        model = made("llama", a=INV.replace(dtype=own)).to(dtype)
+        if own:
+            model.adapter_to("a", dtype=torch.float32)
+        model.set_active_adapters("a")
+        exact = copy.deepcopy(model).double()
+        found, expected = logits(model, inputs, head="head"), logits(exact, inputs, head="head")
+        assert found.dtype == dtype
+        error = (found.double() - expected).abs().max()
+        assert error <= 32 * torch.finfo(dtype).eps * expected.abs().max()
+
+
 def test_its_parameters_are_there_once(tmp_path):
     model = made("t5", a=INV)
     keys = [key for key in model.state_dict() if ".F.0.weight" in key]
@@ -281,6 +311,68 @@ def test_the_head_of_a_task_class_has_no_inverse():
     with torch.no_grad():
         expected = model.lm_head(model.model(**inputs)[0])
     torch.testing.assert_close(logits(model, inputs), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_files_of_adapter_transformers(tmp_path):
+    """The names of language adapters, and a config inside of the config."""
+    for file in GOLDEN.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    document = json.loads((tmp_path / "adapter_config.json").read_text())
+    values = document["config"]
+    factor = values.pop("inv_adapter_reduction_factor")
+    values["invertible_adapter"] = {
+        "block_type": values.pop("inv_adapter"), "non_linearity": "relu", "reduction_factor": factor
+    }  # fmt: skip
+    document["version"] = "2.3.0"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(document))
+    tensors = torch.load(tmp_path / "pytorch_adapter.bin", weights_only=True)
+    old = {k.replace("invertible_adapters", "invertible_lang_adapters"): t
+           for k, t in tensors.items()}  # fmt: skip
+    assert old.keys() != tensors.keys()
+    torch.save(old, tmp_path / "pytorch_adapter.bin")
+    model = AutoAdapterModel.from_pretrained(GOLDEN.parent / "base")
+    model.load_adapter(GOLDEN, load_as="now")
+    model.load_adapter(tmp_path, load_as="then")
+    assert adapter_bits(model, "then") == adapter_bits(model, "now")
+    assert model.adapters_config["then"] == model.adapters_config["now"]
+    assert model.adapters_config["now"]["inv_adapter"] == "nice"
+
+
+def test_files_of_the_peer_hold_what_was_read(tmp_path):
+    model = AutoAdapterModel.from_pretrained(GOLDEN.parent / "base")
+    model.load_adapter(GOLDEN, load_as="golden")
+    model.save_adapter(tmp_path, "golden", format="adapterhub")
+    theirs, ours = (
+        torch.load(folder / "pytorch_adapter.bin", weights_only=True)
+        for folder in (GOLDEN, tmp_path)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(same_bits(ours[key], tensor) for key, tensor in theirs.items())
+    theirs, ours = (
+        json.loads((folder / "adapter_config.json").read_text())["config"]
+        for folder in (GOLDEN, tmp_path)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("family", ["vit", "electra"])
+def test_families_whose_files_may_mean_another_place_are_not_written(family, tmp_path):
+    model = init(AutoModel.from_config(tiny_config(family)))
+    model.add_adapter("a", INV)
+    with pytest.raises(CheckpointError, match=f"{family} adapters computes such an adapter at emb"):
+        model.save_adapter(tmp_path / "x", "a", format="adapterhub")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_saved_model_has_it(tmp_path):
+    model, inputs = made("gpt2", a=INV), tiny_inputs("gpt2", batch=2)
+    model.set_active_adapters("a")
+    model.save_pretrained(tmp_path)
+    again = AutoAdapterModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert adapter_bits(again, "a") == adapter_bits(model, "a")
+    again.set_active_adapters("a")
+    found, expected = (logits(each, inputs, head="head") for each in (again, model))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 # --- what is refused ---

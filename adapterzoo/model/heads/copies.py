@@ -50,8 +50,7 @@ def owners_of(setup: Composition | None) -> tuple[str | None, ...]:
     """Return the owners of the heads that answer, None for the original; base rows have none."""
     if setup is None:
         return ()
-    parts, _ = parts_of(setup)
-    return tuple(dict.fromkeys(owner_of(part) for part in parts if part is not None))
+    return tuple(dict.fromkeys(owner_of(p) for p in parts_of(setup)[0] if p is not None))
 
 
 def layers_of(model: AdaptedModel) -> dict[str, nn.Module]:
@@ -125,12 +124,12 @@ def made(model: AdaptedModel) -> dict[str, nn.Module]:
 def _copied(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     if isinstance(layer, inject.Adapted):
-        # the other copies are not copied, and what ties the layer to the model stays one
+        # leave out the other copies, and share the link to the model
         memo = {id(layer._link): layer._link, id(layer._modules["adapters"]): inject.AdapterDict()}
     with at_hand(layer):
         twin = copy.deepcopy(layer, memo)
     for hook in ("_hf_hook", "_old_forward", "forward"):
-        # what accelerate has hung on the layer runs around its copies, too
+        # accelerate's hooks on the layer run around its copies, too
         vars(twin).pop(hook, None)
     if isinstance(twin, inject.Adapted):
         inject.discard(twin)
@@ -147,8 +146,7 @@ def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
     """
     take(model, owner)
     for path, layer in layers.items():
-        at = _layer(model, path)
-        inject.put(at, owner, layer, model._active, _HEAD + path)
+        inject.put(_layer(model, path), owner, layer, model._active, _HEAD + path)
     if layers:
         model._adapter_state.copies[owner] = tuple(layers)
     replan(model)
@@ -168,14 +166,14 @@ def take(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
     return {path: inject.take(_layer(model, path), owner) for path in paths}
 
 
-def layers_with(model: AdaptedModel, owner: str) -> dict[str, nn.Module]:
+def layers_with(model: AdaptedModel, owner: str | None) -> dict[str, nn.Module]:
     """Return the layers of an adapter's own head by path; none where it has no head of its own.
 
     Args:
         model: with adapters.
         owner: of the head.
     """
-    paths = model._adapter_state.copies.get(owner, ())
+    paths = () if owner is None else model._adapter_state.copies.get(owner, ())
     return {path: cast("Any", _layer(model, path)).adapters[owner] for path in paths}
 
 
@@ -213,7 +211,7 @@ def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
     copies = model._adapter_state.copies
     if not copies:
         return {}
-    # compiled with the rows of a call: what follows is what a compiler can trace
+    # runs inside compiled calls: use only what a compiler can trace
     named = [owner_of(part) for part in parts]
     owners = [owner if owner in copies else None for owner in named]
     paths = dict.fromkeys(path for o in owners if o is not None for path in copies[o])
@@ -231,7 +229,7 @@ def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
         owner: of the head; the original's stand for what it has no copy of. None: the original.
     """
     found = _original(model)
-    for path, layer in layers_with(model, owner).items() if owner is not None else ():
+    for path, layer in layers_with(model, owner).items():
         own = layer.state_dict(prefix=f"{path}.", keep_vars=True)
         found |= {key: tensor for key, tensor in own.items() if key in found}
     return found
@@ -246,7 +244,7 @@ def _original(model: AdaptedModel) -> dict[str, Tensor]:
     for name, child in model.named_children():
         if child is not backbone:
             kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
-    # quantised layers make some of their entries anew each time: their names tell
+    # quantised layers make some entries anew each time, so compare names
     inside = [f"{model.base_model_prefix}."]
     inside += [
         f"{path}.adapters." for paths in model._adapter_state.copies.values() for path in paths
@@ -273,7 +271,7 @@ def merge(model: AdaptedModel) -> None:
     """
     state = model._adapter_state
     owner = next((name for name in reversed(state.merged) if name in state.copies), None)
-    for path, mine in layers_with(model, owner).items() if owner is not None else ():
+    for path, mine in layers_with(model, owner).items():
         original = _state(_layer(model, path))
         state.head.setdefault(path, {k: t.detach().clone() for k, t in original.items()})
         for key, tensor in mine.state_dict().items():

@@ -47,7 +47,7 @@ def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> N
 
 def _shifted(config: Any, ids: Tensor) -> Tensor:
     text = text_config(config)
-    # a composite config may say it itself: its parts are models of their own
+    # a composite config may have its own: its parts are separate models
     asked = [(config, "decoder_start_token_id"), (text, "decoder_start_token_id"),
              (text, "bos_token_id")]  # fmt: skip
     found = (getattr(place, field, None) for place, field in asked)
@@ -74,7 +74,7 @@ def head_input(
 
     Args:
         model: of which the outputs are.
-        head: says what it wants by its `pooling`.
+        head: its `pooling` tells what it reads.
         outputs: of the base model.
         attention_mask: `[batch, tokens]`, or whatever the model was given.
         input_ids: tokens that belong to the hidden states, None when not known.
@@ -89,7 +89,7 @@ def head_input(
                 f"use_pooler=True: {type(model.base_model).__name__} has no pooled output. Write "
                 f"{in_python('add_classification_head(…, use_pooler=False)', '--pooling cls')}."
             )
-        # that of a CNN has two more dimensions, of size 1
+        # a CNN's has two more dimensions, of size 1
         return pooled.flatten(1), None  # [batch, d_model]
     hidden = cast("Tensor", outputs["last_hidden_state"])
     if hidden.dim() == 4:
@@ -127,6 +127,6 @@ def _fitting(model: Any, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         shortened = getattr(model.base_model, "_get_feature_vector_attention_mask", None)
         if shortened is not None:
             return cast("Tensor", shortened(tokens, mask))
-        # with a cache the mask has the past too
+        # with a cache the mask includes the past
         return mask[:, -tokens:]
     return mask if mask.shape[1] == tokens else None

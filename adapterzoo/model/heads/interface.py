@@ -85,7 +85,7 @@ class HeadStrategy:
 
         Args:
             parts: what each kind of row takes.
-            one_head: whether the caller says which head answers all rows.
+            one_head: whether the caller chooses one head for all rows.
         """
         return (), ()
 

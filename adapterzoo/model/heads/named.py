@@ -95,9 +95,10 @@ class NamedHeads(HeadStrategy):
     def installed(self, name: str) -> None:
         """Let the head of the adapter's name share its table."""
         head = self.model.heads._modules.get(name)
+        if head is None or tables.table_of(self.model, name) is None:
+            return
         # a head whose layer was replaced has one of its own
-        has_table = head is not None and tables.table_of(self.model, name) is not None
-        if has_table and store.is_on(head, self.model.get_input_embeddings().weight):
+        if store.is_on(head, self.model.get_input_embeddings().weight):
             store.tie(self.model, head, name)
 
     def removing(self, owner: str) -> None:
@@ -228,7 +229,7 @@ class NamedHeads(HeadStrategy):
             config = config.replace(label2id=labels_from(asked.id2label))
         checked = store.free_name(self.model, name, asked.overwrite_ok)
         refuse_unreadable(self.model)
-        # a stranger's config may ask for more memory than there is: compare before any is taken
+        # an untrusted config may ask for more memory than there is: compare before allocating
         empty = store.built(self.model, config, torch.device("meta"))
         heads = self.model.heads.values()
         tensors = with_output(empty, heads, record.document, record.tensors, asked.dtype)

@@ -57,7 +57,7 @@ def head_to_keep(
         stored = Checkpoint({"head": record.document}, {}, record.tensors)
         return names[0], *class_for(stored, info, own)
     except CheckpointError as error:
-        # what it says of files is not what a user can write here
+        # drop the advice about files: it does not apply here
         reason = str(error).replace(f" Write {argument('with_head', False)}.", "")
         raise CheckpointError(
             f"{reason} Write {argument('architecture', '…')} with a class that has such a head"
@@ -88,7 +88,7 @@ def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[st
     prefix = "" if empty.base_model is empty else f"{empty.base_model_prefix}."
     keys = empty.state_dict().keys()
     own = {f"{prefix}{key}": t for key, t in model._backbone.state_dict().items()}
-    # those of the head are the first model's own
+    # the head's tensors stay with the first model
     heads = {key: t.detach().clone() for key, t in tensors.items()}
     state = {key: t for key, t in {**own, **heads}.items() if key in keys}
     plain, info = cls.from_pretrained(

@@ -72,7 +72,7 @@ def given_to(
     mine = sum(index == part for index in rows.index)
     for key, value in given.items():
         own = value.get(name) if isinstance(value, Mapping) else value
-        # a dict has tensors of the whole batch, or of the rows of each head
+        # in a dict, tensors are of the whole batch or of the head's own rows
         fits = isinstance(value, Mapping) and isinstance(own, Tensor) and own.shape[:1] == (mine,)
         if isinstance(own, Tensor) and own.dim() and not fits:
             whole = repeated(own, rows.copies, batch)

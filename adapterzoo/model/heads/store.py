@@ -42,10 +42,10 @@ def start(model: Any) -> None:
     model.config.prediction_heads = {}
     document = vars(model.config).get("adapters")
     ours = document if isinstance(document, Mapping) and "heads" in document else {}
-    # transformers sorts the keys of objects: what `save_pretrained` here wrote has the order
+    # transformers sorts the keys of objects; our entry keeps the order
     order = [name for name in ours.get("known_heads", ()) if name in listed]
     for name in dict.fromkeys([*order, *listed]):
-        # which head is active is in our document, and its labels are in the config already
+        # our entry has the active head, and the config its labels
         add(model, name, config_from(model, listed[name]), set_active=not ours)
 
 
@@ -157,13 +157,9 @@ def heads_of_parts(model: Any, parts: Sequence[Any], otherwise: tuple[str, ...])
         otherwise: the heads that answer parts without one of their own.
     """
     own = own_heads(model, parts)
-    if all(name is None for name in own):
+    if not any(own) or (None in own and len(otherwise) != 1):
         return otherwise
-    if len(parts) > 1 and None in own:
-        if len(otherwise) != 1:
-            return otherwise
-        own = [otherwise[0] if name is None else name for name in own]
-    names = tuple(name for name in own if name is not None)
+    names = tuple(otherwise[0] if name is None else name for name in own)
     return names[:1] if len(set(names)) == 1 else names
 
 
@@ -232,17 +228,17 @@ def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None
     if set_active:
         activate(model, name)
     elif name in model._active.default.plan.heads:
-        # it has replaced one that answers
+        # it replaced an active head
         show_labels(model)
 
 
 def delete(model: Any, name: str) -> None:
-    """Delete a head; where it was active it is so no more."""
+    """Delete a head; no head is active in its place."""
     find(model, name)
     refuse_if_sharded(model, "Write model.active_head = None.")
     del model.heads[name]
-    kept = {n: c for n, c in model.config.prediction_heads.items() if n != name}
-    model.config.prediction_heads = kept
+    listed = model.config.prediction_heads.items()
+    model.config.prediction_heads = {n: config for n, config in listed if n != name}
 
     def without(plan: Plan) -> Plan:
         return dataclasses.replace(plan, heads=tuple(n for n in plan.heads if n != name))
@@ -316,10 +312,10 @@ def resize(
         mean_resizing: whether new rows are the mean of the old ones; else they are drawn.
     """
     plan, table = model._active.plan, model.get_input_embeddings().weight
-    # tying them anew changes heads that share the table
+    # take these before: tying anew changes heads that share the table
     heads = [head for head in model.heads.values() if head.output_embeddings is not None]
     before = [(head, *_weight_and_bias(head.output_embeddings)) for head in heads]
-    # transformers would resize the layer of one active head, whatever its config says
+    # transformers would resize the layer of one active head even if its config forbids it
     with model._active.overridden(dataclasses.replace(plan, heads=())):
         resized = resize_table()
     if unchanged:
@@ -360,6 +356,6 @@ def _with_rows(old: Tensor, count: int, std: float | None) -> Tensor:
 
 
 def _weight_and_bias(layer: nn.Linear) -> tuple[Any, Tensor | None]:
-    # types of torch say that there always is one
+    # torch's types claim that there always is a bias
     bias = cast("Tensor | None", layer.bias)
     return layer.weight, None if bias is None else bias.detach()

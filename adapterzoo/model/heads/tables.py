@@ -29,7 +29,7 @@ from .ties import LOCATION, tables_of
 
 
 def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
-    """Return the table of an adapter; None where it has none or there is no such adapter."""
+    """Return the table of an adapter; None if it has none or the adapter is unknown."""
     for path in tables_of(model, name):
         layer = cast("inject.Adapted", layer_at(model._backbone, path))
         return cast("nn.Parameter", cast("Table", layer.adapters[name]).table.weight)
@@ -149,7 +149,7 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
     record = with_table(model, there, paths)
     init_values(model, paths[0], record.coming[paths[0]])
     bring_in(model, name, record, False)
-    # it was removed and installed again: give it its place back
+    # it was removed and installed again: restore its position
     for each in order:
         records[each] = records.pop(each)
 
@@ -160,7 +160,7 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
 def compact(
     model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Return what a file says of a table, and an adapter's tensors with its changed rows only.
+    """Return a file's entry for a table, and an adapter's tensors with its changed rows only.
 
     Args:
         model: with adapters.
@@ -188,7 +188,7 @@ def expand(
 
     Args:
         model: with adapters.
-        entry: what the file says of a table; None where it has none.
+        entry: the file's entry for a table; None without one.
         tensors: of the file.
 
     Raises:

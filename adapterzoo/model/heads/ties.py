@@ -44,7 +44,7 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
         gone = any(
             f".adapters.{name}." in f"{key} {other}" for key, other in (listed or {}).items()
         )
-        # most adapters have no table, and the fiftieth shall cost what the first did
+        # most adapters have no table, and the fiftieth must cost no more than the first
         if not gone and not tables_of(model, name):
             return
     tied = ties(model)

@@ -73,7 +73,7 @@ def ties_output(config: Any, head: HeadConfig) -> bool:
 
     Args:
         config: of the model.
-        head: config of the head; what it says goes before what the model's says.
+        head: config of the head, which takes precedence.
     """
     return head.ties_output(bool(getattr(text_config(config), "tie_word_embeddings", False)))
 
@@ -159,7 +159,7 @@ def _width(model: Any, text: Any) -> int:
 
 
 def _reference(module: nn.Module) -> torch.Tensor:
-    # the last one: with a device_map the last layers give the hidden states
+    # the last one: with a device_map, hidden states come from the last layers
     floating = [p for p in own_parameters(module) if p.is_floating_point()]
     return floating[-1] if floating else torch.empty(0)
 

@@ -30,7 +30,7 @@ def enter(model: AdaptedModel) -> None:
     records = state.records.items()
     model.config.adapters = {
         "format": FORMAT,
-        # a list: JSON keeps its order, transformers sorts the keys of objects
+        # a list, since transformers sorts the keys of objects
         "adapters": [[name, record.config.to_dict()] for name, record in records],
         "meta": {name: dict(record.meta) for name, record in records if record.meta},
         "embeddings": {n: list(t) for n in state.records if (t := tables_of(model, n))},
@@ -52,14 +52,14 @@ def restore(model: AdaptedModel, quantised: bool = False) -> None:
 
     Args:
         model: that is being loaded.
-        quantised: whether layers that shall be quantised are so by now.
+        quantised: whether the layers to quantise are quantised by now.
 
     Raises:
         CheckpointError: they cannot be made.
     """
     config = model.config
     if getattr(config, "quantization_config", None) is not None and not quantised:
-        # its library will replace the layers, and only those of the plain class
+        # its library will replace layers, and only those of the plain class
         return
     document = vars(config).get("adapters")
     written = format_of(document)

@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -274,45 +274,24 @@ def with_rows(
                 )
             run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
-        model = self.base_model if on_base else self
-        # the one look that a model pays for, whatever acts
-        acting = self._active.plan
-        one_part = acting.rows is None or acting.rows.entered
-        if adapter_names is None and one_part and not acting.stacks:
+        if batches.starts(self, adapter_names):
+            inputs = batches.named_inputs(positions, args, kwargs)
+            plan, times = batches.plan_of_call(self, inputs, adapter_names, one_head)
+            if times > 1:
+                args, kwargs = (), batches.repeated(inputs, times, batches.batch_size(inputs))
+            with self._active.overridden(plan):
+                return method(self, *args, **kwargs)
+        model, plan = self.base_model if on_base else self, self._active.plan
+        # classes of models inside record their own calls; but added tokens need room in what the
+        # head of a class gets, such as labels
+        with_head = self._backbone is not self
+        if not plan.stacks or (with_head and plan.prompts is None):
             return plain(model, *args, **kwargs)
-        if not batches.starts(self, adapter_names):
-            return _run(self, plain, model, positions, args, kwargs)
-        given = batches.named_inputs(positions, args, kwargs)
-        plan, times = batches.plan_of_call(self, given, adapter_names, one_head)
-        if times > 1:
-            args, kwargs = (), batches.repeated(given, times, batches.batch_size(given))
-        with self._active.overridden(plan):
-            return _run(self, plain, model, positions, args, kwargs)
+        call = inject.recorded(self, positions, self._active, "", args, kwargs, with_head)
+        with call as (given, named):
+            return plain(model, *given, **named)
 
     return method
-
-
-def _run(
-    whole: Any,
-    method: Any,
-    model: Any,
-    positions: tuple[str, ...],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Run a method of a model's class; where that is the base model's, record the call.
-
-    The classes of the models inside record their own calls.
-    """
-    active = whole._active
-    plan = active.plan
-    # tokens that are added need room in what the head of a class gets, such as labels
-    with_head = whole._backbone is not whole
-    if not plan.stacks or (with_head and plan.prompts is None):
-        return method(model, *args, **kwargs)
-    call = inject.recorded(whole, positions, active, "", args, kwargs, with_head)
-    with call as (args, kwargs):
-        return method(model, *args, **kwargs)
 
 
 def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
@@ -376,8 +355,8 @@ def _with_signature(
     theirs = inspect.signature(backbone.forward).parameters
     shown = [p for p in theirs.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     shown = [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in shown]
-    # Trainer takes every argument with "label" in its name for one that must be there: the rarer
-    # ones go through kwargs
+    # Trainer treats every argument with "label" in its name as required: pass the rarer ones
+    # through kwargs
     labels = [
         own["head"].replace(name=name)
         for name in label_arguments()

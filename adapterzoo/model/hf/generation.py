@@ -32,26 +32,23 @@ class GeneratesWithAdapters:
             UnknownNameError: there is no adapter of a name.
         """
         model: Any = self
-        run = cast("Any", super()).generate
         prompt = args[0] if args else kwargs.get("inputs")
         given = kwargs if prompt is None else {model.main_input_name: prompt, **kwargs}
-        if not batches.starts(model, adapter_names):
-            model._head_strategy.check_generation(kwargs)
-            _check_added_tokens(model, given)
-            with model._active.call.generating():
-                return run(*args, **kwargs)
-        copies = _sequences(kwargs, model.generation_config)
-        plan, times = batches.plan_of_call(
-            model, given, adapter_names, generates=True, copies=copies
-        )
-        if times > 1:
-            batch = batches.batch_size(given)
-            args = batches.repeated(args, times, batch)
-            kwargs = batches.repeated(kwargs, times, batch)
-        with model._active.overridden(plan), model._active.call.generating():
-            model._head_strategy.check_generation(kwargs)
-            _check_added_tokens(model, given)
-            return run(*args, **kwargs)
+        if batches.starts(model, adapter_names):
+            copies = _sequences(kwargs, model.generation_config)
+            plan, times = batches.plan_of_call(
+                model, given, adapter_names, generates=True, copies=copies
+            )
+            if times > 1:
+                batch = batches.batch_size(given)
+                args = batches.repeated(args, times, batch)
+                kwargs = batches.repeated(kwargs, times, batch)
+            with model._active.overridden(plan):
+                return self.generate(*args, **kwargs)
+        model._head_strategy.check_generation(kwargs)
+        _check_added_tokens(model, given)
+        with model._active.call.generating():
+            return cast("Any", super()).generate(*args, **kwargs)
 
     @names_call
     def generate_batch(self, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:

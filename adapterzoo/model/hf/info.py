@@ -1,4 +1,4 @@
-"""What the formats of checkpoints must know of a model, gathered in one place."""
+"""The facts about a model that checkpoint formats need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .static_table import from_static, is_task, to_static
 
 
 def info_of(model: Any, with_head: bool = True) -> ModelInfo:
-    """Return what the formats of checkpoints must know of a model.
+    """Return the facts about a model that checkpoint formats need.
 
     Args:
         model: with adapters.

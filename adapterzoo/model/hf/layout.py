@@ -28,11 +28,11 @@ def renamer(model: Any) -> Callable[[str], str]:
 
     def renamed(name: str) -> str:
         nonlocal renamings
-        # a walk over the whole model, which adapters of this release do not need
+        # found on first use: it walks the whole model, and recent adapters do not need it
         if renamings is None:
             known = get_model_conversion_mapping(model)
             renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
-        # the patterns are made for keys of tensors: a path gets an end that none of them names
+        # the patterns match keys of tensors: give the path an end that none of them names
         return rename_source_key(f"{name}._", renamings, [])[0].removesuffix("._")
 
     return renamed
@@ -64,7 +64,7 @@ def task_modules(model: Any, task_class: str) -> Mapping[str, tuple[str, ...]]:
     cls: Any = getattr(transformers, task_class, None)
     if not isinstance(model, cls or type(model)):
         config = copy.deepcopy(model.config)
-        # what the kernels of attention need is not there on the meta device
+        # kernels of attention do not run on the meta device
         config._attn_implementation = "eager"
         with torch.device("meta"):
             model = cls(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# those that look at the name of a model's class and whose answer some named head gives
+# pipelines that check the class name and whose task some named head performs
 _TASKS = (
     "audio-classification",
     "document-question-answering",

@@ -43,7 +43,7 @@ def keep_static_head(
     """Make the static head of a checkpoint the named head "default", the active one.
 
     Nothing happens for a checkpoint of a base model, or of a model with named heads. A head that
-    has no named equivalent is left out with a warning that says why.
+    has no named equivalent is left out with a warning that gives the reason.
 
     Args:
         model: loaded from the checkpoint.

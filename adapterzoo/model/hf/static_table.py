@@ -58,7 +58,7 @@ def to_static(static: StaticHead, config: HeadConfig) -> Mapping[str, str]:
     """Return the keys of a static head's tensors in a named head that has the same layers.
 
     Args:
-        static: what `from_static` made of the static head that shall be filled.
+        static: the result of `from_static` for the static head to fill.
         config: of the named head.
 
     Returns:
@@ -77,9 +77,9 @@ def to_static(static: StaticHead, config: HeadConfig) -> Mapping[str, str]:
 
 def _layers(config: Config) -> dict[str, Any]:
     fields = config.to_dict()
-    # whose weight the last layer has, the tensors tell
+    # the tensors tell whose weight the last layer has
     beside = {"label2id", "dropout_prob", "shift_labels", "tie_word_embeddings"}
-    # what stands between layers is nowhere where there is one
+    # a single layer has nothing between layers
     if fields.get("layers") == 1:
         beside |= {"activation_function", "dense_bias", "layer_norm", "norm_bias", "layer_norm_eps"}
     return {k: v for k, v in fields.items() if k not in beside and v is not None}

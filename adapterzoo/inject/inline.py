@@ -1,0 +1,255 @@
+"""Prefixes in an attention that computes its scores by itself.
+
+Softmax attention is a product of queries and keys, changes of the scores, a softmax over keys, and
+a product with values. `PrefixMode` follows these operations while the attention runs: scores
+`[…, queries, keys]` have a companion `[…, queries, length]` with those of the prefix. What has a
+value for each key (masks, position biases) concerns tokens alone; all else is done to both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from adapterzoo.contracts import Prefix
+from adapterzoo.errors import StateError
+
+_PRODUCTS = {"matmul", "__matmul__", "bmm"}
+# what changes each score: biases and masks, which have a value for each token, leave a prefix alone
+_CHANGES = {"mul", "div", "true_divide", "add", "sub", "masked_fill", "where", "max", "maximum"}
+_CHANGES |= {f"{name}_" for name in _CHANGES} | {
+    f"__{kind}{name}__" for kind in ("", "r", "i") for name in ("mul", "truediv", "add", "sub")
+}
+_CASTS = {"to", "float", "type", "type_as", "contiguous", "clone", "clamp"}
+_SHAPES = {"view", "reshape"}
+_JOINT = {"softmax", "dropout"}
+# what looks at scores and gives others
+_LOOKS = {"__get__", "size", "dim", "numel", "amax", "expand_as", "reshape_as"}
+
+
+class PrefixMode(TorchFunctionMode):
+    """While it is on, the first softmax attention that is computed sees a prefix.
+
+    Attributes:
+        has_acted: whether a product with the values of the prefix was computed.
+    """
+
+    def __init__(self, prefix: Prefix, name: str) -> None:
+        """Wait for the first product of queries and keys.
+
+        Args:
+            prefix: the keys and values.
+            name: of the attention, for messages.
+        """
+        super().__init__()
+        self._prefix = prefix
+        self._name = name
+        # scores of tokens, each with those of the prefix
+        self._scores: list[tuple[Tensor, Tensor]] = []
+        self.has_acted = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function, and what it does to scores for those of the prefix as well."""
+        kwargs = dict(kwargs or {})
+        if self.has_acted:
+            return func(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            self.has_acted = True
+            return _attend(self._prefix, *args, **kwargs)
+        name = func.__name__
+        beside = next((b for a in args if (b := self._beside(a)) is not None), None)
+        if beside is None:
+            out = func(*args, **kwargs)
+            if not self._scores and name in _PRODUCTS:
+                self._start(out, *args[:2])
+            elif not self._scores and name == "baddbmm":
+                names = ("input", "batch1", "batch2")
+                given = dict(zip(names, args, strict=False)) | kwargs
+                self._start(out, given["batch1"], given["batch2"], given.get("alpha", 1))
+            return out
+        if name in _PRODUCTS and self._beside(args[0]) is not None:
+            self.has_acted = True
+            return func(*args, **kwargs) + beside @ fit(self._prefix.values, args[1])
+        if name in _LOOKS:
+            return func(*args, **kwargs)
+        if name in _JOINT:
+            # over all keys
+            joint = func(torch.cat([args[0], beside], -1), *args[1:], **kwargs)
+            return self._keep(*joint.split((args[0].shape[-1], beside.shape[-1]), -1))
+        out = func(*args, **kwargs)
+        return self._keep(out, self._changed(func, args, kwargs, beside))
+
+    def _beside(self, t: Any) -> Tensor | None:
+        return next((beside for scores, beside in self._scores if scores is t), None)
+
+    def _keep(self, scores: Tensor, beside: Tensor) -> Tensor:
+        if self._beside(scores) is None:
+            self._scores.append((scores, beside))
+        else:
+            self._scores = [(s, beside if s is scores else b) for s, b in self._scores]
+        return scores
+
+    def _start(self, scores: Tensor, query: Tensor, keys: Tensor, alpha: float = 1) -> None:
+        """Begin with `alpha · query @ keys`, if that is what it is: heads and rows in front."""
+        width = self._prefix.keys.shape[-1]
+        if query.dim() == keys.dim() > 2 and query.shape[-1] == keys.shape[-2] == width:
+            own = fit(self._prefix.keys, keys.transpose(-1, -2)).transpose(-1, -2)
+            self._scores.append((scores, self._hidden(alpha * (query @ own), keys)))
+
+    def _hidden(self, scores: Tensor, keys: Tensor) -> Tensor:
+        """The scores of the prefix, where filler is not seen."""
+        mask = self._prefix.mask
+        if mask is None:
+            return scores
+        heads = keys.shape[1] if keys.dim() > 3 else self._prefix.keys.shape[1]
+        rows = math.prod(keys.shape[:-2]) // heads
+        mask = mask.repeat_interleave(rows // mask.shape[0], 0)  # [rows, length]
+        mask = mask[:, None, None].expand(-1, heads, -1, -1)  # [rows, heads, 1, length]
+        shape = (*keys.shape[:-2], 1, mask.shape[-1])
+        return scores.masked_fill(~mask.reshape(shape), torch.finfo(scores.dtype).min)
+
+    def _changed(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        beside: Tensor,
+    ) -> Tensor:
+        """The scores of the prefix after a change of those of tokens."""
+        name = func.__name__
+        own = [a if (b := self._beside(a)) is None else b for a in args]
+        keys = next(a for a in args if self._beside(a) is not None).shape[-1]
+        others = [a for a in args if isinstance(a, Tensor) and self._beside(a) is None and a.dim()]
+        by_keys = any(t.shape[-1] == keys for t in others)
+        if name in _SHAPES:
+            sizes = args[1] if isinstance(args[1], Sequence) else args[1:]
+            if sizes[-1] in (keys, -1):
+                return cast("Tensor", func(beside, *sizes[:-1], beside.shape[-1]))
+        elif name in _CHANGES and by_keys:
+            return beside
+        elif name in _CHANGES | _CASTS:
+            return cast("Tensor", func(*own, **kwargs))
+        raise StateError(
+            f"{self._name}: its scores go through {name!r}, which a prefix cannot follow. Use a "
+            f"method at layers, such as LoRAConfig()."
+        )
+
+
+def fit(own: Tensor, like: Tensor) -> Tensor:
+    """Keys or values of a prefix, for the rows and heads, and in the dtype, of those of tokens.
+
+    Args:
+        own: `[rows or 1, heads, length, width]`.
+        like: `[rows, heads, keys, width]` or `[rows · heads, keys, width]`; its rows and heads may
+            be repetitions, as those of windows of an image.
+
+    Returns:
+        `[…, length, width]`, leading dimensions as in `like`.
+    """
+    count, heads, length, width = own.shape
+    lead = like.shape[:-2]
+    here = lead[1] if len(lead) > 1 else heads
+    own = own.repeat_interleave(here // heads, 1)
+    rows = math.prod(lead) // here
+    own = own.repeat_interleave(rows // count, 0) if count > 1 else own.expand(rows, -1, -1, -1)
+    return own.reshape(*lead, length, width).to(like)
+
+
+def _attend(
+    prefix: Prefix,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Torch's `scaled_dot_product_attention` with a prefix, `[…, queries, width]`."""
+    rows, queries, keys = query.shape[0], query.shape[-2], key.shape[-2]
+    if is_causal:
+        attn_mask = causal_mask(query, keys)
+    mask = extended(attn_mask, prefix, rows, queries, keys, query.dtype)
+    key = torch.cat([fit(prefix.keys, key), key], -2)  # […, length + keys, width]
+    value = torch.cat([fit(prefix.values, value), value], -2)
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p=dropout_p, **kwargs
+    )
+
+
+def causal_mask(query: Tensor, keys: int) -> Tensor:
+    """What each of the last queries sees of all keys, `[1, 1, queries, keys]` bool."""
+    queries = query.shape[-2]
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+    return ones.tril(keys - queries)[None, None]
+
+
+def extended(
+    mask: Tensor | None, prefix: Prefix, rows: int, queries: int, keys: int, dtype: torch.dtype
+) -> Tensor | None:
+    """The mask with columns for the prefix; None where everything is seen."""
+    length = prefix.keys.shape[2]
+    if mask is None:
+        if prefix.mask is None:
+            return None
+        # eager attention adds what it is given
+        mask = torch.zeros(rows, 1, queries, keys, dtype=dtype, device=prefix.mask.device)
+    shape = (*mask.shape[:-1], length)
+    if prefix.mask is None:
+        seen = mask.new_ones(shape) if mask.dtype is torch.bool else mask.new_zeros(shape)
+        return torch.cat([seen, mask], -1)
+    own = prefix.mask.repeat_interleave(rows // prefix.mask.shape[0], 0)[:, None, None]
+    own = own.expand(rows, mask.shape[1], queries, length).to(mask.device)
+    mask = mask.expand(rows, -1, -1, -1)
+    if mask.dtype is not torch.bool:
+        lowest = torch.finfo(mask.dtype).min
+        own = torch.zeros(own.shape, dtype=mask.dtype, device=mask.device).masked_fill(~own, lowest)
+    return torch.cat([own, mask], -1)
+
+
+def with_prefix(
+    name: str,
+    prefix: Prefix,
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run an attention that computes its scores by itself, with a prefix.
+
+    Args:
+        name: of the attention, for messages.
+        prefix: its keys and values.
+        forward: of the attention.
+        args: of the call.
+        kwargs: of the call.
+
+    Raises:
+        StateError: it computes them in a way that a prefix cannot follow, or in compiled code.
+    """
+    if torch.compiler.is_compiling():
+        raise StateError(
+            f"{name} computes its scores by itself, and compiled code cannot follow them to put a "
+            f"prefix there. Call the model that is not compiled."
+        )
+    mode = PrefixMode(prefix, name)
+    with mode:
+        out = forward(*args, **kwargs)
+    if not mode.has_acted:
+        raise StateError(
+            f"{name}: no product of queries and keys of {prefix.keys.shape[-1]} features was seen "
+            f"in its forward, so that no prefix stands there. Use a method at layers, such as "
+            f"LoRAConfig()."
+        )
+    return out

@@ -1,0 +1,134 @@
+"""(IA)³, VeRA, ReFT and prefix tuning in whole models: merges, mixed batches, other formats."""
+
+import itertools
+
+import pytest
+import torch
+from families import tiny_config, tiny_inputs
+from snapshots import refused, same_bits, snapshot, stir
+from transformers import AutoModel
+
+from adapterzoo import BatchSplit, Stack, init
+from adapterzoo.errors import CheckpointError, StateError
+
+METHODS = {
+    "ia3": "ia3[alpha=1.5]",
+    "vera": "vera[r=4]",
+    "loreft": "loreft[r=2,suffix_positions=2,dropout=0.0]",
+    "prefix": "prefix_tuning_flat[prefix_length=3]",
+    "shifted": "prefix_tuning_flat[prefix_length=2,positions='shifted']",
+    "gated prefix": "prefix_tuning[prefix_length=4,bottleneck_size=5,use_gating=True]",
+}
+OTHERS = {
+    "lora": "lora[r=4]",
+    "dora": "dora[r=2]",
+    "boft": "boft",
+    "seq_bn": "seq_bn[reduction_factor=4]",
+    "unipelt": "unipelt",
+}
+
+
+def made(family, **configs):
+    torch.manual_seed(0)
+    model = init(AutoModel.from_config(tiny_config(family)).double().eval())
+    for number, (name, config) in enumerate(configs.items()):
+        model.add_adapter(name, config)
+        stir(model, name, number)
+    return model
+
+
+def hidden(model, inputs, **kwargs):
+    with torch.no_grad():
+        return model(**inputs, **kwargs)[0]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("method", ["ia3", "vera"])
+def test_a_merged_one_computes_what_the_active_one_did(method, family):
+    """GPT-2's biases are scaled with its keys and values; T5's gated layers have none."""
+    config = METHODS[method]
+    if (method, family) == ("vera", "t5"):
+        config = "vera[r=4,intermediate_lora=True,output_lora=True]"
+    model, inputs = made(family, a=config), tiny_inputs(family)
+    plain = {key: t.clone() for key, t in model.state_dict().items()}
+    base = hidden(model, inputs)
+    model.set_active_adapters("a")
+    expected = hidden(model, inputs)
+    assert (expected - base).abs().max() > 1e-3
+    model.merge_adapter("a")
+    torch.testing.assert_close(hidden(model, inputs), expected, rtol=0, atol=1e-11)
+    model.reset_adapter()
+    assert all(same_bits(t, plain[key]) for key, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["loreft", "prefix", "shifted"])
+def test_what_has_no_weight_is_not_merged(method):
+    model = made("bert", a=METHODS[method], b="lora")
+    kind = "a Reft adapter" if method == "loreft" else "a PrefixTuning adapter"
+    with refused(model, StateError, f"merge_adapter('a'): {kind}", "Keep it active instead"):
+        model.merge_adapter("a")
+
+
+PAIRS = [*itertools.combinations(METHODS, 2), *itertools.product(METHODS, OTHERS)]
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_each_row_of_a_mixed_batch_is_the_row_alone(pair, family):
+    """Rows with one, the other, none and both of two adapters, some padded."""
+    one, other = pair
+    every = METHODS | OTHERS
+    model = made(family, one=every[one], other=every[other])
+    inputs = tiny_inputs(family, batch=5)
+    setups = ["one", "other", None, Stack("one", "other"), "one"]
+    mixed = hidden(model, inputs, adapter_names=setups)
+    for row, setup in enumerate(setups):
+        model.set_active_adapters(setup)
+        alone = hidden(model, {k: t[row : row + 1] for k, t in inputs.items()})[0]
+        torch.testing.assert_close(mixed[row], alone, rtol=0, atol=1e-10)
+    model.set_active_adapters(BatchSplit("one", "other", batch_sizes=[3, 2]))
+    split = hidden(model, inputs)
+    torch.testing.assert_close(split[:1], mixed[:1], rtol=0, atol=1e-10)
+    model.set_active_adapters("other")
+    torch.testing.assert_close(split[3:], hidden(model, inputs)[3:], rtol=0, atol=1e-10)
+
+
+def test_all_methods_share_one_batch():
+    every = METHODS | OTHERS
+    names = {f"a{number}": config for number, config in enumerate(every.values())}
+    model, inputs = made("bert", **names), tiny_inputs("bert", batch=len(names))
+    mixed = hidden(model, inputs, adapter_names=[*names])
+    for row, name in enumerate(names):
+        model.set_active_adapters(name)
+        alone = hidden(model, {k: t[row : row + 1] for k, t in inputs.items()})[0]
+        torch.testing.assert_close(mixed[row], alone, rtol=0, atol=1e-10)
+
+
+# what a format cannot say: the format, the config, a word of the reason
+UNSAYABLE = [
+    ("adapterhub", "ia3", "paper"),
+    ("adapterhub", "vera[r=4]", "paper"),
+    ("adapterhub", "prefix_tuning_flat[prefix_length=3]", "paper"),
+    ("adapterhub", "prefix_tuning_flat[convention='adapterhub',positions='shifted']", "positions"),
+    ("adapterhub", "prefix_tuning_flat[convention='adapterhub',dtype='float32']", "dtype"),
+    ("peft", "loreft", "a ReftConfig"),
+    ("peft", "vera[r=4,convention='adapterhub']", "convention='adapterhub'"),
+    ("peft", "prefix_tuning_flat[prefix_length=3]", "positions='kept'"),
+    ("peft", "prefix_tuning[use_gating=True,positions='shifted']", "use_gating=True"),
+    ("peft", "mam", "a BnConfig"),
+    ("peft", "unipelt", "use_gating=True"),
+    ("peft", "ia3|lora", "architectures"),
+    ("peft", "ia3[target_modules=['word_embeddings']]", "an embedding"),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "word"), UNSAYABLE, ids=lambda value: str(value)[:60])
+def test_what_a_format_cannot_say_is_refused_by_name(name, config, word, tmp_path):
+    model = made("bert", a=config)
+    before = snapshot(model)
+    with pytest.raises(CheckpointError) as raised:
+        model.save_adapter(tmp_path / "x", "a", format=name)
+    for part in (f"save_adapter({str(tmp_path / 'x')!r})", word, "format='native'"):
+        assert part in str(raised.value)
+    assert not (tmp_path / "x").exists()
+    assert snapshot(model) == before
