@@ -9,7 +9,8 @@ from typing import Any, cast
 from torch import nn
 
 from .names import below, parent
-from .sites import Block, TokenInput
+from .sites import Block, Site
+from .token_input import TokenInput
 from .tree import Tree
 
 _LENGTHS = ("max_position_embeddings", "n_positions")
@@ -39,6 +40,16 @@ def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
         alone = whole is None and len(reading) == 1
         return reading[own[0]] if own else next(iter(reading.values())) if alone else None
     return found[0] if len(found) == 1 and found[0].stack == "" else None
+
+
+def token_site(tokens: TokenInput | None, joins: str) -> Site | None:
+    """Return the site of tokens that join "inputs" or "embeddings"; None without one."""
+    if tokens is None:
+        return None
+    path, d = tokens.table, tokens.table_width
+    if joins == "embeddings":
+        path, d = tokens.embeddings, tokens.width
+    return None if path is None else Site(path, "embedding", -1, "", "output", d, d)
 
 
 def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
