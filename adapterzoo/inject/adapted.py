@@ -186,7 +186,7 @@ def recorded(
     joined = context.joined
     is_first = plan.prompts is not None and joined is None
     if plan.prompts is not None and joined is None:
-        joined, changed = join(plan.prompts, plan.rows, path, given, context.generation is not None)
+        joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given = (), changed, changed
     shared = module._modules.get("adapters") if not path else None

@@ -44,6 +44,7 @@ def prompt(length=P, **fields):
 
 
 SMALL = {
+    "rwkv": {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64},
     "bloom": {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "opt": {
         "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -386,6 +387,20 @@ def test_encoder_decoders_generate(family):
         )
         assert torch.equal(mixed[:1], truth[:1])
         assert torch.equal(mixed[2:], base.generate(IDS[1:], attention_mask=RIGHT[1:], **options))
+
+
+def test_generation_from_embeddings_of_the_caller():
+    model = made("llama", AutoModelForCausalLM, a=prompt())
+    words = model.get_input_embeddings()(IDS)
+    found = model.generate(inputs_embeds=words, attention_mask=LEFT, **OPTIONS)
+    assert torch.equal(found, model.generate(IDS, attention_mask=LEFT, **OPTIONS)[:, 6:])
+
+
+def test_a_past_that_is_not_counted_is_refused():
+    model = made("rwkv", AutoModelForCausalLM, a=prompt())
+    assert model.generate(IDS, use_cache=False, **OPTIONS).shape[1] == 12
+    with pytest.raises(StateError, match="use_cache=False"):
+        model.generate(IDS, use_cache=True, **OPTIONS)
 
 
 def test_a_cache_goes_on():
