@@ -286,9 +286,11 @@ def with_rows(
         model = self.base_model if on_base else self
         # classes of models inside record their own calls; but added tokens need room in what the
         # head of a class gets, such as labels
-        if not plan.stacks or (self._backbone is not self and plan.prompts is None):
+        with_head = self._backbone is not self
+        if not plan.stacks or (with_head and plan.prompts is None):
             return plain(model, *args, **kwargs)
-        with inject.recorded(self, positions, self._active, "", args, kwargs) as (given, named):
+        call = inject.recorded(self, positions, self._active, "", args, kwargs, with_head)
+        with call as (given, named):
             return plain(model, *given, **named)
 
     return method
