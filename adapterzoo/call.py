@@ -135,12 +135,14 @@ class Generation:
     Attributes:
         prompts: path of a stack → number of tokens of its first call.
         tensors: the tensors of `StackCall.remembered`.
+        first: number of tokens of the call to which adapters have added theirs.
     """
 
     def __init__(self) -> None:
         """Start before the first step."""
         self.prompts: dict[str, int] = {}
         self.tensors: dict[object, Tensor] = {}
+        self.first: int | None = None
 
 
 class RecordedCall:

@@ -72,6 +72,11 @@ class BaseLayer(ABC):
         """
         raise StateError("this layer is not in a model, so no call of a model is running.")
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call of an encoder or decoder is running, so that there is a `call`."""
+        return False
+
     def shared(self, adapter: Adapter) -> nn.Module:
         """Return the module that `AdapterConfig.shared` made for all layers of the adapter.
 
@@ -329,6 +334,8 @@ class PromptAdapter(Adapter):
     """
 
     stacks_only: ClassVar[str] = "the tokens of a prompt"
+    # the outermost at the table: no other adapter there acts on what stands in their places
+    acts_on = "input"
     reads_call = True
     length: int
     after_first: bool
@@ -341,10 +348,11 @@ class PromptAdapter(Adapter):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer's output with the tokens inserted, `[rows, tokens, d]`."""
         y = base(x)
-        at = base.call.added(self.shared_key, x)  # [rows, length]
+        # the table alone looks words up
+        at = base.call.added(self.shared_key, x) if base.is_in_call else None  # [rows, length]
         if at is None:
             return y
-        at = at.unsqueeze(-1).expand(-1, -1, y.shape[-1])  # [rows, length, d]
+        at = at.to(y.device).unsqueeze(-1).expand(-1, -1, y.shape[-1])  # [rows, length, d]
         return y.scatter(1, at, self.prompt(base).to(y).expand(at.shape))
 
 

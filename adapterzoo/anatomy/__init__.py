@@ -22,9 +22,10 @@ from .sites import (
     Site,
     SubLayer,
     SubLayerKind,
-    TokenInput,
     part_names,
 )
+from .token_input import TokenInput
+from .tokens import token_site
 
 __all__ = [
     "ATTENTION_ROLES",
@@ -43,4 +44,5 @@ __all__ = [
     "TokenInput",
     "find",
     "part_names",
+    "token_site",
 ]

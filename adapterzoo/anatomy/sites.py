@@ -8,6 +8,8 @@ from typing import Literal
 
 from adapterzoo.errors import SiteError
 
+from .token_input import TokenInput
+
 Role = Literal[
     "query",
     "key",
@@ -164,39 +166,6 @@ class Attention:
             heads=self.heads,
             head_widths=(self.key_width, self.value_width),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TokenInput:
-    """The part of a model that turns tokens into what the first block is given.
-
-    Attributes:
-        stack: path of the model whose forward takes the tokens.
-        table: path of the embedding of tokens; None where the model reads none.
-        table_width: its features.
-        embeddings: path of the module that adds positions, norms and what else there is; None
-            where no module has the result.
-        width: features of what that module returns.
-        embeds_positions: whether it is given the positions of tokens.
-        positions: how many tokens the learned positions are for; None without such.
-        is_encoder: whether another stack attends to this one.
-    """
-
-    stack: str
-    table: str | None
-    table_width: int
-    embeddings: str | None
-    width: int
-    embeds_positions: bool
-    positions: int | None
-    is_encoder: bool
-
-    def site(self, joins: str) -> Site | None:
-        """Return the site of tokens that join "inputs" or "embeddings"; None without one."""
-        path, d = self.table, self.table_width
-        if joins == "embeddings":
-            path, d = self.embeddings, self.width
-        return None if path is None else Site(path, "embedding", -1, "", "output", d, d)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from typing import Any, cast
 from torch import nn
 
 from .names import below, parent
-from .sites import Block, TokenInput
+from .sites import Block, Site
+from .token_input import TokenInput
 from .tree import Tree
 
 _LENGTHS = ("max_position_embeddings", "n_positions")
@@ -18,23 +19,40 @@ _EXTRA = 8
 
 
 def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
-    """Return where the first stack that reads tokens does so; without any, the first of all.
+    """Return where a model reads its tokens; without any, where it embeds what it reads.
 
     Args:
         tree: of the model.
         blocks: its blocks.
     """
     stacks = list(dict.fromkeys(block.stack for block in blocks))
-    crossing = {b.stack for b in blocks if any(site.cross for site in b.sites)}
-    # a decoder below an encoder writes tokens, and is not where a model reads them
-    stacks = [s for s in stacks if len(stacks) == 1 or s not in crossing]
+    if getattr(getattr(tree.modules[""], "config", None), "is_encoder_decoder", False):
+        crossing = {b.stack for b in blocks if any(site.cross for site in b.sites)}
+        # such a decoder writes tokens
+        stacks = [stack for stack in stacks if stack not in crossing]
     found = [_input(tree, stack, blocks) for stack in stacks]
-    reading = [tokens for tokens in found if tokens is not None and tokens.table is not None]
-    rest = [tokens for tokens in found if tokens is not None]
-    return next(iter([*reading, *rest]), None)
+    reading = {tokens.table: tokens for tokens in found if tokens.table is not None}
+    if reading:
+        whole = _embedding(tree.modules[""])
+        weight = getattr(whole, "weight", None)
+        own = [table for table in reading if _weight(tree, table) is weight]
+        # a part may read tokens of its own that are not those of the model
+        alone = whole is None and len(reading) == 1
+        return reading[own[0]] if own else next(iter(reading.values())) if alone else None
+    return found[0] if len(found) == 1 and found[0].stack == "" else None
 
 
-def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput | None:
+def token_site(tokens: TokenInput | None, joins: str) -> Site | None:
+    """Return the site of tokens that join "inputs" or "embeddings"; None without one."""
+    if tokens is None:
+        return None
+    path, d = tokens.table, tokens.table_width
+    if joins == "embeddings":
+        path, d = tokens.embeddings, tokens.width
+    return None if path is None else Site(path, "embedding", -1, "", "output", d, d)
+
+
+def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
     owner, table = parent(stack), None
     while True:
         module: Any = tree.modules[owner]
@@ -62,12 +80,21 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput | None
     )
 
 
-def _table(tree: Tree, module: Any, owner: str) -> str | None:
-    """Return the path of the embedding that a model says tokens are looked up in."""
+def _embedding(module: Any) -> nn.Module | None:
+    """Return the module that transformers calls the input embeddings; None if unknown."""
     try:
-        embedding = module.get_input_embeddings()
+        return cast("nn.Module | None", module.get_input_embeddings())
     except (AttributeError, NotImplementedError):
         return None
+
+
+def _weight(tree: Tree, table: str) -> object:
+    return cast("nn.Embedding", tree.modules[table]).weight
+
+
+def _table(tree: Tree, module: Any, owner: str) -> str | None:
+    """Return the path of the model's embedding of tokens; None if unknown."""
+    embedding = _embedding(module)
     paths = (path for path, found in tree.branch(owner).modules if found is embedding)
     path = next(paths, None) if isinstance(embedding, nn.Embedding) else None
     return None if path is None else _joined(owner, path)

@@ -235,7 +235,7 @@ class Joined:
             key: of the adapter.
             x: the input of the layer that they join; None is returned for a second call of it.
         """
-        if self._x is None:
+        if self._x is None and self._fits(x):
             self._x = x
         if x is not self._x:
             return None
@@ -254,6 +254,12 @@ class Joined:
         steps = torch.arange(found.length, device=self._device)
         at: Tensor = self._start + behind + self._of_rows(offsets) + steps  # [rows or 1, length]
         return at.clamp(max=self.length - 1).expand(self._places.shape[0], found.length)
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether the input of a table are the tokens of the rows; that of a module may be any."""
+        if self.prompts.joins == "embeddings":
+            return True
+        return x.dim() > 1 and x.shape[0] == self._places.shape[0] and x.shape[1] >= self.length
 
     def entered(self, embeds: Tensor, key: Key, prompt: Tensor) -> Tensor:
         """Return embeddings `[rows, length, d]` with the tokens of an adapter in their places."""

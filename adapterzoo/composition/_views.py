@@ -58,6 +58,11 @@ class Around(BaseLayer):
         """The call of the encoder or decoder."""
         return self._inner.call
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call is running."""
+        return self._inner.is_in_call
+
     def shared(self, adapter: Adapter) -> nn.Module:
         """Return the module that the adapter's layers share."""
         return self._inner.shared(adapter)

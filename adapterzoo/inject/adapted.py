@@ -22,7 +22,7 @@ from adapterzoo.composition import Copies, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.runtime import ActiveState, Frame, SharedInput
 
-from .joining import entered, join, places_in
+from .joining import check_called, entered, join, places_in
 from .parts import ExpertAdapters
 from .views import LayerCall, matrix, own, stores_transposed
 
@@ -163,6 +163,7 @@ def recorded(
     path: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    with_head: bool = False,
 ) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
     """Record the arguments of an encoder or decoder for its adapters while it runs.
 
@@ -175,6 +176,7 @@ def recorded(
         path: of the module below the base model.
         args: of the call.
         kwargs: of the call.
+        with_head: whether the module is a model around the one at the path.
 
     Yields:
         The arguments to call it with.
@@ -182,8 +184,9 @@ def recorded(
     context, plan = active.call, active.plan
     given = {**dict(zip(positions, args, strict=False)), **kwargs}
     joined = context.joined
+    is_first = plan.prompts is not None and joined is None
     if plan.prompts is not None and joined is None:
-        joined, changed = join(plan.prompts, plan.rows, path, given, context.generation is not None)
+        joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given = (), changed, changed
     shared = module._modules.get("adapters") if not path else None
@@ -191,10 +194,12 @@ def recorded(
     call = RecordedCall(path, given, context.generation, places)
     context.stacks.append(Frame(call, shared, module, joined))
     try:
-        if joined is not None and given.get("inputs_embeds") is not None:
+        if joined is not None and not with_head and given.get("inputs_embeds") is not None:
             given = entered(module, path, joined, context, given)
             args, kwargs = (), given
         yield args, kwargs
+        if is_first and joined is not None:
+            check_called(joined)
     finally:
         context.stacks.pop()
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from adapterzoo.composition import Joined, evaluate
+from adapterzoo.errors import StateError
 
 from .adapted import Adapted
 from .views import LayerCall
@@ -54,7 +55,17 @@ def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -
     else:
         out = plain(*args, **kwargs)
     y = out[0] if isinstance(out, tuple) else out
+    if not isinstance(y, Tensor) or y.dim() != 3:
+        raise StateError(
+            f"the module that embeds returned {list(getattr(y, 'shape', ())) or type(y).__name__}, "
+            f"and tokens join [rows, tokens, d]. Write joins='inputs', or another method."
+        )
     if not joined.is_laid_out:
         joined.lay_out(y.shape[0], y.shape[1], None, y.device)
+    elif y.shape[1] != joined.length - joined.count:
+        raise StateError(
+            f"the module that embeds returned {list(y.shape)} for {joined.length - joined.count} "
+            f"tokens, so that the places of others are not known. Write joins='inputs'."
+        )
     wide = joined.extended(y, 0.0)
     return (wide, *out[1:]) if isinstance(out, tuple) else wide

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.call import Places
+from adapterzoo.call import Generation, Places
 from adapterzoo.composition import Joined, Prompts, RowMap
 from adapterzoo.contracts import PromptAdapter
 from adapterzoo.errors import CompositionError, StateError
@@ -27,7 +27,11 @@ _NO_TOKENS = ("past_key_values", "encoder_outputs", "input_ids", "inputs_embeds"
 
 
 def join(
-    prompts: Prompts, rows: RowMap | None, path: str, given: Mapping[str, Any], generates: bool
+    prompts: Prompts,
+    rows: RowMap | None,
+    path: str,
+    given: Mapping[str, Any],
+    generation: Generation | None,
 ) -> tuple[Joined | None, dict[str, Any]]:
     """Make room in the arguments of a call.
 
@@ -36,7 +40,7 @@ def join(
         rows: which rows take which part of the composition; None where all take all.
         path: of what is called; the whole model has that of its base model.
         given: arguments of the call, by name.
-        generates: whether `generate` runs.
+        generation: the running `generate`, None outside.
 
     Returns:
         The longer sequences, None where the call is not given the tokens; and the arguments.
@@ -63,6 +67,9 @@ def join(
         return None, {}
     cache = None if tokens.is_encoder else given.get("past_key_values")
     cached = 0 if cache is None else int(cache.get_seq_length())
+    generates = generation is not None
+    if not tokens.is_encoder:
+        _check_past(given, t.shape[1], cached, generation)
     joined = Joined(prompts, _index(rows, t.shape[0]), adds=not cached)
     mask = _mask(given, t)
     own = t.shape[1] + max(cached - joined.count, 0)
@@ -105,6 +112,22 @@ def join(
         if name not in _NO_TOKENS and name != "position_ids" and not name.startswith("decoder_"):
             changed[name] = _extended(joined, name, value, t.shape[:2])
     return joined, changed
+
+
+def _check_past(
+    given: Mapping[str, Any], count: int, cached: int, generation: Generation | None
+) -> None:
+    """Check that a model does not keep the tokens of earlier calls where they are not counted."""
+    again = given.get("cache_params") is not None
+    if generation is not None and not cached:
+        # without a cache each step of `generate` has more tokens than the one before
+        again = again or (generation.first is not None and count <= generation.first)
+        generation.first = count
+    if again:
+        raise StateError(
+            "an adapter adds tokens at the start of a sequence, and this model keeps the past "
+            "where its tokens are not counted. Write use_cache=False."
+        )
 
 
 def _index(rows: RowMap | None, count: int) -> tuple[int, ...] | None:
@@ -219,9 +242,6 @@ def entered(
     if prompts.joins != "inputs" or table is None or not at_stack:
         return given
     layer = module.get_submodule(table.removeprefix(f"{path}.") if path else table)
-    if "adapters" not in layer._modules:
-        # the whole model, of which the base model is called next
-        return given
     adapters = cast("Any", layer._modules["adapters"])._modules
     base = LayerCall(layer, functools.partial(_as_it_is), context=context)
     embeds = given["inputs_embeds"]
@@ -230,6 +250,20 @@ def entered(
         adapter = next(m for m in parts if m.shared_key == key)
         embeds = joined.entered(embeds, key, adapter.prompt(base))
     return {**given, "inputs_embeds": embeds}
+
+
+def check_called(joined: Joined) -> None:
+    """Check that the tokens have joined the others.
+
+    Raises:
+        StateError: the model has not called the layer that they join.
+    """
+    if joined.adds and not joined.is_called:
+        raise StateError(
+            f"{_names(joined.prompts)} adds tokens, and the model has embedded its own in another "
+            f"way than by {joined.prompts.tokens.table or joined.prompts.tokens.embeddings!r}. "
+            f"Activate an adapter of another method."
+        )
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -139,6 +139,11 @@ class LayerCall(BaseLayer):
         named = dict(zip(positions, self._args, strict=False))
         return LayerStackCall(self._in_model().stack, named | self._kwargs)
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call is running."""
+        return self._context is not None and bool(self._context.stacks)
+
     def shared(self, adapter: Adapter) -> nn.Module:
         """Return the module that the adapter's layers share.
 

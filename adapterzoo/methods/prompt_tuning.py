@@ -27,7 +27,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.anatomy import Anatomy, Site
+from adapterzoo.anatomy import Anatomy, Site, token_site
 from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
 from adapterzoo.contracts import BaseLayer, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
@@ -36,9 +36,6 @@ from adapterzoo.spelling import spelled
 
 from . import _prompt_tuning_spelling
 from ._init import DTYPE, DTYPES, drawn, generator, uniform
-
-# half the range of fresh rows
-_BOUND = 0.5
 
 
 @architectures.register("prompt_tuning")
@@ -103,15 +100,15 @@ class PromptTuningConfig(AdapterConfig):
             ConfigError: there are more rows than learned positions.
             SiteError: the model has no such place.
         """
-        tokens = anatomy.tokens
-        site = None if tokens is None else tokens.site(self.joins)
+        tokens, joins = anatomy.tokens, self.joins
+        site = token_site(tokens, joins)
         if tokens is None or site is None:
-            inputs = self.joins == "inputs"
-            why = "reads no tokens" if inputs else "has no module that embeds with positions"
-            other = tokens is not None and tokens.site("embeddings" if inputs else "inputs")
-            use = f"joins={'embeddings' if inputs else 'inputs'!r}" if other else "LoRAConfig()"
+            other, why = "embeddings", "reads no tokens"
+            if joins == other:
+                other, why = "inputs", "has no module that embeds with positions"
+            use = f"joins={other!r}" if token_site(tokens, other) else "LoRAConfig()"
             raise SiteError(
-                f"PromptTuningConfig(joins={self.joins!r}): this model {anatomy.reason or why}. "
+                f"PromptTuningConfig(joins={joins!r}): this model {anatomy.reason or why}. "
                 f"Write {use}."
             )
         legal = tokens.positions
@@ -161,7 +158,7 @@ class Prompt(nn.Module):
             dtype: of E, where the config says none.
         """
         super().__init__()
-        fresh = uniform(_BOUND, generator(config.init_weights_seed, "prompt"))
+        fresh = uniform(0.5, generator(config.init_weights_seed, "prompt"))
         dtype = DTYPES[config.dtype] if config.dtype else dtype
         self.prompt_embedding = drawn((config.prompt_length, width), fresh, device, dtype)
 

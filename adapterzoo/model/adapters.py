@@ -81,7 +81,7 @@ def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -
     """Give the modules that layers of a fresh adapter share the initial values of a text.
 
     Raises:
-        ConfigError: the model reads no tokens.
+        ConfigError: the model reads no tokens, or the text has none.
     """
     tokens = model.anatomy.tokens
     path = None if tokens is None else tokens.table

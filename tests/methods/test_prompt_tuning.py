@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 from families import tiny_config
+from snapshots import stir
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -43,6 +44,7 @@ def prompt(length=P, **fields):
 
 
 SMALL = {
+    "rwkv": {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64},
     "bloom": {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "opt": {
         "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -387,6 +389,20 @@ def test_encoder_decoders_generate(family):
         assert torch.equal(mixed[2:], base.generate(IDS[1:], attention_mask=RIGHT[1:], **options))
 
 
+def test_generation_from_embeddings_of_the_caller():
+    model = made("llama", AutoModelForCausalLM, a=prompt())
+    words = model.get_input_embeddings()(IDS)
+    found = model.generate(inputs_embeds=words, attention_mask=LEFT, **OPTIONS)
+    assert torch.equal(found, model.generate(IDS, attention_mask=LEFT, **OPTIONS)[:, 6:])
+
+
+def test_a_past_that_is_not_counted_is_refused():
+    model = made("rwkv", AutoModelForCausalLM, a=prompt())
+    assert model.generate(IDS, use_cache=False, **OPTIONS).shape[1] == 12
+    with pytest.raises(StateError, match="use_cache=False"):
+        model.generate(IDS, use_cache=True, **OPTIONS)
+
+
 def test_a_cache_goes_on():
     """A conversation: the cache of the first call holds the rows, and the second adds none."""
     model = made("llama", AutoModelForCausalLM, a=prompt())
@@ -615,3 +631,38 @@ def test_continuous_batching_is_refused():
     model = made("llama", AutoModelForCausalLM, a=prompt())
     with pytest.raises(StateError, match="packs requests"):
         model.generate_batch([[5, 6, 7]])
+
+
+def test_a_union_and_embeddings_of_the_caller():
+    """Beside LoRA at the table, with heads, whether the caller embeds the tokens or the model."""
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("llama")).double().eval()
+    model.add_adapter("u", "prompt_tuning[prompt_length=3]|seq_bn")
+    model.add_adapter("l", "lora[target_modules=['embed_tokens','q_proj']]")
+    stir(model, "l")
+    model.add_causal_lm_head("h")
+    with torch.no_grad():
+        model.set_active_adapters(Stack("u", "l"))
+        out = model(input_ids=IDS, attention_mask=RIGHT, labels=IDS)
+        # the table alone looks words up, with its adapters
+        words = model.get_input_embeddings()(IDS)
+        assert words.shape[1] == IDS.shape[1]
+        again = model(inputs_embeds=words, attention_mask=RIGHT, labels=IDS)
+    torch.testing.assert_close(again.loss, out.loss)
+    torch.testing.assert_close(again.logits, out.logits)
+
+
+def test_images_have_rows_of_one_length():
+    model = made("vit", a=prompt(joins="embeddings"), b=prompt(2, joins="embeddings"))
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    alone = hidden(model, pixel_values=images)
+    with pytest.raises(CompositionError, match="different lengths"):
+        model(pixel_values=images, adapter_names=["a", "b"])
+    torch.testing.assert_close(hidden(model, pixel_values=images, adapter_names=["a", "a"]), alone)
+
+
+def test_what_embeds_in_another_way_is_refused():
+    model = made("bert", a=prompt())
+    model.embeddings.forward = lambda **kwargs: torch.zeros(2, 9, 32, dtype=torch.float64)
+    with pytest.raises(StateError, match="in another way"):
+        model(input_ids=IDS)

@@ -63,7 +63,8 @@ def _with_prompts(
                 f"adapter of another method."
             )
     read = labels.pop("input_ids", None)
-    with inject.recorded(model, (), model._active, "", (), {**labels, **inputs}) as (_, given):
+    call = inject.recorded(model, (), model._active, "", (), {**labels, **inputs}, with_head=True)
+    with call as (_, given):
         wide = {name: given[name] for name in given if name not in labels}
         for name in labels:
             labels[name] = given[name]

@@ -274,19 +274,23 @@ def with_rows(
                 )
             run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
-        if batches.starts(self, adapter_names):
+        plan = self._active.plan
+        # one look at the plan is all that a call without rows to tell apart costs
+        if adapter_names is not None or not (plan.rows is None or plan.rows.entered):
             inputs = batches.named_inputs(positions, args, kwargs)
             plan, times = batches.plan_of_call(self, inputs, adapter_names, one_head)
             if times > 1:
                 args, kwargs = (), batches.repeated(inputs, times, batches.batch_size(inputs))
             with self._active.overridden(plan):
                 return method(self, *args, **kwargs)
-        model, plan = self.base_model if on_base else self, self._active.plan
+        model = self.base_model if on_base else self
         # classes of models inside record their own calls; but added tokens need room in what the
         # head of a class gets, such as labels
-        if not plan.stacks or (self._backbone is not self and plan.prompts is None):
+        with_head = self._backbone is not self
+        if not plan.stacks or (with_head and plan.prompts is None):
             return plain(model, *args, **kwargs)
-        with inject.recorded(self, positions, self._active, "", args, kwargs) as (given, named):
+        call = inject.recorded(self, positions, self._active, "", args, kwargs, with_head)
+        with call as (given, named):
             return plain(model, *given, **named)
 
     return method
