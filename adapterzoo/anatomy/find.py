@@ -73,7 +73,7 @@ def find(model: nn.Module) -> Anatomy:
 
 
 def _layers(site: Site) -> tuple[str, ...]:
-    """The paths that a site covers: of its module, and of the layer whose weight it reads there."""
+    """Return the paths that a site covers: its module and the layer whose weight it reads."""
     if site.parameter is None:
         return (site.path,)
     return site.path, f"{site.path}.{site.parameter.removesuffix('.weight')}"
@@ -110,7 +110,7 @@ def _branches(tree: Tree, stack: str) -> Iterator[Branch]:
 
 
 def _holds_blocks(tree: Tree, path: str) -> bool:
-    """Whether a container below the path has elements with attention and feed-forward part."""
+    """Return whether a container below has elements with attention and feed-forward."""
     return any(
         _has_attention(tree, element) and _has_mlp(tree, element)
         for container in tree.containers

@@ -313,7 +313,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "pp_doclayout_v3": _POST,
     "ProphetNetDecoderLayer": Row(
         outs={r"self_attn\.out_proj": "self_attn"},
-        states="the main stream with those that predict behind it",
+        states="the main stream with those that predict after it",
     ),
     "pvt_v2": Row(norms={r"attention\.layer_norm": None}),
     "reformer": Row(

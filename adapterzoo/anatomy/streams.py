@@ -216,7 +216,7 @@ def _hand_out(
 
 
 def _in_order(parts: list[_Part]) -> list[_Part]:
-    """The sub-layers as they follow one another: attention, cross-attention, feed-forward."""
+    """Return the sub-layers in order: attention, cross-attention, feed-forward."""
     kinds: tuple[SubLayerKind, ...] = ("attention", "cross", "mlp")
     if len(parts) > len(kinds):
         return sorted(parts, key=lambda part: part.place)
@@ -235,7 +235,7 @@ def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part
 
 
 def _named_after(name: str, part: _Part) -> int:
-    """How much of the sub-layer's name the norm bears: `norm_feed_forward1`, `ffn2_layer_norm`."""
+    """Return how much of a sub-layer's name the norm has, as in `ffn2_layer_norm`."""
     owner = part.out.partition(".")[0]
     return len(owner) if owner in name else 0
 

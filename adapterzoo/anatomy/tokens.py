@@ -101,7 +101,7 @@ def _table(tree: Tree, module: Any, owner: str) -> str | None:
 
 
 def _embeddings(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block]) -> str | None:
-    """The path of the module that embeds: the largest around the table that holds no block."""
+    """Return the path of the embedding module: the largest around the table without blocks."""
     paths = [block.path for block in blocks]
     children = tree.children(owner)
     first = next((i for i, c in enumerate(children) if _holds(c, paths)), 0)

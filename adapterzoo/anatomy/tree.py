@@ -92,7 +92,7 @@ class Branch:
         return list(dict.fromkeys(t for t in types if isinstance(t, str)))
 
     def setting(self, path: str, *names: str) -> int:
-        """The first of these settings at a layer's owners, then in the nearest configuration.
+        """Return the first of these settings: at a layer's owners, then in the nearest config.
 
         Args:
             path: the layer, below this branch; the modules that hold it are asked first, since

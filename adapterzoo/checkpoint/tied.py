@@ -11,7 +11,7 @@ from torch import Tensor
 def shared_or_own(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tied: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The head of a file as one that shares the embeddings, or that has its own output layer.
+    """Return a file's head, sharing the embeddings or with its own output layer.
 
     Args:
         config: of the head.

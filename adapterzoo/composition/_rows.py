@@ -226,7 +226,7 @@ class RowMap:
         return replace(self, index=tuple(numbers[part] for part in self.index), _layouts={})
 
     def of(self, other: RowMap, part: int) -> RowMap:
-        """The rows that take a part of another division of the batch, in the order of `take`."""
+        """Return the rows of a part of another division of the batch, in the order of `take`."""
         index = tuple(own for own, p in zip(self.index, other.index, strict=True) if p == part)
         return replace(self, index=index, _layouts={})
 
@@ -294,7 +294,7 @@ def numbered(parts: Sequence[Child]) -> tuple[tuple[Child, ...], tuple[int, ...]
 
 
 def parts_of(setup: Node) -> tuple[tuple[Child, ...], RowMap | None]:
-    """The different compositions of a batch's rows, and which row takes which; None: all take one.
+    """Return the distinct compositions of a batch and each row's; None: all rows have one.
 
     Raises:
         CompositionError: two divisions of the batch in it do not fit each other.

@@ -180,7 +180,7 @@ class PartOf(Around):
         return self(x) if plain is whole.output else self._take(plain)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """What the adapter makes of the part; other layers, with parts of their own, share none."""
+        """Return the adapter's projection of the part, which other layers do not share."""
         return type(adapter).from_input((adapter,), x)[0]
 
     @property

@@ -136,7 +136,7 @@ def bottleneck_backward(
     *needs: bool,
     dh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x (plus `dy` with `adds`), down, its bias, up, its bias; empty: not needed.
+    """Return gradients of x (plus `dy` with `adds`), down, bias, up, bias; empty: not needed.
 
     Differentiable in its turn, for which `dh` `[*batch, width]` is what reaches h from outside.
     Without `needs_down`, `x` may be empty: only its dtype is looked at.
@@ -170,5 +170,5 @@ def bottleneck_backward(
 
 
 def _scaled(scaling: float, like: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """The product scaling · left · right, in one operation; of `like` only the shape is used."""
+    """Return scaling · left · right, in one operation; only the shape of `like` is used."""
     return torch.addmm(like.detach(), left, right, beta=0, alpha=scaling)

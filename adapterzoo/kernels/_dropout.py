@@ -30,7 +30,7 @@ def kept_scale(p: float) -> float:
 
 
 def seed(x: Tensor) -> Tensor:
-    """A seed from torch's generator of the device of `x`: int64 `[1]`, never read by the host."""
+    """Return a seed from the generator of the device of `x`: int64 `[1]`, not read by the host."""
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 

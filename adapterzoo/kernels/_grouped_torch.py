@@ -238,7 +238,7 @@ def _restored(out: Tensor, target: Tensor | None, groups: Groups) -> Tensor:
 
 
 def _outer(u: Tensor, v: Tensor, groups: Groups, n: int) -> Tensor:
-    """The sum of uᵀ v over the rows of each adapter, zero for one without rows; differentiable.
+    """Return the sum of uᵀ v over each adapter's rows, zero without rows; differentiable.
 
     `u` `[batch, *tokens, narrow]`, `v` `[batch, *tokens, wide]` → `[n, narrow, wide]`.
     """
@@ -267,7 +267,7 @@ def _outer(u: Tensor, v: Tensor, groups: Groups, n: int) -> Tensor:
 
 
 def _taken(factors: Tensor, adapters: str, groups: Groups) -> Tensor:
-    """The factors of blocks, in the layout that they had: a product with another costs twice."""
+    """Return the factors of blocks in their layout: a product with another costs twice."""
     if factors.stride(-1) != 1:
         return _taken(factors.mT, adapters, groups).mT
     own = factors.index_select(0, groups.numbers(adapters, factors.device))

@@ -139,7 +139,7 @@ def joined(factors: Sequence[Tensor]) -> Tensor:
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether fewer operations matter more than faster ones; a compiler wants the plain ones."""
+    """Return whether fewer operations beat faster ones; compilers need the plain ones."""
     return x.numel() <= SMALL or torch.compiler.is_compiling()
 
 

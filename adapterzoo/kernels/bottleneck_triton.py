@@ -247,7 +247,7 @@ def bottleneck_backward(
     adds: bool,
     *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x (plus `dy` with `adds`), down, its bias, up, its bias; empty: not needed.
+    """Return gradients of x (plus `dy` with `adds`), down, bias, up, bias; empty: not needed.
 
     Without `needs_down`, `x` may be empty: only its dtype is looked at.
     """

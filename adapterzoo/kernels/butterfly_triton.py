@@ -34,7 +34,7 @@ _PROGRAMS = 512
 
 
 def rotate_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """The configuration for rows, the width of a chunk (padded to a power of 2) and the dtype.
+    """Return the configuration for rows, chunk width (padded to a power of 2) and dtype.
 
     Its columns are the padded width; of ranks there are none.
     """

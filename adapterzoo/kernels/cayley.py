@@ -69,7 +69,7 @@ def _fake(R: Tensor) -> Tensor:
 
 
 def _backward(dQ: Tensor, Q: Tensor) -> Tensor:
-    """The gradient of R: dS = −2 Xᵀ dQ Xᵀ with X = (I + S)⁻¹ = (Q + I) / 2; differentiable."""
+    """Return the gradient of R: dS = −2 Xᵀ dQ Xᵀ, X = (I + S)⁻¹ = (Q + I) / 2; differentiable."""
     dtype = compute_dtype(Q.dtype)
     with exactly(Q.device):
         eye = torch.eye(Q.shape[-1], device=Q.device, dtype=dtype)

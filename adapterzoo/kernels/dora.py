@@ -36,7 +36,7 @@ def direction_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tens
 
 
 def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: int = TILE) -> Tensor:
-    """The definition: ‖w + scaling · b a‖ over `d_in`, in the dtype of `direction_reference`.
+    """Return ‖w + scaling · b a‖ over `d_in`, by definition; dtype as `direction_reference`.
 
     Built and reduced some rows at a time, so that at most `tile` elements of the sum exist. The
     factored form ‖w‖² + 2 s · rowsum((w aᵀ) ∘ b) + s² · rowsum((b a aᵀ) ∘ b) reads `w` twice, is

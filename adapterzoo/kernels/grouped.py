@@ -75,7 +75,7 @@ def grouped_low_rank_reference(
     scaling: Sequence[float],
     groups: Groups,
 ) -> Tensor:
-    """The definition: `low_rank_reference` of each row with its adapter, in the dtype of `y`.
+    """Return `low_rank_reference` of each row with its adapter, in the dtype of `y`.
 
     Args:
         y: `[batch, *tokens, d_out]`, the output that gets the update.
@@ -220,7 +220,7 @@ def _is_plain(x: Tensor, factor: Tensor, groups: Groups) -> bool:
 
 
 def _plan(kernel: str, groups: Groups, x: Tensor, *factors: Tensor) -> Tensor:
-    """What an operator is told of the groups: a plan for Triton, or for torch one on the host."""
+    """Return the groups as an operator's argument: a plan for Triton, or torch's on the host."""
     if not mode.takes_triton(kernel, x, *factors):
         return groups.host
     return groups.plan(math.prod(x.shape[1:-1]), factors[-1].shape[0], x.device)

@@ -32,7 +32,7 @@ _CHUNK = tl.constexpr(CHUNK)
 
 
 def shrink_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """The configuration for chunks of a number of rows, a rank and the dtype of the factors."""
+    """Return the configuration for rows per chunk, rank and dtype of the factors."""
     if dtype is torch.float32:
         return Tile(rows, 32, 32, 4, 3)
     return Tile(rows, 128 if rank <= 16 else 64, cut(rank), 4, 3)

@@ -58,7 +58,7 @@ def use(mode: str) -> contextlib.ExitStack:
 
 
 def is_reference() -> bool:
-    """Whether kernels are to be computed by their definitions, as in the transforms of torch.func.
+    """Return whether to compute kernels by their definitions, as for torch.func.
 
     These look into operations, and operators of our own would be closed to them.
     """
@@ -79,7 +79,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def may_take_triton(x: Tensor) -> bool:
-    """Whether `takes_triton` has to be asked: nothing of the kind on a CPU, except on demand."""
+    """Return whether to call `takes_triton`: on a CPU only if Triton is requested."""
     return _mode == "triton" or (_mode == "auto" and x.device.type == "cuda")
 
 

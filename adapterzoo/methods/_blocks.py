@@ -77,7 +77,7 @@ def _block_sizes(d_in: int, factors: int) -> tuple[int, ...]:
 
 
 def rotation(R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
-    """The factors of one forward, folded: `[*adapters, 1, chunks, width, width]` where that pays.
+    """Return the factors, folded to `[*adapters, 1, chunks, width, width]` if that is faster.
 
     Args:
         R: `[*adapters, m, d_in / b, b, b]`.

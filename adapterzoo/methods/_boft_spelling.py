@@ -64,7 +64,7 @@ def _unsayable(placement: Placement) -> str | None:
 
 
 def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
-    """The fields of PEFT's config for each layer: blocks by size or, where sizes differ, number."""
+    """Return PEFT's config fields for each layer: blocks by size, or number if sizes differ."""
     shapes = [layer.tensors["boft_R"].shape for layer in layers]
     configs = [layer.parts[0].placement.config.to_dict() for layer in layers]
     by_number = len({shape[1] for shape in shapes}) == 1 and (

@@ -71,7 +71,7 @@ def _write(tensors: Tensors, _config: AdapterConfig) -> Tensors:
 
 
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
-    """How PEFT spells (IA)³: ℓ `[d_out, 1]` for the output of a layer, `[1, d_in]` for its input.
+    """Return PEFT's spelling of (IA)³: ℓ `[d_out, 1]` for outputs, `[1, d_in]` for inputs.
 
     PEFT has no alpha: it becomes a part of ℓ.
     """

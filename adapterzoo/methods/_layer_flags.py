@@ -36,7 +36,7 @@ def place(config: AdapterConfig, sites: Sequence[Site], anatomy: Anatomy) -> Ada
 
 
 def as_flags(config: AdapterConfig, anatomy: Anatomy) -> AdapterConfig | None:
-    """The config with the same places in AdapterHub's fields; None if these cannot express them."""
+    """Return the config with its places in AdapterHub's fields; None if impossible."""
     config = cast("TargetedConfig", config)
     given = (config.target_modules, config.exclude_modules, config.layers_to_transform)
     if given == (None, None, None):

@@ -129,7 +129,7 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         strategy.fill(self.lora_B, b, "lora_B")
 
     def delta(self, dtype: torch.dtype) -> Tensor:
-        """The update s · B A, `[d_out, d_in]`, computed in the dtype, also under autocast."""
+        """Return the update s · B A, `[d_out, d_in]`, in the dtype, also under autocast."""
         with exactly(self.lora_A.device):
             return self.scaling * (self.lora_B.to(dtype) @ self.lora_A.to(dtype))
 

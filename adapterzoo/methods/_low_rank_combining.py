@@ -56,7 +56,7 @@ def combined_factors(
 
 
 def products(factors: Sequence[_Factors]) -> list[Tensor]:
-    """Each B A `[*experts, d_out, d_in]`, also under autocast in the dtype of the factors."""
+    """Return each B A `[*experts, d_out, d_in]` in the factors' dtype, also under autocast."""
     with exactly(factors[0][0].device):
         return [b @ a for a, b in factors]
 

@@ -147,7 +147,7 @@ def combined_config(
 
 
 def _spelled_alike(configs: Sequence[LowRankConfig], anatomy: Anatomy) -> frozenset[str]:
-    """The fields of targets where they name the same parts of the same layers in other words."""
+    """Return the target fields that name the same parts of the same layers differently."""
     sites = [{(p.site.path, p.site.role) for p in c.placements(anatomy)} for c in configs]
     return TARGETS if all(own == sites[0] for own in sites) else frozenset()
 

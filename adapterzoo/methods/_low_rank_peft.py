@@ -68,7 +68,7 @@ def _refuse(fields: Mapping[str, Any]) -> str | None:
 
 
 def _read_layer(layer: PeftLayer) -> Fields:
-    """The fields of our config at a layer, if its factors fit each other and the file's rank."""
+    """Return our config fields at a layer; check its factors against the file's rank."""
     fields = layer.fields
     a, b = layer.tensors["lora_A"], layer.tensors["lora_B"]
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
@@ -134,7 +134,7 @@ def spelling(
     tensors: Mapping[str, tuple[str, ...]],
     **more: Any,
 ) -> PeftSpelling:
-    """How PEFT spells a method that it calls LORA; `tensors` are what it has beside A and B."""
+    """Return PEFT's spelling of a method that it calls LORA; `tensors`: besides A and B."""
     return PeftSpelling(
         config=config,
         peft_type="LORA",

@@ -92,7 +92,7 @@ def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple
 
 
 def _decoding(anatomy: Anatomy) -> list[Attention]:
-    """The attentions that PEFT's cache reaches: self-attention, of the decoder if there is one."""
+    """Return the attention modules of PEFT's cache: self-attention, of a decoder if any."""
     crossed = {a.stack for a in anatomy.attentions if a.cross}
     return [a for a in anatomy.attentions if not a.cross and a.stack in (crossed or {a.stack})]
 

@@ -134,7 +134,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
-        """Each row of the batch with its own rotation and scale. `x` `[rows, *tokens, d_in]`."""
+        """Apply to each row its rotation and scale. `x` `[rows, *tokens, d_in]`."""
         if not groups.rows:
             return base(x)
         # each row has its own rotation, as each expert has in other layers
@@ -145,7 +145,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         return restored(compose_reference(y, gain, base.bias, None, 1.0), y, groups)
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
-        """The scale that changes nothing, 1; R, whose skew part generates the rotation, is 0."""
+        """Return the identity scale 1; R, whose skew part generates the rotation, is 0."""
         return {"boft_s": torch.ones_like(self.boft_s)}
 
     @property
@@ -156,7 +156,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
 
     @classmethod
     def from_input(cls, adapters: Sequence[Self], x: Tensor) -> Sequence[Tensor]:
-        """The folded factors `[1, chunks, width, width]` of each, in training by one solve."""
+        """Return the folded factors `[1, chunks, width, width]` of each; one solve in training."""
         dtype = compute_dtype(x.dtype)
         if adapters[0].training:
             R = torch.stack([a.boft_R for a in adapters])  # [adapters, m, d_in / b, b, b]

@@ -185,7 +185,7 @@ class DoRA(KeepInFP32, LowRank):
         return b + (self.gain(base.weight) - 1) * base.bias
 
     def gain(self, w: Tensor) -> Tensor:
-        """The factors g `[*experts, d_out]` for the untouched weight, in float32 or float64."""
+        """Return g `[*experts, d_out]` for the untouched weight, in float32 or float64."""
         sources = w, self.lora_A, self.lora_B, self.m
         return self.kept_gain.get(lambda: self._gain(w), *sources, facts=self.scaling)
 

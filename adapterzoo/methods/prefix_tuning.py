@@ -93,7 +93,7 @@ class PrefixTuningConfig(AdapterConfig):
         return False
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """One placement for each attention, and for what is given positions that are shifted.
+        """Return placements at attention modules, and at modules with shifted positions.
 
         Raises:
             SiteError: an attention takes no keys, none is left, or positions cannot be shifted.

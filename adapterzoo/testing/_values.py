@@ -360,5 +360,5 @@ def _require_seed_matters(first: dict[str, Tensor], second: dict[str, Tensor]) -
 
 
 def _is_drawn(values: Tensor) -> bool:
-    """Whether most of the values occur once, so that they are not a constant or a pattern."""
+    """Return whether most values occur once, so that they are not constant or a pattern."""
     return values.numel() > 1 and len(values.unique()) > values.numel() // 2

@@ -237,7 +237,7 @@ def _outputs(model: Host, setup: object, x: Tensor) -> dict[str, Tensor]:
 
 
 def _replica(model: Host) -> Host:
-    """A shallow copy with tensors for parameters, made as `torch.nn.parallel.replicate` does."""
+    """Return a shallow copy with tensors as parameters, like `torch.nn.parallel.replicate`."""
     copies: dict[nn.Module, Any] = {
         module: cast("Any", module)._replicate_for_data_parallel() for module in model.modules()
     }

@@ -42,7 +42,7 @@ class AdapterHubFormat:
     """The format of AdapterHub, as `formats` sees it."""
 
     def recognises(self, folder: Path, kind: Kind) -> bool:
-        """Whether there are tensors under AdapterHub's names, or a config that is its own."""
+        """Return whether a folder has tensors under AdapterHub's names, or its config."""
         config, safe, pickled = _ADAPTER if kind == "adapter" else _HEAD
         if (folder / safe).is_file() or (folder / pickled).is_file():
             return True

@@ -280,7 +280,7 @@ def _block_path(block: Block, layout: Layout) -> str:
 
 
 def _find_stack(anatomy: Anatomy, before: str) -> str | None:
-    """The stack that a path leads to: the only one, or the one whose own words stand in it."""
+    """Return the stack of a path: the only one, or the one whose words the path contains."""
     stacks = anatomy.stacks
     if len(stacks) == 1:
         return stacks[0]

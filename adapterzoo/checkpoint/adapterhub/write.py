@@ -69,7 +69,7 @@ def _as_flags(info: ModelInfo, config: AdapterConfig) -> AdapterConfig:
 
 
 def _swapped(config: AdapterConfig) -> AdapterConfig:
-    """The config with the names that `adapters` has for the feed-forward layers of this family."""
+    """Return the config with `adapters`' names of the family's feed-forward layers."""
     names = spelling_of(config).feed_forward
     if names is None:
         return config
@@ -81,7 +81,7 @@ def _swapped(config: AdapterConfig) -> AdapterConfig:
 def _tensors(
     container: Container, places: Sequence[Place], tensors: Mapping[str, Tensor]
 ) -> Tensors:
-    """The tensors of one container at one path; those of a fused layer one under the other."""
+    """Return the tensors of one container at one path; a fused layer's are concatenated."""
     if places[0].placement.site.output_slice is not None:
         check_fused(places)
         places = sorted(places, key=lambda place: PART_ORDER.index(place.placement.site.role))

@@ -28,7 +28,7 @@ class PeftFormat:
     """The format of PEFT, as `formats` sees it."""
 
     def recognises(self, folder: Path, kind: Kind) -> bool:
-        """Whether there are tensors under PEFT's name, or a config that names a method of PEFT."""
+        """Return whether a folder has tensors under PEFT's name, or a config of PEFT."""
         if kind != "adapter":
             return False
         if (folder / _TENSORS).is_file() or (folder / _PICKLE).is_file():

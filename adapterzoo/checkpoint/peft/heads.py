@@ -158,7 +158,7 @@ def _task_of(model_class: str) -> str | None:
 
 
 def _without_head(info: ModelInfo) -> Task:
-    """The class that adapters without a head are used with: what generates, or the base model."""
+    """Return the class for adapters without a head: one that generates, or the base model."""
     encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
         ("SEQ_2_SEQ_LM", TASKS["SEQ_2_SEQ_LM"]),

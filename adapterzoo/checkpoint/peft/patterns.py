@@ -123,7 +123,7 @@ def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
 
 
 def by_path(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
-    """The same in keys that other readers of PEFT's files understand: names or whole paths."""
+    """Return the same with keys for other readers of PEFT's files: names or whole paths."""
     keys: dict[str, _T] = {}
     for key, value in by_name(values, default).items():
         if not key.startswith("^"):
