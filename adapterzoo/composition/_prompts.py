@@ -1,7 +1,7 @@
-"""Tokens that adapters add to the sequences of a call: how many in each row, and where.
+"""Tokens that adapters add to the sequences of a call: their number and place in each row.
 
-Each row gets the tokens of its adapters in front of its first real token, or behind that one. Rows
-that get fewer than others are filled up, and the filler is masked like padding.
+Each row gets the tokens of its adapters before its first real token, or after it. Rows with fewer
+tokens than others get filler, which is masked like padding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Added(NamedTuple):
     Attributes:
         key: name of the adapter, and in a union the number of its config.
         length: how many.
-        after_first: whether they stand behind the first real token, and not in front of it.
+        after_first: whether they follow the first real token; otherwise they precede it.
     """
 
     key: Key
@@ -43,7 +43,7 @@ class Prompts:
         parts: what the rows of each part of the composition get, in order.
         joins: what they join.
         tokens: where the model takes its tokens in.
-        filler: a token that means nothing special to the model, to stand in their places.
+        filler: a token without special meaning to the model, as a placeholder.
         places: arguments of the whole model that are numbers of tokens, such as "start_positions".
     """
 
@@ -62,7 +62,7 @@ class Prompts:
         return max(self.length(part) for part in set(index or (0,)))
 
     def length(self, part: int, after_first: bool | None = None) -> int:
-        """Return how many tokens the rows of a part get; `after_first`: of these alone."""
+        """Return the number of tokens of a part's rows; `after_first`: of this kind only."""
         wanted = (after_first,) if after_first is not None else (False, True)
         return sum(added.length for added in self.parts[part] if added.after_first in wanted)
 
@@ -131,7 +131,7 @@ class Joined:
             tokens: of a row, those in the cache with them.
             mask: `[rows, tokens]`, 0 at padding; None: all are real.
             device: of the input.
-            filler_first: whether filler stands in front, so that the last token stays the last.
+            filler_first: whether filler comes first, so that the last token stays the last.
         """
         prompts, parts = self.prompts, range(len(self.prompts.parts))
         self.length = tokens + self.count
@@ -149,7 +149,7 @@ class Joined:
         self.is_laid_out = True
 
     def _of_rows(self, values: Sequence[int]) -> Any:
-        """A number of each part as one of each row: `[rows, 1]`, a plain one where all agree."""
+        """Return each row's number from each part's: `[rows, 1]`, or one number if all agree."""
         own = [values[part] for part in self._index or (0,)]
         if len(set(own)) == 1:
             return own[0]
@@ -214,7 +214,7 @@ class Joined:
         return wide.scatter(-1, places, shifted_by)
 
     def later_positions(self, given: Tensor) -> Tensor:
-        """Return positions `[…, rows or 1, new]` of tokens behind the prompt, which counts."""
+        """Return positions `[…, rows or 1, new]` of tokens after the prompt, which counts."""
         later: Tensor = given + self._shift[:, -given.shape[-1] :]
         return later
 

@@ -1,7 +1,7 @@
-"""Modules that embed, where tokens of adapters join what they return.
+"""Embedding modules, whose output the tokens of adapters join.
 
-Such a module is called with the model's own tokens, so that their positions, types and norms are
-those that they have alone; what it returns gets room for the others.
+Such a module is called with the model's own tokens, so that their positions, types and norms do not
+change; its output gets room for the others.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .views import LayerCall
 
 
 class AdaptedEmbeddings(Adapted):
-    """Mixed into the class of a module that embeds."""
+    """Mixed into the class of an embedding module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward for the model's own tokens, those of adapters beside them."""
+        """Run the module on the model's own tokens, and add the tokens of adapters."""
         link = self._link
         active = link.active
         plan, joined = active.plan, active.call.joined
@@ -44,7 +44,7 @@ class AdaptedEmbeddings(Adapted):
 
 
 def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -> Any:
-    """What the module makes of the model's own tokens, with room for the others."""
+    """Return the module's output for the model's own tokens, with room for the others."""
 
     def cut(value: Any) -> Any:
         wide = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == joined.length

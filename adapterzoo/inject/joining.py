@@ -1,8 +1,8 @@
 """Room for the tokens that adapters add: the arguments of a call, changed before it runs.
 
-Whatever is called first, the whole model or an encoder in it, gets sequences that are longer: in
-the place of each added token stands one that means nothing, and mask, positions, types and labels
-have an entry for it. The adapter puts its own values there where they join.
+The module called first, the whole model or an encoder in it, gets longer sequences: each added
+token has a placeholder, with an entry in mask, positions, types and labels. The adapter inserts its
+values where they join.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def join(
         generation: the running `generate`, None outside.
 
     Returns:
-        The longer sequences, None where the call is not given the tokens; and the arguments.
+        The longer sequences, None if the call does not get the tokens; and the arguments.
 
     Raises:
-        CompositionError: rows get different numbers of tokens, and the model cannot tell them.
-        StateError: the mask does not tell which tokens are real, or there are too many.
+        CompositionError: rows get different numbers of tokens, which the model cannot handle.
+        StateError: the mask does not show which tokens are real, or there are too many.
     """
     tokens = prompts.tokens
     if not _inside(tokens.stack, path):
@@ -81,7 +81,7 @@ def join(
         raise StateError(
             f"attention_mask={list(mask.shape)}: {has}the call brings {t.shape[1]} tokens. Pass a "
             f"mask [batch, {own}] of the model's own tokens; those that {_names(prompts)} adds "
-            f"get their columns by themselves."
+            f"get their columns automatically."
         )
     if cached and cached < joined.count:
         raise StateError(
@@ -186,7 +186,7 @@ def _check_uneven(joined: Joined, given: Mapping[str, Any], generates: bool) -> 
 
 
 def _extended(joined: Joined, name: str, value: Any, shape: torch.Size) -> Any:
-    """An argument with entries for what is added, where it has one for each token."""
+    """Return an argument with entries for added tokens, if it has one for each token."""
     if isinstance(value, dict):
         return {key: _extended(joined, name, v, shape) for key, v in value.items()}
     if not isinstance(value, Tensor) or value.is_floating_point():
@@ -205,7 +205,7 @@ def _extended(joined: Joined, name: str, value: Any, shape: torch.Size) -> Any:
 def _after_encoder(
     prompts: Prompts, rows: RowMap | None, given: Mapping[str, Any], hidden: Tensor
 ) -> tuple[Joined | None, dict[str, Any]]:
-    """The mask of what an encoder has computed with the tokens that are added."""
+    """Return the mask of an encoder's output with the added tokens."""
     mask = _mask(given, hidden)
     joined = Joined(prompts, _index(rows, hidden.shape[0]), adds=False)
     tokens = hidden.shape[1] - joined.count
@@ -216,7 +216,7 @@ def _after_encoder(
 
 
 def places_in(joined: Joined, path: str) -> Places | None:
-    """Return what gives the places of added tokens in the call of a model inside; None: no such.
+    """Return a function for the places of added tokens in the call of an inner model, or None.
 
     Args:
         joined: the longer sequences.
@@ -228,7 +228,7 @@ def places_in(joined: Joined, path: str) -> Places | None:
 def entered(
     module: nn.Module, path: str, joined: Joined, context: CallContext, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments with tokens that join embeddings which the caller has looked up.
+    """Return the arguments with tokens that join embeddings passed by the caller.
 
     Args:
         module: that is called.

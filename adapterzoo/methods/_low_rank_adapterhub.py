@@ -23,7 +23,7 @@ def read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     # how values were drawn does not matter once they are there
     if fields.get("init_weights") not in ("lora", "bert"):
         fields.pop("init_weights", None)
-    # adapters before 1.1 scaled by 1, and it multiplies a gated update by the gate alone
+    # adapters before 1.1 scaled by 1, and it multiplies a gated update only by the gate
     if (file.is_before(1, 1, 0) or fields.get("use_gating")) and "r" in fields:
         fields["alpha"] = fields["r"]
     if fields.get("use_gating"):

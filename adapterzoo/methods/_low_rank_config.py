@@ -186,7 +186,7 @@ def _at_all(
     if sorted(found) != sorted(paths):
         why = f"parts of {parts[0].path!r}" if parts else "layers that no list of names tells apart"
         raise CompositionError(
-            f"the adapters sit at different places, among them {why}, so that no "
+            f"the adapters are at different sites, among them {why}, so that no "
             f"config has all of them. Add them with the same targets, or write "
             f"set_active_adapters(Stack('a', 'b'))."
         )

@@ -20,7 +20,7 @@ from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftSpelling, Tens
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
     """Return how PEFT spells prefix tuning: T `[P, 2 N H e]`, the keys and values of a cache.
 
-    The tokens stand behind the cache: their positions start at P.
+    The tokens follow the cache: their positions start at P.
     """
     sizes = ("token_dim", "num_attention_heads", "num_layers", "num_virtual_tokens")
     return PeftSpelling(
@@ -142,7 +142,7 @@ def _unsayable(placement: Placement) -> str | None:
         return f"{name}(convention='adapterhub'), which PEFT does not have"
     if placement.location in ("encoder_prefix", "cross_prefix"):
         return (
-            f"a prefix at {placement.site.path!r}, and PEFT's sit in the self-attention of a "
-            f"decoder alone (encoder_prefix=False, cross_prefix=False)"
+            f"a prefix at {placement.site.path!r}, and PEFT's are only in the self-attention of a "
+            f"decoder (encoder_prefix=False, cross_prefix=False)"
         )
     return None

@@ -81,7 +81,7 @@ def _write_model(
     if values["joins"] != "inputs" or values["combine"] != "prefix":
         raise CheckpointError(
             f"PromptTuningConfig(joins={values['joins']!r}, combine={values['combine']!r}): PEFT's "
-            f"prompts stand before the first token and join the inputs. Write format='native'."
+            f"prompts precede the first token and join the inputs. Write format='native'."
         )
     length, width = tensors[_OURS].shape
     fields = {

@@ -94,7 +94,7 @@ class PromptTuningConfig(AdapterConfig):
         return True
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """The one place where the rows join the sequence.
+        """Return the place where the rows join the sequence.
 
         Raises:
             ConfigError: there are more rows than learned positions.
@@ -139,7 +139,7 @@ class PromptTuningConfig(AdapterConfig):
             cast("Prompt", shared).start_from(rows)
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> PromptTuning:
-        """What puts the rows in their places."""
+        """Return the adapter that inserts the rows."""
         return PromptTuning(self)
 
 

@@ -98,7 +98,7 @@ class ReftConfig(AdapterConfig):
         return [Placement(site, self, "reft_layer") for site in sites]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Reft:
-        """A fresh adapter for the site."""
+        """Return a new adapter for the site."""
         return Reft(self, site, device, dtype)
 
 
@@ -141,7 +141,7 @@ class ReftUnit(nn.Module):
         self.activation = activation(config.non_linearity)
 
     def forward(self, h: Tensor) -> Tensor:
-        """The edited states. `h` `[rows, positions, d_model]`, same shape and dtype."""
+        """Return the edited states. `h` `[rows, positions, d_model]`, same shape and dtype."""
         dtype, h = h.dtype, h.to(self.projection.dtype)
         R = self.rows()  # [r, d_model]
         change = self.activation(self.source(h))  # [rows, positions, r]
@@ -180,7 +180,7 @@ class Reft(Adapter):
         self.units = nn.ModuleDict({n: ReftUnit(config, d, f"{site.path}/{n}", new) for n in names})
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The block's output with the edit. `x` `[rows, tokens, d_model]`, same shape."""
+        """Return the block's output with the edit. `x` `[rows, tokens, d_model]`, same shape."""
         if not (call := base.call).has_prompt(x):
             return base(x)
         # asked first: a mask that does not tell raises before the block runs
@@ -195,6 +195,6 @@ class Reft(Adapter):
         return edited[:-1].view(h.shape)  # [rows, tokens, d_model]
 
     def _ends(self, call: StackCall, x: Tensor) -> tuple[Tensor, ...]:
-        """The edited tokens of the states `x`, `[rows, prefix]` and `[rows, suffix]`."""
+        """Return the edited tokens of the states `x`, `[rows, prefix]` and `[rows, suffix]`."""
         sizes = [min(count, x.shape[:-1].numel()) for count in self.counts.values()]
         return tuple(call.prompt_ends(x, *sizes).split(sizes, 1))

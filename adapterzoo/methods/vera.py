@@ -74,12 +74,12 @@ class VeraConfig(TargetedConfig):
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> Projections:
-        """A and B of all layers, as wide as the widest."""
+        """Return A and B of all layers, as wide as the widest."""
         sites = [placement.site for placement in placements]
         return Projections(self, sites, device, DTYPES[self.dtype] if self.dtype else dtype)
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Vera:
-        """A fresh adapter for the site."""
+        """Return a new adapter for the site."""
         return Vera(self, site, device, DTYPES[self.dtype] if self.dtype else dtype)
 
 
@@ -158,7 +158,7 @@ class Vera(WeightAdapter):
         return a.to(like.device, like.dtype), b.to(like.device, like.dtype)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """The layer with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        """Return the layer's output with the update. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
         y = base(x)
         a, b = self._factors(base, self.lambda_d)
         t = linear(dropout(x.to(a.dtype), self.dropout, self.training), a)  # [*batch, r]
@@ -169,7 +169,7 @@ class Vera(WeightAdapter):
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Whether they are of the same dtype and dropout, without experts."""
+        """Return whether dtype and dropout are equal and there are no experts."""
         kinds = {(a.lambda_d.dtype, a.dropout) for a in adapters}
         return len(kinds) == 1 and all(a.dense or a.lambda_d.dim() == 1 for a in adapters)
 
@@ -177,7 +177,7 @@ class Vera(WeightAdapter):
     def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
-        """Each row of the batch with its own update. `x` `[rows, *tokens, d_in]`."""
+        """Apply to each row its own update. `x` `[rows, *tokens, d_in]`."""
         factors = [adapter._scaled(*adapter._factors(base, x)) for adapter in adapters]
         a, b = [a for a, _ in factors], [b for _, b in factors]
         scaling, one = [adapter.scaling for adapter in adapters], adapters[0]
@@ -189,7 +189,7 @@ class Vera(WeightAdapter):
         return (d @ a, s @ b) if self.dense else (d.unsqueeze(-1) * a, s.unsqueeze(-1) * b)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """The merged weight w + s · Λ_b B Λ_d A, `[d_out, d_in]`, with experts in front."""
+        """Return the merged weight w + s · Λ_b B Λ_d A, `[*experts, d_out, d_in]`."""
         with exactly(w.device):
             a, b = self._scaled(*self._factors(base, w))
             return w + self.scaling * (b @ a)

@@ -130,7 +130,7 @@ def save_and_load(case: Case) -> None:
 
 @check()
 def copies_are_independent(case: Case) -> None:
-    """A deepcopy and an unpickled model give the same bits and share nothing."""
+    """Check that a deepcopy and an unpickled model give the same bits and share nothing."""
     model, x = case.trained("a"), case.input(2, 5)
     model.set_active_adapters("a")
     first = run(model, x)
@@ -177,7 +177,7 @@ def state_is_registered(case: Case) -> None:
 
 @check()
 def counts_parameters(case: Case) -> None:
-    """The added parameters equal those reported and those on the meta device."""
+    """Check that the added parameters equal those reported and those on the meta device."""
     base = {n for n, _ in case.host().named_parameters()}
     counts = {}
     for device in (case.device, "meta"):

@@ -291,7 +291,7 @@ def mixed_rows(case: Case) -> None:
 
 @check()
 def not_finite_refuses_to_merge(case: Case) -> None:
-    """An adapter with NaN raises `StateError` at its merge and leaves the base's bits."""
+    """Check that merging an adapter with NaN raises `StateError` and keeps the base's bits."""
     model, x = case.trained("a"), case.input(2, 5)
     base = run(model, x)
     with torch.no_grad():
@@ -346,7 +346,7 @@ def _require_equal(first: dict[str, Tensor], second: dict[str, Tensor], when: st
 
 
 def _require_apart(values: dict[str, Tensor]) -> None:
-    """Values that were drawn differ from place to place."""
+    """Check that random values differ from place to place."""
     drawn = [(key, value) for key, value in values.items() if _is_drawn(value)]
     for i, (key, value) in enumerate(drawn):
         for other, compared in drawn[:i]:

@@ -72,7 +72,7 @@ def padding_changes_nothing(case: Case) -> None:
 
 @check(*DTYPES)
 def dtype_follows(case: Case) -> None:
-    """Every adapted layer returns the base model's dtype, finite and close to float64."""
+    """Check that adapted layers return the base model's dtype, finite and close to float64."""
     model, x = case.trained("a"), case.input(2, 5)
     if "dtype" not in fields_of(case.config):
         for _, module in model.adapter_modules("a"):
@@ -173,7 +173,7 @@ def modes_reach_dropout(case: Case) -> None:
 
 @check()
 def gradient_checkpointing(case: Case) -> None:
-    """Both variants of checkpointing give the gradients of a run without."""
+    """Check that both variants of checkpointing give the gradients of a run without it."""
     variants = (None, False, True) if case.kind != "embedding" else (None, False)
     found: list[list[Tensor | None]] = []
     for variant in variants:
