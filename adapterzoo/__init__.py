@@ -35,8 +35,10 @@ if TYPE_CHECKING:
         AdapterPlusConfig,
         BnConfig,
         DoubleSeqBnConfig,
+        DoubleSeqBnInvConfig,
         ParBnConfig,
         SeqBnConfig,
+        SeqBnInvConfig,
     )
     from .methods.dora import DoRAConfig
     from .methods.fusion import (
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
         StaticAdapterFusionConfig,
     )
     from .methods.ia3 import IA3Config
-    from .methods.invertible import DoubleSeqBnInvConfig, SeqBnInvConfig
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
     from .methods.prefix_tuning import PrefixTuningConfig
@@ -79,7 +80,7 @@ _HOMES = {
     "DiReftConfig": "methods.reft",
     "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
-    "DoubleSeqBnInvConfig": "methods.invertible",
+    "DoubleSeqBnInvConfig": "methods.bottleneck",
     "DynamicAdapterFusionConfig": "methods.fusion",
     "Fuse": "composition",
     "IA3Config": "methods.ia3",
@@ -99,7 +100,7 @@ _HOMES = {
     "ReftConfig": "methods.reft",
     "Seq2SeqAdapterTrainer": "trainer",
     "SeqBnConfig": "methods.bottleneck",
-    "SeqBnInvConfig": "methods.invertible",
+    "SeqBnInvConfig": "methods.bottleneck",
     "Split": "composition",
     "Stack": "composition",
     "StaticAdapterFusionConfig": "methods.fusion",

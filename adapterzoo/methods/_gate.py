@@ -106,7 +106,7 @@ def prompt_mean(values: Tensor, x: Tensor, call: StackCall) -> Tensor:
     Raises:
         StateError: the prompt was in an earlier call, outside of `generate`.
     """
-    if not call.has_prompt(x):
+    if x.shape[1] and not call.has_prompt(x):
         raise StateError(
             "use_gating=True: a gate is the mean over the prompt, and this call has only tokens "
             "after it (past_key_values). Write model.generate(…), or pass the whole sequence "

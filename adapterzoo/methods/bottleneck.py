@@ -108,6 +108,24 @@ class DoubleSeqBnConfig(BnConfig):
     non_linearity: str = "swish"
 
 
+@config_strings.register("seq_bn_inv", "pfeiffer+inv")
+@dataclass(frozen=True, kw_only=True)
+class SeqBnInvConfig(SeqBnConfig):
+    """Pfeiffer et al. 2020 (MAD-X): one bottleneck per block, and an invertible function."""
+
+    inv_adapter: str | None = "nice"
+    inv_adapter_reduction_factor: float | None = 2
+
+
+@config_strings.register("double_seq_bn_inv", "houlsby+inv")
+@dataclass(frozen=True, kw_only=True)
+class DoubleSeqBnInvConfig(DoubleSeqBnConfig):
+    """Two bottlenecks per block, and an invertible function."""
+
+    inv_adapter: str | None = "nice"
+    inv_adapter_reduction_factor: float | None = 2
+
+
 @config_strings.register("par_bn", "parallel")
 @dataclass(frozen=True, kw_only=True)
 class ParBnConfig(BnConfig):

@@ -21,7 +21,6 @@ Cannot do: merging; averages, fusions and splits, which have no inverse; "glow".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -29,32 +28,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from adapterzoo.activations import activation
-from adapterzoo.configs import config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 
 from ._bottleneck_fields import BottleneckFields, InvertibleKind, invertible_adapters
 from ._bottleneck_layer import Affine
 from ._init import DTYPES, constant, drawn, generator, normal
-from .bottleneck import DoubleSeqBnConfig, SeqBnConfig
-
-
-@config_strings.register("seq_bn_inv", "pfeiffer+inv")
-@dataclass(frozen=True, kw_only=True)
-class SeqBnInvConfig(SeqBnConfig):
-    """Pfeiffer et al. 2020 (MAD-X): one bottleneck per block, and an invertible function."""
-
-    inv_adapter: str | None = "nice"
-    inv_adapter_reduction_factor: float | None = 2
-
-
-@config_strings.register("double_seq_bn_inv", "houlsby+inv")
-@dataclass(frozen=True, kw_only=True)
-class DoubleSeqBnInvConfig(DoubleSeqBnConfig):
-    """Two bottlenecks per block, and an invertible function."""
-
-    inv_adapter: str | None = "nice"
-    inv_adapter_reduction_factor: float | None = 2
 
 
 class NiceBlock(nn.Module):

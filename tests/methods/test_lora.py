@@ -410,7 +410,6 @@ EMBEDDING = {"target_modules": ["word_embeddings"]}
         ({"target_modules": ["query", "vlaue"]}, ["no layer matches 'vlaue'", "'value'"]),
         ({"target_modules": r"layers\.\d+\.q"}, [r"layers\\.\\d+\\.q", "'query'"]),
         ({"leave_out": [0, 1]}, ["leave_out", "blocks"]),
-        ({"layers_to_transform": [7]}, ["layers_to_transform=(7,)", "blocks 0 to 1"]),
         ({"target_modules": ["query"], "leave_out": [0, 1]}, ["leave_out", "blocks 0 to 1"]),
         ({"exclude_modules": ["query", "value"]}, ["exclude_modules", "blocks 0 to 1"]),
         ({"rank_pattern": {"proj": 4}}, ["'proj'", "named 'query', 'value'"]),

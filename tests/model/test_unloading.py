@@ -154,7 +154,7 @@ def test_merging_several_is_merging_one_after_the_other(tiny):
 REFUSALS = [
     (None, None, StateError, ["no adapter is active", "merge_and_unload(['a'])", "'b'"]),
     (Average("a", "b"), None, StateError, ["is not a stack", "combine_strategy='cat'"]),
-    (Stack("a", "n"), None, StateError, ["a NormBottleneck adapter is no change", "Keep it"]),
+    (Stack("a", "n"), None, StateError, ["a NormBottleneck adapter is not a change", "Keep it"]),
     (None, Average("a", "b"), StateError, ["is not a stack", "combine_strategy='cat'"]),
     (None, 3, CompositionError, ["got a int", "Stack('a', 'b')"]),
     (None, ["aa"], UnknownNameError, ["'aa'", "Did you mean 'a'"]),

@@ -284,10 +284,12 @@ def with_rows(
             with self._active.overridden(plan):
                 return method(self, *args, **kwargs)
         model = self.base_model if on_base else self
+        if not plan.stacks:
+            return plain(model, *args, **kwargs)
         # classes of models inside record their own calls; but added tokens need room in what the
         # head of a class gets, such as labels
         with_head = self._backbone is not self
-        if not plan.stacks or (with_head and plan.prompts is None):
+        if with_head and plan.prompts is None:
             return plain(model, *args, **kwargs)
         call = inject.recorded(self, positions, self._active, "", args, kwargs, with_head)
         with call as (given, named):
