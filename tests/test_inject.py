@@ -172,7 +172,7 @@ def test_a_layer_with_adapters_of_its_own_is_left_alone(where):
     elif where == "parameter":
         plain.register_parameter("adapters", nn.Parameter(torch.zeros(1)))
     before = state_of(plain)
-    with pytest.raises(StateError, match=r"attribute 'adapters' of its own.*exclude_modules"):
+    with pytest.raises(StateError, match=r"already has an attribute 'adapters'.*exclude_modules"):
         inject.put(plain, "a", Times(1.0), ActiveState(Default()), "at")
     assert state_of(plain) == before
 
