@@ -252,14 +252,15 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         target = cast("Tensor", layer._parameters[parameter])
         _fill(target, w.mT if transposed else w, f"the merged {parameter} at {path!r}")
         if parameter == "weight" and original.dim() == 2:
+            # adapters of a parameter leave the bias alone: it was not kept
             b = torch.zeros_like(w[:, 0]) if bias is None else bias.to(w.dtype)
-            _write_bias(layer, path, adapters, base, b)
+            target = None if bias is None else layer._parameters["bias"]
+            _write_bias(target, path, adapters, base, b)
 
 
 def _write_bias(
-    layer: nn.Module, path: str, adapters: list[Any], base: BaseLayer, b: Tensor
+    target: Tensor | None, path: str, adapters: list[Any], base: BaseLayer, b: Tensor
 ) -> None:
-    target = layer._parameters.get("bias")
     for adapter in adapters:
         if not isinstance(adapter, inject.ExpertAdapters):
             b = inject.mergeable(adapter).bias(b, base)

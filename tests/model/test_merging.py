@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
 from snapshots import adapter_bits, bits, changes, output, refused, same_bits, snapshot, stir
 
-from adapterzoo import AutoAdapterModel, LoRAConfig, Stack
+from adapterzoo import AutoAdapterModel, LoRAConfig, Stack, init
 from adapterzoo.errors import StateError
 from adapterzoo.model import merging
 
@@ -289,3 +290,21 @@ def test_originals_are_kept_in_their_own_memory(tiny):
         module.scaling *= 7
     model.reset_adapter()
     assert bits(weight) == before
+
+
+def test_a_bias_beside_a_merged_parameter_stays():
+    """An `nn.MultiheadAttention` reads the weight and the bias of its last layer by itself."""
+    tiny = tiny_model("bridgetower")
+    model = init(tiny.model)
+    biases = [
+        module.out_proj.bias
+        for module in model.modules()
+        if isinstance(module, torch.nn.MultiheadAttention)
+    ]
+    assert biases
+    for bias in biases:
+        torch.nn.init.normal_(bias)
+    before = [bias.clone() for bias in biases]
+    model.add_adapter("a", LoRAConfig(attn_matrices=("o",)))
+    model.merge_adapter("a")
+    assert all(torch.equal(*pair) for pair in zip(biases, before, strict=True))
