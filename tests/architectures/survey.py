@@ -53,7 +53,7 @@ NEEDS_PACKAGE = "not built: needs a package that is not installed"
 # models with attention that has no layers to adapt, or that is no stack of blocks
 _UNREADABLE = {
     "mobilevitv2": "its attention and feed-forward part are convolutions",
-    "ibert": "its quantised layers pass scaling factors beside their output",
+    "ibert": "its quantized layers pass scaling factors beside their output",
     "squeezebert": "its layers are grouped convolutions",
     "xlnet": "its projections are three-dimensional parameters",
 }
