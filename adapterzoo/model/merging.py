@@ -254,8 +254,8 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         if parameter == "weight" and original.dim() == 2:
             # adapters of a parameter leave the bias alone: it was not kept
             b = torch.zeros_like(w[:, 0]) if bias is None else bias.to(w.dtype)
-            target = None if bias is None else cast("Tensor", layer._parameters["bias"])
-            _write_bias(target, path, adapters, base, b)
+            own_bias = None if bias is None else cast("Tensor", layer._parameters["bias"])
+            _write_bias(own_bias, path, adapters, base, b)
 
 
 def _write_bias(
