@@ -106,11 +106,10 @@ class PromptTuningConfig(AdapterConfig):
             other, why = "embeddings", "reads no tokens"
             if joins == other:
                 other, why = "inputs", "has no module that embeds with positions"
+            if anatomy.reason:
+                why = f"has no transformer blocks: {anatomy.reason}"
             use = f"joins={other!r}" if token_site(tokens, other) else "LoRAConfig()"
-            raise SiteError(
-                f"PromptTuningConfig(joins={joins!r}): this model {anatomy.reason or why}. "
-                f"Write {use}."
-            )
+            raise SiteError(f"PromptTuningConfig(joins={joins!r}): this model {why}. Write {use}.")
         legal = tokens.positions
         if self.joins == "inputs" and legal is not None and self.prompt_length >= legal:
             raise ConfigError(

@@ -144,6 +144,7 @@ def _short(error: SiteError) -> str:
         ("computes scores by itself", "some attention computes its scores by itself"),
         ("the output of", "the output of a block is not one state for each token"),
         ("none of the", "no block has such a sub-layer"),
+        ("reads no tokens", "it reads no tokens"),
         ("cannot have an adapter at its input", "nothing can stand in front of its first block"),
     ):
         if words in text:
