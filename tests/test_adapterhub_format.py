@@ -129,7 +129,7 @@ def test_the_arguments_of_load_adapter(model):
 def test_where_a_checkpoint_comes_from(model, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", None)
     model.load_adapter(str(BERT), load_as="local", version="main", revision="main")
-    with refused(model, ConfigError, "version='a'", "revision='b'", "Write revision='b' only"):
+    with refused(model, ConfigError, "version='a'", "revision='b'", "Write only revision='b'"):
         model.load_adapter(BERT, load_as="other", version="a", revision="b")
     with refused(model, ConfigError, "source='ah'", "Write source='hf'"):
         model.load_adapter(BERT, load_as="other", source="ah")

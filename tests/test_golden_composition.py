@@ -125,7 +125,7 @@ def test_what_adapterhub_cannot_say_of_a_fusion_is_an_error_before_anything_is_w
         save("hot", format="adapterhub")
     for family, method, words in (
         ("modernbert", "seq_bn", ("no names for models of type 'modernbert'", "'bert'")),
-        ("albert", "double_seq_bn", ("in a albert adapters computes", "format='native'")),
+        ("albert", "double_seq_bn", ("for albert models, adapters computes", "format='native'")),
         ("gpt2", "par_bn", ("is_parallel=True", "'seq_bn'", "format='native'")),
     ):
         other = tiny(family)
