@@ -106,7 +106,7 @@ class StackCall(ABC):
             x: the input of the layer that they join.
 
         Returns:
-            None if the call has no room for them: at a token after the prompt, or if a model calls
+            None if the call has no room for them, at a token after the prompt or if a model calls
             the layer on something other than its tokens.
         """
         return None

@@ -102,7 +102,7 @@ class AdapterConfig(Config):
 
     @property
     def members(self) -> tuple[AdapterConfig, ...]:
-        """The configs that make adapters: this one, or those of a union."""
+        """This config, or the members of a union."""
         return (self,)
 
     def shared(

@@ -59,7 +59,7 @@ class BaseLayer(ABC):
     @property
     @abstractmethod
     def scale(self) -> float | Tensor:
-        """The factor of the layer's output: 1, except in the embeddings of some families."""
+        """The factor of the layer's output, 1 except in the embeddings of some families."""
 
     @property
     def call(self) -> StackCall:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A mapping whose entries register themselves: `@registry.register("name")`."""
+    """A mapping whose entries register themselves with `@registry.register("name")`."""
 
     def __init__(self, kind: str, decorates: str | None = None) -> None:
         """Start empty.

@@ -65,7 +65,7 @@ python_maximum_signature_line_length = 88
 # what other libraries document on their own sites, which a build without a network cannot ask; and
 # what annotations name that is no part of the reference: mypy knows whether it is there
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|nn|transformers|collections|os|pathlib|typing|abc)\..*"),
+    ("py:.*", r"(torch|nn|transformers|collections|contextlib|os|pathlib|typing|abc)\..*"),
     ("py:class", r"adapterzoo\.[\w.]+|[A-Z]\w*"),
 ]
 
