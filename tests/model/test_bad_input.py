@@ -64,7 +64,7 @@ ADD = [
     (LoRAConfig(target_modules=".*nope"), SiteError, ("'.*nope'", "'query'", "'all-linear'")),
     (LoRAConfig(target_modules=["LayerNorm"]), SiteError, ("'LayerNorm'", "'all-linear'")),
     (LoRAConfig(exclude_modules=["query", "value"]), SiteError, ("exclude_modules", "0 to 1")),
-    (LoRAConfig(layers_to_transform=[2]), SiteError, ("layers_to_transform", "blocks 0 to 1")),
+    (LoRAConfig(layers_to_transform=[2]), ConfigError, ("layers_to_transform=[2]", "no block 2")),
     (LoRAConfig(leave_out=[0, 1]), SiteError, ("leave_out", "blocks 0 to 1")),
     (SeqBnConfig(leave_out=[0, 1]), SiteError, ("leave_out=[0, 1]", "a shorter leave_out")),
     (SeqBnConfig(cross_adapter=True), SiteError, ("cross_adapter=True", "cross_adapter=False")),
