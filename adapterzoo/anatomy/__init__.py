@@ -25,7 +25,7 @@ from .sites import (
     part_names,
 )
 from .token_input import TokenInput
-from .tokens import token_site
+from .tokens import input_embeddings_of, token_site
 
 __all__ = [
     "ATTENTION_ROLES",
@@ -43,6 +43,7 @@ __all__ = [
     "SubLayerKind",
     "TokenInput",
     "find",
+    "input_embeddings_of",
     "part_names",
     "token_site",
 ]

@@ -7,10 +7,10 @@ consist, and whether a caller gives `inputs_embeds` in their place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 from .names import nearness
 from .sites import Block, Site
+from .tokens import input_embeddings_of
 from .tree import Tree
 
 # the child of the block while it has an adapter
@@ -71,8 +71,5 @@ def _reads(block: Block) -> int:
 
 def _embedding_path(tree: Tree) -> str:
     """Return the path of the module that transformers calls the input embeddings, empty if none."""
-    try:
-        module = cast("Any", tree.modules[""]).get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return ""
+    module = input_embeddings_of(tree.modules[""])
     return next((path for path, m in tree.modules.items() if m is module), "")

@@ -19,7 +19,7 @@ from .tree import Tree
 
 _TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 # T5's attention modules, which only use distances
-_RELATIVE = "has_relative_attention_bias"
+RELATIVE_BIAS = "has_relative_attention_bias"
 _NUMBERS = "position_ids"
 
 
@@ -65,4 +65,4 @@ def _stack_of(path: str, stacks: list[str]) -> str | None:
 
 
 def _is_relative(tree: Tree, stack: str) -> bool:
-    return any(hasattr(module, _RELATIVE) for _, module in tree.branch(stack).modules)
+    return any(hasattr(module, RELATIVE_BIAS) for _, module in tree.branch(stack).modules)

@@ -33,7 +33,7 @@ def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
     found = [_input(tree, stack, blocks) for stack in stacks]
     reading = {tokens.table: tokens for tokens in found if tokens.table is not None}
     if reading:
-        whole = _embedding(tree.modules[""])
+        whole = input_embeddings_of(tree.modules[""])
         weight = getattr(whole, "weight", None)
         own = [table for table in reading if _weight(tree, table) is weight]
         # a part may read tokens of its own that are not those of the model
@@ -80,10 +80,10 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
     )
 
 
-def _embedding(module: Any) -> nn.Module | None:
-    """Return the module that transformers calls the input embeddings; None if unknown."""
+def input_embeddings_of(model: object) -> nn.Module | None:
+    """Return the module that embeds the inputs, None if transformers knows none."""
     try:
-        return cast("nn.Module | None", module.get_input_embeddings())
+        return cast("nn.Module | None", cast("Any", model).get_input_embeddings())
     except (AttributeError, NotImplementedError):
         return None
 
@@ -94,7 +94,7 @@ def _weight(tree: Tree, table: str) -> object:
 
 def _table(tree: Tree, module: Any, owner: str) -> str | None:
     """Return the path of the model's embedding of tokens; None if unknown."""
-    embedding = _embedding(module)
+    embedding = input_embeddings_of(module)
     paths = (path for path, found in tree.branch(owner).modules if found is embedding)
     path = next(paths, None) if isinstance(embedding, nn.Embedding) else None
     return None if path is None else _joined(owner, path)

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adapterzoo.anatomy.attentions import is_inline
+from adapterzoo.anatomy.positions import RELATIVE_BIAS
 from adapterzoo.composition import prefix_of
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import CompositionError, StateError
@@ -28,8 +29,6 @@ from .views import LayerCall
 # of the function below, in transformers' table
 _NAME = "adapterzoo_prefix"
 _SUPPORTED = ("eager", "sdpa")
-# of T5's attentions, true for the first of a stack
-_OWNS_BIAS = "has_relative_attention_bias"
 
 
 class _Config:
@@ -178,8 +177,8 @@ def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) ->
 
 def _bias_owner(module: Any) -> Any:
     """Return the module that computes the stack's relative position bias; None if none does."""
-    has_one = getattr(module, _OWNS_BIAS, None)
+    has_one = getattr(module, RELATIVE_BIAS, None)
     if has_one is None or has_one:
         return module if has_one else None
     inside = module._link.active.call.stacks[-1].module.modules()
-    return next((m for m in inside if getattr(m, _OWNS_BIAS, False)), None)
+    return next((m for m in inside if getattr(m, RELATIVE_BIAS, False)), None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Anatomy, find
+from adapterzoo.anatomy import Anatomy, find, input_embeddings_of
 from adapterzoo.composition import fusion_key
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
@@ -188,14 +188,6 @@ def backbone_of(model: AdaptedModel) -> nn.Module:
     if state.is_base is None:
         state.is_base = is_base(cast("nn.Module", model))
     return cast("nn.Module", model if state.is_base else model.base_model)
-
-
-def input_embeddings_of(model: nn.Module | AdaptedModel) -> nn.Module | None:
-    """Return the module that embeds the inputs, None if transformers knows none."""
-    try:
-        return cast("nn.Module | None", cast("Any", model).get_input_embeddings())
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def is_base(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo import inject
-from adapterzoo.anatomy import Site
+from adapterzoo.anatomy import Site, input_embeddings_of
 from adapterzoo.checkpoint.digest import digest
 from adapterzoo.configs import Placement
 from adapterzoo.errors import CheckpointError, StateError, listing
@@ -23,7 +23,7 @@ from adapterzoo.inject.building import at_hand, device_of, layer_at
 from adapterzoo.methods._table import Table
 from adapterzoo.model.activation import refuse_used
 from adapterzoo.model.adapters import bring_in, init_values
-from adapterzoo.model.state import AdaptedModel, AdapterRecord, input_embeddings_of, modules_of
+from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
 
 from .ties import LOCATION, tables_of
 
