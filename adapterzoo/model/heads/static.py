@@ -1,7 +1,7 @@
-"""The static head of a task class: the original answers, or the copy of the adapter that acts last.
+"""The static head of a task class: the original, or the copy that belongs to the last adapter.
 
-An adapter gets its copy when it is trained or loaded with a head. Without one the original answers,
-and so it does with no adapter active.
+An adapter gets its copy when it is trained or loaded with a head. The original is used for adapters
+without a copy, and when no adapter is active.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class StaticHead(HeadStrategy):
     """The strategy of a model whose head is that of its class."""
 
     def saved_names(self) -> tuple[str, ...]:
-        """Return the names of those that have a copy."""
+        """Return the names of the adapters and fusions that have a copy."""
         return tuple(self.model._adapter_state.copies)
 
     def steps(self, parts: Sequence[Any]) -> Mapping[str, Step]:
-        """Return which copy each layer of the head takes."""
+        """Return the copy that each layer of the head uses."""
         return copies.steps_of(self.model, parts)
 
-    # --- what an adapter or a fusion brings ---
+    # --- adapters and fusions that are added, moved or removed ---
 
     def modules_with(self, name: str) -> Iterable[nn.Module]:
         """Return the layers of the adapter's copy."""
@@ -60,7 +60,7 @@ class StaticHead(HeadStrategy):
             refuse_if_sharded(self.model, "Write it before fully_shard(model).")
 
     def train(self, train_embeddings: bool) -> None:
-        """Train the copies of the active adapters, made here if need be."""
+        """Train the copies of the active adapters; make those that are missing."""
         trained = list(copies.trained(self.model, self.model._active.default.plan.setup))
         backbone = {id(p) for p in self.model._backbone.parameters()}
         for parameter in self.model.parameters():
@@ -76,7 +76,7 @@ class StaticHead(HeadStrategy):
         return ". Write AutoAdapterModel.from_pretrained(…), which has named heads."
 
     def counted_labels(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels, of the next token each where the class is a causal language model."""
+        """Return the labels, shifted to the next token if the class is a causal language model."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor):
             return None
@@ -88,7 +88,7 @@ class StaticHead(HeadStrategy):
         copies.merge(self.model)
 
     def reset(self) -> None:
-        """Give the original its bits back."""
+        """Restore the original bit for bit."""
         copies.reset(self.model)
 
     def combined(self, names: Sequence[str], weights: Sequence[float]) -> Mapping[str, nn.Module]:
@@ -126,11 +126,11 @@ class StaticHead(HeadStrategy):
     # --- files ---
 
     def name_with(self, adapter: str) -> str | None:
-        """Return the adapter, whose copy it is."""
+        """Return the adapter's name, under which its copy is kept."""
         return adapter
 
     def active_name(self) -> str | None:
-        """Return whose copy answers, or would once it has one; None: the original does.
+        """Return the owner of the active head, even if it has no copy yet; None: the original.
 
         Raises:
             StateError: different rows use different heads.
@@ -154,7 +154,7 @@ class StaticHead(HeadStrategy):
     def fitting(
         self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
-        """Check the head of the same class; what is returned makes it a copy.
+        """Check the head of the same class; return a function that makes it a copy.
 
         Raises:
             CheckpointError: it does not fit.
@@ -201,7 +201,7 @@ class StaticHead(HeadStrategy):
 
 
 def _refuse_shared(model: Any, record: HeadRecord) -> None:
-    """Refuse to change what the heads of all adapters share."""
+    """Refuse a head with other values for tensors that all adapters share."""
     for key, tensor in copies.rest_of(model).items():
         theirs = record.tensors[key].to(tensor.device, tensor.dtype)
         if not tensor.is_meta and not same_bits(theirs, tensor):
