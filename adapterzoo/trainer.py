@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from .composition import fusions_of
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
-from .heads import PredictionHead
+from .heads import IGNORED, PredictionHead
 from .model import snapshot
 from .model.heads.inputs import decoder_labels, shift_labels
 from .model.mixin import AdapterModelMixin
@@ -370,7 +370,7 @@ def _unwrapped(model: Any) -> Any:
 
 def _count(labels: Tensor) -> int:
     """Return the number of labels that count."""
-    return int((labels != -100).sum())
+    return int((labels != IGNORED).sum())
 
 
 def _hint(model: Any) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adapterzoo.checkpoint import fit
 from adapterzoo.composition import Composition, parts_of
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
-from adapterzoo.heads import PredictionHead, labels_from
+from adapterzoo.heads import IGNORED, PredictionHead, labels_from
 from adapterzoo.model.hf.towers import refuse_unreadable
 
 from . import store, tables
@@ -151,7 +151,7 @@ class NamedHeads(HeadStrategy):
             if labels is None or len(head.config.label_names) > 1:
                 return None
             found.append(head.config.shift(head.config.mask_labels(labels, mask)))
-        counts = {int((labels != -100).sum()) for labels in found}
+        counts = {int((labels != IGNORED).sum()) for labels in found}
         return found[0] if len(counts) == 1 else None
 
     def plain_class(self) -> type[nn.Module] | None:

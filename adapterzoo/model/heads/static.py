@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import find_labels
@@ -19,14 +18,13 @@ from adapterzoo.checkpoint import fit
 from adapterzoo.checkpoint.digest import same_bits
 from adapterzoo.composition import Composition, Step
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
+from adapterzoo.heads import next_labels
 from adapterzoo.model import adapters
 from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
 from . import copies
 from .interface import HeadRecord, HeadStrategy, LoadOptions
-
-_IGNORED = -100
 
 
 class StaticHead(HeadStrategy):
@@ -81,7 +79,7 @@ class StaticHead(HeadStrategy):
         if not isinstance(labels, Tensor):
             return None
         causal = class_name(self.model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        return F.pad(labels[..., 1:], (0, 1), value=_IGNORED) if causal else labels
+        return next_labels(labels) if causal else labels
 
     def merge(self) -> None:
         """Write the copy of the last merged adapter that has one into the original."""
