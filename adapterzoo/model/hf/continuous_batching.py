@@ -1,8 +1,8 @@
-"""transformers' continuous batching: what its thread and its prefix cache cannot tell apart.
+"""transformers' continuous batching: refuse uses with which its results would be wrong.
 
-A manager runs the model in a thread of its own, packs the requests of a step into one row, and
-finds cache blocks by their tokens alone. So the adapters that are active for all threads answer all
-of its requests, and stay the same for as long as it has a cache. Everything else is refused.
+A manager runs the model in its own thread, packs the requests of a step into one row, and finds
+cache blocks by their tokens alone. So all of its requests use the adapters that are active in all
+threads, and these must not change while it has a cache. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from adapterzoo.composition import Composition
 from adapterzoo.errors import StateError, naming
 from adapterzoo.model.state import AdaptedModel, AdapterRecord
 
-# managers to what was active when they were made
+# managers → what was active when they were made
 _managers: weakref.WeakKeyDictionary[Any, _Active] = weakref.WeakKeyDictionary()
 
 
 class _Active(NamedTuple):
-    """What answers the requests of a manager; a cache of one is wrong for another."""
+    """What is active for a manager's requests; its cache is wrong for anything else."""
 
     setup: Composition | None
     heads: tuple[str, ...]
     skip_layers: tuple[int, ...]
     merged: tuple[str, ...]
-    # an adapter that has replaced one of its name has another record
+    # an adapter that replaced another of its name has another record
     records: dict[str, AdapterRecord]
 
 
@@ -38,10 +38,10 @@ def _active_now(model: AdaptedModel) -> _Active:
 
 
 def watch(model: AdaptedModel, manager: Any) -> None:
-    """Refuse requests to a manager once other adapters are active than when it was made.
+    """Let a manager refuse requests when other adapters are active than when it was made.
 
     Raises:
-        StateError: it was kept for a further call, with the cache of other adapters.
+        StateError: the manager was kept from an earlier call, with the cache of other adapters.
     """
     if manager in _managers:
         _refuse_other_cache(manager, model)
@@ -53,14 +53,14 @@ def watch(model: AdaptedModel, manager: Any) -> None:
 
 
 def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
-    """Refuse to change what the thread of a manager runs.
+    """Refuse to change what a running manager uses.
 
     Args:
-        model: whose managers are looked at.
-        name: of the adapter that changes; None: what is active changes.
+        model: of the managers.
+        name: of the adapter that changes; None: the active composition changes.
 
     Raises:
-        StateError: a manager runs, with that adapter.
+        StateError: a manager runs with that adapter.
     """
     for manager, active in list(_managers.items()):
         affected = name is None or name in active.records
@@ -73,10 +73,10 @@ def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
 
 
 def refuse_other_than_default(model: AdaptedModel) -> None:
-    """Refuse what the thread of a manager would not see.
+    """Refuse an active composition that a manager's thread cannot use.
 
     Raises:
-        StateError: something else than the default holds here, or it divides the batch or adds
+        StateError: an `AdapterSetup` is active here, or the composition divides the batch or adds
             tokens to it.
     """
     active = model._active
@@ -110,8 +110,8 @@ def refuse_names(adapter_names: Any) -> None:
     """
     if adapter_names is not None:
         raise StateError(
-            "adapter_names=…: continuous batching has requests in place of rows, and answers all "
-            "of them with the active adapters. Write set_active_adapters('a') and one call for "
+            "adapter_names=…: continuous batching has requests in place of rows, and uses the "
+            "active adapters for all of them. Write set_active_adapters('a') and one call for "
             "each adapter, or generate(…, adapter_names=…) without it."
         )
 

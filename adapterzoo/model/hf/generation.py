@@ -13,22 +13,22 @@ from .continuous_batching import refuse_names, refuse_other_than_default, watch
 
 
 class GeneratesWithAdapters:
-    """Stands before transformers' `GenerationMixin` in the bases of a class."""
+    """Precedes transformers' `GenerationMixin` among the bases of a class."""
 
     def generate(self, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any) -> Any:
-        """As `GenerationMixin.generate`, each row with an adapter of its own where names are given.
+        """Generate as `GenerationMixin.generate`, with an adapter for each row if names are given.
 
         Args:
             *args: as `generate` of transformers takes them, the prompt first.
-            adapter_names: for each row of the prompt the adapter, or a composition, that acts on
-                it, None for the base model; in place of the active ones. Beams and several
-                returned sequences of a row take the same.
+            adapter_names: for each row of the prompt the adapter or composition that acts on it,
+                None for the base model; replaces the active ones. All beams and returned sequences
+                of a row use the same.
             **kwargs: as `generate` of transformers takes them.
 
         Raises:
             CompositionError: the rows do not fit the prompt.
-            StateError: an adapter is merged or an `AdapterSetup` holds, and there are names; or
-                no named head is active.
+            StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`; or no
+                named head is active.
             UnknownNameError: there is no adapter of a name.
         """
         model: Any = self
@@ -52,16 +52,16 @@ class GeneratesWithAdapters:
 
     @names_call
     def generate_batch(self, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
-        """As `generate_batch` of transformers, with the adapters that are active for all threads.
+        """Run `generate_batch` of transformers with the adapters that are active in all threads.
 
         Args:
             *args: as `generate_batch` of transformers takes them.
-            adapter_names: not supported; it is refused, where transformers would ignore it.
+            adapter_names: refused, as transformers would ignore it.
             **kwargs: as `generate_batch` of transformers takes them.
 
         Raises:
-            StateError: there are names, an `AdapterSetup` holds, the active composition divides
-                the batch, or a manager that was kept has the cache of other adapters.
+            StateError: `adapter_names` are given, an `AdapterSetup` is active, the active
+                composition divides the batch, or a kept manager has the cache of other adapters.
         """
         refuse_names(adapter_names)
         refuse_other_than_default(cast("Any", self))
@@ -69,7 +69,7 @@ class GeneratesWithAdapters:
 
     @names_call
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As `init_continuous_batching` of transformers; the manager answers with these adapters.
+        """Run `init_continuous_batching` of transformers; the manager uses the active adapters.
 
         Args:
             *args: as transformers takes them.
@@ -84,16 +84,16 @@ class GeneratesWithAdapters:
         return manager
 
 
-# ways to generate that count the tokens of a cache, which are more where adapters add some
+# options that count the tokens of the cache, which include tokens that adapters add
 _COUNTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 _GROWING = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
 
 
 def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
-    """Check that `generate` can go on behind the tokens that adapters add.
+    """Check that `generate` supports the tokens that adapters add.
 
     Raises:
-        StateError: it takes the cache for one of its own tokens, or the sequences get too long.
+        StateError: an option cannot handle added tokens, or sequences become too long.
     """
     prompts = model._active.plan.prompts
     if prompts is None or prompts.tokens.is_encoder:
@@ -113,7 +113,7 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
     if asked:
         raise StateError(
             f"generate({listing(asked)}=…): an active adapter adds tokens to the sequence, which "
-            f"would be taken for the model's own. Leave {listing(asked)} out."
+            f"would be mistaken for the model's own. Leave {listing(asked)} out."
         )
     t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
     new, whole, legal = option("max_new_tokens"), option("max_length"), prompts.tokens.positions
@@ -132,7 +132,7 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
 
 
 def _sequences(given: Mapping[str, Any], default: Any) -> int:
-    """Return how many sequences `generate` works on for each row of the prompt."""
+    """Return the number of sequences that `generate` computes for each row of the prompt."""
     config = given.get("generation_config") or default
     names = ("num_beams", "num_return_sequences")
     return max(given.get(name) or getattr(config, name, None) or 1 for name in names)
