@@ -424,7 +424,7 @@ class AdapterModelMixin:
         return training.adapter_fingerprint(self, adapter_name)
 
     def verify_replicas(self, group: Any = None) -> None:
-        """Check that every process has the same adapters, heads and bits of them.
+        """Check that every process has the same adapters and heads, bit for bit.
 
         This is a collective call; all processes of the group get the same result. On a model
         sharded by `fully_shard` it compares what several processes hold: configs, parameters

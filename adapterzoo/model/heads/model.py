@@ -217,7 +217,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         overwrite_ok: bool = False,
         set_active: bool = False,
     ) -> None:
-        """Add a head whose parameters are Σ wᵢ θᵢ of several others; they stay as they are.
+        """Add a head with the parameters Σ wᵢ θᵢ of several others, which do not change.
 
         Args:
             head_name: of the result.
