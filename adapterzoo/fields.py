@@ -277,7 +277,10 @@ def check_fields(config: Any) -> None:
 
 
 class ConfigType(ABCMeta):
-    """Type of config dataclasses: a call with wrong fields raises `ConfigError`."""
+    """Type of config dataclasses: a call with wrong fields raises `ConfigError`.
+
+    A call with fields that mean another class makes a config of that one, see `Config._meant`.
+    """
 
     # type checkers read the signature of the dataclass instead
     if not TYPE_CHECKING:
@@ -288,6 +291,9 @@ class ConfigType(ABCMeta):
             Raises:
                 ConfigError: a field is unknown, missing or without its name.
             """
+            meant, fields = cls._meant(fields)
+            if meant is not cls:
+                return meant(*values, **fields)
             try:
                 return super().__call__(*values, **fields)
             except TypeError:
@@ -330,6 +336,7 @@ def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:
     Raises:
         ConfigError: there is no such field, or a value is not legal.
     """
+    cls, fields = cast("Any", cls)._meant(fields)
     _refuse_wrong_fields(cls, shown, (), fields)
     try:
         return cls(**fields)
