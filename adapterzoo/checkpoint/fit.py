@@ -15,7 +15,7 @@ from .digest import same_bits
 _SHOWN = 10
 
 
-def _differences(
+def differences(
     file: Mapping[str, Tensor], skeleton: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> list[str]:
     """Return how the tensors of a file differ from those of a model in names, shapes and dtypes.
@@ -71,7 +71,7 @@ def check_fit(
     Raises:
         CheckpointError: there is a difference.
     """
-    lines = _differences(file, skeleton, dtype)
+    lines = differences(file, skeleton, dtype)
     if lines:
         rest = len(lines) - _SHOWN
         shown = lines[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])

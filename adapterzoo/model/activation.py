@@ -66,7 +66,7 @@ def make_plan(
         skip_layers: numbers of blocks in which no adapter acts.
 
     Raises:
-        UnknownNameError: there is no adapter or head of a name.
+        UnknownNameError: an adapter or head is unknown.
     """
     state = model._adapter_state
     names = setup.flatten() if setup is not None else ()

@@ -65,8 +65,8 @@ def plan_of_call(
 
     Raises:
         CompositionError: the rows do not fit the batch.
-        StateError: an adapter is merged, or an `AdapterSetup` is in force.
-        UnknownNameError: there is no adapter of a name.
+        StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`.
+        UnknownNameError: an adapter is unknown.
     """
     if adapter_names is not None:
         plan = _plan_of_names(model, adapter_names, one_head)

@@ -100,12 +100,12 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         return store.find(self, head_name)
 
     def get_prediction_heads_config(self) -> dict[str, dict[str, Any]]:
-        """Return the names of the heads with the dicts of their configs."""
+        """Return the dicts of the configs of all heads, by name."""
         return {name: store.find(self, name).config.to_dict() for name in self.heads}
 
     @names_call
     def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:
-        """Return class numbers with their names; None where a head has no classes.
+        """Return class numbers and names; None if the head has no classes.
 
         Args:
             head_name: which head; None for the active one.

@@ -31,7 +31,7 @@ class GeneratesWithAdapters:
             CompositionError: the rows do not fit the prompt.
             StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`; or no
                 named head is active.
-            UnknownNameError: there is no adapter of a name.
+            UnknownNameError: an adapter is unknown.
         """
         model: Any = self
         prompt = args[0] if args else kwargs.get("inputs")
@@ -151,7 +151,7 @@ def _option(model: Any, given: Mapping[str, Any], name: str) -> Any:
 
 
 def _length(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the tokens of the prompt, and how many will follow; None where nothing says it."""
+    """Return the tokens of the prompt, and how many will follow; None if that is unknown."""
     t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
     new, whole = (_option(model, given, name) for name in ("max_new_tokens", "max_length"))
     if t is None or (new or whole) is None:
