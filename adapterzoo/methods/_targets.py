@@ -1,4 +1,4 @@
-"""Which linear layers get adapters: the fields of both peers, for all such methods.
+"""Which linear layers get adapters: the fields of both peers.
 
 AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output_lora`,
 `leave_out`. PEFT's: `target_modules`, `exclude_modules`, `layers_to_transform`.
@@ -40,7 +40,7 @@ class Matrices(Check):
         return all(isinstance(name, str) and name in MATRICES for name in names)
 
     def nearest(self, value: object, default: object) -> object:
-        """Return the usual two."""
+        """Return "q" and "v"."""
         return ["q", "v"]
 
 
@@ -49,9 +49,9 @@ class TargetedConfig(AdapterConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
-        selfattn_lora: adapt the attention matrices named by `attn_matrices`; in cross-attention
-            too. On a fused layer the parts are adapted one by one.
-        intermediate_lora: adapt the first feed-forward layer (in gated ones the up projection).
+        selfattn_lora: adapt the attention matrices named by `attn_matrices`, in cross-attention
+            too. The parts of a fused layer are adapted separately.
+        intermediate_lora: adapt the first feed-forward layer (the up projection of gated ones).
         output_lora: adapt the second feed-forward layer.
         attn_matrices: any of "q", "k", "v", "o".
         leave_out: numbers of blocks that get no adapter; encoder blocks first, then decoder.
@@ -59,7 +59,7 @@ class TargetedConfig(AdapterConfig):
             regular expression for whole paths, or "all-linear" for every linear layer in blocks.
         exclude_modules: names or a regular expression, as above, of layers to leave out; a part
             that matches no layer gives a warning, as in PEFT.
-        layers_to_transform: numbers of the only blocks that get adapters; None for all.
+        layers_to_transform: numbers of the blocks that get adapters; None for all.
     """
 
     selfattn_lora: bool = True
@@ -89,7 +89,7 @@ class TargetedConfig(AdapterConfig):
         """Return one placement for each layer, or part of a fused layer, that the config names.
 
         Raises:
-            SiteError: nothing matches, or a block lacks what is asked for.
+            SiteError: no layer matches, or a block lacks one.
 
         Warns:
             UserWarning: a part of `exclude_modules` matches no layer.
@@ -134,7 +134,7 @@ class TargetedConfig(AdapterConfig):
             return
         sites = [s for s in anatomy if s.parameter is None]
         matching = [s for s in sites if matches(s.path, wanted)]
-        # a lone string is a pattern as a whole, the names of a list are endings
+        # a string is one pattern, a list holds endings
         each = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
         unmatched = [w for w in each if not any(matches(s.path, w) for s in sites)]
         missing = [w if isinstance(w, str) else w[0] for w in unmatched]

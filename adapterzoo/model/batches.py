@@ -41,8 +41,7 @@ _KEPT_PLANS = 64
 
 def starts(model: AdaptedModel, adapter_names: RowNames | None) -> bool:
     """Return whether a call has rows to tell apart, and is the outermost one that does it."""
-    rows = model._active.plan.rows
-    return adapter_names is not None or not (rows is None or rows.entered)
+    return adapter_names is not None or model._active.plan.divides_batch
 
 
 def plan_of_call(
