@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         SeqBnInvConfig,
     )
     from .methods.dora import DoRAConfig
+    from .methods.dvora import DvoRAConfig
     from .methods.fusion import (
         AdapterFusionConfig,
         DynamicAdapterFusionConfig,
@@ -81,6 +82,7 @@ _HOMES = {
     "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
     "DoubleSeqBnInvConfig": "methods.bottleneck",
+    "DvoRAConfig": "methods.dvora",
     "DynamicAdapterFusionConfig": "methods.fusion",
     "Fuse": "composition",
     "IA3Config": "methods.ia3",
@@ -133,6 +135,7 @@ __all__ = [
     "DoRAConfig",
     "DoubleSeqBnConfig",
     "DoubleSeqBnInvConfig",
+    "DvoRAConfig",
     "DynamicAdapterFusionConfig",
     "Fuse",
     "IA3Config",

@@ -103,6 +103,11 @@ class Config(metaclass=ConfigType):
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
         return construct(cls, cls.__name__, {name: _as_field(v) for name, v in fields.items()})
 
+    @classmethod
+    def _meant(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the class that these fields of a constructor call mean, and its fields."""
+        return cls, fields
+
     def replace(self, **changes: Any) -> Self:
         """Return the same config with some fields changed.
 

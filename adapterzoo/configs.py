@@ -7,6 +7,7 @@ builds each (`build`).
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,9 @@ architectures: Registry[Any] = Registry("architecture", decorates="its config cl
 config_strings: Registry[Any] = Registry("config string")
 """The short names that users write → functions that make the configs."""
 
+# the classes that `adapters` has as one class, by class
+variants: dict[type[Any], Variant] = {}
+
 # quoted text in a config string
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
 
@@ -48,6 +52,39 @@ class Placement:
     site: Site
     config: AdapterConfig
     location: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A config class that `adapters` has together with others as one class.
+
+    `LoRAConfig(use_dora=True)` of `adapters` is a config of another class here.
+
+    Attributes:
+        group: what `adapters` calls all of them.
+        fixed: the fields that tell it from the others, with their values.
+        required: the fields that tell it from the others by having a value.
+        constants: other fields of theirs, with the only legal value here.
+        implied: fields of ours where it is written as one of the others.
+    """
+
+    group: str
+    fixed: Mapping[str, Any]
+    required: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def fields(self) -> set[str]:
+        """The names of its fields of theirs."""
+        return {*self.fixed, *self.required, *self.constants}
+
+    def has(self, values: Mapping[str, Any]) -> bool:
+        """Return whether a config with these values is of the class."""
+        return all(
+            type(values.get(name, value)) is type(value) and values.get(name, value) == value
+            for name, value in self.fixed.items()
+        ) and all(values.get(name) is not None for name in self.required)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +106,40 @@ class AdapterConfig(Config):
     training_fields: ClassVar[frozenset[str]] = frozenset(
         {"dropout", "init_weights", "init_weights_seed", "dtype"}
     )
+
+    @classmethod
+    def _meant(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the class that fields of `adapters` mean, and its fields.
+
+        Raises:
+            ConfigError: there is no such method.
+        """
+        own = variants.get(cls)
+        group = {c: v for c, v in variants.items() if own is not None and v.group == own.group}
+        theirs = {name for variant in group.values() for name in variant.fields}
+        defaults = _defaults(cls)
+        extra = theirs & fields.keys() - defaults.keys()
+        if own is None or not extra:
+            return cls, fields
+        values = {**own.fixed, **defaults, **fields}
+        found = [c for c, variant in group.items() if variant.has(values)]
+        if not found:
+            shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
+            raise ConfigError(
+                f"{cls.__name__}({shown}): there is no method with these fields. Methods are "
+                f"{listing(sorted(c.__name__ for c in group))}. Write one of these configs."
+            )
+        meant = max(found, key=lambda c: (len(group[c].required), len(group[c].fixed)))
+        variant, legal = group[meant], _defaults(meant)
+        # what tells the methods apart has been read
+        said = {**variant.fixed, **variant.constants, **(defaults if meant is not cls else {})}
+        kept = {n: v for n, v in fields.items() if n in legal or n not in said or said[n] != v}
+        if meant is not cls:
+            # the fields that were not given have the values of the class that was called
+            same = {name: value for name, value in defaults.items() if name in legal}
+            given = {n: v for n, v in kept.items() if n not in same or same[n] != v}
+            kept = {**same, **variant.implied, **given}
+        return meant, kept
 
     @property
     def starts_as_identity(self) -> bool:
@@ -166,6 +237,14 @@ class AdapterConfig(Config):
         parts = [parse(text[bar + 1 : end].strip()) for bar, end in ends]
         members = [member for part in parts for member in part.members]
         return parts[0] if len(parts) == 1 else ConfigUnion(*members)
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Return the fields of a config class with their defaults."""
+    return {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(cls)
+    }
 
 
 @architectures.register("union")

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from .names import below
+from .names import below, joined
 from .sites import Attention, Block, Site
-from .tree import Tree
+from .tree import Tree, number
 
 # the table of attention functions, by its name in the code of a forward
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -65,7 +65,7 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Attention,
         own: list[Attention] = []
         linear: list[str] = []
         for path, module in tree.branch(block.path).modules:
-            whole = f"{block.path}.{path}" if path and block.path else path or block.path
+            whole = joined(block.path, path)
             if _LINEAR.search(type(module).__name__):
                 linear.append(whole)
             # a block of parallel lists holds other blocks' modules too
@@ -120,14 +120,14 @@ def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Attent
     """Return the attention site of a module, or why the shape of its keys and values is unknown."""
     inside = [s for s in (*block.sites, *block.parts) if below(s.path, path)]
     key = _projection(inside, "key")
-    count = _number(module, *_COUNTS)
-    width = _number(module, *_WIDTHS)
+    count = number(module, *_COUNTS)
+    width = number(module, *_WIDTHS)
     if width is None and key is not None and count:
         width = key.d_out // count
     if width is None:
         return "it does not say how wide a head is"
-    heads = _number(module, "num_key_value_heads")
-    value_width = _number(module, "v_head_dim")
+    heads = number(module, "num_key_value_heads")
+    value_width = number(module, "v_head_dim")
     if value_width is None:
         value_width = width
     if key is not None and key.output_slice is None and not key.d_out % width:
@@ -148,7 +148,7 @@ def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Attent
         stack=block.stack,
         cross=any(s.cross for s in inside),
         d_model=block.d_model,
-        heads=heads * (_number(module, _REPEATED.get(type(module).__name__, "")) or 1),
+        heads=heads * (number(module, _REPEATED.get(type(module).__name__, "")) or 1),
         key_width=width,
         value_width=value_width,
     )
@@ -157,9 +157,3 @@ def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Attent
 def _projection(inside: Iterable[Site], role: str) -> Site | None:
     named = [s for s in inside if s.role == role]
     return next((s for s in named if s.output_slice is None), named[0] if named else None)
-
-
-def _number(module: nn.Module, *names: str) -> int | None:
-    """Return the first of the attributes that is a whole number."""
-    found = (getattr(module, name, None) for name in names)
-    return next((number for number in found if isinstance(number, int)), None)

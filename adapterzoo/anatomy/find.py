@@ -14,7 +14,7 @@ from .attentions import attentions_of
 from .entries import entry_of
 from .experts import stores_transposed
 from .layouts import parts_of
-from .names import below, parent
+from .names import below, joined, parent
 from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
 from .positions import positions_of
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
@@ -65,7 +65,7 @@ def find(model: nn.Module) -> Anatomy:
     reason = "" if blocks else "no block with attention"
     if not blocks and any(isinstance(module, nn.Conv2d) for module in tree.modules.values()):
         reason = "a convolutional network: no block with attention"
-    entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
+    entry, no_entry = entry_of(tree, blocks)
     positions, unmovable = positions_of(tree, blocks)
     tokens = tokens_of(tree, blocks)
     ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, tokens
@@ -114,7 +114,7 @@ def _holds_blocks(tree: Tree, path: str) -> bool:
     return any(
         _has_attention(tree, element) and _has_mlp(tree, element)
         for container in tree.containers
-        if container == path or container.startswith(f"{path}.")
+        if below(container, path)
         for element in tree.children(container)
     )
 
@@ -185,11 +185,8 @@ def _absent(sites: tuple[Site, ...]) -> frozenset[Role]:
 def _planted(block: Block, path: str, layer: int) -> Block:
     """Return a block whose paths start at the block with the model's paths and its number."""
 
-    def full(below: str) -> str:
-        return f"{path}.{below}" if path and below else path or below
-
     def moved(site: Site) -> Site:
-        return dataclasses.replace(site, path=full(site.path), layer=layer)
+        return dataclasses.replace(site, path=joined(path, site.path), layer=layer)
 
     return dataclasses.replace(
         block,
@@ -200,9 +197,9 @@ def _planted(block: Block, path: str, layer: int) -> Block:
         sublayers=tuple(
             dataclasses.replace(
                 sub,
-                out=full(sub.out),
-                source=full(sub.source),
-                norm=None if sub.norm is None else full(sub.norm),
+                out=joined(path, sub.out),
+                source=joined(path, sub.source),
+                norm=None if sub.norm is None else joined(path, sub.norm),
             )
             for sub in block.sublayers
         ),

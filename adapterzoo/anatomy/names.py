@@ -21,6 +21,11 @@ def leaf(path: str) -> str:
     return path.rpartition(".")[2]
 
 
+def joined(owner: str, path: str) -> str:
+    """Return the path below the root of a path below an owner; either may be empty."""
+    return f"{owner}.{path}" if owner and path else owner or path
+
+
 def below(path: str, root: str) -> bool:
     """Return whether the path is the root or below it."""
     return not root or path == root or path.startswith(f"{root}.")

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from .names import below, parent
+from .closed import NO_TOKENS, reason
+from .names import below, joined, parent
 from .sites import Block, Site
 from .token_input import TokenInput
-from .tree import Tree
+from .tree import Tree, number
 
 _LENGTHS = ("max_position_embeddings", "n_positions")
 # rows that a table of positions may have beside those of tokens
@@ -48,7 +49,7 @@ def token_site(tokens: TokenInput | None, joins: str) -> Site | None:
         return None
     path, d = tokens.table, tokens.table_width
     if joins == "embeddings":
-        path, d = tokens.embeddings, tokens.width
+        path, d = None if tokens.closed else tokens.embeddings, tokens.width
     return None if path is None else Site(path, "embedding", -1, "", "output", d, d)
 
 
@@ -77,6 +78,7 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
         embeds_positions=embeddings is not None and "position_ids" in takes,
         positions=_positions(tree, owner, table, blocks),
         is_encoder=attended,
+        closed=reason(NO_TOKENS, tree),
     )
 
 
@@ -97,7 +99,7 @@ def _table(tree: Tree, module: Any, owner: str) -> str | None:
     embedding = input_embeddings_of(module)
     paths = (path for path, found in tree.branch(owner).modules if found is embedding)
     path = next(paths, None) if isinstance(embedding, nn.Embedding) else None
-    return None if path is None else _joined(owner, path)
+    return None if path is None else joined(owner, path)
 
 
 def _embeddings(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block]) -> str | None:
@@ -132,9 +134,9 @@ def _positions(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block
     """Return the number of learned positions; None if positions are not learned."""
     paths = [block.path for block in blocks]
     branch = tree.branch(owner)
-    length = next((n for c in branch.configs for k in _LENGTHS if (n := _number(c, k))), None)
+    length = next((n for c in branch.configs for k in _LENGTHS if (n := number(c, k))), None)
     for path, module in branch.modules:
-        whole = _joined(owner, path)
+        whole = joined(owner, path)
         if not isinstance(module, nn.Embedding) or whole == table or length is None:
             continue
         rows = module.num_embeddings
@@ -143,12 +145,3 @@ def _positions(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block
         skipped = getattr(module, "offset", 0) if module.padding_idx is None else None
         return rows - (cast("int", module.padding_idx) + 1 if skipped is None else int(skipped))
     return None
-
-
-def _number(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else None
-
-
-def _joined(owner: str, path: str) -> str:
-    return f"{owner}.{path}" if owner and path else owner or path

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from .names import below
+
 
 class Tree:
     """All modules of a model, each once."""
@@ -66,7 +68,7 @@ class Branch:
         self.modules = [
             (name, module)
             for name, module in tree.below(path)
-            if not only or any(name == o or name.startswith(f"{o}.") for o in only)
+            if not only or any(below(name, o) for o in only)
         ]
         self.by_path = dict(self.modules)
 
@@ -111,3 +113,9 @@ class Branch:
         # `vars`, because a configuration with values per layer refuses `getattr`
         values += [vars(config).get(name) for config in self.configs for name in names]
         return next((value for value in values if isinstance(value, int)), 0)
+
+
+def number(owner: Any, *names: str) -> int | None:
+    """Return the first of some attributes that is an integer; None if none is."""
+    found = (getattr(owner, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.anatomy.names import below
 from adapterzoo.call import Generation, Places
 from adapterzoo.composition import Joined, Prompts, RowMap
 from adapterzoo.contracts import PromptAdapter
@@ -50,7 +51,7 @@ def join(
         StateError: the mask does not show which tokens are real, or there are too many.
     """
     tokens = prompts.tokens
-    if not _inside(tokens.stack, path):
+    if not below(tokens.stack, path):
         return None, {}
     encoded = given.get("encoder_outputs")
     if tokens.is_encoder and encoded is not None:
@@ -132,10 +133,6 @@ def _check_past(
 
 def _index(rows: RowMap | None, count: int) -> tuple[int, ...] | None:
     return None if rows is None else rows.layout(count).index
-
-
-def _inside(stack: str, path: str) -> bool:
-    return not path or stack == path or stack.startswith(f"{path}.")
 
 
 def _names(prompts: Prompts) -> str:
@@ -222,7 +219,7 @@ def places_in(joined: Joined, path: str) -> Places | None:
         joined: the longer sequences.
         path: of the inner model.
     """
-    return joined.at if joined.adds and _inside(joined.prompts.tokens.stack, path) else None
+    return joined.at if joined.adds and below(joined.prompts.tokens.stack, path) else None
 
 
 def entered(

@@ -20,7 +20,12 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
     return _low_rank_adapterhub.spelling(
         config,
         {"use_dora": True, "use_gating": False},
-        Container("loras", "layer", read=_read_hub, write=_write_hub),
+        Container(
+            "loras",
+            "layer",
+            read=_low_rank_adapterhub.read_magnitudes,
+            write=_low_rank_adapterhub.write_magnitudes,
+        ),
         implied={"convention": "adapterhub"},
         fused="adapters cannot run DoRA in a fused layer",
         unsayable=_unsayable_hub,
@@ -37,17 +42,6 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         unsayable=_unsayable_peft,
         join=_join,
     )
-
-
-def _read_hub(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    found = dict(tensors)
-    m = found.pop("m.weight")  # [d_out, 1]
-    return found | {"m": m.squeeze(1) if m.dim() == 2 and m.shape[1] == 1 else m}
-
-
-def _write_hub(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    found = dict(tensors)
-    return found | {"m.weight": found.pop("m").unsqueeze(1)}  # [d_out, 1]
 
 
 def _unsayable_hub(config: AdapterConfig) -> str | None:

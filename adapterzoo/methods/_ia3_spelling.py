@@ -45,6 +45,8 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         },
         constants={"init_weights": "ia3", "init_weights_seed": None, "dropout": 0.0},
         implied={"convention": "adapterhub"},
+        # LoRAConfig(composition_mode="scale") names the layers whose outputs are scaled
+        as_another={"convention": "adapterhub"},
         fields=_layer_flags.FLAGS | same("r", "alpha", "dtype"),
         containers=(Container("loras", "layer", read=_read, write=_write),),
         feed_forward=_layer_flags.FEED_FORWARD,

@@ -7,7 +7,14 @@ from typing import Any, cast
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, same
+from adapterzoo.spelling import (
+    AdapterHubFile,
+    AdapterHubSpelling,
+    Container,
+    Fields,
+    Tensors,
+    same,
+)
 
 from . import _gate, _layer_flags
 from ._low_rank_config import LowRankConfig
@@ -53,6 +60,21 @@ def unsayable(config: AdapterConfig) -> str | None:
             f"{values['alpha']} / {values['r']}"
         )
     return None
+
+
+def read_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Return a file's tensors with its `m.weight` `[d_out, 1]` as `m` `[d_out]`."""
+    found = dict(tensors)
+    m = found.pop("m.weight")
+    # any other shape is found by the comparison with the model
+    found["m"] = m.squeeze(1) if m.shape[1:] == (1,) else m.unsqueeze(0)  # [d_out]
+    return found
+
+
+def write_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Undo `read_magnitudes`."""
+    found = dict(tensors)
+    return found | {"m.weight": found.pop("m").unsqueeze(1)}  # [d_out, 1]
 
 
 def spelling(

@@ -140,7 +140,7 @@ def combined_config(
             ranks.setdefault(path, []).append(config.rank_at(path))
     made = {path: _rank(of_path, strategy, path) for path, of_path in ranks.items()}
     if any(set(sites) != set(made) for sites in places):
-        first = _at_all(configs, tuple(made), strategy, anatomy)
+        first = _at_all(configs, tuple(made), anatomy)
     else:
         strategy.refuse_differing(dicts, trained | _SIZES | _spelled_alike(configs, anatomy))
     return _sized(first, made)
@@ -171,9 +171,7 @@ def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
     return ranks[0]
 
 
-def _at_all(
-    configs: Sequence[_C], paths: tuple[str, ...], strategy: Combination, anatomy: Anatomy
-) -> _C:
+def _at_all(configs: Sequence[_C], paths: tuple[str, ...], anatomy: Anatomy) -> _C:
     """Return a config that lists the layers of all configs by path."""
     whole = configs[0].replace(
         target_modules=paths, exclude_modules=None, leave_out=(), layers_to_transform=None,

@@ -37,11 +37,7 @@ def sublayers(
     Raises:
         SiteError: it is unknown where a sub-layer meets the residual stream, or no block has one.
     """
-    if not anatomy.blocks:
-        raise SiteError(
-            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
-            f"target_modules, such as LoRAConfig(target_modules=[…])."
-        )
+    _check_blocks(anatomy, config)
     blocks = [block for block in anatomy.blocks if block.layer not in leave_out]
     found: list[tuple[Block, SubLayer]] = []
     for block in blocks:
@@ -91,11 +87,7 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
         SiteError: the model has no blocks, none of a number, or one whose output is not one state
             of known width for each token.
     """
-    if not anatomy.blocks:
-        raise SiteError(
-            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
-            f"target_modules, such as LoRAConfig(target_modules=[…])."
-        )
+    _check_blocks(anatomy, config)
     numbers = [block.layer for block in anatomy.blocks]
     if unknown := sorted(set(layers or ()) - set(numbers)):
         raise SiteError(
@@ -153,6 +145,14 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> S
         cross=sub.kind == "cross",
         source=sub.source if captures else None,
     )
+
+
+def _check_blocks(anatomy: Anatomy, config: str) -> None:
+    if not anatomy.blocks:
+        raise SiteError(
+            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
+            f"target_modules, such as LoRAConfig(target_modules=[…])."
+        )
 
 
 def _unreadable(block: Block, kind: SubLayerKind, asked: str) -> str:
