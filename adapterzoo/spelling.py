@@ -51,6 +51,7 @@ from torch import Tensor
 
 from .anatomy import Anatomy, Site, SubLayerKind
 from .configs import AdapterConfig, Placement
+from .fields import FLAG, Check
 from .registry import Registry
 
 Fields = dict[str, Any]
@@ -193,17 +194,15 @@ class AdapterHubSpelling:
 
 @dataclass(frozen=True, slots=True)
 class PeftField:
-    """A field of PEFT's config that is read; of its default's type: a flag, an integer or a number.
+    """A field of PEFT's config that is read.
 
     Attributes:
         default: the value in a file without the field.
-        low: the smallest legal number.
-        high: the largest.
+        check: the legal values.
     """
 
     default: bool | float
-    low: float = 0
-    high: float = 1e9
+    check: Check = FLAG
 
 
 @dataclass(slots=True)

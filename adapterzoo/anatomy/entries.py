@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .closed import NO_ENTRY, reason
 from .names import nearness
 from .sites import Block, Site
 from .tokens import input_embeddings_of
@@ -17,7 +18,7 @@ from .tree import Tree
 NAME = "entry"
 
 
-def entry_of(tree: Tree, blocks: Sequence[Block], repeated: str = "") -> tuple[Site | None, str]:
+def entry_of(tree: Tree, blocks: Sequence[Block]) -> tuple[Site | None, str]:
     """Return the entry: the input of the first block of the stack that the embeddings feed.
 
     In an encoder-decoder it is that of the encoder.
@@ -25,7 +26,6 @@ def entry_of(tree: Tree, blocks: Sequence[Block], repeated: str = "") -> tuple[S
     Args:
         tree: of the model.
         blocks: its blocks.
-        repeated: why the first block cannot have an entry, as the table says; empty if it can.
 
     Returns:
         The site, None without one; and the reason for that.
@@ -36,8 +36,8 @@ def entry_of(tree: Tree, blocks: Sequence[Block], repeated: str = "") -> tuple[S
     path = tree.children(first.stack)[0]
     if path != first.path and first.path not in tree.children(first.stack):
         return None, "the parts of its blocks stand in lists, and no module is a block"
-    if repeated:
-        return None, repeated
+    if closed := reason(NO_ENTRY, tree):
+        return None, closed
     width = first.d_model
     read = _reads(first)
     others = {_reads(block) for block in blocks if block.stack == first.stack} - {0, read}

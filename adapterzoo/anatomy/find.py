@@ -65,7 +65,7 @@ def find(model: nn.Module) -> Anatomy:
     reason = "" if blocks else "no block with attention"
     if not blocks and any(isinstance(module, nn.Conv2d) for module in tree.modules.values()):
         reason = "a convolutional network: no block with attention"
-    entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
+    entry, no_entry = entry_of(tree, blocks)
     positions, unmovable = positions_of(tree, blocks)
     tokens = tokens_of(tree, blocks)
     ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, tokens

@@ -135,7 +135,6 @@ class Row:
         states: what the output of a block is, where it is not one state for each token of each
             row.
         outside: whether the class only looks like a block.
-        no_entry: why the first block cannot have an adapter at its input.
         note: why there are no stream sites, or what is mixed.
     """
 
@@ -153,7 +152,6 @@ class Row:
     apart: frozenset[SubLayerKind] = frozenset()
     states: str = ""
     outside: bool = False
-    no_entry: str = ""
     note: str = ""
 
 
@@ -199,7 +197,6 @@ _XLM_NORMS: Mapping[str, tuple[Place, SubLayerKind] | None] = {
 
 # by the class of the block, or by `model_type` of the nearest configuration
 ARCHITECTURES: Mapping[str, Row] = {
-    "albert": Row(no_entry="its first block runs several times in one call"),
     "axk2": Row(
         roles={r"self_attn\.q_gate_proj": "qkv"},
         layouts={r"self_attn\.q_gate_proj": "q, gate per head"},
@@ -236,6 +233,11 @@ ARCHITECTURES: Mapping[str, Row] = {
     "glm5_next_text": _HYPER,
     "gpt_bigcode": Row(layouts={r"attn\.c_attn": "q, k, v by multi_query"}),
     "gpt_oss": Row(layouts={r"mlp\.experts": "gate, in by turns"}),
+    "HiggsAudioV2DecoderLayer": Row(
+        outs={r"self_attn\.o_proj": ""},
+        apart=frozenset({"mlp"}),
+        note="tokens of text and of audio have norms and feed-forward parts of their own",
+    ),
     "hubert": _STABLE,
     "hy_v4": _HYPER,
     "ibert": Row(note="quantized layers that pass scaling factors beside their output"),
@@ -364,7 +366,6 @@ ARCHITECTURES: Mapping[str, Row] = {
     "unispeech": _STABLE,
     "unispeech-sat": _STABLE,
     "wav2vec2": _STABLE,
-    "vitdet": Row(no_entry="its first block is given features before places of the image"),
     "wavlm": Row(
         functional=r"attention\.(q|k|v|out)_proj",
         outs={r"attention": "attention"},

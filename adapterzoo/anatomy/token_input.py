@@ -19,6 +19,7 @@ class TokenInput:
         embeds_positions: whether it is given the positions of tokens.
         positions: how many tokens the learned positions are for; None without such.
         is_encoder: whether another stack attends to this one.
+        closed: why tokens cannot join what the embeddings return; empty if they can.
     """
 
     stack: str
@@ -29,3 +30,4 @@ class TokenInput:
     embeds_positions: bool
     positions: int | None
     is_encoder: bool
+    closed: str = ""

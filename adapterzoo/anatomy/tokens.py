@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from .closed import NO_TOKENS, reason
 from .names import below, parent
 from .sites import Block, Site
 from .token_input import TokenInput
@@ -48,7 +49,7 @@ def token_site(tokens: TokenInput | None, joins: str) -> Site | None:
         return None
     path, d = tokens.table, tokens.table_width
     if joins == "embeddings":
-        path, d = tokens.embeddings, tokens.width
+        path, d = None if tokens.closed else tokens.embeddings, tokens.width
     return None if path is None else Site(path, "embedding", -1, "", "output", d, d)
 
 
@@ -77,6 +78,7 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
         embeds_positions=embeddings is not None and "position_ids" in takes,
         positions=_positions(tree, owner, table, blocks),
         is_encoder=attended,
+        closed=reason(NO_TOKENS, tree),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.errors import CompositionError, ConfigError, unknown_name
-from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.fields import FLAG, MAX_WIDTH, SEED, Check, Choice, Range, is_number
 
 from .joining import elected, weighted_sum
 from .pruning import largest, random
@@ -62,29 +61,33 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
+class _Density(Check):
+    """A number above 0, up to 1."""
+
+    legal = "a number above 0 to 1"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return is_number(value) and 0 < value <= 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Option:
     """An option of some strategies.
 
     Attributes:
+        check: the legal values, where a strategy uses it.
         is_used: whether a strategy uses it.
-        is_legal: whether a value is legal.
-        legal: the legal values, for messages.
-        example: one of them.
+        example: a legal value.
         unset: the default.
         is_required: whether a strategy that uses it needs another value than the default.
     """
 
+    check: Check
     is_used: Callable[[Strategy], bool]
-    is_legal: Callable[[Any], bool]
-    legal: str
     example: object
     unset: object = None
     is_required: Callable[[Strategy], bool] = lambda strategy: False
-
-
-def _number(value: object) -> float:
-    return value if isinstance(value, (int, float)) and type(value) is not bool else math.nan
 
 
 def _decomposes(strategy: Strategy) -> bool:
@@ -96,36 +99,17 @@ def _prunes(strategy: Strategy) -> bool:
 
 
 _OPTIONS = {
-    "density": _Option(
-        _prunes, lambda x: 0 < _number(x) <= 1, "a number above 0 to 1", 0.5, is_required=_prunes
-    ),
+    "density": _Option(_Density(), _prunes, 0.5, is_required=_prunes),
     "majority_sign_method": _Option(
-        lambda strategy: strategy.elects,
-        lambda x: x in ("total", "frequency"),
-        "'total' or 'frequency'",
-        "total",
-        unset="total",
+        Choice("total", "frequency"), lambda strategy: strategy.elects, "total", unset="total"
     ),
     "svd_rank": _Option(
-        _decomposes,
-        lambda x: type(x) is int and 1 <= x <= MAX_WIDTH,
-        f"a whole number from 1 to {MAX_WIDTH}",
-        8,
-        is_required=lambda strategy: strategy.needs_rank,
+        Range(1, MAX_WIDTH), _decomposes, 8, is_required=lambda strategy: strategy.needs_rank
     ),
-    "svd_clamp": _Option(_decomposes, lambda x: 0 <= _number(x) <= 1, "a number from 0 to 1", 0.99),
-    "svd_full_matrices": _Option(
-        _decomposes, lambda x: type(x) is bool, "True or False", False, unset=False
-    ),
-    "svd_driver": _Option(
-        _decomposes,
-        lambda x: x in ("gesvd", "gesvdj", "gesvda"),
-        "None, 'gesvd', 'gesvdj' or 'gesvda'",
-        None,
-    ),
-    "seed": _Option(
-        lambda strategy: strategy.prunes == "random", lambda x: type(x) is int, "a whole number", 0
-    ),
+    "svd_clamp": _Option(Range(0.0, 1.0), _decomposes, 0.99),
+    "svd_full_matrices": _Option(FLAG, _decomposes, False, unset=False),
+    "svd_driver": _Option(Choice(None, "gesvd", "gesvdj", "gesvda"), _decomposes, None),
+    "seed": _Option(SEED, lambda strategy: strategy.prunes == "random", 0),
 }
 
 
@@ -146,16 +130,19 @@ def combination(name: str, **options: Any) -> Combination:
     strategy = STRATEGIES[name]
     for field, option in _OPTIONS.items():
         value = options.setdefault(field, option.unset)
+        if isinstance(value, float):
+            # float64 of numpy is a float
+            options[field] = value = float(value)
         is_set = value != option.unset or type(value) is not type(option.unset)
         if not option.is_used(strategy):
             if is_set:
                 raise ConfigError(
                     f"{field}={value!r} has no effect on {name!r}. Write {field}={option.unset!r}."
                 )
-        elif (is_set or option.is_required(strategy)) and not option.is_legal(value):
+        elif (is_set or option.is_required(strategy)) and not option.check.fits(value):
             raise ConfigError(
-                f"{field}={value!r} is not legal for {name!r}; legal is {option.legal}. Write "
-                f"{field}={option.example!r}."
+                f"{field}={value!r} is not legal for {name!r}; legal is {option.check.legal}. "
+                f"Write {field}={option.example!r}."
             )
     # the caller makes generators from it
     del options["seed"]

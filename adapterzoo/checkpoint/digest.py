@@ -1,4 +1,4 @@
-"""Digests: whether two tensors have the same bits, wherever they are and however they lie."""
+"""Digests of tensors: equal for equal bits, on any device and in any memory layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def same_bits(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether the digests are equal, without making them."""
+    """Return whether dtype, shape and bits are equal."""
     alike = tensor.dtype is other.dtype and tensor.shape == other.shape
     return alike and torch.equal(_bytes(tensor), _bytes(other))
 

@@ -1,4 +1,4 @@
-"""Output layers of language models that a file holds and a model shares with its embeddings."""
+"""Output layers of language models: tied to the embeddings in the model, but stored in a file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 def shared_or_own(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tied: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a file's head, sharing the embeddings or with its own output layer.
+    """Return a file's head, tied to the embeddings or with its own output layer.
 
     Args:
         config: of the head.
-        tensors: those that the file holds.
-        tied: those that a head of this config shares with the base model.
+        tensors: of the file.
+        tied: tensors that a head of this config shares with the base model.
 
     Returns:
         The config, with `tie_word_embeddings=False` where the file has other values than the base

@@ -19,8 +19,7 @@ from transformers.utils.hub import cached_file
 from adapterzoo.errors import CheckpointError
 from adapterzoo.heads import HeadConfig
 from adapterzoo.model.hf.info import info_of
-from adapterzoo.model.hf.static_table import is_task
-from adapterzoo.model.hf.task_classes import class_for, task_class, with_labels
+from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
 
 from .checkpoints import CheckpointFolder
 from .early import unwritable

@@ -146,14 +146,14 @@ def predict_command(
     shown = wants_progress(as_json)
     be_quiet(shown)
     checkpoint = open_checkpoint(path, revision)
-    answers = predict(checkpoint, rows, model=model, progress=shown, **options)
+    predictions = predict(checkpoint, rows, model=model, progress=shown, **options)
     kind = "jsonl" if as_json else written
     if output is None:
-        write(sys.stdout, answers, kind)
+        write(sys.stdout, predictions, kind)
         return
     try:
         with Path(output).open("w", encoding="utf-8", newline="") as stream:
-            write(stream, answers, kind)
+            write(stream, predictions, kind)
     except OSError as error:
         raise _unwritable(output, str(error.strerror or error)) from error
     note(f"{output}: {len(rows):,} rows")

@@ -75,7 +75,7 @@ def config_of(base: str) -> PreTrainedConfig:
     Raises:
         CheckpointError: it cannot be loaded.
     """
-    with _told(base):
+    with _one_error(base):
         config: PreTrainedConfig = AutoConfig.from_pretrained(base, trust_remote_code=False)
     return config
 
@@ -91,7 +91,7 @@ def with_weights(base: str, cls: Any = AutoAdapterModel, **kwargs: Any) -> Any:
     Raises:
         CheckpointError: it cannot be loaded.
     """
-    with _told(base):
+    with _one_error(base):
         # by default, transformers would ask at the terminal whether to run the code
         model = cls.from_pretrained(base, trust_remote_code=False, **kwargs)
     return init(model).eval()
@@ -106,7 +106,7 @@ def plain_tokenizer(base: str) -> Any:
     Raises:
         CheckpointError: it cannot be loaded.
     """
-    with _told(base, "tokenizer"):
+    with _one_error(base, "tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
@@ -221,7 +221,7 @@ def _structure(checkpoint: CheckpointFolder, base: str) -> Any:
     cls = _class_of(checkpoint)
     make = cls.from_config if cls is AutoAdapterModel else cls._from_config
     # other implementations of attention need more than the meta device has
-    with _told(base), torch.device("meta"):
+    with _one_error(base), torch.device("meta"):
         model = make(config, dtype=checkpoint.dtype, attn_implementation="eager")
     return init(model).eval()
 
@@ -257,7 +257,7 @@ def _has_part_magnitudes(stored: Checkpoint) -> bool:
 
 
 @contextlib.contextmanager
-def _told(base: str, what: str = "base model") -> Iterator[None]:
+def _one_error(base: str, what: str = "base model") -> Iterator[None]:
     """Turn errors of transformers about a model into one error of this library."""
     try:
         yield

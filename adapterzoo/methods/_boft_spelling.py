@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError
-from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.fields import MAX_WIDTH, Range, Share
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
 
 _FIELDS = {
-    "boft_dropout": PeftField(0.0, 0.0, 1.0 - 1e-9),
-    "boft_n_butterfly_factor": PeftField(1, 1, 30),
-    "boft_block_num": PeftField(0, 0, MAX_WIDTH),
+    "boft_dropout": PeftField(0.0, Share()),
+    "boft_n_butterfly_factor": PeftField(1, Range(1, 30)),
+    "boft_block_num": PeftField(0, Range(0, MAX_WIDTH)),
 }
 _INERT = frozenset(("boft_block_size", "init_weights"))
 

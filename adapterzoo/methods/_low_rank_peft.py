@@ -11,7 +11,7 @@ from torch import Tensor
 from adapterzoo.anatomy import OutputSlice
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument, listing
-from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.fields import FACTOR, MAX_WIDTH, Range, Share
 from adapterzoo.spelling import (
     Fields,
     PeftField,
@@ -26,9 +26,9 @@ from ._low_rank_config import LowRankConfig
 
 _EMBEDDING_TENSORS = {"lora_A": ("lora_embedding_A",), "lora_B": ("lora_embedding_B",)}
 _FIELDS = {
-    "r": PeftField(8, 1, MAX_WIDTH),
-    "lora_alpha": PeftField(8.0, -1e9, 1e9),
-    "lora_dropout": PeftField(0.0, 0.0, 1.0 - 1e-9),
+    "r": PeftField(8, Range(1, MAX_WIDTH)),
+    "lora_alpha": PeftField(8.0, FACTOR),
+    "lora_dropout": PeftField(0.0, Share()),
     "use_rslora": PeftField(False),
 }
 _PATTERNS = {"rank_pattern": ("r", "r"), "alpha_pattern": ("lora_alpha", "alpha")}

@@ -13,7 +13,7 @@ from adapterzoo.activations import activation
 from adapterzoo.anatomy import Anatomy, Attention
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
-from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.fields import MAX_WIDTH, Range
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftSpelling, Tensors
 
 
@@ -28,9 +28,9 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         peft_type="PREFIX_TUNING",
         shared={"table": "prompt_embeddings"},
         fields={
-            "num_transformer_submodules": PeftField(1, 1, 2),
+            "num_transformer_submodules": PeftField(1, Range(1, 2)),
             # 0: the file does not say it
-            **{name: PeftField(0, 0, MAX_WIDTH) for name in sizes},
+            **{name: PeftField(0, Range(0, MAX_WIDTH)) for name in sizes},
         },
         # with a projection the file holds what it gave
         inert=frozenset(("encoder_hidden_size", "init_weights", "prefix_projection")),

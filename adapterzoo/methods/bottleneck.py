@@ -80,7 +80,9 @@ class BnConfig(BottleneckFields):
             return stream_site(block, sub, "output", captures=self.is_parallel)
         if sub.norm is not None:
             return stream_site(block, sub, "norm", captures=not of_stream)
-        if of_stream and sub is block.sublayers[-1]:
+        # the output of a block is the stream, in another layout in some models
+        is_stream = not block.states or sub.kind in block.apart
+        if of_stream and is_stream and sub is block.sublayers[-1]:
             return stream_site(block, sub, "block", captures=False)
         return stream_site(block, sub, "output", captures=True)
 

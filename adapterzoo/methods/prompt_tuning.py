@@ -106,6 +106,8 @@ class PromptTuningConfig(AdapterConfig):
             other, why = "embeddings", "reads no tokens"
             if joins == other:
                 other, why = "inputs", "has no module that embeds with positions"
+            if joins == "embeddings" and tokens is not None and tokens.closed:
+                why = f"takes no tokens behind its embeddings: {tokens.closed}"
             if anatomy.reason:
                 why = f"has no transformer blocks: {anatomy.reason}"
             use = f"joins={other!r}" if token_site(tokens, other) else "LoRAConfig()"

@@ -169,10 +169,10 @@ def make(
     for path, layer in layers.items():
         inject.check_put(layer, path)
     listed = [placement for placements in by_path.values() for placement in placements]
-    at = device or device_of(next(iter(layers.values())))
-    shared, sharing = build_shared(config, listed, at, model.dtype)
+    at, dtype = device or device_of(next(iter(layers.values()))), model.dtype
+    shared, sharing = build_shared(config, listed, at, dtype)
     modules: dict[str, Any] = {
-        path: build(layers[path], path, placements, model.dtype, device, sharing)
+        path: build(layers[path], path, placements, dtype, device, sharing)
         for path, placements in by_path.items()
     }
     if shared is not None:

@@ -202,8 +202,9 @@ def _filled(
             # they share the table of the first
             modules[path] = modules[paths[0]]
             continue
-        modules[path] = _with_memory(model, module, path, list(record.places[path]))
-        fit.fill(modules[path].to(dtype), by_path.get(path, {}))
+        real = _with_memory(model, module, path, list(record.places[path]))
+        modules[path] = real if dtype is None else real.to(dtype)
+        fit.fill(modules[path], by_path.get(path, {}))
     meta = stored.metadata.get("meta")
     kept = dict(meta) if isinstance(meta, Mapping) else {}
     return dataclasses.replace(record, coming=modules, meta=kept)

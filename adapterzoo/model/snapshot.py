@@ -179,5 +179,5 @@ def _head_part(model: AdaptedModel, name: str, stored: Checkpoint) -> Part:
     strategy, document = model._head_strategy, stored.metadata.get("head")
     record, saved = strategy.record(name), dict(stored.head)
     if document is not None:
-        saved = dict(strategy.lengthened(name, document, saved))
+        saved = dict(strategy.completed(name, document, saved))
     return Part(f"head {name!r}", saved, {} if record is None else record.tensors)

@@ -1,4 +1,4 @@
-"""Embeddings that are trained with an adapter: its own table of tokens, in place of the base's.
+"""Embeddings trained with an adapter: its own table of tokens, instead of the base model's.
 
 The base model's table stays as it is. All modules that share it (`shared` and `embed_tokens` of an
 encoder-decoder) get one `Table` per adapter, and so does a language modeling head of the adapter's
@@ -168,7 +168,7 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
 def compact(
     model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Return a file's entry for a table, and an adapter's tensors with its changed rows only.
+    """Return the file's entry for a table, and an adapter's tensors with only its changed rows.
 
     Args:
         model: with adapters.
@@ -244,7 +244,7 @@ def expand(
 
 
 def _changed_rows(table: Tensor, base: Tensor) -> Tensor | None:
-    """Return the rows whose bits differ; None where they are many or cannot be compared."""
+    """Return the rows whose bits differ; None if they are many or cannot be compared."""
     plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_meta for t in (table, base))
     if not plain or table.dtype is not base.dtype or table.shape != base.shape:
         return None

@@ -16,10 +16,10 @@ from adapterzoo.errors import StateError, naming
 from adapterzoo.model.state import AdaptedModel, AdapterRecord
 
 # managers to what was active when they were made
-_managers: weakref.WeakKeyDictionary[Any, _Answering] = weakref.WeakKeyDictionary()
+_managers: weakref.WeakKeyDictionary[Any, _Active] = weakref.WeakKeyDictionary()
 
 
-class _Answering(NamedTuple):
+class _Active(NamedTuple):
     """What answers the requests of a manager; a cache of one is wrong for another."""
 
     setup: Composition | None
@@ -30,11 +30,11 @@ class _Answering(NamedTuple):
     records: dict[str, AdapterRecord]
 
 
-def _answering(model: AdaptedModel) -> _Answering:
+def _active_now(model: AdaptedModel) -> _Active:
     plan, state = model._active.default.plan, model._adapter_state
     names = {*(() if plan.setup is None else plan.setup.flatten()), *state.merged}
     records = {name: state.records[name] for name in names}
-    return _Answering(plan.setup, plan.heads, plan.skip_layers, state.merged, records)
+    return _Active(plan.setup, plan.heads, plan.skip_layers, state.merged, records)
 
 
 def watch(model: AdaptedModel, manager: Any) -> None:
@@ -46,7 +46,7 @@ def watch(model: AdaptedModel, manager: Any) -> None:
     if manager in _managers:
         _refuse_other_cache(manager, model)
         return
-    _managers[manager] = _answering(model)
+    _managers[manager] = _active_now(model)
     manager.add_request = functools.partial(
         _add_request, weakref.ref(manager), weakref.ref(cast("Any", model))
     )
@@ -62,11 +62,11 @@ def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
     Raises:
         StateError: a manager runs, with that adapter.
     """
-    for manager, answering in list(_managers.items()):
-        affected = name is None or name in answering.records
+    for manager, active in list(_managers.items()):
+        affected = name is None or name in active.records
         if manager.model is model and manager.is_running() and affected:
             raise StateError(
-                f"a manager of continuous batching runs, with {answering.setup!r}, and its cache "
+                f"a manager of continuous batching runs, with {active.setup!r}, and its cache "
                 f"is of that. Write manager.stop() and manager.destroy(), then this, then "
                 f"init_continuous_batching() again."
             )
@@ -117,7 +117,7 @@ def refuse_names(adapter_names: Any) -> None:
 
 
 def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
-    made, now = _managers[manager], _answering(model)
+    made, now = _managers[manager], _active_now(model)
     if made != now:
         raise StateError(
             f"the manager was made with {made.setup!r} active and its cache is of that; now "

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from adapterzoo.errors import StateError, listing, names_call
+from adapterzoo.inject.positions import check_positions
 from adapterzoo.model import batches
 from adapterzoo.model.batches import RowNames
+from adapterzoo.model.state import anatomy_of, backbone_of
 
 from .continuous_batching import refuse_names, refuse_other_than_default, watch
 
@@ -47,6 +49,7 @@ class GeneratesWithAdapters:
                 return self.generate(*args, **kwargs)
         model._head_strategy.check_generation(kwargs)
         _check_added_tokens(model, given)
+        _check_positions(model, given)
         with model._active.call.generating():
             return cast("Any", super()).generate(*args, **kwargs)
 
@@ -98,14 +101,8 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
     prompts = model._active.plan.prompts
     if prompts is None or prompts.tokens.is_encoder:
         return
-    config = given.get("generation_config") or model.generation_config
-
-    def option(name: str) -> Any:
-        value = given.get(name)
-        return getattr(config, name, None) if value is None else value
-
-    asked = [name for name in _COUNTING if option(name) is not None]
-    if option("cache_implementation") not in _GROWING:
+    asked = [name for name in _COUNTING if _option(model, given, name) is not None]
+    if _option(model, given, "cache_implementation") not in _GROWING:
         asked.append("cache_implementation")
     cache = given.get("past_key_values")
     if cache is not None and cache.get_seq_length():
@@ -115,20 +112,51 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
             f"generate({listing(asked)}=…): an active adapter adds tokens to the sequence, which "
             f"would be taken for the model's own. Leave {listing(asked)} out."
         )
-    t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
-    new, whole, legal = option("max_new_tokens"), option("max_length"), prompts.tokens.positions
-    if t is None or legal is None or prompts.joins != "inputs" or (new or whole) is None:
+    length, legal = _length(model, given), prompts.tokens.positions
+    if length is None or legal is None or prompts.joins != "inputs":
         return
+    own, new = length
     rows = model._active.plan.rows
     added = prompts.longest(None if rows is None else rows.index)
-    new = whole - t.shape[1] if new is None else new
     # the last token is not read again
-    if added + t.shape[1] + new - 1 > legal:
+    if added + own + new - 1 > legal:
         raise StateError(
-            f"generate(): {added} tokens of an adapter, {t.shape[1]} of the prompt and {new} new "
+            f"generate(): {added} tokens of an adapter, {own} of the prompt and {new} new "
             f"ones are too many: the model has positions for {legal}. Write "
-            f"max_new_tokens={max(legal + 1 - added - t.shape[1], 0)} or less."
+            f"max_new_tokens={max(legal + 1 - added - own, 0)} or less."
         )
+
+
+def _check_positions(model: Any, given: Mapping[str, Any]) -> None:
+    """Check that adapters leave a position for each token of the sequences.
+
+    Raises:
+        StateError: the sequences get too long.
+    """
+    plan = model._active.plan
+    tokens = anatomy_of(model).tokens if plan.steps else None
+    length = _length(model, given)
+    if length is None or tokens is None or tokens.is_encoder or tokens.positions is None:
+        return
+    own, new = length
+    mask = given.get("attention_mask")
+    longest = own if mask is None or mask.dim() != 2 else int((mask != 0).sum(1).max())
+    check_positions(backbone_of(model), plan, longest + new - 1, tokens.positions)
+
+
+def _option(model: Any, given: Mapping[str, Any], name: str) -> Any:
+    config = given.get("generation_config") or model.generation_config
+    value = given.get(name)
+    return getattr(config, name, None) if value is None else value
+
+
+def _length(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the tokens of the prompt, and how many will follow; None where nothing says it."""
+    t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+    new, whole = (_option(model, given, name) for name in ("max_new_tokens", "max_length"))
+    if t is None or (new or whole) is None:
+        return None
+    return t.shape[1], whole - t.shape[1] if new is None else new
 
 
 def _sequences(given: Mapping[str, Any], default: Any) -> int:

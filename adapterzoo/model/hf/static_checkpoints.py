@@ -20,7 +20,7 @@ from adapterzoo.heads import InexpressibleError
 from adapterzoo.model.heads import store
 
 from .info import Tasks
-from .static_table import is_task
+from .task_classes import is_task
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_HEAD = "default"
