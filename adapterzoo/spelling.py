@@ -86,7 +86,7 @@ class Container:
             `AdapterConfig.shared`.
         below: the rest of `<path>`, e.g. "reft_layer", "prefix_tuning".
         locations: at "sublayer": the kind of the sub-layer to `Placement.location`.
-        aliases: other names of the container, in older files.
+        aliases: names of the container in older files.
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
         held_by: at "model": whether an adapter of a config has such tensors.

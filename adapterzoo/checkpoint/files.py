@@ -104,11 +104,14 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
     return text
 
 
-def pickle_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return tensors as `torch.save` writes them."""
+def pickle_bytes(tensors: Mapping[str, Tensor] | Tensor) -> bytes:
+    """Return tensors by name, or a single one, as `torch.save` writes them."""
     stream = io.BytesIO()
     # clone: a view would save all the memory that it looks into
-    torch.save({key: t.detach().cpu().clone() for key, t in tensors.items()}, stream)
+    if isinstance(tensors, Tensor):
+        torch.save(tensors.detach().cpu().clone(), stream)
+    else:
+        torch.save({key: t.detach().cpu().clone() for key, t in tensors.items()}, stream)
     return stream.getvalue()
 
 
@@ -195,21 +198,40 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     """
     if file.suffix == ".safetensors":
         return read_safetensors(file)[1]
-    with _regular(file):
-        _refuse_compressed(file)
-        loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
+    loaded = _unpickled(file)
     if not isinstance(loaded, dict) or not all(
         isinstance(key, str) and _is_plain(value) for key, value in loaded.items()
     ):
         raise CheckpointError(f"{str(file)!r} does not map names to plain tensors. {AGAIN}.")
-    for key, tensor in loaded.items():
-        # with stride 0, one number can represent a tensor of any size, until it is copied
-        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise CheckpointError(
-                f"{str(file)!r} has fewer numbers for {key!r} than its shape: file "
-                f"{list(tensor.shape)}; nothing has been loaded. {AGAIN}."
-            )
-    return {key: tensor.detach() for key, tensor in loaded.items()}
+    return {key: _whole(file, repr(key), tensor) for key, tensor in loaded.items()}
+
+
+def read_tensor(file: Path) -> Tensor:
+    """Return the one tensor of floating-point numbers in a pickle that torch wrote, on the CPU.
+
+    Raises:
+        CheckpointError: it is damaged, or holds code or anything other than such a tensor.
+    """
+    loaded = _unpickled(file)
+    if not _is_plain(loaded) or not loaded.is_floating_point():
+        raise CheckpointError(f"{str(file)!r} does not hold one tensor of numbers. {AGAIN}.")
+    return _whole(file, "its tensor", loaded)
+
+
+def _unpickled(file: Path) -> Any:
+    with _regular(file):
+        _refuse_compressed(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _whole(file: Path, what: str, tensor: Tensor) -> Tensor:
+    # with stride 0, one number can represent a tensor of any size, until it is copied
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise CheckpointError(
+            f"{str(file)!r} has fewer numbers for {what} than its shape: file "
+            f"{list(tensor.shape)}; nothing has been loaded. {AGAIN}."
+        )
+    return tensor.detach()
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

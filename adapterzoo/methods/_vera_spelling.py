@@ -80,7 +80,7 @@ def _read_model(
 
 def _unsayable(placement: Placement) -> str | None:
     if placement.config.to_dict()["convention"] != "paper":
-        return "VeraConfig(convention='adapterhub'), and PEFT's VeRA is that of the paper"
+        return "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
     if placement.site.parameter is not None:
         return f"an adapter at the parameter {placement.site.parameter!r}"
     return None

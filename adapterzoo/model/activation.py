@@ -43,6 +43,7 @@ from adapterzoo.errors import (
 )
 from adapterzoo.runtime import Plan
 
+from .heads.embeddings import refuse_own_size
 from .hf.backbone import plain_token
 from .hf.continuous_batching import refuse_while_batching
 from .state import AdaptedModel, AdapterRecord, FusionRecord, modules_of, stacks_of
@@ -76,6 +77,8 @@ def make_plan(
     heads = model._head_strategy.for_setup(setup, head_setup, model._active.heads)
     # a merged adapter acts through the base weights
     acting = [name for name in names if name not in state.merged]
+    for name in acting:
+        refuse_own_size(model, repr(name), state.records[name].places)
     refuse_mixed(model, state.merged, acting)
     if setup is None:
         return Plan(None, heads, skip_layers=skip_layers)

@@ -31,6 +31,7 @@ from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
+from .heads.embeddings import refuse_own_size
 from .heads.ties import list_ties
 from .hf.continuous_batching import refuse_while_batching
 from .hf.texts import embedded_text
@@ -163,6 +164,7 @@ def make(
     by_path: dict[str, list[Placement]] = {}
     for placement in config.placements(model.anatomy):
         by_path.setdefault(inject_path(placement.site), []).append(placement)
+    refuse_own_size(model, "it", by_path)
     layers = {path: layer_at(model._backbone, path) for path in by_path}
     for path, layer in layers.items():
         inject.check_put(layer, path)

@@ -41,8 +41,7 @@ _KEPT_PLANS = 64
 
 def starts(model: AdaptedModel, adapter_names: RowNames | None) -> bool:
     """Return whether a call has to distinguish rows, and is the outermost call that does."""
-    rows = model._active.plan.rows
-    return adapter_names is not None or not (rows is None or rows.entered)
+    return adapter_names is not None or model._active.plan.divides_batch
 
 
 def plan_of_call(

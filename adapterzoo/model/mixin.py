@@ -21,10 +21,11 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
 from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
+from .heads import embeddings
 from .heads.interface import HeadStrategy, LoadOptions
 from .heads.static import StaticHead
 from .heads.ties import ties
-from .hf import config_entry, publishing
+from .hf import config_entry, embedding_files, publishing, vocabularies
 from .state import AdaptersConfig, AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
 
@@ -343,10 +344,11 @@ class AdapterModelMixin:
 
         Args:
             adapter_setup: a name, a list of names or a composition.
-            train_embeddings: whether to train the token embeddings too. Each adapter gets its own
-                table, which is used, saved and deleted with it; the base model's does not change.
-                A tied language modeling head shares the table if it has the adapter's name.
-                Output layers of heads that are not tied are trained only with this option.
+            train_embeddings: whether to train the active embeddings too. Those of `add_embeddings`
+                are trained themselves, and saved by `save_embeddings`. Of "default" each adapter
+                gets its own table, which is used, saved and deleted with it; the base model's does
+                not change. A tied language modeling head shares the table if it has the adapter's
+                name. Output layers of heads that are not tied are trained only with this option.
 
         Raises:
             CompositionError: it is not a composition.
@@ -438,6 +440,112 @@ class AdapterModelMixin:
                 tensors and the ranks.
         """
         training.verify_replicas(self, group)
+
+    # --- embeddings ---
+
+    @property
+    def active_embeddings(self) -> str:
+        """Name of the embeddings that the model uses; "default" for its own."""
+        return self._adapter_state.embeddings
+
+    @property
+    def loaded_embeddings(self) -> Mapping[str, nn.Embedding]:
+        """All embeddings by name, "default" among them; read-only.
+
+        Raises:
+            StateError: the model has no table of tokens.
+        """
+        return embeddings.loaded(self)
+
+    def add_embeddings(
+        self,
+        name: str,
+        tokenizer: Any,
+        reference_embedding: str | None = None,
+        reference_tokenizer: Any = None,
+        embedding_dim: int | None = None,
+    ) -> None:
+        """Add embeddings for the vocabulary of a tokenizer, and activate them.
+
+        Rows are drawn from N(0, 0.02²), that of padding is 0. Those of tokens that both
+        vocabularies have are copied from the reference, with the biases of tied output layers.
+
+        Args:
+            name: of the embeddings.
+            tokenizer: of their vocabulary.
+            reference_embedding: name of embeddings from which rows are copied.
+            reference_tokenizer: of the vocabulary of these.
+            embedding_dim: width of a row, which is that of the model's own.
+
+        Raises:
+            ConfigError: an argument is not legal, or the tokenizers do not fit.
+            DuplicateNameError: the name is taken.
+            StateError: as `set_active_embeddings`.
+            UnknownNameError: the reference is unknown.
+        """
+        vocabularies.add(
+            self, name, tokenizer, reference_embedding, reference_tokenizer, embedding_dim
+        )
+
+    def set_active_embeddings(self, name: str) -> None:
+        """Let other embeddings take the place of the active ones, for all threads.
+
+        Output layers that are tied follow: logits are over the vocabulary of the active
+        embeddings. An output layer that is not tied stays as it is.
+
+        Args:
+            name: of embeddings that were added or loaded; "default" for the model's own.
+
+        Raises:
+            StateError: the model has no table of tokens, it is sharded, quantized or offloaded, or
+                an active or merged adapter adapts the table.
+            UnknownNameError: there are no embeddings of this name.
+        """
+        embeddings.activate(self, name)
+
+    def delete_embeddings(self, name: str) -> None:
+        """Delete embeddings; if they are active, "default" becomes active, with a warning.
+
+        Raises:
+            StateError: they are the model's own, or as `set_active_embeddings`.
+            UnknownNameError: there are no embeddings of this name.
+        """
+        embeddings.delete(self, name)
+
+    def save_embeddings(
+        self, path: str | os.PathLike[str], name: str, tokenizer: Any = None
+    ) -> None:
+        """Save embeddings to a folder, as `adapters` does: `embedding.pt`, `tokenizer/`.
+
+        Args:
+            path: the folder; made when missing.
+            name: of the embeddings.
+            tokenizer: of their vocabulary, to be saved with them.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+            ConfigError: the tokenizer has tokens without a row.
+            StateError: the model is sharded.
+            UnknownNameError: there are no embeddings of this name.
+        """
+        embedding_files.save(self, path, name, tokenizer)
+
+    def load_embeddings(self, path: str | os.PathLike[str], name: str) -> Any:
+        """Load embeddings that `save_embeddings`, here or of `adapters`, wrote, and activate them.
+
+        Args:
+            path: the folder.
+            name: to give them.
+
+        Returns:
+            The tokenizer that was saved with them, None without one.
+
+        Raises:
+            CheckpointError: there are none, or they do not fit the model or the tokenizer.
+            DuplicateNameError: the name is taken.
+            StateError: as `set_active_embeddings`.
+        """
+        return embedding_files.load(self, path, name)
 
     # --- merge ---
 
@@ -892,11 +1000,15 @@ class AdapterModelMixin:
             save_directory: the folder.
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
-        config_entry.enter(self)
-        try:
-            cast("Any", super()).save_pretrained(save_directory, **kwargs)
-        finally:
-            vars(self.config).pop("adapters", None)
+        with embeddings.own_in_place(self) as replaced:
+            if replaced:
+                # of the embeddings that were active, as transformers' Trainer passes it
+                kwargs.pop("state_dict", None)
+            config_entry.enter(self)
+            try:
+                cast("Any", super()).save_pretrained(save_directory, **kwargs)
+            finally:
+                vars(self.config).pop("adapters", None)
 
     # --- called by transformers and torch ---
 
@@ -937,6 +1049,13 @@ class AdapterModelMixin:
         """Restore the adapters of a quantized model: its layers exist only now."""
         config_entry.restore(model, quantised=True)
         return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
+
+    @classmethod
+    def _finalize_model_loading(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Activate embeddings when all tables have their values."""
+        done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
+        embeddings.arrive(model)
+        return done
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = cast("Any", super())._replicate_for_data_parallel()

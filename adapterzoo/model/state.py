@@ -24,6 +24,9 @@ from adapterzoo.runtime import ActiveState, Plan
 
 from .heads.interface import HeadStrategy
 
+DEFAULT_EMBEDDINGS = "default"
+"""The name of the model's own table of tokens."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterRecord:
@@ -126,6 +129,8 @@ class AdapterState:
         plans: cached plans of mixed batches, by the compositions of their rows; cleared when
             adapters are added, removed or moved.
         is_base: whether the model is its own base model; None: not known yet.
+        embeddings: name of the active embeddings.
+        coming_embeddings: those to activate once a model that is being loaded has its values.
     """
 
     records: dict[str, AdapterRecord] = field(default_factory=dict)
@@ -138,6 +143,8 @@ class AdapterState:
     head: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)
     is_base: bool | None = None
+    embeddings: str = DEFAULT_EMBEDDINGS
+    coming_embeddings: str | None = None
 
     def find(self, name: object) -> AdapterRecord:
         """Return the record of an adapter.
@@ -212,6 +219,12 @@ def anatomy_of(model: AdaptedModel) -> Anatomy:
     if state.anatomy is None:
         state.anatomy = find(backbone_of(model))
     return state.anatomy
+
+
+def token_table(model: AdaptedModel) -> nn.Embedding | None:
+    """Return the module that embeds tokens by a table; None where there is none."""
+    found = input_embeddings_of(model)
+    return found if isinstance(found, nn.Embedding) else None
 
 
 def stacks_of(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:

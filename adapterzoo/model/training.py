@@ -20,10 +20,11 @@ from adapterzoo.methods._table import Table
 
 from . import adapters
 from .activation import refuse_merged, set_active
-from .heads import tables
+from .heads import embeddings, tables
 from .heads.ties import tables_of
 from .sharding import gathered, refuse_if_sharded, reshard
 from .state import (
+    DEFAULT_EMBEDDINGS,
     AdaptedModel,
     fusion_modules,
     modules_of,
@@ -54,17 +55,22 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     for name in names:
         model._adapter_state.find(name)
         refuse_merged(model, name)
-    for name in names if train_embeddings else ():
+    # other embeddings than the model's own are trained themselves
+    is_own = model._adapter_state.embeddings == DEFAULT_EMBEDDINGS
+    for name in names if train_embeddings and is_own else ():
         if not tables_of(model, name):
             refuse_if_sharded(model, "Write it before fully_shard(model).")
         tables.check_table(model, name)
     model._head_strategy.check_training(setup)
     set_active(model, setup)
-    for name in names if train_embeddings else ():
+    for name in names if train_embeddings and is_own else ():
         tables.add_table(model, name)
     modules = (module for name in names for _, module in modules_of(model, name))
     trained = (m for m in modules if train_embeddings or not isinstance(m, Table))
-    _train(model, [p for module in trained for p in module.parameters()], train_embeddings)
+    parameters = [p for module in trained for p in module.parameters()]
+    if train_embeddings and not is_own:
+        parameters.append(model.get_input_embeddings().weight)
+    _train(model, parameters, train_embeddings)
 
 
 def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: bool) -> None:
@@ -113,6 +119,8 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     """Freeze the base model and all adapters, or make the base model trainable."""
     reshard(model)
     own = {id(p) for p in own_parameters_of(model)}
+    for parameter in embeddings.waiting_parameters(model) if freezes else ():
+        parameter.requires_grad_(False)
     for parameter in model._backbone.parameters():
         # quantized weights have no gradient, even if their dtype is a float
         may_train = parameter.is_floating_point() and packing_of(parameter) is None
@@ -220,6 +228,8 @@ def _all_tensors(model: AdaptedModel) -> dict[str, Tensor]:
     for name in model._adapter_state.fusions:
         layers = named_tensors(dict(fusion_modules(model, name)))
         found.update({f"fusion {name}: {key}": tensor for key, tensor in layers.items()})
+    for name, tensor in embeddings.tensors(model).items():
+        found[f"embedding {name}"] = tensor
     return {**found, **model._head_strategy.all_tensors()}
 
 

@@ -23,7 +23,7 @@ from adapterzoo.model import adapters
 from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
-from . import copies
+from . import copies, embeddings
 from .interface import HeadRecord, HeadStrategy, LoadOptions
 
 
@@ -114,7 +114,9 @@ class StaticHead(HeadStrategy):
                 f"architecture={architecture!r}: a model with a static head becomes the "
                 f"{plain.__name__} that it was. Leave architecture out."
             )
+        embeddings.check_plain(self.model)
         change(self.model)
+        embeddings.keep_active(self.model)
         adapters.remove_all(self.model)
         withdraw(self.model)
         del self.model._adapter_state, self.model._active

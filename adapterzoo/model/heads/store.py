@@ -25,9 +25,11 @@ from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.continuous_batching import refuse_while_batching
 from adapterzoo.model.hf.towers import refuse_unreadable
 from adapterzoo.model.sharding import refuse_if_sharded
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
+from .embeddings import drop_biases
 from .interface import HeadNames
 from .output_layers import start_with
 from .tables import table_of
@@ -176,11 +178,21 @@ def add(
     """Add a head with fresh parameters."""
     checked = free_name(model, name, overwrite_ok)
     refuse_unreadable(model)
+    if config.scores_vocabulary and model._adapter_state.embeddings != DEFAULT_EMBEDDINGS:
+        config = _of_vocabulary(model, config)
     head = config.build(describe(model))
     refuse_unreadable(model, head)
     if not ties_output(model.config, head.config):
         start_with(head, model.heads.values())
     enter(model, checked, head, set_active)
+
+
+def _of_vocabulary(model: Any, config: HeadConfig) -> HeadConfig:
+    """Return a config that keeps the number of tokens if other embeddings become active."""
+    own = "vocab_size" in config.keys() and config["vocab_size"] is None  # noqa: SIM118
+    if not own or ties_output(model.config, config):
+        return config
+    return config.replace(vocab_size=model.get_input_embeddings().num_embeddings)
 
 
 def add_type(model: Any, head_type: str, cls: Any) -> None:
@@ -220,6 +232,7 @@ def free_name(model: Any, name: object, overwrite_ok: bool) -> str:
 
 def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None:
     """Put a head into the model, replacing one of the same name."""
+    drop_biases(model, name)
     model.heads[name] = head.train(model.training)
     listed = {**model.config.prediction_heads, name: head.config.to_dict()}
     model.config.prediction_heads = listed
@@ -236,6 +249,7 @@ def delete(model: Any, name: str) -> None:
     """Delete a head; no other head becomes active."""
     find(model, name)
     refuse_if_sharded(model, "Write model.active_head = None.")
+    drop_biases(model, name)
     del model.heads[name]
     listed = model.config.prediction_heads.items()
     model.config.prediction_heads = {n: config for n, config in listed if n != name}

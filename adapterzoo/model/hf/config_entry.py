@@ -10,14 +10,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
-from adapterzoo.model.heads import tables
+from adapterzoo.model.heads import embeddings, tables
+from adapterzoo.model.heads.embeddings import ADDED
 from adapterzoo.model.heads.ties import tables_of
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
+from adapterzoo.names import check_name
 
 
 def enter(model: AdaptedModel) -> None:
@@ -25,7 +30,8 @@ def enter(model: AdaptedModel) -> None:
     state, plan = model._adapter_state, model._active.default.plan
     heads = model._head_strategy.names()
     vars(model.config).pop("adapters", None)
-    if not state.records and not heads:
+    others = _embeddings(model)
+    if not state.records and not heads and others is None:
         return
     records = state.records.items()
     model.config.adapters = {
@@ -44,7 +50,7 @@ def enter(model: AdaptedModel) -> None:
         "heads": list(plan.heads),
         "static_heads": list(state.copies),
         "known_heads": list(heads),
-    }
+    } | ({} if others is None else {"loaded_embeddings": others})
 
 
 def restore(model: AdaptedModel, quantised: bool = False) -> None:
@@ -96,9 +102,42 @@ def _restore(model: AdaptedModel, document: Any) -> None:
     for name, names, values in document.get("fusions", ()):
         fusion.add(model, names, values, name if name != ",".join(names) else None)
     model._head_strategy.restore(document.get("static_heads", ()))
+    _restore_embeddings(model, document.get("loaded_embeddings"))
     setup, heads = from_json(document["active"]), document["heads"]
     plan = make_plan(model, setup, heads, tuple(document["skip_layers"]))
     model._active.default.plan = plan
+
+
+def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
+    """Return what the config says of embeddings beside the model's own, None without such."""
+    waiting = embeddings.waiting_of(model)
+    tables = [
+        {
+            "name": name,
+            "shape": list(each.weight.shape),
+            "padding_idx": each.padding_idx,
+            "biases": {key: list(bias.shape) for key, bias in each.biases().items()},
+        }
+        for name, each in waiting.items()
+    ]
+    # a model is saved with its own in place
+    active = model._adapter_state.coming_embeddings or DEFAULT_EMBEDDINGS
+    return {"active": active, "tables": tables} if tables else None
+
+
+def _restore_embeddings(model: AdaptedModel, document: Any) -> None:
+    if document is None:
+        return
+    own = embeddings.layer_of(model).weight
+    like: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
+    for each in document["tables"]:
+        table = nn.Parameter(torch.empty(each["shape"], **like), False)
+        made = embeddings.Waiting(table, each["padding_idx"])
+        for key, shape in each["biases"].items():
+            bias = torch.empty(shape, **like)
+            made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))
+        embeddings.store_of(model)[check_name(each["name"])] = made
+    model._adapter_state.coming_embeddings = document["active"]
 
 
 def format_of(entry: object) -> str | None:

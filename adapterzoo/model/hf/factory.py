@@ -276,7 +276,7 @@ def with_rows(
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         plan = self._active.plan
         # calls that do not distinguish rows cost only this check
-        if adapter_names is not None or not (plan.rows is None or plan.rows.entered):
+        if adapter_names is not None or plan.divides_batch:
             inputs = batches.named_inputs(positions, args, kwargs)
             plan, times = batches.plan_of_call(self, inputs, adapter_names, one_head)
             if times > 1:
