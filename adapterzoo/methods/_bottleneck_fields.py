@@ -39,7 +39,7 @@ class InvertibleKind(InvertibleAdapter):
     """Base of the invertible functions that `inv_adapter` names.
 
     Attributes:
-        block: holds their parameters; made of a config, the width, a device and a dtype.
+        block: the module with their parameters, built from a config, width, device and dtype.
     """
 
     block: ClassVar[type[nn.Module]]
@@ -48,7 +48,7 @@ class InvertibleKind(InvertibleAdapter):
 invertible_adapters: Registry[type[InvertibleKind]] = Registry("invertible adapter")
 """`inv_adapter` → the class of the adapter at the input of the first block."""
 
-# fields that mean something only when another one is set
+# fields that have an effect only with another one
 _NEEDS = {
     "adapter_residual_before_ln": "ln_after=True",
     "convention": "use_gating=True",
@@ -71,7 +71,7 @@ class Reduction(Check):
         return {str(key): factor for key, factor in value.items()}
 
     def fits(self, value: object) -> bool:
-        """Return whether all numbers are above 0 and all keys mean layers."""
+        """Return whether all numbers are above 0 and all keys are layer numbers or "default"."""
         given = value if isinstance(value, dict) else {"default": value}
         numbers = all(map(Positive().fits, given.values()))
         return numbers and bool(given) and all(k == "default" or k.isdecimal() for k in given)
@@ -175,7 +175,7 @@ class BottleneckFields(HypercomplexFields):
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
-        """Return what all layers share: "invertible" and "phm", where there are such."""
+        """Return the shared modules: "invertible" and "phm", if there are such."""
         parts = nn.ModuleDict()
         if self.inv_adapter is not None:
             width = next(p.site.d_in for p in placements if p.site.kind == "entry")
@@ -228,7 +228,7 @@ class BottleneckFields(HypercomplexFields):
         return max(self.phm_dim if self.phm_layer else 1, int(width))
 
     def warn_of_idle(self, blocks: int) -> None:
-        """Warn of numbers in the mapping that belong to no block; adapters accepts them.
+        """Warn of layer numbers in the mapping that the model lacks; adapters accepts them.
 
         Args:
             blocks: number of the model's blocks.

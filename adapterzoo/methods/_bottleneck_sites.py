@@ -58,7 +58,9 @@ class BnConfig(BottleneckFields):
             return stream_site(block, sub, "output", captures=self.is_parallel)
         if sub.norm is not None:
             return stream_site(block, sub, "norm", captures=not of_stream)
-        if of_stream and sub is block.sublayers[-1]:
+        # the output of a block is the stream, in another layout in some models
+        is_stream = not block.states or sub.kind in block.apart
+        if of_stream and is_stream and sub is block.sublayers[-1]:
             return stream_site(block, sub, "block", captures=False)
         return stream_site(block, sub, "output", captures=True)
 
@@ -80,7 +82,7 @@ class ParallelBottleneck(BottleneckLayer):
 
 
 class StreamBottleneck(BottleneckLayer):
-    """h ← h + f(h + inp): the stream behind the sub-layer is changed where h is made.
+    """h ← h + f(h + inp): changes h so that the stream after the sub-layer changes.
 
     With `residual_before_ln` other than True the result is added to s, and without
     `original_ln_after` inp is not added to it again.

@@ -15,7 +15,7 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.fields import MAX_WIDTH, Choice, Positive, Range, field
 from adapterzoo.registry import Registry
 
-from ._projection import Product
+from ._products import Product
 
 
 @dataclass(frozen=True, kw_only=True)

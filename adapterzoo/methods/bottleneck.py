@@ -39,7 +39,7 @@ architectures.register("bottleneck")(spelled(_bottleneck_spelling.adapterhub)(Bn
 @config_strings.register("seq_bn", "pfeiffer")
 @dataclass(frozen=True, kw_only=True)
 class SeqBnConfig(BnConfig):
-    """Pfeiffer et al. 2020: one bottleneck per block, behind the feed-forward part."""
+    """Pfeiffer et al. 2020: one bottleneck per block, after the feed-forward part."""
 
     mh_adapter: bool = False
     output_adapter: bool = True
@@ -51,7 +51,7 @@ class SeqBnConfig(BnConfig):
 @config_strings.register("double_seq_bn", "houlsby")
 @dataclass(frozen=True, kw_only=True)
 class DoubleSeqBnConfig(BnConfig):
-    """Houlsby et al. 2019: one bottleneck behind attention and one behind the feed-forward part."""
+    """Houlsby et al. 2019: one bottleneck after attention and one after the feed-forward part."""
 
     mh_adapter: bool = True
     output_adapter: bool = True
@@ -100,7 +100,7 @@ def scaled_par_bn() -> ParBnConfig:
 @config_strings.register("adapter_plus")
 @dataclass(frozen=True, kw_only=True)
 class AdapterPlusConfig(BnConfig):
-    """Steitz & Roth 2024: behind the block, a learned scaling per feature, stochastic depth."""
+    """Steitz & Roth 2024: after the block, a learned scaling per feature, stochastic depth."""
 
     mh_adapter: bool = False
     output_adapter: bool = True

@@ -39,7 +39,7 @@ from ._bottleneck_sites import BnConfig
 from ._hypercomplex import HypercomplexFields, Projection, projections
 from ._hypercomplex_tensors import Drawing, check_widths, held, names, whole
 from ._init import constant, drawn
-from ._projection import Product
+from ._products import Product
 
 
 @config_strings.register("compacter")

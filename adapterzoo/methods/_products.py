@@ -90,14 +90,14 @@ def dense_by_rows(
 
 
 class Affine(nn.Module):
-    """x Wᵀ + b; no `nn.Linear`, so that nothing that walks a model's layers takes it for one."""
+    """x Wᵀ + b; not an `nn.Linear`, so that code that walks a model's layers skips it."""
 
     bias: nn.Parameter
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight = weight
-        # None for none: a fusion has such, a bottleneck has not
+        # None only in fusions
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
