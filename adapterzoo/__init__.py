@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         SeqBnInvConfig,
     )
     from .methods.dora import DoRAConfig
+    from .methods.dvora import DvoRAConfig
     from .methods.fusion import (
         AdapterFusionConfig,
         DynamicAdapterFusionConfig,
@@ -59,8 +60,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# where each public name lives; imported when it is first asked for, so that `import adapterzoo`
-# alone costs neither torch nor transformers
+# the module of each public name; imported on first use, so that `import adapterzoo` alone does not
+# import torch or transformers
 _HOMES = {
     "AdapterConfig": "configs",
     "AdapterFusionConfig": "methods.fusion",
@@ -81,6 +82,7 @@ _HOMES = {
     "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
     "DoubleSeqBnInvConfig": "methods.bottleneck",
+    "DvoRAConfig": "methods.dvora",
     "DynamicAdapterFusionConfig": "methods.fusion",
     "Fuse": "composition",
     "IA3Config": "methods.ia3",
@@ -133,6 +135,7 @@ __all__ = [
     "DoRAConfig",
     "DoubleSeqBnConfig",
     "DoubleSeqBnInvConfig",
+    "DvoRAConfig",
     "DynamicAdapterFusionConfig",
     "Fuse",
     "IA3Config",
@@ -169,7 +172,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         if name.endswith("AdapterModel"):
-            # BertAdapterModel and its like are made when they are asked for
+            # BertAdapterModel and other such classes are made on first use
             return importlib.import_module(".auto", __name__).class_named(name)
         raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

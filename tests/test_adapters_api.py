@@ -45,7 +45,7 @@ ABSENT = {
 # methods with an embedding, prefix or reparametrisation of their own, none of which is here
 ABSENT_CONFIGS = {
     "CompacterConfig", "CompacterPlusPlusConfig",
-    "DvoRAConfig", "MTLLoRAConfig",
+    "MTLLoRAConfig",
 }  # fmt: skip
 ABSENT_BLOCKS = {"AdapterCompositionBlock", "MultiTask"}
 
@@ -65,21 +65,25 @@ GONE = {
     "model_name_or_path": "path",
     "*model_args": "from_pretrained of transformers takes all by name",
     "architecture": "one class for each method",
-    "composition_mode": "the class of the method says it",
-    "use_dora": "DoRAConfig",
-    "vera_d": "VeraConfig",
-    "vera_b": "VeraConfig",
+    "composition_mode": "LoRAConfig(composition_mode=…) makes a config of another class",
+    "use_dora": "the same",
+    "vera_d": "the same",
+    "vera_b": "the same",
 }
 
 # (where, argument) whose default or place is another
 OTHER = {
     ("forward_head", "return_dict"): "True, as in the forward of every model of transformers 5",
     ("DoRAConfig", "use_gating"): "gates are of LoRA alone",
+    ("DvoRAConfig", "use_gating"): "the same",
     ("IA3Config", "use_gating"): "the same",
     ("VeraConfig", "use_gating"): "the same",
     ("VeraConfig", "init_weights"): "A and B are drawn as in the paper",
     ("VeraConfig", "init_weights_seed"): "projection_prng_key",
     ("VeraConfig", "r"): "256, as in the paper and PEFT",
+    ("DvoRAConfig", "init_weights"): "A and B are drawn as in the paper",
+    ("DvoRAConfig", "init_weights_seed"): "projection_prng_key",
+    ("DvoRAConfig", "r"): "256, as VeRA",
 }
 
 

@@ -65,6 +65,7 @@ WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("ia3", "feedforward_modules"): {"target_modules": ["intermediate.dense"]},
     ("prefix_tuning", "shared_gating"): {"use_gating": True},
     ("prompt_tuning", "prompt_init_text"): {"prompt_init": "from_string", "prompt_init_text": "a"},
+    ("dvora", "alpha"): {"convention": "adapterhub"},
     ("vera", "alpha"): {"convention": "adapterhub"},
     ("causal_lm", "embedding_size"): {"layers": 2},
     ("question_answering", "activation_function"): {"layers": 2},

@@ -38,7 +38,7 @@ class InvertibleKind(InvertibleAdapter):
     """Base of the invertible functions that `inv_adapter` names.
 
     Attributes:
-        block: holds their parameters; made of a config, the width, a device and a dtype.
+        block: the module with their parameters, built from a config, width, device and dtype.
     """
 
     block: ClassVar[type[nn.Module]]
@@ -47,7 +47,7 @@ class InvertibleKind(InvertibleAdapter):
 invertible_adapters: Registry[type[InvertibleKind]] = Registry("invertible adapter")
 """`inv_adapter` → the class of the adapter at the input of the first block."""
 
-# fields that mean something only when another one is set
+# fields that have an effect only with another one
 _NEEDS = {
     "adapter_residual_before_ln": "ln_after=True",
     "convention": "use_gating=True",
@@ -78,7 +78,7 @@ class Reduction(Check):
         return {str(key): factor for key, factor in value.items()}
 
     def fits(self, value: object) -> bool:
-        """Return whether all numbers are above 0 and all keys mean layers."""
+        """Return whether all numbers are above 0 and all keys are layer numbers or "default"."""
         given = value if isinstance(value, dict) else {"default": value}
         numbers = all(map(Positive().fits, given.values()))
         return numbers and bool(given) and all(k == "default" or k.isdecimal() for k in given)
@@ -204,7 +204,7 @@ class BottleneckFields(AdapterConfig):
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
-        """Return the parameters of the invertible function; None without one."""
+        """Return the parameters of the invertible function; None if there is none."""
         if self.inv_adapter is None:
             return None
         width = next(p.site.d_in for p in placements if p.site.kind == "entry")
@@ -245,7 +245,7 @@ class BottleneckFields(AdapterConfig):
         return max(1, int(width))
 
     def warn_of_idle(self, blocks: int) -> None:
-        """Warn of numbers in the mapping that belong to no block; adapters accepts them.
+        """Warn of layer numbers in the mapping that the model lacks; adapters accepts them.
 
         Args:
             blocks: number of the model's blocks.

@@ -1,4 +1,4 @@
-"""The inside of a bottleneck, f, and the sum that it ends in; where it acts is said elsewhere."""
+"""The function f of a bottleneck and the sum with its result; see `bottleneck` for its sites."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ._init import DTYPES, constant, drawn, generator, kaiming, normal
 from ._rows import features, gated, normed, restored
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
-"""What acts in the place of a bottleneck's function, if anything."""
+"""A function that replaces a bottleneck's f; None: f itself."""
 
 Added: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""The sum of a bottleneck: of what it reads, and of what its result is added to."""
+"""The sum of a bottleneck, from its input and the tensor that its result is added to."""
 
 
 class Finish(NamedTuple):
-    """What stands between the up projection and the sum; of a bottleneck, or of each row's.
+    """The operations between the up projection and the sum, of a bottleneck or of each row's.
 
     Attributes:
-        scaling: a tensor, or a number, which `factor` then is too.
+        scaling: a tensor; or a number, equal to `factor`.
         factor: of the sum.
         gate: of `use_gating`, or None.
         norm: of `ln_after`, or None.
@@ -46,14 +46,14 @@ class Finish(NamedTuple):
 
 
 class Affine(nn.Module):
-    """x Wᵀ + b; no `nn.Linear`, so that nothing that walks a model's layers takes it for one."""
+    """x Wᵀ + b; not an `nn.Linear`, so that code that walks a model's layers skips it."""
 
     bias: nn.Parameter
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight = weight
-        # None for none: a fusion has such, a bottleneck has not
+        # None only in fusions
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class BottleneckLayer(FusibleAdapter):
     """f(x) = scaling · gate(x) · (W_up φ(W_down LN(x) + b_down) + b_up); norm and gate optional.
 
     Attributes:
-        adapter_down: the norm of `ln_before` where there is one, then the down projection.
+        adapter_down: the norm of `ln_before` if there is one, then the down projection.
         adapter_up: the up projection.
         adapter_norm_after: the norm of `ln_after`, or None.
         gate: of `use_gating`, or None.
@@ -95,7 +95,7 @@ class BottleneckLayer(FusibleAdapter):
         """
         super().__init__()
         dtype = DTYPES[config.dtype] if config.dtype else dtype
-        # a forward reads no config: of two classes with equal fields a compiler makes two graphs
+        # forwards do not read the config: torch.compile would make a graph for each config class
         self.config = config
         self.activation = activation(config.non_linearity)
         self.non_linearity = str(config.non_linearity or "linear").lower()
@@ -134,7 +134,7 @@ class BottleneckLayer(FusibleAdapter):
         if config.use_gating:
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call = self.gate.reads_call
-        # a number is left to the sum at the end, which multiplies without an operation of its own
+        # the final sum multiplies by a number without an extra operation
         self.factor = 1.0
         if isinstance(config.scaling, str):
             shape = (1,) if config.scaling == "learned" else (d_model,)
@@ -153,18 +153,18 @@ class BottleneckLayer(FusibleAdapter):
 
     @abstractmethod
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """Return the output of the module, or for one that acts on its input, that.
+        """Return the module's output, or its input if the bottleneck acts on the input.
 
         Args:
             x: the module's input.
-            y: its output `[*batch, d_model]`, the plain one for one that acts on the input.
+            y: its output `[*batch, d_model]`; untouched if the bottleneck acts on the input.
             base: the module.
             add: `added` without its last argument.
         """
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they differ in nothing but widths, factors and values."""
+        """Return whether they differ only in widths, factors and values."""
         kinds = set()
         for a in adapters:
             scaling = a.scaling.shape if isinstance(a.scaling, Tensor) else None
@@ -201,7 +201,7 @@ class BottleneckLayer(FusibleAdapter):
         x: Tensor,
         to: Tensor,
     ) -> Tensor:
-        """`added`, each row with its own bottleneck; rows without one are to be put right."""
+        """Return `added` for each row with its own bottleneck; rows without one are undefined."""
         one, dim = adapters[0], x.dim()
         ups = [a.adapter_up for a in adapters]
         downs = [cast("Affine", getattr(a.adapter_down, a.down_name)) for a in adapters]
@@ -240,8 +240,8 @@ class BottleneckLayer(FusibleAdapter):
 
         Args:
             x: what the bottleneck reads, `[*batch, d_model]`.
-            to: what its result is added to, same shape; its dtype is that of the result.
-            instead: acts in the place of f.
+            to: the tensor that the result is added to, same shape; determines the dtype.
+            instead: replaces f.
             base: the module, which a gate asks for the call.
         """
         if instead is not None:
@@ -284,7 +284,7 @@ class BottleneckLayer(FusibleAdapter):
         return to + parts.norm(update).to(to.dtype)
 
     def extra_repr(self) -> str:
-        """Return what the parameters below do not show."""
+        """Return the activation and the scaling."""
         scaling = self.config.scaling
         return f"non_linearity={self.config.non_linearity!r}, scaling={scaling!r}"
 

@@ -80,7 +80,9 @@ class BnConfig(BottleneckFields):
             return stream_site(block, sub, "output", captures=self.is_parallel)
         if sub.norm is not None:
             return stream_site(block, sub, "norm", captures=not of_stream)
-        if of_stream and sub is block.sublayers[-1]:
+        # the output of a block is the stream, in another layout in some models
+        is_stream = not block.states or sub.kind in block.apart
+        if of_stream and is_stream and sub is block.sublayers[-1]:
             return stream_site(block, sub, "block", captures=False)
         return stream_site(block, sub, "output", captures=True)
 
@@ -88,7 +90,7 @@ class BnConfig(BottleneckFields):
 @config_strings.register("seq_bn", "pfeiffer")
 @dataclass(frozen=True, kw_only=True)
 class SeqBnConfig(BnConfig):
-    """Pfeiffer et al. 2020: one bottleneck per block, behind the feed-forward part."""
+    """Pfeiffer et al. 2020: one bottleneck per block, after the feed-forward part."""
 
     mh_adapter: bool = False
     output_adapter: bool = True
@@ -100,7 +102,7 @@ class SeqBnConfig(BnConfig):
 @config_strings.register("double_seq_bn", "houlsby")
 @dataclass(frozen=True, kw_only=True)
 class DoubleSeqBnConfig(BnConfig):
-    """Houlsby et al. 2019: one bottleneck behind attention and one behind the feed-forward part."""
+    """Houlsby et al. 2019: one bottleneck after attention and one after the feed-forward part."""
 
     mh_adapter: bool = True
     output_adapter: bool = True
@@ -149,7 +151,7 @@ def scaled_par_bn() -> ParBnConfig:
 @config_strings.register("adapter_plus")
 @dataclass(frozen=True, kw_only=True)
 class AdapterPlusConfig(BnConfig):
-    """Steitz & Roth 2024: behind the block, a learned scaling per feature, stochastic depth."""
+    """Steitz & Roth 2024: after the block, a learned scaling per feature, stochastic depth."""
 
     mh_adapter: bool = False
     output_adapter: bool = True
@@ -180,7 +182,7 @@ class ParallelBottleneck(BottleneckLayer):
 
 
 class StreamBottleneck(BottleneckLayer):
-    """h ← h + f(h + inp): the stream behind the sub-layer is changed where h is made.
+    """h ← h + f(h + inp): changes h so that the stream after the sub-layer changes.
 
     With `residual_before_ln` other than True the result is added to s, and without
     `original_ln_after` inp is not added to it again.

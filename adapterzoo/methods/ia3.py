@@ -1,13 +1,13 @@
 """(IA)³ — Infused Adapter by Inhibiting and Amplifying Inner Activations.
 
-Paper: Liu et al. 2022, arXiv:2205.05638, §3.3: k ← ℓ_k ⊙ k, v ← ℓ_v ⊙ v, and the inner states of
-the feed-forward part h ← ℓ_ff ⊙ h after their non-linearity, where the last layer reads them.
+Paper: Liu et al. 2022, arXiv:2205.05638, §3.3: k ← ℓ_k ⊙ k, v ← ℓ_v ⊙ v, and h ← ℓ_ff ⊙ h for the
+inner states of the feed-forward part after the non-linearity, at the input of the last layer.
 y = (W x + b) ⊙ ℓ · alpha at a layer's output, y = W (x ⊙ ℓ · alpha) + b at its input.
 
 Differs from the paper: nothing with alpha = 1. Differs from PEFT: nothing; alpha becomes a part of
 ℓ in its files. Differs from adapters: `convention="adapterhub"` scales the first feed-forward
 layer's output, before the non-linearity; merging scales the bias too.
-Cost per site: d_out parameters, d_in where the input is scaled; one product of each activation.
+Cost per site: d_out parameters, or d_in if the input is scaled; one product per activation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ._targets import TargetedConfig
 @spelled(_ia3_spelling.adapterhub, _ia3_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class IA3Config(TargetedConfig):
-    """Config of (IA)³; `TargetedConfig` says where the adapters sit.
+    """Config of (IA)³; `TargetedConfig` selects the layers.
 
     Attributes:
         r: must be 1.
@@ -50,7 +50,7 @@ class IA3Config(TargetedConfig):
         init_weights: "ia3": ones, so that a fresh adapter changes nothing; "bert": normal values
             with deviation 0.02; "lora": zeros.
         init_weights_seed: makes the initial values reproducible, whatever was drawn before.
-        feedforward_modules: those of `target_modules` whose input is scaled, by names or a
+        feedforward_modules: the layers of `target_modules` whose input is scaled, by names or a
             regular expression, as in PEFT.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
@@ -89,7 +89,7 @@ class IA3Config(TargetedConfig):
 
     def _roles(self) -> list[Role]:
         roles = super()._roles()
-        # what the non-linearity gives is what the last layer reads
+        # the output of the non-linearity is the input of the last layer
         read_by: Role = "mlp_out" if self.convention == "paper" else "mlp_in"
         return list(dict.fromkeys(read_by if role == "mlp_in" else role for role in roles))
 
@@ -109,8 +109,8 @@ class IA3(WeightAdapter):
     """y = base(x) ⊙ ℓ · alpha, or base(x ⊙ ℓ · alpha).
 
     Attributes:
-        ia3_l: ℓ `[d_out]`, or `[d_in]` where the input is scaled, with experts in front.
-        acts_on: "input" where the input is scaled.
+        ia3_l: ℓ `[*experts, d_out]`, or `[*experts, d_in]` if the input is scaled.
+        acts_on: "input" if the input is scaled.
         alpha: a factor.
     """
 

@@ -1,4 +1,4 @@
-"""AdapterFusion: layers that weigh the outputs of adapters; and what gates and fusions decided."""
+"""AdapterFusion: add and delete fusion layers; and record the values of gates and fusions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, FusionRecord, fusion_modules, modules_of
 
-# of the penalty on V, as in adapters
+# weight of the penalty on V, as in adapters
 _REGULARIZATION = 0.01
 
 FuseArgument: TypeAlias = "Fuse | Sequence[str] | str"
@@ -40,7 +40,7 @@ def add(
     overwrite_ok: bool = False,
     active: bool = False,
 ) -> None:
-    """Add the layers that fuse some adapters, one at each of their sites."""
+    """Add layers that fuse several adapters, one at each of their sites."""
     fuse = as_fuse(adapter_names, name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterFusionConfig.load("dynamic" if config is None else config)
@@ -62,11 +62,11 @@ def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
 
 
 def as_fuse(names: FuseArgument, name: str | None) -> Fuse:
-    """Return the fusion that a user means.
+    """Return the user's argument as a `Fuse`.
 
     Args:
-        names: a `Fuse`, names of adapters, or these with commas between.
-        name: of the fusion; None: the names with commas between.
+        names: a `Fuse`, names of adapters, or the names joined by commas.
+        name: of the fusion; None: the names joined by commas.
 
     Raises:
         CompositionError: they are not names.
@@ -99,11 +99,11 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
 def make(
     model: AdaptedModel, names: tuple[str, ...], config: AdapterFusionConfig
 ) -> dict[str, Fusion]:
-    """Make the layers that fuse some adapters; the model has not changed.
+    """Make the layers that fuse several adapters; the model does not change.
 
     Args:
         model: with adapters.
-        names: of those whose outputs are weighed.
+        names: of the adapters.
         config: of the fusion.
 
     Raises:
@@ -183,7 +183,7 @@ def _remove(model: AdaptedModel, name: str) -> None:
 
 
 def regularization_loss(model: AdaptedModel) -> Tensor | None:
-    """Return the penalty that keeps V near the identity; None where no trained fusion asks."""
+    """Return the penalty that keeps V near the identity; None if no trained fusion has one."""
     distances = [
         distance
         for name in model._adapter_state.fusions
@@ -194,10 +194,10 @@ def regularization_loss(model: AdaptedModel) -> Tensor | None:
     return _REGULARIZATION * torch.stack(distances).sum() if distances else None
 
 
-# --- what gates and fusions decided ---
+# --- values of gates and fusions ---
 
 Scores: TypeAlias = dict[str, dict[int, dict[str, Tensor]]]
-"""Name of an adapter or a fusion to block number to location to what was decided there."""
+"""Name of an adapter or fusion → block number → location → values of its gate or fusion."""
 
 _Place: TypeAlias = tuple[str, int, str]
 _Calls: TypeAlias = dict[_Place, list[Tensor]]
@@ -211,17 +211,17 @@ def recorded(
     gates: bool,
     fusions: bool,
 ) -> Any:
-    """Return the output of a forward with what its gates and fusions decided.
+    """Return the output of a forward with the values of its gates and fusions.
 
     Args:
         model: that runs.
         run: the forward.
-        adapter_names: of its rows, where they were given.
+        adapter_names: of its rows; None: not given.
         gates: whether the output gets `adapter_gating_scores`.
         fusions: whether it gets `adapter_fusion_attentions`.
 
     Returns:
-        The output; a tuple has the two, in this order, at its end.
+        The output; a tuple gets the two, in this order, at its end.
     """
     if adapter_names is None:
         acting = [model._active.plan.setup]
@@ -253,7 +253,7 @@ def recorded(
 def _keeping(
     calls: _Calls, place: _Place, read: Callable[[Any], Tensor]
 ) -> Callable[[nn.Module, Any, Any], None]:
-    """Return a hook that keeps what is read from outputs, in calls of this thread."""
+    """Return a hook that keeps values read from outputs, in calls of this thread."""
     thread = threading.get_ident()
 
     def keep(module: nn.Module, args: Any, out: Any) -> None:
@@ -264,12 +264,12 @@ def _keeping(
 
 
 def _scores(calls: _Calls, rows: bool) -> Scores:
-    """Return what was recorded by name, block and location.
+    """Return the recorded values by name, block and location.
 
     Args:
-        calls: what was kept of each call.
-        rows: whether several calls of one module are of different rows of the batch; else they are
-            of the same rows, and give a column each.
+        calls: the values of each call.
+        rows: whether several calls of a module have different rows of the batch; otherwise they
+            have the same rows, and each gives a column.
     """
     found: Scores = {}
     for (name, block, location), tensors in calls.items():
