@@ -6,7 +6,8 @@ or replaces adapters with `bring_in`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, StateError, listing, unknown_name
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -301,8 +302,19 @@ def is_inside(model: nn.Module) -> bool:
 # --- inspect and move ---
 
 
+def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the number and module of each block."""
+    for block in model.anatomy.blocks:
+        yield block.layer, model._backbone.get_submodule(block.path)
+
+
 def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
     """Return the modules of an adapter: `{block number: {location: module}}`."""
+    records = model._adapter_state.records
+    if isinstance(name, str) and name not in records:
+        # scripts ask in this way whether an adapter is there
+        warnings.warn(str(unknown_name("", "adapter", name, records)), stacklevel=4)
+        return {}
     places = model._adapter_state.find(name).places
     found: dict[int, dict[str, list[nn.Module]]] = {}
     for path, module in modules_of(model, name):

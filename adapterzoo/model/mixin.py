@@ -82,12 +82,17 @@ class AdapterModelMixin:
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
         """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
-        Where one location holds several modules they come as a `ModuleList`.
+        Where one location holds several modules they come as a `ModuleList`. An unknown adapter
+        has none.
 
-        Raises:
-            UnknownNameError: the adapter is unknown.
+        Warns:
+            UserWarning: the adapter is unknown.
         """
         return adapters.by_location(self, name)
+
+    def iter_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield each block's number and module, an encoder's blocks before its decoder's."""
+        return adapters.blocks_of(self)
 
     @overload
     def adapter_summary(self, as_dict: Literal[True]) -> list[dict[str, Any]]: ...

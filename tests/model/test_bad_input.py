@@ -109,7 +109,6 @@ UNKNOWN = {
     "train_adapter": lambda m: m.train_adapter("sts2"),
     "train a stack": lambda m: m.train_adapter(["sst2", "sts2"]),
     "delete_adapter": lambda m: m.delete_adapter("sts2"),
-    "get_adapter": lambda m: m.get_adapter("sts2"),
     "adapter_modules": lambda m: list(m.adapter_modules("sts2")),
     "adapters_config": lambda m: m.adapters_config["sts2"],
     "adapter_to": lambda m: m.adapter_to("sts2", dtype=torch.float64),
