@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         SeqBnConfig,
         SeqBnInvConfig,
     )
+    from .methods.compacter import CompacterConfig, CompacterPlusPlusConfig
     from .methods.dora import DoRAConfig
     from .methods.dvora import DvoRAConfig
     from .methods.fusion import (
@@ -76,6 +77,8 @@ _HOMES = {
     "BOFTConfig": "methods.boft",
     "BatchSplit": "composition",
     "BnConfig": "methods.bottleneck",
+    "CompacterConfig": "methods.compacter",
+    "CompacterPlusPlusConfig": "methods.compacter",
     "ConfigUnion": "configs",
     "DependencyParsingHead": "heads",
     "DiReftConfig": "methods.reft",
@@ -129,6 +132,8 @@ __all__ = [
     "BOFTConfig",
     "BatchSplit",
     "BnConfig",
+    "CompacterConfig",
+    "CompacterPlusPlusConfig",
     "ConfigUnion",
     "DependencyParsingHead",
     "DiReftConfig",

@@ -188,7 +188,7 @@ class Adapter(nn.Module, ABC):
         """
         if strategy.target != "parameters":
             raise strategy.refusal(f"a {type(self).__name__} adapter has none")
-        self.combine_linearly(dict(self.named_parameters()), adapters, weights, strategy, base)
+        self.combine_linearly(self._tensors(), adapters, weights, strategy, base)
 
     def combine_linearly(
         self,
@@ -198,23 +198,27 @@ class Adapter(nn.Module, ABC):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Fill parameters with θ₀ + Σ wᵢ (θᵢ − θ₀); see `identity_values`.
+        """Fill parameters and buffers with θ₀ + Σ wᵢ (θᵢ − θ₀); see `identity_values`.
 
         Args:
-            names: of the parameters.
+            names: of the tensors.
             adapters: of the same layer.
             weights: one for each.
             strategy: the strategy and its options.
             base: the layer.
         """
         identity = self.identity_values(base)
+        own, others = self._tensors(), [adapter._tensors() for adapter in adapters]
         for name in names:
-            target = self.get_parameter(name)
-            theirs = [upcast(adapter.get_parameter(name), target) for adapter in adapters]
+            target = own[name]
+            theirs = [upcast(tensors[name], target) for tensors in others]
             value = weighted_sum(theirs, weights)
             if name in identity:
                 value = value + (1 - sum(weights)) * upcast(identity[name], target)
             strategy.fill(target, value, name)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters()) | dict(self.named_buffers())
 
     @abstractmethod
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -254,10 +258,14 @@ class FusibleAdapter(Adapter):
     """An adapter that adds a function of the stream; a fusion can replace that function."""
 
     @abstractmethod
-    def update(self, x: Tensor) -> Tensor:
+    def update(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapter's update of `x` `[*batch, d_model]`, same shape; fusions attend to it.
 
         Gates and dropouts are left out.
+
+        Args:
+            x: what the adapter's function reads.
+            base: the layer.
         """
 
     @abstractmethod

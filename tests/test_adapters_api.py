@@ -44,7 +44,6 @@ ABSENT = {
 
 # methods with an embedding, prefix or reparametrisation of their own, none of which is here
 ABSENT_CONFIGS = {
-    "CompacterConfig", "CompacterPlusPlusConfig",
     "MTLLoRAConfig",
 }  # fmt: skip
 ABSENT_BLOCKS = {"AdapterCompositionBlock", "MultiTask"}

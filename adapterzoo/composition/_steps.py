@@ -210,11 +210,11 @@ class Fused(Tree):
         """Return the last adapter's update, given the output of the rest of its chain."""
         adapter = cast("FusibleAdapter", adapters[last])
         if len(chain) == 1:
-            return adapter.update(z)
+            return adapter.update(z, base)
         recorded: list[Tensor] = []
 
         def record(z: Tensor) -> Tensor:
-            recorded.append(adapter.update(z))
+            recorded.append(adapter.update(z, base))
             return recorded[-1]
 
         def recording(x: Tensor, base: BaseLayer) -> Tensor:

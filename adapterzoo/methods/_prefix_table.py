@@ -13,8 +13,8 @@ from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
 
-from ._bottleneck_layer import Affine
 from ._init import drawn, generator, kaiming, normal, uniform
+from ._products import Affine
 
 
 class PrefixTable(nn.Module):

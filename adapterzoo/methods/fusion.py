@@ -25,8 +25,8 @@ from adapterzoo.fields import Choice, Maybe, Share, field
 from adapterzoo.kernels.exact import is_autocast
 from adapterzoo.registry import Registry
 
-from ._bottleneck_layer import Affine
 from ._init import constant, drawn, normal
+from ._products import Affine
 
 # the initial temperature, and the number of steps in which it falls by this amount
 _HOT, _STEPS = 50.0, 1000

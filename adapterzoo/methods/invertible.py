@@ -32,8 +32,8 @@ from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 
 from ._bottleneck_fields import BottleneckFields, InvertibleKind, invertible_adapters
-from ._bottleneck_layer import Affine
 from ._init import DTYPES, constant, drawn, generator, normal
+from ._products import Affine
 
 
 class NiceBlock(nn.Module):
@@ -132,7 +132,7 @@ class NiceAdapter(InvertibleKind):
         Raises:
             StateError: `x` has another width.
         """
-        block = cast("NiceBlock", base.shared(self))
+        block = cast("NiceBlock", cast("nn.ModuleDict", base.shared(self))["invertible"])
         width = 2 * cast("Affine", cast("nn.ModuleDict", block.F)["0"]).weight.shape[1]
         if x.shape[-1] != width:
             raise StateError(

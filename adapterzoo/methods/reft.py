@@ -33,8 +33,8 @@ from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Either, Layers, Range, Sh
 from adapterzoo.spelling import spelled
 
 from . import _reft_spelling
-from ._bottleneck_layer import Affine
 from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
+from ._products import Affine
 from ._sublayers import block_sites
 
 _COUNT = Range(0, 65_536)

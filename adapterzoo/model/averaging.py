@@ -128,10 +128,11 @@ def _by_member(
 def _average(
     made: nn.Module, others: Sequence[nn.Module], weights: Sequence[float], strategy: Combination
 ) -> None:
-    """Set shared parameters of the result to the weighted sum of those of the adapters."""
-    for key, target in made.named_parameters():
-        value = weighted_sum([upcast(o.get_parameter(key), target) for o in others], weights)
-        strategy.fill(target.data, value, key)
+    """Set shared tensors of the result to the weighted sum of those of the adapters."""
+    theirs = [other.state_dict() for other in others]
+    for key, target in made.state_dict().items():
+        value = weighted_sum([upcast(each[key], target) for each in theirs], weights)
+        strategy.fill(target, value, key)
 
 
 def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:

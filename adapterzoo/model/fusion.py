@@ -110,7 +110,11 @@ def make(
         ConfigError: an adapter cannot be fused.
         SiteError: the adapters have different sites.
     """
-    places = {name: list(model._adapter_state.find(name).places) for name in names}
+    records = {name: model._adapter_state.find(name) for name in names}
+    # what layers share has no place
+    places = {
+        name: [path for path, at in own.places.items() if at] for name, own in records.items()
+    }
     first = places[names[0]]
     for name, paths in places.items():
         if paths != first:
@@ -120,7 +124,7 @@ def make(
                 f"{lost[0]!r}. Fuse adapters of one placement, or leave_out the other blocks."
             )
         for path, module in modules_of(model, name):
-            if not isinstance(module, FusibleAdapter):
+            if path in paths and not isinstance(module, FusibleAdapter):
                 raise ConfigError(
                     f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
                     f"outputs of bottlenecks. Write add_adapter({name!r}, 'seq_bn')."
@@ -128,10 +132,11 @@ def make(
     text = text_config(model.config)
     inherited = getattr(text, "attention_probs_dropout_prob", 0.0)
     dropout = inherited if config.dropout_prob is None else config.dropout_prob
-    made = {}
-    for path, module in modules_of(model, names[-1]):
-        parameter = next(module.parameters())
-        width = model._adapter_state.records[names[-1]].places[path][0].site.d_out
+    made, last = {}, dict(modules_of(model, names[-1]))
+    for path in first:
+        # of a bottleneck that shares all, those that it shares
+        parameter = next(p for at in (path, "") for p in last[at].parameters())
+        width = records[names[-1]].places[path][0].site.d_out
         made[path] = Fusion(config, width, dropout, parameter.device, parameter.dtype)
     return made
 
