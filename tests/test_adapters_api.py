@@ -21,10 +21,7 @@ RECORD = json.loads((Path(__file__).parent / "data" / "adapters_signatures.json"
 
 # methods of theirs that are not here
 ABSENT = {
-    "embeddings beside the model's own": (
-        "active_embeddings", "add_embeddings", "delete_embeddings", "freeze_embeddings",
-        "load_embeddings", "loaded_embeddings", "save_embeddings", "set_active_embeddings",
-    ),
+    "the input embeddings are frozen like any other part": ("freeze_embeddings",),
     "machinery that is not needed where no model is rewritten": (
         "apply_to_adapter_layers", "apply_to_basemodel_childs", "forward_context",
         "has_parallel_adapters", "init_adapters", "model_name", "supports_adapter",
