@@ -29,8 +29,8 @@ ABSENT = {
         "apply_to_adapter_layers", "apply_to_basemodel_childs", "forward_context",
         "has_parallel_adapters", "init_adapters", "iter_layers", "model_name", "supports_adapter",
     ),
-    "prefix tuning and parameters that adapters share": (
-        "eject_prefix_tuning", "set_shared_parameters", "share_parameters", "unshare_parameters",
+    "prefix tuning and modules that layers share": (
+        "eject_prefix_tuning", "set_shared_parameters",
     ),
     "made by the configs of heads: add_prediction_head_from_config": (
         "add_prediction_head", "head_type",
@@ -45,9 +45,8 @@ ABSENT = {
 # methods with an embedding, prefix or reparametrisation of their own, none of which is here
 ABSENT_CONFIGS = {
     "CompacterConfig", "CompacterPlusPlusConfig",
-    "MTLLoRAConfig",
 }  # fmt: skip
-ABSENT_BLOCKS = {"AdapterCompositionBlock", "MultiTask"}
+ABSENT_BLOCKS = {"AdapterCompositionBlock"}
 
 # arguments of theirs that are not here: given by name they are an error, never left unread
 GONE = {
@@ -77,6 +76,7 @@ OTHER = {
     ("DoRAConfig", "use_gating"): "gates are of LoRA alone",
     ("DvoRAConfig", "use_gating"): "the same",
     ("IA3Config", "use_gating"): "the same",
+    ("MTLLoRAConfig", "use_gating"): "the same",
     ("VeraConfig", "use_gating"): "the same",
     ("IA3Config", "dropout"): "there is no low rank on whose way features could be dropped",
     ("IA3Config", "init_weights"): "all vectors start as ones",

@@ -1,8 +1,7 @@
 """The compositions as data: immutable, compared as a whole, checked when they are written.
 
 A child is the name of an adapter or another composition; where the batch or the sequence is
-divided it may be None, the plain base model. Which one may stand in which is AdapterHub's table,
-`NESTINGS`.
+divided it may be None, the plain base model. Any may stand in any other, but for `REFUSED`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,14 @@ class Stack(Node):
         """Put the adapters on top of each other.
 
         Args:
-            children: names of adapters, each once, and compositions.
+            children: names of adapters, each once, and compositions; a stack among them is
+                part of this one.
 
         Raises:
-            CompositionError: no child, a name twice, or something not legal in a stack.
+            CompositionError: no child, a name twice, or something that is no child.
         """
+        inside = [c.children if isinstance(c, Stack) else (c,) for c in children]
+        children = tuple(child for part in inside for child in part)
         super().__init__(*children)
         names = [c for c in children if isinstance(c, str)]
         if len(set(names)) != len(names):
@@ -144,6 +146,22 @@ class Parallel(Node):
     """Each adapter on a copy of the whole batch: `Parallel("a", "b")`, one answer from each."""
 
     takes_none: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class MultiTask(Node):
+    """Each row of the batch to the adapter of its task: `MultiTask("a", "b")`.
+
+    `model(…, task_ids=[0, 1, 1, 0])` says the task of each row, by the number or the name of a
+    child.
+    """
+
+    takes_none: ClassVar[bool] = True
+
+    @property
+    def tasks(self) -> tuple[str | None, ...]:
+        """The names of the tasks: that of each child, or of the adapter that acts last in it."""
+        return tuple(c.last() if isinstance(c, Node) else c for c in self.children)
 
 
 @dataclass(frozen=True, init=False, repr=False)

@@ -34,7 +34,7 @@ from adapterzoo.names import check_name
 
 from . import adapters, fusion, sharding
 from .activation import check_layers, refuse_taken
-from .heads import tables
+from .heads import tables, ties
 from .heads.interface import HeadRecord, LoadOptions
 from .hf.info import info_of
 from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
@@ -107,6 +107,7 @@ def load_adapter(
     name = None if folder == Path(path) else str(path)
     name, enter = _fitting(model, folder, asked, name)
     enter()
+    ties.share_equal(model, [name])
     return name
 
 
@@ -166,6 +167,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         )
     for _, enter in loads:
         enter()
+    ties.share_equal(model, names)
     return names
 
 

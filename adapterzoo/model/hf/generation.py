@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from adapterzoo.errors import StateError, listing, names_call
 from adapterzoo.model import batches
-from adapterzoo.model.batches import RowNames
+from adapterzoo.model.batches import RowNames, TaskIds
 
 from .continuous_batching import refuse_names, refuse_other_than_default, watch
 
@@ -15,7 +15,13 @@ from .continuous_batching import refuse_names, refuse_other_than_default, watch
 class GeneratesWithAdapters:
     """Stands before transformers' `GenerationMixin` in the bases of a class."""
 
-    def generate(self, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        *args: Any,
+        adapter_names: RowNames | None = None,
+        task_ids: TaskIds | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """As `GenerationMixin.generate`, each row with an adapter of its own where names are given.
 
         Args:
@@ -23,10 +29,12 @@ class GeneratesWithAdapters:
             adapter_names: for each row of the prompt the adapter, or a composition, that acts on
                 it, None for the base model; in place of the active ones. Beams and several
                 returned sequences of a row take the same.
+            task_ids: where a `MultiTask` is active, the task of each row of the prompt: a tensor
+                `[batch]` of numbers, or a list of numbers or names of its children.
             **kwargs: as `generate` of transformers takes them.
 
         Raises:
-            CompositionError: the rows do not fit the prompt.
+            CompositionError: the rows do not fit the prompt, or a task is unknown.
             StateError: an adapter is merged or an `AdapterSetup` holds, and there are names; or
                 no named head is active.
             UnknownNameError: there is no adapter of a name.
@@ -34,10 +42,10 @@ class GeneratesWithAdapters:
         model: Any = self
         prompt = args[0] if args else kwargs.get("inputs")
         given = kwargs if prompt is None else {model.main_input_name: prompt, **kwargs}
-        if batches.starts(model, adapter_names):
+        if batches.starts(model, adapter_names, task_ids):
             copies = _sequences(kwargs, model.generation_config)
             plan, times = batches.plan_of_call(
-                model, given, adapter_names, generates=True, copies=copies
+                model, given, adapter_names, task_ids, generates=True, copies=copies
             )
             if times > 1:
                 batch = batches.batch_size(given)
@@ -51,19 +59,22 @@ class GeneratesWithAdapters:
             return cast("Any", super()).generate(*args, **kwargs)
 
     @names_call
-    def generate_batch(self, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
+    def generate_batch(
+        self, *args: Any, adapter_names: Any = None, task_ids: Any = None, **kwargs: Any
+    ) -> Any:
         """As `generate_batch` of transformers, with the adapters that are active for all threads.
 
         Args:
             *args: as `generate_batch` of transformers takes them.
             adapter_names: not supported; it is refused, where transformers would ignore it.
+            task_ids: the same.
             **kwargs: as `generate_batch` of transformers takes them.
 
         Raises:
             StateError: there are names, an `AdapterSetup` holds, the active composition divides
                 the batch, or a manager that was kept has the cache of other adapters.
         """
-        refuse_names(adapter_names)
+        refuse_names(adapter_names=adapter_names, task_ids=task_ids)
         refuse_other_than_default(cast("Any", self))
         return cast("Any", super()).generate_batch(*args, **kwargs)
 
