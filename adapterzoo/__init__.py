@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         SeqBnConfig,
         SeqBnInvConfig,
     )
+    from .methods.compacter import CompacterConfig, CompacterPlusPlusConfig
     from .methods.dora import DoRAConfig
     from .methods.dvora import DvoRAConfig
     from .methods.fusion import (
@@ -61,8 +62,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# where each public name lives; imported when it is first asked for, so that `import adapterzoo`
-# alone costs neither torch nor transformers
+# the module of each public name; imported on first use, so that `import adapterzoo` alone does not
+# import torch or transformers
 _HOMES = {
     "AdapterConfig": "configs",
     "AdapterFusionConfig": "methods.fusion",
@@ -77,6 +78,8 @@ _HOMES = {
     "BOFTConfig": "methods.boft",
     "BatchSplit": "composition",
     "BnConfig": "methods.bottleneck",
+    "CompacterConfig": "methods.compacter",
+    "CompacterPlusPlusConfig": "methods.compacter",
     "ConfigUnion": "configs",
     "DependencyParsingHead": "heads",
     "DiReftConfig": "methods.reft",
@@ -133,6 +136,8 @@ __all__ = [
     "BOFTConfig",
     "BatchSplit",
     "BnConfig",
+    "CompacterConfig",
+    "CompacterPlusPlusConfig",
     "ConfigUnion",
     "DependencyParsingHead",
     "DiReftConfig",
@@ -179,7 +184,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         if name.endswith("AdapterModel"):
-            # BertAdapterModel and its like are made when they are asked for
+            # BertAdapterModel and other such classes are made on first use
             return importlib.import_module(".auto", __name__).class_named(name)
         raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

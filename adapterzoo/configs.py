@@ -1,8 +1,8 @@
 """The base of adapter configs, their registries, and the union of several.
 
 A config is a frozen, keyword-only dataclass in the file of its method. It declares what its
-fields may hold (`adapterzoo.fields`), returns the places of its adapters (`placements`) and builds
-one (`build`).
+fields may hold (`adapterzoo.fields`), returns the placements of its adapters (`placements`) and
+builds each (`build`).
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ architectures: Registry[Any] = Registry("architecture", decorates="its config cl
 """The `architecture` of a config on disk → its class."""
 
 config_strings: Registry[Any] = Registry("config string")
-"""The short names, `"lora"`, `"seq_bn"`, …, to the function that makes the config."""
+"""The short names that users write → functions that make the configs."""
 
 # the classes that `adapters` has as one class, by class
 variants: dict[type[Any], Variant] = {}
 
-# text in quotes, in a config string
+# quoted text in a config string
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One adapter to make: the site that gets it, and the config that makes it.
+    """A site and the config of the adapter that it gets.
 
     Attributes:
-        site: where the adapter is.
+        site: the place of the adapter.
         config: builds the adapter.
-        location: its key in `get_adapter`, such as "output_adapter"; the site's role
-            when empty.
+        location: its key in `get_adapter`, such as "output_adapter"; if empty, the site's role.
     """
 
     site: Site
@@ -153,7 +152,7 @@ class AdapterConfig(Config):
     def gradients_are_exact(self) -> bool:
         """Whether autograd gives the derivative of the output for every parameter.
 
-        False for a method that treats a part of its formula as a constant on purpose.
+        False for a method that deliberately treats a part of its formula as a constant.
         """
         return True
 
@@ -162,7 +161,7 @@ class AdapterConfig(Config):
         """Return every site of the model that gets an adapter.
 
         Raises:
-            SiteError: nothing in the model fits the request, or some block cannot satisfy it.
+            SiteError: the model, or one of its blocks, lacks the sites.
         """
 
     @abstractmethod
@@ -232,7 +231,7 @@ class AdapterConfig(Config):
 
     @classmethod
     def _parse(cls, text: str) -> Any:
-        # quoted text may contain any characters, also the two that separate configs of a union
+        # quoted text may contain any characters, also the separators of a union
         blank = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
         bars = [match.start() for match in re.finditer(r"\|(?![^\[]*\])", blank)]
         ends = zip([-1, *bars], [*bars, len(text)], strict=True)
@@ -265,7 +264,7 @@ class MultiTaskConfig(AdapterConfig):
 @config_strings.register("union")
 @dataclass(frozen=True, kw_only=True)
 class ConfigUnion(AdapterConfig):
-    """Several configs under one adapter name: `ConfigUnion(SeqBnConfig(), LoRAConfig())`."""
+    """Several configs under one adapter name: `ConfigUnion(config, other_config)`."""
 
     architecture: ClassVar[str] = "union"
 
@@ -275,8 +274,8 @@ class ConfigUnion(AdapterConfig):
         """Join the configs.
 
         Args:
-            configs: two or more, none of them a union; an earlier one acts first where two meet
-                at one layer.
+            configs: two or more, none of them a union; if two adapt one layer, the earlier acts
+                first.
 
         Raises:
             ConfigError: fewer than two, or one is not a plain config.
@@ -287,13 +286,13 @@ class ConfigUnion(AdapterConfig):
         if len(configs) < 2 or wrong:
             raise ConfigError(
                 f"ConfigUnion{configs!r}: a union joins two or more configs that are not unions "
-                f"themselves. Write ConfigUnion(SeqBnConfig(), LoRAConfig())."
+                f"themselves. Write ConfigUnion(config, other_config)."
             )
         object.__setattr__(self, "configs", configs)
 
     @property
     def members(self) -> tuple[AdapterConfig, ...]:
-        """The configs that were joined."""
+        """The joined configs."""
         return self.configs
 
     @property
@@ -327,7 +326,7 @@ class ConfigUnion(AdapterConfig):
         if len(kinds) > 1:
             shown = listing("|".join(kind) for kind in sorted(kinds))
             raise CompositionError(
-                f"unions are combined member by member, and these are {shown}. "
+                f"unions are combined member by member, but these are {shown}. "
                 f"Add the adapters with the same methods in the same order."
             )
         members = zip(*unions, strict=True)
@@ -338,7 +337,7 @@ class ConfigUnion(AdapterConfig):
         return {"architecture": "union", "configs": [c.to_dict() for c in self.configs]}
 
     def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
-        """Return the union with the changes made in each member."""
+        """Return the union with the changes in each member."""
         return type(self)(*(c._changed(shown, changes) for c in self.configs))
 
     def __repr__(self) -> str:

@@ -51,6 +51,7 @@ from torch import Tensor
 
 from .anatomy import Anatomy, Site, SubLayerKind
 from .configs import AdapterConfig, Placement, Variant, variants
+from .fields import FLAG, Check
 from .registry import Registry
 
 Fields = dict[str, Any]
@@ -85,7 +86,7 @@ class Container:
             `AdapterConfig.shared`.
         below: the rest of `<path>`, e.g. "reft_layer", "prefix_tuning".
         locations: at "sublayer": the kind of the sub-layer to `Placement.location`.
-        aliases: other names of the container, in older files.
+        aliases: names of the container in older files.
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
         held_by: at "model": whether an adapter of a config has such tensors.
@@ -196,17 +197,15 @@ class AdapterHubSpelling:
 
 @dataclass(frozen=True, slots=True)
 class PeftField:
-    """A field of PEFT's config that is read; of its default's type: a flag, an integer or a number.
+    """A field of PEFT's config that is read.
 
     Attributes:
         default: the value in a file without the field.
-        low: the smallest legal number.
-        high: the largest.
+        check: the legal values.
     """
 
     default: bool | float
-    low: float = 0
-    high: float = 1e9
+    check: Check = FLAG
 
 
 @dataclass(slots=True)

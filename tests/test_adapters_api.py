@@ -27,7 +27,7 @@ ABSENT = {
     ),
     "machinery that is not needed where no model is rewritten": (
         "apply_to_adapter_layers", "apply_to_basemodel_childs", "forward_context",
-        "has_parallel_adapters", "init_adapters", "iter_layers", "model_name", "supports_adapter",
+        "has_parallel_adapters", "init_adapters", "model_name", "supports_adapter",
     ),
     "prefix tuning and modules that layers share": (
         "eject_prefix_tuning", "set_shared_parameters",
@@ -43,9 +43,7 @@ ABSENT = {
 }  # fmt: skip
 
 # methods with an embedding, prefix or reparametrisation of their own, none of which is here
-ABSENT_CONFIGS = {
-    "CompacterConfig", "CompacterPlusPlusConfig",
-}  # fmt: skip
+ABSENT_CONFIGS: set[str] = set()
 ABSENT_BLOCKS = {"AdapterCompositionBlock"}
 
 # arguments of theirs that are not here: given by name they are an error, never left unread
@@ -78,9 +76,6 @@ OTHER = {
     ("IA3Config", "use_gating"): "the same",
     ("MTLLoRAConfig", "use_gating"): "the same",
     ("VeraConfig", "use_gating"): "the same",
-    ("IA3Config", "dropout"): "there is no low rank on whose way features could be dropped",
-    ("IA3Config", "init_weights"): "all vectors start as ones",
-    ("IA3Config", "init_weights_seed"): "the same",
     ("VeraConfig", "init_weights"): "A and B are drawn as in the paper",
     ("VeraConfig", "init_weights_seed"): "projection_prng_key",
     ("VeraConfig", "r"): "256, as in the paper and PEFT",

@@ -266,7 +266,7 @@ def test_any_depth_is_legal():
         (lambda: BatchSplit("a", batch_sizes=[1, 2]), "[1, 2]", "Write batch_sizes=[2]"),
         (lambda: BatchSplit("a", batch_sizes=True), "True", "Write batch_sizes=[2]"),
         (lambda: Average("a", "b", weights=[1]), "weights=[1]", "Write weights=[0.5, 0.5]"),
-        (lambda: Average("a", "b", weights=[1, -1]), "sum up to 0", "normalize_weights=False"),
+        (lambda: Average("a", "b", weights=[1, -1]), "sum to 0", "normalize_weights=False"),
         (lambda: Average("a", "b", weights=["1", 2]), "'1'", "Write weights=[0.5, 0.5]"),
         (lambda: Split("a", "b", splits=None), "splits=None", "Write splits=[2, 2]"),
         (lambda: Split("a", "b", splits=2.5), "splits=2.5", "Write splits=[2, 2]"),
@@ -537,12 +537,12 @@ class Bottleneck(FusibleAdapter):
         super().__init__()
         self.factor = factor
 
-    def update(self, x: Tensor) -> Tensor:
+    def update(self, x: Tensor, base: BaseLayer) -> Tensor:
         return self.factor * x
 
     def forward(self, x: Tensor, base: BaseLayer, instead=None) -> Tensor:
         y = base(x)
-        return y + (instead or self.update)(y)
+        return y + (self.update(y, base) if instead is None else instead(y))
 
 
 def mixing(z: Tensor, outputs: list[Tensor]) -> tuple[Tensor]:

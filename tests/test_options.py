@@ -52,7 +52,7 @@ VALUES: dict[str, Any] = {
     "pooling": "mean",
     "positions": "shifted",
     "rank_pattern": {"query": 2},
-    "reduction_factor": 8,
+    "reduction_factor": 4,
     "target_modules": ["dense"],
     "tie_word_embeddings": False,
     "vocab_size": 50,

@@ -10,7 +10,7 @@ from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types, token_places
 from ._labels import labels_from
 from ._lm import LMHead
-from ._losses import Logits
+from ._losses import IGNORED, Logits, next_labels
 from ._pooled import PooledHead
 from ._pooling import POOLINGS, Pooling, pool
 from ._static import InexpressibleError, Shapes, Static, StaticHead
@@ -23,6 +23,7 @@ from .question_answering import QuestionAnsweringConfig, QuestionAnsweringHead
 from .tagging import TaggingConfig, TaggingHead
 
 __all__ = [
+    "IGNORED",
     "POOLINGS",
     "Backbone",
     "CausalLMConfig",
@@ -53,6 +54,7 @@ __all__ = [
     "adds_head",
     "head_types",
     "labels_from",
+    "next_labels",
     "pool",
     "token_places",
 ]

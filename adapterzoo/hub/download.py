@@ -37,21 +37,21 @@ def resolve(
 ) -> Path:
     """Return the folder of an adapter; download it to the cache if it is on the Hub.
 
-    Only the files of an adapter are downloaded, and each is compared with the Hub's digest. Where
-    the Hub cannot be reached or refuses, the cached files are used and a warning is logged; with
-    `HF_HUB_OFFLINE=1` it is not asked at all.
+    Only the files of an adapter are downloaded, and each is compared with the Hub's digest. If the
+    Hub cannot be reached or refuses, the cached files are used and a warning is logged. With
+    `HF_HUB_OFFLINE=1` only the cache is used.
 
     Args:
         adapter_name_or_path: a folder, `user/repository` or `user/repository/folder`.
         revision: branch, tag or commit; None: the default branch.
-        source: `"hf"`: the Hub, even where there is a folder of that name; None: a folder first.
+        source: `"hf"`: the Hub, even if a folder of that name exists; None: a folder first.
         cache_dir: of `huggingface_hub`; None: its default.
         token: a token, True for the stored one, False for none; None: the stored one if any.
         local_files_only: whether to use the cache only.
         force_download: whether to download cached files again.
 
     Returns:
-        A folder; for the Hub its files are links into the cache and must not be written to.
+        A folder. In the cache its files are links, which must not be written to.
 
     Raises:
         CheckpointError: there is no such folder, and the name cannot be on the Hub.
@@ -84,10 +84,10 @@ def resolve(
 
 
 def repository(client: Client, repo_id: str) -> tuple[ModelInfo, dict[str, str | None]]:
-    """Return the Hub's facts on a repository at the client's revision, and each file's digest.
+    """Return the Hub's facts about a repository at the client's revision, and each file's digest.
 
     Raises:
-        HubError: there are none.
+        HubError: the Hub does not give them.
     """
     info = client.ask(
         lambda: HfApi().model_info(
@@ -127,7 +127,7 @@ class Cache:
     def __init__(
         self, client: Client, ref: RepoRef, cache_dir: str | os.PathLike[str] | None = None
     ) -> None:
-        """Look at the cache.
+        """Keep the arguments.
 
         Args:
             client: downloads what is missing.
@@ -151,7 +151,7 @@ class Cache:
         """Return a file of a commit, from the cache or the Hub, compared with its digest.
 
         Raises:
-            HubError: it cannot be downloaded, and is not in the cache.
+            HubError: it is not in the cache and cannot be downloaded.
         """
         for again in (force, True):
             file = self._download(name, commit, again)
@@ -166,12 +166,12 @@ class Cache:
         )
 
     def remember(self, name: str, commit: str) -> None:
-        """Tell the cache which commit the revision is, once all its files are there."""
+        """Record in the cache which commit the revision is, once all its files are there."""
         revision = self._client.revision or constants.DEFAULT_REVISION
         known = self._find(name)
         if _COMMIT.fullmatch(revision) or (known is not None and commit in known.parts):
             return
-        # the adapter is there; only a later load without a network would miss this
+        # ignore failures: only a later load in offline mode needs this
         with contextlib.suppress(HubError):
             self._download(name, revision, False)
 
@@ -205,12 +205,12 @@ def _is_intact(file: Path, digest: str | None) -> bool:
 
 
 def _blob(file: Path) -> Path | None:
-    """Return the cache's file with the content; None where the system has no links."""
+    """Return the cache's file with the content; None if the system has no links."""
     return file.parent / file.readlink() if file.is_symlink() else None
 
 
 def _digest_in_cache(file: Path) -> str | None:
-    """Return the digest that is the name of a file's content in the cache."""
+    """Return the digest of a file, which is its name in the cache."""
     blob = _blob(file)
     return blob.name if blob is not None and is_digest(blob.name) else None
 

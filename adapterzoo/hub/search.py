@@ -1,4 +1,4 @@
-"""Search the Hub for adapters, and ask for the facts about one of them."""
+"""Search the Hub for adapters, and get the facts about one of them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class AdapterInfo:
 
     Attributes:
         adapter_id: `user/repository`, as `load_adapter` takes it.
-        model_name: the base model; None: its author does not name it.
-        task: the Hub's name of the task, as `"text-classification"`.
+        model_name: the base model; None if its author does not name it.
+        task: the Hub's name of the task, such as `"text-classification"`.
         username: the user or organization that published it.
         source: always `"hf"`.
         library: the library that wrote it: `"adapterzoo"`, `"adapters"` or `"peft"`.
@@ -42,7 +42,7 @@ class AdapterInfo:
         gated: whether readers must ask for access.
         revision: the commit.
         files: paths in the repository.
-        adapter_config: its `adapter_config.json`; None in a search, or where it has none.
+        adapter_config: its `adapter_config.json`; None in a search, or if it has none.
     """
 
     adapter_id: str
@@ -77,8 +77,8 @@ def list_adapters(
     """List adapters of the Hub that `load_adapter` can read, the most downloaded first.
 
     Args:
-        base_model: only those for this model, as `"google-bert/bert-base-uncased"`.
-        task: only those for this task of the Hub, as `"text-classification"`.
+        base_model: only those for this model, such as `"google-bert/bert-base-uncased"`.
+        task: only those for this task of the Hub, such as `"text-classification"`.
         library: only those that this library wrote: `"adapterzoo"`, `"adapters"` or `"peft"`.
         search: words in the repository's name.
         author: user or organization.
@@ -87,7 +87,7 @@ def list_adapters(
 
     Raises:
         ConfigError: the library is unknown, or the limit is negative.
-        HubError: the Hub does not answer as it should.
+        HubError: the request failed.
     """
     if library is not None and library not in LIBRARIES:
         raise ConfigError(
@@ -99,7 +99,7 @@ def list_adapters(
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:
         search_one = functools.partial(_search, name, base_model, limit, asked)
-        # a repository of two formats is found twice
+        # a repository with two formats is found twice
         found = {info.adapter_id: info for info in Client(token=token).ask(search_one)} | found
     ranked = sorted(found.values(), key=lambda info: (-info.downloads, info.adapter_id))
     return ranked[:limit]
@@ -117,7 +117,7 @@ def adapter_info(
         token: as `load_adapter` takes it.
 
     Raises:
-        HubError: there is no such repository, it may not be read, or the Hub does not answer.
+        HubError: there is no such repository, it may not be read, or the request failed.
     """
     check_repo_id(adapter_id)
     client = Client(adapter_id, revision, token)
@@ -136,7 +136,7 @@ def adapter_info(
 def _search(
     library: str, base_model: str | None, limit: int | None, asked: Mapping[str, Any]
 ) -> list[AdapterInfo]:
-    # AdapterHub writes the base model into the config only, where the Hub does not search
+    # AdapterHub writes the base model only into the config, which the Hub does not search
     by_config = library == "adapters"
     tags = [LIBRARIES[library]]
     if base_model is not None and not by_config:
@@ -177,7 +177,7 @@ def _info(model: ModelInfo, document: dict[str, Any] | None) -> AdapterInfo:
 def _base_model(
     model: ModelInfo, card: Mapping[str, Any], document: Mapping[str, Any]
 ) -> str | None:
-    # "base_model:adapter:x" and "base_model:x" both stand among the tags
+    # the tags have both "base_model:adapter:x" and "base_model:x"
     tagged = [tag for tag in _tagged(model.tags or (), "base_model:") if ":" not in tag]
     parts = [(model.config or {}).get(key) for key in ("adapters", "adapter_transformers")]
     configured = [part.get("model_name") for part in parts if isinstance(part, Mapping)]

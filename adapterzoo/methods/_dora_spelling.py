@@ -47,23 +47,23 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
 def _unsayable_hub(config: AdapterConfig) -> str | None:
     if config.to_dict()["convention"] != "adapterhub":
         return (
-            "adapters computes another DoRA, without the scaling in the norm and with the bias "
-            "scaled, which is convention='adapterhub'"
+            "adapters computes another DoRA, without the scaling in the norm and with a scaled "
+            "bias: convention='adapterhub'"
         )
     return _low_rank_adapterhub.unsayable(config)
 
 
 def _unsayable_peft(placement: Placement) -> str | None:
     if placement.config.to_dict()["convention"] != "paper":
-        return "DoRAConfig(convention='adapterhub'), and PEFT's DoRA is that of the paper"
+        return "DoRAConfig(convention='adapterhub'), but PEFT's DoRA is the paper's"
     return _low_rank_peft.unsayable(placement)
 
 
 def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
-    """Return one adapter of a whole layer; rows that no part has keep the norm of the base weight.
+    """Return one adapter of a whole layer; unadapted rows keep the norm of the base weight.
 
     Raises:
-        CheckpointError: a row has two magnitudes, or the norm of an unadapted one is not known.
+        CheckpointError: a row has two magnitudes, or the norm of an unadapted one is unknown.
     """
     site = parts[0].placement.site
     slices = [part.placement.site.output_slice for part in parts]
@@ -72,8 +72,8 @@ def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Ten
     ]
     if None in slices or len(set(rows)) < len(rows):
         raise CheckpointError(
-            f"at {site.path!r} {len(parts)} adapters with magnitudes share rows, and PEFT has one "
-            f"for the whole layer, which cannot compute the same. Write "
+            f"at {site.path!r} {len(parts)} adapters with magnitudes share rows, and PEFT's one "
+            f"adapter for the whole layer cannot compute the same. Write "
             f"{argument('format', 'native')}, or train "
             f"with target_modules={[site.path.rpartition('.')[2]]!r}."
         )

@@ -1,4 +1,4 @@
-"""What LoRA and its relatives have in common in AdapterHub's files."""
+"""AdapterHub's spelling of methods with low-rank factors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ._low_rank_config import LowRankConfig
 FIELDS = _layer_flags.FLAGS | same(
     "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"
 )
-"""AdapterHub's LoRAConfig, but for the fields that make another method of it."""
+"""The fields of AdapterHub's LoRAConfig, without those that select another method."""
 
 
 def read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     """Return the fields of a file in our terms."""
-    # how values were drawn does not matter once they are there
+    # the initialization does not matter for loaded values
     if fields.get("init_weights") not in ("lora", "bert"):
         fields.pop("init_weights", None)
     # adapters before 1.1 scaled by 1, and it multiplies a gated update only by the gate
@@ -88,10 +88,10 @@ def spelling(
 
     Args:
         config: of the method.
-        fixed: the fields that tell it from the others.
+        fixed: the fields that identify it.
         containers: of its tensors.
-        architecture: what AdapterHub calls it.
-        **more: as in `AdapterHubSpelling`.
+        architecture: its name in AdapterHub.
+        **more: other arguments of `AdapterHubSpelling`.
     """
     return AdapterHubSpelling(
         config=config,

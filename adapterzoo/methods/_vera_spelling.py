@@ -9,7 +9,7 @@ import torch
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.fields import FACTOR, MAX_WIDTH, Range, Share
 from adapterzoo.spelling import (
     AdapterHubSpelling,
     Fields,
@@ -38,10 +38,10 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         tensors={"lambda_d": ("vera_lambda_d",), "lambda_b": ("vera_lambda_b",)},
         shared={"lora_A": "base_model.vera_A", "lora_B": "base_model.vera_B"},
         fields={
-            "r": PeftField(256, 1, MAX_WIDTH),
-            "projection_prng_key": PeftField(0, 0, 2**63 - 1),
-            "vera_dropout": PeftField(0.0, 0.0, 1.0 - 1e-9),
-            "d_initial": PeftField(0.1, -1e9, 1e9),
+            "r": PeftField(256, Range(1, MAX_WIDTH)),
+            "projection_prng_key": PeftField(0, Range(0, 2**63 - 1)),
+            "vera_dropout": PeftField(0.0, Share()),
+            "d_initial": PeftField(0.1, FACTOR),
         },
         inert=frozenset(("init_weights", "save_projection")),
         read_layers=_read_layers,
@@ -80,7 +80,7 @@ def _read_model(
 
 def _unsayable(placement: Placement) -> str | None:
     if placement.config.to_dict()["convention"] != "paper":
-        return "VeraConfig(convention='adapterhub'), and PEFT's VeRA is that of the paper"
+        return "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
     if placement.site.parameter is not None:
         return f"an adapter at the parameter {placement.site.parameter!r}"
     return None

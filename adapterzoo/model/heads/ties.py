@@ -1,7 +1,4 @@
-"""Parameters that parts of a model share: tables of tokens, and those of several adapters.
-
-transformers must know of them to save and load a model.
-"""
+"""Shared parameters of heads and adapters, as transformers needs them to save and load a model."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
 
 
 def ties(model: AdaptedModel) -> dict[str, str]:
-    """Return the keys in the state dict that are another one's parameter, to that one's."""
+    """Map state-dict keys of shared parameters to the keys of those that they share."""
     whole = model._backbone is cast("Any", model)
     start = "" if whole else f"{model.base_model_prefix}."
     found = {}
@@ -51,7 +48,7 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
 
     Args:
         model: with adapters.
-        name: of an adapter that has come or gone; None: something else has changed.
+        name: of an adapter that was added or removed; None: something else has changed.
     """
     own = cast("Any", model)
     # absent until transformers has finished the constructor
