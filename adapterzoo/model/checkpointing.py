@@ -35,7 +35,7 @@ from adapterzoo.names import check_name
 
 from . import adapters, fusion, sharding
 from .activation import check_layers, refuse_taken
-from .heads import tables
+from .heads import tables, ties
 from .heads.interface import HeadRecord, LoadOptions
 from .hf.info import info_of
 from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
@@ -116,6 +116,7 @@ def load_adapter(
     theirs = None if wanted is None else AdapterConfig.load(wanted).to_dict()
     if theirs is not None and asked.leave_out is None and theirs != own.to_dict():
         _LOG.warning("The checkpoint has another config than %r, and is loaded as %r.", wanted, own)
+    ties.share_equal(model, [name])
     return name
 
 
@@ -175,6 +176,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         )
     for _, enter in loads:
         enter()
+    ties.share_equal(model, names)
     return names
 
 
