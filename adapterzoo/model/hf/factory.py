@@ -220,7 +220,7 @@ def _make_named(
         "__module__": base.__module__,
         "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
         "backbone_class": backbone,
-        "input_names": _positions(backbone.forward),
+        "input_names": inject.positions_of(backbone.forward),
         "config_class": config_class,
         "base_model_prefix": family.base_model_prefix or "model",
         "_tied_weights_keys": None,
@@ -254,7 +254,7 @@ def with_rows(
     Raises:
         ConfigError: in the method: these values are requested but not supported.
     """
-    positions = _positions(plain)
+    positions = inject.positions_of(plain)
 
     @functools.wraps(plain)
     def method(
@@ -320,13 +320,6 @@ def _showing(plain: Any, *names: str) -> inspect.Signature:
     rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
     extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in names]
     return signature.replace(parameters=[*named, *extra, *rest])
-
-
-def _positions(method: Any) -> tuple[str, ...]:
-    """Return the names of a method's positional arguments."""
-    _, *parameters = inspect.signature(method).parameters.values()
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return tuple(p.name for p in parameters if p.kind in kinds)
 
 
 def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
