@@ -65,9 +65,10 @@ class AdapterInfo:
 
 @names_call
 def list_adapters(
-    base_model: str | None = None,
+    model_name: str | None = None,
     task: str | None = None,
     *,
+    base_model: str | None = None,
     library: str | None = None,
     search: str | None = None,
     author: str | None = None,
@@ -77,8 +78,9 @@ def list_adapters(
     """List adapters of the Hub that `load_adapter` can read, the most downloaded first.
 
     Args:
-        base_model: only those for this model, as `"google-bert/bert-base-uncased"`.
+        model_name: only those for this model, as `"google-bert/bert-base-uncased"`.
         task: only those for this task of the Hub, as `"text-classification"`.
+        base_model: the same as `model_name`.
         library: only those that this library wrote: `"adapterzoo"`, `"adapters"` or `"peft"`.
         search: words in the repository's name.
         author: user or organization.
@@ -95,6 +97,12 @@ def list_adapters(
         )
     if limit is not None and limit < 0:
         raise ConfigError(f"limit={limit} is negative. Write limit=100, or None for all.")
+    if None not in (base_model, model_name) and base_model != model_name:
+        raise ConfigError(
+            f"base_model={base_model!r} and model_name={model_name!r} mean the same thing and "
+            f"differ. Write only base_model={base_model!r}."
+        )
+    base_model = base_model or model_name
     asked = {"pipeline_tag": task, "search": search, "author": author, "token": token}
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:

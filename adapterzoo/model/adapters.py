@@ -6,6 +6,7 @@ out; everything else that adds or replaces adapters goes through `bring_in`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, StateError, listing, unknown_name
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -55,6 +56,8 @@ def add(
     check_name(name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
+    if (interface := model._adapter_state.interface) is not None:
+        interface.check_method(loaded)
     refuse_taken(model, name, overwrite_ok)
     for member in loaded.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
@@ -301,6 +304,10 @@ def is_inside(model: nn.Module) -> bool:
 
 def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
     """Return the modules of an adapter: `{block number: {location: module}}`."""
+    if isinstance(name, str) and name not in model._adapter_state.records:
+        error = unknown_name("", "adapter", name, model._adapter_state.records)
+        warnings.warn(f"get_adapter({name!r}): {error}", UserWarning, stacklevel=4)
+        return {}
     places = model._adapter_state.find(name).places
     found: dict[int, dict[str, list[nn.Module]]] = {}
     for path, module in modules_of(model, name):

@@ -21,14 +21,19 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
 from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
+from .adapterhub import arguments
+from .adapterhub.config import AdaptersConfig
+from .adapterhub.names import with_names_of_adapters
+from .heads import checkpoints as head_files
 from .heads.interface import HeadStrategy, LoadOptions
 from .heads.static import StaticHead
 from .heads.ties import ties
-from .hf import config_entry, publishing
-from .state import AdaptersConfig, AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
+from .hf import config_entry, owned, publishing
+from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
 
 @names_calls
+@with_names_of_adapters
 class AdapterModelMixin:
     """Named adapters for a `PreTrainedModel`; comes before it in the bases of a class.
 
@@ -55,7 +60,7 @@ class AdapterModelMixin:
     @property
     def adapters_config(self) -> AdaptersConfig:
         """Names and configs of all adapters."""
-        return AdaptersConfig(self._adapter_state.records)
+        return AdaptersConfig(self._adapter_state, self._active)
 
     @property
     def anatomy(self) -> Anatomy:
@@ -81,10 +86,8 @@ class AdapterModelMixin:
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
         """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
-        Where one location holds several modules they come as a `ModuleList`.
-
-        Raises:
-            UnknownNameError: the adapter is unknown.
+        Where one location holds several modules they come as a `ModuleList`. For an unknown name it
+        warns and returns an empty dict.
         """
         return adapters.by_location(self, name)
 
@@ -577,6 +580,9 @@ class AdapterModelMixin:
         adapter_name: str,
         with_head: bool = True,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save an adapter, and the head of the same name, to a folder.
@@ -597,28 +603,39 @@ class AdapterModelMixin:
                 the same name, or the only active one; or the adapter's copy of a static head.
             meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
                 adapter was loaded with.
-            format: "native"; "adapterhub" for AdapterHub's `adapters`; "peft" for PEFT.
+            custom_weights_loaders: None; other modules are not saved.
+            use_safetensors: True or False: the files of `adapters`, in safetensors or pickled;
+                None: as `format` says, which is safe in any case.
+            format: "native"; "adapterhub" and "adapterhub-safetensors" for `adapters`; "peft" for
+                PEFT. A checkpoint of another format in the folder is replaced.
 
         Raises:
             UnknownNameError: the adapter or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
-            CheckpointError: the folder cannot be written or has an adapter in another format, or
-                the format cannot express this adapter.
+            CheckpointError: the folder cannot be written, or the format cannot express this
+                adapter.
         """
-        checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, format)
+        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
 
     def load_adapter(
         self,
         adapter_name_or_path: str | os.PathLike[str],
-        *,
+        config: AdapterConfig | str | Mapping[str, Any] | None = None,
+        version: str | None = None,
+        model_name: str | None = None,
         load_as: str | None = None,
         with_head: bool = True,
+        custom_weights_loaders: Sequence[Any] | None = None,
         leave_out: Iterable[int] | None = None,
         id2label: Mapping[int, str] | None = None,
         set_active: bool = False,
-        overwrite_ok: bool = False,
+        use_safetensors: bool | None = None,
+        *,
+        num_labels: int | None = None,
+        loading_info: dict[str, Any] | None = None,
+        overwrite_ok: bool | None = None,
         dtype: torch.dtype | None = None,
-        version: str | None = None,
         revision: str | None = None,
         source: str | None = None,
         **hub_kwargs: Any,
@@ -629,15 +646,24 @@ class AdapterModelMixin:
 
         Args:
             adapter_name_or_path: the folder, or `user/repository` on the Hub.
+            config: what the adapter's config should be; another one is a warning.
+            version: the same as `revision`.
+            model_name: what the base model's name should be; another one is a warning.
             load_as: name to give it; None: the one it was saved under.
             with_head: whether a head in the checkpoint is loaded, under the adapter's name.
+            custom_weights_loaders: None; other modules are not loaded.
             leave_out: numbers of blocks that get no adapter.
             id2label: other labels for the head.
             set_active: whether to activate the adapter and the head.
-            overwrite_ok: whether an adapter or head of that name may be replaced.
+            use_safetensors: the same in any case: of two files with the same tensors the one in
+                safetensors is read.
+            num_labels: instead of `id2label`, for labels "LABEL_0" and so on.
+            loading_info: a dict that gets "missing_keys" and "unexpected_keys"; both are
+                empty, since a difference is an error.
+            overwrite_ok: whether an adapter or head of that name may be replaced; None: yes, with a
+                warning.
             dtype: keep parameters in this dtype, DoRA's magnitudes in float32 where it is a half;
                 None: that of each layer, and a file in another one is an error.
-            version: the same as `revision`.
             revision: branch, tag or commit on the Hub.
             source: "hf" for the Hub, also where there is a folder of that name.
             **hub_kwargs: `cache_dir`, `token`, `local_files_only`, `force_download`, as
@@ -654,9 +680,12 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
+        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
-            load_as=load_as, with_head=with_head, leave_out=leave_out, id2label=id2label,
-            set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype,
+            load_as=load_as, with_head=with_head, leave_out=leave_out,
+            id2label=arguments.labels(id2label, num_labels), set_active=set_active,
+            overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
+            loading_info=loading_info,
         )  # fmt: skip
         return checkpointing.load_adapter(
             self, adapter_name_or_path, version, revision, source, hub_kwargs, asked
@@ -667,6 +696,9 @@ class AdapterModelMixin:
         save_directory: str | os.PathLike[str],
         with_head: bool = True,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save each adapter to the sub-folder of its name.
@@ -675,13 +707,18 @@ class AdapterModelMixin:
             save_directory: the folder of these; made when missing.
             with_head: as in `save_adapter`.
             meta_dict: JSON values for each of them; None: those that each was loaded with.
-            format: as in `save_adapter`.
+            custom_weights_loaders: as in `save_adapter`.
+            use_safetensors: the same.
+            format: the same.
 
         Raises:
             CheckpointError: a folder cannot be written, or the format cannot express an adapter.
         """
         for name in self.adapters_config:
-            self.save_adapter(Path(save_directory) / name, name, with_head, meta_dict, format)
+            self.save_adapter(
+                Path(save_directory) / name, name, with_head, meta_dict, custom_weights_loaders,
+                use_safetensors, format=format,
+            )  # fmt: skip
 
     def load_all_adapters(
         self, save_directory: str | os.PathLike[str], with_head: bool = True
@@ -705,6 +742,8 @@ class AdapterModelMixin:
         self,
         save_directory: str | os.PathLike[str],
         head_name: str | None = None,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save only a head; a collective call if `save_adapter` is one.
@@ -713,22 +752,27 @@ class AdapterModelMixin:
             save_directory: the folder; made when missing.
             head_name: which head, or the adapter whose copy of a static head; None: the active
                 one, which is the original where the active adapter has no copy.
-            format: "native" or "adapterhub".
+            use_safetensors: as in `save_adapter`.
+            format: "native", "adapterhub" or "adapterhub-safetensors".
 
         Raises:
             UnknownNameError: the head or the format is unknown.
             StateError: it cannot be told which head is meant, or there is none.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        checkpointing.save_head(self, save_directory, head_name, format)
+        chosen = arguments.chosen_format(format, use_safetensors)
+        head_files.save(self, save_directory, head_name, chosen)
 
     def load_head(
         self,
         save_directory: str | os.PathLike[str],
         load_as: str | None = None,
         id2label: Mapping[int, str] | None = None,
+        use_safetensors: bool | None = None,
         *,
-        overwrite_ok: bool = False,
+        set_active: bool = True,
+        loading_info: dict[str, Any] | None = None,
+        overwrite_ok: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> str:
         """Load and activate a head that `save_head`, of this library or AdapterHub, wrote.
@@ -739,7 +783,10 @@ class AdapterModelMixin:
             save_directory: the folder.
             load_as: name to give it; None: the one it was saved under.
             id2label: other labels.
-            overwrite_ok: whether a head of that name may be replaced.
+            use_safetensors: as in `load_adapter`.
+            set_active: False: a named head is not activated.
+            loading_info: as in `load_adapter`.
+            overwrite_ok: whether a head of that name may be replaced; None: yes, with a warning.
             dtype: as in `load_adapter`.
 
         Returns:
@@ -751,31 +798,40 @@ class AdapterModelMixin:
             StateError: the model is sharded.
         """
         asked = LoadOptions(
-            load_as=load_as, id2label=id2label, set_active=True, overwrite_ok=overwrite_ok,
-            dtype=dtype,
+            load_as=load_as, id2label=id2label, set_active=set_active, overwrite_ok=overwrite_ok,
+            dtype=dtype, loading_info=loading_info,
         )  # fmt: skip
-        return checkpointing.load_head(self, save_directory, asked)
+        return head_files.load(self, save_directory, asked)
 
     def save_all_heads(
-        self, save_directory: str | os.PathLike[str], format: str = "native"
+        self,
+        save_directory: str | os.PathLike[str],
+        use_safetensors: bool | None = None,
+        *,
+        format: str = "native",
     ) -> None:
         """Save each head to the sub-folder of its name.
 
         Args:
             save_directory: the folder of these; made when missing.
-            format: "native" or "adapterhub".
+            use_safetensors: as in `save_adapter`.
+            format: as in `save_head`.
 
         Raises:
             CheckpointError: a folder cannot be written, or the format cannot express a head.
         """
         for name in self.known_heads():
-            self.save_head(Path(save_directory) / name, name, format)
+            self.save_head(Path(save_directory) / name, name, use_safetensors, format=format)
 
     def save_adapter_fusion(
         self,
         save_directory: str | os.PathLike[str],
         adapter_names: Fuse | Sequence[str] | str,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        with_head: bool | str = False,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save fusion layers, without their adapters, to a folder.
@@ -784,22 +840,31 @@ class AdapterModelMixin:
             save_directory: the folder; made when missing.
             adapter_names: which fusion.
             meta_dict: JSON values to keep in the checkpoint's `meta`.
-            format: "native"; "adapterhub" for AdapterHub's `adapters`.
+            custom_weights_loaders: as in `save_adapter`.
+            with_head: whether the head of the fusion's name is saved beside it; or the name of
+                another head.
+            use_safetensors: as in `save_adapter`.
+            format: "native", "adapterhub" or "adapterhub-safetensors".
 
         Raises:
             UnknownNameError: the fusion or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, format)
+        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, chosen, with_head)
 
     def load_adapter_fusion(
         self,
         adapter_fusion_name_or_path: str | os.PathLike[str],
         load_as: str | None = None,
-        *,
+        custom_weights_loaders: Sequence[Any] | None = None,
         set_active: bool = False,
-        overwrite_ok: bool = False,
+        with_head: bool = True,
+        use_safetensors: bool | None = None,
+        *,
+        loading_info: dict[str, Any] | None = None,
+        overwrite_ok: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> str:
         """Load fusion layers that `save_adapter_fusion`, here or of `adapters`, wrote.
@@ -809,8 +874,13 @@ class AdapterModelMixin:
         Args:
             adapter_fusion_name_or_path: the folder.
             load_as: name to give them; None: the one they were saved under.
-            set_active: whether to activate it.
-            overwrite_ok: whether a fusion of that name may be replaced.
+            custom_weights_loaders: as in `load_adapter`.
+            set_active: whether to activate it, and the head.
+            with_head: whether a head beside it is loaded.
+            use_safetensors: as in `load_adapter`.
+            loading_info: the same.
+            overwrite_ok: whether a fusion or head of that name may be replaced; None: yes, with a
+                warning.
             dtype: keep parameters in this dtype; None: that of the adapters.
 
         Returns:
@@ -822,9 +892,11 @@ class AdapterModelMixin:
             SiteError: the adapters have different sites.
             UnknownNameError: an adapter that is fused is not there.
         """
+        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
-            load_as=load_as, set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype
-        )
+            load_as=load_as, with_head=with_head, set_active=set_active, overwrite_ok=overwrite_ok,
+            dtype=dtype, loading_info=loading_info,
+        )  # fmt: skip
         return checkpointing.load_fusion(self, adapter_fusion_name_or_path, asked)
 
     def push_adapter_to_hub(
@@ -929,6 +1001,7 @@ class AdapterModelMixin:
         """Start without adapters; called once, when the model gets these methods."""
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
+        owned.own(self, owned.names_of(AdapterModelMixin))
         setup.announce(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

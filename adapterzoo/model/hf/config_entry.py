@@ -13,11 +13,14 @@ from typing import Any
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError
+from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
 from adapterzoo.model.heads import tables
 from adapterzoo.model.heads.ties import tables_of
 from adapterzoo.model.state import AdaptedModel
+
+from . import plugin
 
 
 def enter(model: AdaptedModel) -> None:
@@ -25,7 +28,7 @@ def enter(model: AdaptedModel) -> None:
     state, plan = model._adapter_state, model._active.default.plan
     heads = model._head_strategy.names()
     vars(model.config).pop("adapters", None)
-    if not state.records and not heads:
+    if not state.records and not heads and state.interface is None:
         return
     records = state.records.items()
     model.config.adapters = {
@@ -44,6 +47,7 @@ def enter(model: AdaptedModel) -> None:
         "heads": list(plan.heads),
         "static_heads": list(state.copies),
         "known_heads": list(heads),
+        "interface": None if state.interface is None else state.interface.to_dict(),
     }
 
 
@@ -83,6 +87,8 @@ def restore(model: AdaptedModel, quantised: bool = False) -> None:
 
 def _restore(model: AdaptedModel, document: Any) -> None:
     state = model._adapter_state
+    if document.get("interface") and state.interface is None:
+        plugin.enter(model, AdapterModelInterface(**document["interface"]))
     for name, values in document["adapters"]:
         adapters.add(model, name, values)
     for name, paths in dict(document.get("embeddings", {})).items():
