@@ -40,7 +40,9 @@ if TYPE_CHECKING:
         SeqBnConfig,
         SeqBnInvConfig,
     )
+    from .methods.compacter import CompacterConfig, CompacterPlusPlusConfig
     from .methods.dora import DoRAConfig
+    from .methods.dvora import DvoRAConfig
     from .methods.fusion import (
         AdapterFusionConfig,
         DynamicAdapterFusionConfig,
@@ -59,8 +61,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# where each public name lives; imported when it is first asked for, so that `import adapterzoo`
-# alone costs neither torch nor transformers
+# the module of each public name; imported on first use, so that `import adapterzoo` alone does not
+# import torch or transformers
 _HOMES = {
     "AdapterConfig": "configs",
     "AdapterFusionConfig": "methods.fusion",
@@ -75,12 +77,15 @@ _HOMES = {
     "BOFTConfig": "methods.boft",
     "BatchSplit": "composition",
     "BnConfig": "methods.bottleneck",
+    "CompacterConfig": "methods.compacter",
+    "CompacterPlusPlusConfig": "methods.compacter",
     "ConfigUnion": "configs",
     "DependencyParsingHead": "heads",
     "DiReftConfig": "methods.reft",
     "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
     "DoubleSeqBnInvConfig": "methods.bottleneck",
+    "DvoRAConfig": "methods.dvora",
     "DynamicAdapterFusionConfig": "methods.fusion",
     "Fuse": "composition",
     "IA3Config": "methods.ia3",
@@ -159,12 +164,15 @@ __all__ = [
     "BOFTConfig",
     "BatchSplit",
     "BnConfig",
+    "CompacterConfig",
+    "CompacterPlusPlusConfig",
     "ConfigUnion",
     "DependencyParsingHead",
     "DiReftConfig",
     "DoRAConfig",
     "DoubleSeqBnConfig",
     "DoubleSeqBnInvConfig",
+    "DvoRAConfig",
     "DynamicAdapterFusionConfig",
     "Fuse",
     "IA3Config",
@@ -203,7 +211,7 @@ def __getattr__(name: str) -> Any:
     if home is not None:
         return getattr(importlib.import_module(f".{home}", __name__), name)
     if name.endswith("AdapterModel"):
-        # BertAdapterModel and its like are made when they are asked for
+        # BertAdapterModel and other such classes are made on first use
         return importlib.import_module(".auto", __name__).class_named(name)
     raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
 

@@ -263,7 +263,7 @@ def test_two_levels_are_legal():
         (lambda: BatchSplit("a", batch_sizes=[1, 2]), "[1, 2]", "Write batch_sizes=[2]"),
         (lambda: BatchSplit("a", batch_sizes=True), "True", "Write batch_sizes=[2]"),
         (lambda: Average("a", "b", weights=[1]), "weights=[1]", "Write weights=[0.5, 0.5]"),
-        (lambda: Average("a", "b", weights=[1, -1]), "sum up to 0", "normalize_weights=False"),
+        (lambda: Average("a", "b", weights=[1, -1]), "sum to 0", "normalize_weights=False"),
         (lambda: Average("a", "b", weights=["1", 2]), "'1'", "Write weights=[0.5, 0.5]"),
         (lambda: Split("a", "b", splits=None), "splits=None", "Write splits=[2, 2]"),
         (lambda: Split("a", "b", splits=2.5), "splits=2.5", "Write splits=[2, 2]"),

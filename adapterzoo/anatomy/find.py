@@ -12,9 +12,9 @@ from torch import nn
 
 from .attentions import attentions_of
 from .entries import entry_of
-from .experts import stores_turned
+from .experts import stores_transposed
 from .layouts import is_known_fusion, parts_of
-from .names import below, parent
+from .names import below, joined, parent
 from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
 from .positions import positions_of
 from .sites import ATTENTION_ROLES, Anatomy, Block, Kind, Role, Site
@@ -43,8 +43,8 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     that a model on the meta device has the same anatomy.
 
     Args:
-        model: a backbone, of real or meta tensors. Its `config`, where there is one, helps to
-            read fused layers.
+        model: a backbone of real or meta tensors. Its `config`, if it has one, helps to read
+            fused layers.
         roles: paths of layers below a block to their roles, where names do not show them.
     """
     tree = Tree(model, roles)
@@ -55,7 +55,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
             shapes = tuple(_shapes(branch, Row()))
             if not shapes:
                 continue
-            # shapes of parameters do not tell widths where they are packed
+            # packed parameters do not show the widths
             key = (stack, branch.signature, shapes)
             if key not in templates:
                 templates[key] = _read(branch, stack)
@@ -66,7 +66,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     reason = "" if blocks else "no block with attention"
     if not blocks and any(isinstance(module, nn.Conv2d) for module in tree.modules.values()):
         reason = "a convolutional network: no block with attention"
-    entry, no_entry = entry_of(tree, blocks, _row(tree.branch("")).no_entry)
+    entry, no_entry = entry_of(tree, blocks)
     positions, unmovable = positions_of(tree, blocks)
     tokens = tokens_of(tree, blocks)
     ways_in = attentions, unreachable, entry, no_entry, positions, unmovable, tokens
@@ -74,7 +74,7 @@ def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
 
 
 def _layers(site: Site) -> tuple[str, ...]:
-    """Return the paths that a site covers: its module and the layer whose weight it reads."""
+    """Return the paths that a site covers: its module, and the layer whose weight that reads."""
     if site.parameter is None:
         return (site.path,)
     return site.path, f"{site.path}.{site.parameter.removesuffix('.weight')}"
@@ -83,8 +83,8 @@ def _layers(site: Site) -> tuple[str, ...]:
 def _stacks(tree: Tree) -> Iterator[str]:
     """Yield paths of the containers of blocks, in model order.
 
-    A container of stages (which hold containers of blocks) is not one; neither is a container
-    of sub-layers, such as the `layer` of a T5 block.
+    Containers of stages, which hold containers of blocks, are left out, and so are containers of
+    sub-layers such as the `layer` of a T5 block.
     """
     taken: list[str] = []
     for container in tree.containers:
@@ -111,11 +111,11 @@ def _branches(tree: Tree, stack: str) -> Iterator[Branch]:
 
 
 def _holds_blocks(tree: Tree, path: str) -> bool:
-    """Return whether a container below has elements with attention and feed-forward."""
+    """Return whether a container below has elements with attention and a feed-forward part."""
     return any(
         _has_attention(tree, element) and _has_mlp(tree, element)
         for container in tree.containers
-        if container == path or container.startswith(f"{path}.")
+        if below(container, path)
         for element in tree.children(container)
     )
 
@@ -178,19 +178,16 @@ def _read(branch: Branch, stack: str) -> Block:
 
 
 def _absent(sites: tuple[Site, ...]) -> frozenset[Role]:
-    """Deformable attention looks at sampled places and has neither query nor key."""
+    """Return the roles that a block lacks: query and key in deformable attention."""
     sampling = any(site.path.endswith(".sampling_offsets") for site in sites)
     return frozenset({"query", "key"}) if sampling else frozenset()
 
 
 def _planted(block: Block, path: str, layer: int) -> Block:
-    """Return a block read below its own path, with the paths of the model and its number."""
-
-    def full(below: str) -> str:
-        return f"{path}.{below}" if path and below else path or below
+    """Return a block whose paths start at the block with the model's paths and its number."""
 
     def moved(site: Site) -> Site:
-        return dataclasses.replace(site, path=full(site.path), layer=layer)
+        return dataclasses.replace(site, path=joined(path, site.path), layer=layer)
 
     return dataclasses.replace(
         block,
@@ -201,9 +198,9 @@ def _planted(block: Block, path: str, layer: int) -> Block:
         sublayers=tuple(
             dataclasses.replace(
                 sub,
-                out=full(sub.out),
-                source=full(sub.source),
-                norm=None if sub.norm is None else full(sub.norm),
+                out=joined(path, sub.out),
+                source=joined(path, sub.source),
+                norm=None if sub.norm is None else joined(path, sub.norm),
             )
             for sub in block.sublayers
         ),
@@ -229,9 +226,9 @@ def _shapes(branch: Branch, row: Row) -> Iterator[_Shape]:
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
-    """(d_in, d_out, stored transposed) of a linear layer, None for any other module.
+    """Return (d_in, d_out, stored transposed) of a linear layer; None for any other module.
 
-    `Conv1D`, GPT-2's linear layer, is known by its looks, so that transformers stays out.
+    `Conv1D`, GPT-2's linear layer, is recognized without importing transformers.
     """
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features, False
@@ -243,9 +240,9 @@ def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
 
 
 def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
-    """Yield weights that a module keeps as bare parameters: experts, and torch's own attention."""
+    """Yield weights that are parameters of a module: of experts and of torch's own attention."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
-        # torch reads its weights and never calls a module, the output projection's either
+        # torch reads the weights and calls no module, not even the output projection
         d_out, d_in = module.in_proj_weight.shape
         yield _Shape(path, "linear", d_in, d_out, "in_proj_weight")
         d_out, d_in = module.out_proj.weight.shape
@@ -262,14 +259,14 @@ def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
     }
     if "down_proj" not in stored:
         return
-    transposed = stores_turned(module, stored)
+    transposed = stores_transposed(module, stored)
     for name, (count, rows, columns) in stored.items():
         d_out, d_in = (columns, rows) if transposed else (rows, columns)
         yield _Shape(path, "experts", d_in, d_out, name, transposed, count)
 
 
 def _row(branch: Branch) -> Row:
-    """Return the table's row for the architecture that the branch belongs to."""
+    """Return the table's entry for the architecture of a branch."""
     block = branch.tree.modules[branch.path]
     names = (type(block).__name__, *branch.model_types)
     row = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
@@ -287,7 +284,7 @@ def _with_roles(row: Row, given: Mapping[str, Role]) -> Row:
 
 
 def _projection(shape: _Shape, row: Row) -> Role:
-    """Return what the name says of an input projection of attention; `other` for all else."""
+    """Return the role of an input projection of attention by its name; `other` for other layers."""
     if shape.parameter == "in_proj_weight":
         return "qkv"
     path = shape.path
@@ -326,7 +323,7 @@ def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None],
     gated = {parent(path) for (path, _), role in roles.items() if role == "mlp_in"}
     for key, role in roles.items():
         if role == "mlp_gate" and parent(key[0]) not in gated:
-            # a plain feed-forward part that only bears the name (TimesFM)
+            # a feed-forward part without a gate whose layer is named like one (TimesFM)
             roles[key] = "mlp_in"
     return roles
 
@@ -334,7 +331,7 @@ def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None],
 def _way_out(
     core: str, linears: list[_Shape], roles: dict[tuple[str, str | None], Role]
 ) -> tuple[str, list[str]]:
-    """(path of the whole attention, paths of its output projections).
+    """Return the path of the whole attention and the paths of its output projections.
 
     The core holds query, key and value. The output projection is below it or, as in BERT, in a
     module next to it.
@@ -360,7 +357,7 @@ def _way_out(
 
 
 def _d_model(sites: tuple[Site, ...]) -> int:
-    """Return width of the residual stream: what most output projections write."""
+    """Return the width of the residual stream: that of most output projections."""
     widths = Counter(
         s.d_out for s in sites if s.role in ("attention_out", "mlp_out") and s.kind == "linear"
     )
@@ -369,7 +366,7 @@ def _d_model(sites: tuple[Site, ...]) -> int:
 
 
 def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
-    """Embeddings, language model heads and other layers outside of blocks."""
+    """Yield embeddings, language model heads and other layers outside of blocks."""
     for shape in _shapes(tree.branch(""), Row()):
         if shape.path in inside:
             continue

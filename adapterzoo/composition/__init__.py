@@ -5,9 +5,9 @@ Semantics: https://docs.adapterhub.ml/adapter_composition.html.
 A composition names adapters (`nodes`, by the `rules`). `compile_site` prunes it to the adapters
 that are present at one site; the result, a `Step`, is what the site evaluates in each forward. An
 adapter is a function around its layer, so `Stack(a, b)` is function composition at a site: the
-deltas of weight adapters add, bottlenecks chain. Whatever gives the rows of a batch to different
-adapters (`BatchSplit`, `Parallel`, the argument `adapter_names`) has one form: each row has a
-composition without rows (`_rows`), and a site gets one step for each of these.
+deltas of weight adapters add, bottlenecks chain. `BatchSplit`, `Parallel` and the argument
+`adapter_names` all give rows of a batch to different adapters, and are compiled alike: `_rows`
+assigns a composition to each row, and a site gets one step for each distinct one.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Node:
     takes_none: ClassVar[bool] = False
 
     def __init__(self, *children: Child) -> None:
-        """Put the children together.
+        """Compose the children.
 
         Raises:
             CompositionError: no child, or one that is not legal here.
@@ -89,12 +89,12 @@ class Node:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The keyword arguments that make the same composition, with the children."""
+        """The keyword arguments that, with the children, make the same composition."""
         return {}
 
     @property
     def shown(self) -> Mapping[str, Any]:
-        """As few of these as make it."""
+        """The options to print: those that differ from the defaults."""
         return self.options
 
     def flatten(self) -> Names:
@@ -118,12 +118,12 @@ class Node:
         return child.first() if isinstance(child, Node) else child
 
     def last(self) -> str | None:
-        """Return the name that acts last, by which heads are found."""
+        """Return the name that acts last, which selects the head."""
         child = self.children[-1]
         return child.last() if isinstance(child, Node) else child
 
     def with_children(self, children: Sequence[Child]) -> Node:
-        """Return the same composition of other children, as many as there are."""
+        """Return the same composition with other children, equal in number."""
         return type(self)(*children, **self.options)
 
     def _check_children(self) -> None:
@@ -163,7 +163,7 @@ class Node:
             if not names_only:
                 below = "names" if inner == "Stack" else "names and Stacks of names"
                 raise CompositionError(
-                    f"{written}: it is too deep; a {inner} that is a child can only contain "
+                    f"{written}: it is nested too deep; a {inner} that is a child can only contain "
                     f"{below}, not {deep!r}. Write {example}."
                 )
 

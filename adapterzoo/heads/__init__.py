@@ -10,7 +10,7 @@ from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types, token_places
 from ._labels import labels_from
 from ._lm import LMHead
-from ._losses import Logits
+from ._losses import IGNORED, Logits, next_labels
 from ._pooled import PooledHead
 from ._pooling import POOLINGS, Pooling, pool
 from ._static import InexpressibleError, Shapes, Static, StaticHead
@@ -34,6 +34,7 @@ BiaffineParsingHead = DependencyParsingHead
 ClassificationHead = ImageClassificationHead = MultiLabelClassificationHead = PooledHead
 
 __all__ = [
+    "IGNORED",
     "POOLINGS",
     "Backbone",
     "BertStyleMaskedLMHead",
@@ -71,6 +72,7 @@ __all__ = [
     "adds_head",
     "head_types",
     "labels_from",
+    "next_labels",
     "pool",
     "token_places",
 ]

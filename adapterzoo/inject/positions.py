@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.composition import evaluate
+from adapterzoo.contracts import PositionAdapter
 from adapterzoo.errors import StateError
+from adapterzoo.runtime import Plan
 
 from .adapted import Adapted, positions_of
+from .building import layer_at
 from .views import LayerCall
 
 _NUMBERS = "position_ids"
@@ -54,11 +57,45 @@ class AdaptedPositions(Adapted):
 
     def _checked(self, numbers: Tensor) -> Tensor:
         """Check that the table has the numbers, and return them; on a GPU the look-up raises."""
-        size = cast("nn.Embedding", self).num_embeddings
-        if numbers.is_cpu and not torch.compiler.is_compiling() and int(numbers.max()) >= size:
-            raise StateError(
-                f"position {int(numbers.max())}: the prefix comes before the tokens, and the model "
-                f"has {size} positions for both. Give it {int(numbers.max()) - size + 1} tokens "
-                f"less."
-            )
+        if numbers.is_cpu and not torch.compiler.is_compiling():
+            self._check(int(numbers.max()))
         return numbers
+
+    def _check(self, last: int) -> None:
+        size = cast("nn.Embedding", self).num_embeddings
+        if last >= size:
+            raise StateError(
+                f"position {last}: the prefix comes before the tokens, and the model has {size} "
+                f"positions for both. Give it {last - size + 1} tokens less."
+            )
+
+
+def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> None:
+    """Check that the tables of positions have a number for each token, as adapters change it.
+
+    Args:
+        model: the base model.
+        plan: the active plan.
+        tokens: of the longest row.
+        legal: how many tokens the tables are for.
+
+    Raises:
+        StateError: there are too many.
+    """
+    for path, step in plan.steps.items():
+        table = layer_at(model, path)
+        if not (isinstance(table, AdaptedPositions) and isinstance(table, nn.Embedding)):
+            continue
+        # a table may begin with numbers that no token has
+        last = table.num_embeddings - legal + tokens - 1
+        rows = 1 if plan.rows is None else len(plan.rows.index)
+        numbers = torch.full((rows, 1), last, device=table.weight.device)
+
+        def read(numbers: Tensor, table: Any = table) -> Any:
+            table._check(int(numbers.max()))
+            return torch.zeros_like(numbers)
+
+        base = LayerCall(table, read, context=table._link.active.call)
+        adapters = cast("Any", table._modules["adapters"])._modules
+        if all(isinstance(adapter, PositionAdapter) for adapter in adapters.values()):
+            evaluate(step, adapters, numbers, base, plan.rows)

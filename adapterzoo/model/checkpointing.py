@@ -90,9 +90,9 @@ def load_adapter(
         path: a folder, or a name on the Hub.
         version: the same as `revision`.
         revision: branch, tag or commit on the Hub.
-        source: "hf" for the Hub.
-        hub_options: as `hub.resolve` takes them.
-        asked: what to load, and how.
+        source: "hf" for the Hub, "ah" for an old id.
+        hub_options: arguments of `hub.resolve`.
+        asked: the other arguments of the public method.
 
     Raises:
         ConfigError: an argument is not legal.
@@ -102,7 +102,9 @@ def load_adapter(
             f"version={version!r} and revision={revision!r} mean the same thing and differ. "
             f"Write only revision={revision!r}."
         )
-    folder = hub.resolve(path, revision or version, source, **hub_options)
+    base = hub_options.get("model_name") or info_of(model).model_name
+    options = {**hub_options, "model_name": base}
+    folder = hub.resolve(path, revision or version, source, **options)
     name = None if folder == Path(path) else str(path)
     name, enter = _fitting(model, folder, asked, name)
     enter()
@@ -112,7 +114,7 @@ def load_adapter(
 def _fitting(
     model: AdaptedModel, path: StrPath, asked: LoadOptions, hub_name: str | None = None
 ) -> tuple[str, Callable[[], None]]:
-    """Read what `load_adapter` loads and check it; return its name and what enters it."""
+    """Read and check an adapter; return its name and a function that puts it into the model."""
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     info = info_of(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)
@@ -209,15 +211,16 @@ def _filled(
             # they share the table of the first
             modules[path] = modules[paths[0]]
             continue
-        modules[path] = _with_memory(model, module, path, list(record.places[path]))
-        fit.fill(modules[path].to(dtype), by_path.get(path, {}))
+        real = _with_memory(model, module, path, list(record.places[path]))
+        modules[path] = real if dtype is None else real.to(dtype)
+        fit.fill(modules[path], by_path.get(path, {}))
     meta = stored.metadata.get("meta")
     kept = dict(meta) if isinstance(meta, Mapping) else {}
     return dataclasses.replace(record, coming=modules, meta=kept)
 
 
 def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
-    """Return the config without these blocks, and without those that it left out already."""
+    """Return the config with these blocks added to its `leave_out`."""
     if isinstance(config, ConfigUnion):
         return ConfigUnion(*(_leaving_out(member, layers) for member in config.configs))
     own = tuple(config.to_dict().get("leave_out", ()))
@@ -235,13 +238,13 @@ def _by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def _with_memory(
     model: AdaptedModel, adapter: Adapter, path: str, placements: list[Placement]
 ) -> Adapter:
-    """Return an adapter of the meta device as one on the device of its layer."""
+    """Return an adapter from the meta device with memory on the device of its layer."""
     layer = layer_at(model._backbone, path)
     if not path:
         return adapter.to_empty(device=device_of(layer))
     if give_memory(adapter, device_of(layer)):
         return adapter
-    # do not disturb the caller's random numbers where a method draws values in its own way
+    # a method may draw values in its own way: leave the caller's random state unchanged
     with undrawn(), torch.random.fork_rng(devices=()):
         return build(layer, path, placements, model.dtype)
 
@@ -281,7 +284,7 @@ def save_fusion(
 
 
 def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
-    """Load fusion layers; the adapters that they fuse must be there.
+    """Load fusion layers; the model must have the adapters that they fuse.
 
     Raises:
         CheckpointError: the file holds no fusion.

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from architectures.tiny_models import tiny_model
 from families import tiny_config
 from safetensors.torch import load_file, save_file
 from snapshots import refused, state, stir
@@ -115,6 +116,29 @@ def test_what_a_model_cannot_have_is_refused(family, config, error, value, hint)
     assert not model.adapters_config
 
 
+TYPES = [
+    # no gradient would reach the function, or no input
+    ("maskformer", "seq_bn_inv", "zeros", "inv_adapter=None"),
+    ("mimi", "seq_bn_inv", "quantized", "inv_adapter=None"),
+    ("sam3_lite_text", "seq_bn_inv", "boxes", "inv_adapter=None"),
+    # the stream in front of attention is in no module
+    ("higgs_audio_v2", "double_seq_bn", "tokens of text and of audio", "leave_out"),
+    # blocks that cut their tokens into windows, or count them
+    ("levit", "prompt_tuning[joins='embeddings']", "a grid of patches", "LoRAConfig()"),
+    ("longformer", "prompt_tuning[joins='embeddings']", "whole windows", "joins='inputs'"),
+    ("yolos", "prompt_tuning[joins='embeddings']", "positions", "LoRAConfig()"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "config", "value", "hint"), TYPES)
+def test_what_an_architecture_cannot_have_is_refused(model_type, config, value, hint):
+    model = init(tiny_model(model_type).model)
+    with pytest.raises(SiteError) as raised:
+        model.add_adapter("a", config)
+    for part in ("add_adapter('a'", value, hint):
+        assert part in str(raised.value)
+
+
 def test_nothing_that_is_there_changes():
     model = made(a="lora")
     with refused(model, ConfigError, "leave_out=[99]", "Write leave_out=[1]"):
@@ -137,7 +161,7 @@ def test_a_file_may_leave_out_layers_that_the_model_lacks(tmp_path):
 
 
 def test_a_generation_longer_than_the_table_of_positions_is_refused():
-    """A shifted prefix takes positions away; the step that has none computes nothing."""
+    """A shifted prefix takes positions away from the tokens."""
     model = made(
         "gpt2", AutoModelForCausalLM, a="prefix_tuning[prefix_length=8,positions='shifted']"
     )
@@ -146,7 +170,12 @@ def test_a_generation_longer_than_the_table_of_positions_is_refused():
     asked = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     model.generate(ids, max_new_tokens=7, **asked)
     with refused(model, StateError, "position 64", "Give it 1 tokens less"):
-        model.generate(ids, max_new_tokens=8, **asked)
+        # nothing has been computed
+        hook = model.register_forward_pre_hook(lambda *_: pytest.fail("the model has been called"))
+        try:
+            model.generate(ids, max_new_tokens=8, **asked)
+        finally:
+            hook.remove()
     # without a cache too
     with refused(model, StateError, "position 64", "Give it 1 tokens less"):
         model.generate(ids, max_new_tokens=8, use_cache=False, **asked)
@@ -168,6 +197,7 @@ FILES = {
     "dora": "dora[r=4]",
     "boft": "boft",
     "vera": "vera[r=4]",
+    "dvora": "dvora[r=4]",
     "ia3": "ia3",
     "seq_bn": "seq_bn[reduction_factor=4]",
     "seq_bn_inv": "seq_bn_inv[reduction_factor=4]",
@@ -214,9 +244,14 @@ def test_native_files_that_do_not_fit_are_refused(method, how, tmp_path):
         model.load_adapter(tmp_path, load_as="b")
 
 
-HUB = {name: FILES[name] for name in FILES if name not in ("boft", "dora", "vera", "ia3", "loreft")}
+HUB = {
+    name: FILES[name]
+    for name in FILES
+    if name not in ("boft", "dora", "vera", "dvora", "ia3", "loreft")
+}
 HUB["ia3"] = "ia3[convention='adapterhub']"
 HUB["vera"] = "vera[r=4,convention='adapterhub']"
+HUB["dvora"] = "dvora[r=4,convention='adapterhub']"
 for _name in ("prefix_tuning", "prefix_tuning_flat"):
     HUB[_name] = HUB[_name].replace("prefix_length", "convention='adapterhub',prefix_length")
 HUB["mam"] = HUB["mam"].replace("bottleneck_size", "convention='adapterhub',bottleneck_size")

@@ -2,7 +2,7 @@
 
 `adapter_config.json` with `pytorch_adapter.bin` or `adapter.safetensors`; with a head
 `head_config.json` and `pytorch_model_head.bin` or `model_head.safetensors`. "adapterhub" writes
-what `adapters` 1.3 writes by default: pickles; "adapterhub-safetensors" the other files.
+pickled tensors, as `adapters` 1.3 does by default; "adapterhub-safetensors" the other files.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ formats.register("adapterhub-safetensors")(AdapterHubFormat(safe=True))
 def _read(folder: Path, names: tuple[str, str, str]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     config, safe, pickled = names
     metadata = read_json(folder / config)
-    # of two files with the same tensors the one that cannot hold code
+    # of two files with the same tensors, prefer the one that cannot hold code
     file = next((folder / n for n in (safe, pickled) if (folder / n).is_file()), None)
     if file is None:
         raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -82,11 +82,6 @@ class NamesOfAdapters:
             return bool(config.placements(self.anatomy))
         except SiteError:
             return False
-
-    def iter_layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Iterate over the blocks with their numbers; those of an encoder come first."""
-        for block in self.anatomy.blocks:
-            yield block.layer, self._backbone.get_submodule(block.path)
 
     @property
     def invertible_adapters(self) -> dict[str, nn.Module]:

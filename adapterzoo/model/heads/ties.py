@@ -1,4 +1,4 @@
-"""What the parameters of a model share, as transformers must know it to save and load them."""
+"""Shared parameters of heads and adapters, as transformers needs them to save and load a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tables_of(model: AdaptedModel, name: str) -> tuple[str, ...]:
 
 
 def ties(model: AdaptedModel) -> dict[str, str]:
-    """Return the keys in the state dict that are another one's parameter, to that one's."""
+    """Map state-dict keys of shared parameters to the keys of those that they share."""
     whole = model._backbone is cast("Any", model)
     start = "" if whole else f"{model.base_model_prefix}."
     found = {}
@@ -35,7 +35,7 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
 
     Args:
         model: with adapters.
-        name: of an adapter that has come or gone; None: something else has changed.
+        name: of an adapter that was added or removed; None: something else has changed.
     """
     own = cast("Any", model)
     # absent until transformers has finished the constructor

@@ -1,4 +1,4 @@
-"""The classes of models with adapters, made out of transformers' own.
+"""Classes of models with adapters, made from transformers' own.
 
 One factory makes both kinds. A class of transformers with adapters keeps its name and its head
 (`init`, `load_model`); a class with named heads has a base model of transformers below it
@@ -34,7 +34,7 @@ from .towers import feature_names
 
 M = TypeVar("M", bound=nn.Module)
 
-# where a family has several language models, the one of its whole base model comes first
+# if a family has several language models, prefer the one with the whole base model
 _GENERATING = (
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
@@ -49,7 +49,7 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class with adapters; it keeps its name, which transformers writes to config.json.
 
     Args:
-        cls: a `PreTrainedModel` class; one that has adapters already stays what it is.
+        cls: a `PreTrainedModel` class; returned unchanged if it has adapters already.
     """
     if issubclass(cls, AdapterModelMixin):
         return cls
@@ -57,7 +57,7 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def own_config(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a config: labels and adapters are entered in it; configs that were one stay one."""
+    """Copy a config, as labels and adapters are written to it; shared configs stay shared."""
     return copy.deepcopy(value, memo) if isinstance(value, PreTrainedConfig) else value
 
 
@@ -78,7 +78,7 @@ def _class_of(*made_from: Any) -> type[nn.Module]:
 
 
 def _reduce(model: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle by what the class was made from: it is made anew where the pickle is loaded."""
+    """Pickle the arguments of the class, from which unpickling makes it again."""
     made_from = vars(type(model)).get("_made_from")
     if made_from is None:
         return cast("tuple[Any, ...]", object.__reduce_ex__(model, protocol))
@@ -118,7 +118,7 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
 def named_class(
     base: type[nn.Module], backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[Any]:
-    """Return the class of models with named heads above a base model.
+    """Return the class of models with named heads on a base model.
 
     Args:
         base: `AdapterModel`.
@@ -168,18 +168,18 @@ def _make_named(
 def with_rows(
     plain: Any, on_base: bool = False, one_head: bool = False, outputs: bool = False
 ) -> Callable[..., Any]:
-    """Return a method that takes `adapter_names`; the plain one sees its own arguments only.
+    """Return a method that also takes `adapter_names`; the plain one gets only its own arguments.
 
-    Rows are counted, and the inputs repeated for `Parallel`, before anything runs.
+    Rows are counted, and inputs repeated for `Parallel`, before the plain method runs.
 
     Args:
         plain: the method of a class of transformers.
-        on_base: whether it is one of the base model's class, and not of the model's own.
-        one_head: whether heads have no part in it.
-        outputs: whether its outputs can have what gates and fusions decided.
+        on_base: whether it is a method of the base model's class.
+        one_head: whether it does not use heads.
+        outputs: whether its outputs can have the values of gates and fusions.
 
     Raises:
-        ConfigError: from the method, where they are asked for and cannot.
+        ConfigError: in the method: these values are requested but not supported.
     """
     positions = _positions(plain)
 
@@ -197,13 +197,13 @@ def with_rows(
             if not outputs:
                 raise ConfigError(
                     f"{plain.__name__}(output_adapter_…=True): the features of one tower come "
-                    f"without what gates and fusions decided. Write model(…) with all inputs."
+                    f"without the values of gates and fusions. Write model(…) with all inputs."
                 )
             run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         plan = self._active.plan
-        # one look at the plan is all that a call without rows to tell apart costs
-        if adapter_names is not None or not (plan.rows is None or plan.rows.entered):
+        # calls that do not distinguish rows cost only this check
+        if adapter_names is not None or plan.divides_batch:
             inputs = batches.named_inputs(positions, args, kwargs)
             plan, times = batches.plan_of_call(self, inputs, adapter_names, one_head)
             if times > 1:
@@ -213,8 +213,8 @@ def with_rows(
         model = self.base_model if on_base else self
         if not plan.stacks:
             return plain(model, *args, **kwargs)
-        # classes of models inside record their own calls; but added tokens need room in what the
-        # head of a class gets, such as labels
+        # inner models record their own calls; but if adapters add tokens, inputs of the head, such
+        # as labels, must become longer too
         with_head = self._backbone is not self
         if with_head and plan.prompts is None:
             return plain(model, *args, **kwargs)
@@ -241,7 +241,7 @@ def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
 
 
 def _positions(method: Any) -> tuple[str, ...]:
-    """Return the names of a method's arguments that have a position."""
+    """Return the names of a method's positional arguments."""
     _, *parameters = inspect.signature(method).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     return tuple(p.name for p in parameters if p.kind in kinds)
@@ -256,9 +256,9 @@ def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedMode
 
 
 def _borrow_generation(made: type, generating: type) -> None:
-    """Give the class what its family's language model changes in `generate`.
+    """Give the class the generation methods that its family's language model overrides.
 
-    The functions are bound anew: `super()` in them must start from the class that has them now.
+    The functions are rebuilt, as `super()` in them must refer to the new class.
     """
     for name, member in vars(generating).items():
         if not isinstance(member, types.FunctionType) or name.startswith("__"):
@@ -277,10 +277,10 @@ def _borrow_generation(made: type, generating: type) -> None:
 def _with_signature(
     base: Any, backbone: type[PreTrainedModel], generating: type[PreTrainedModel] | None
 ) -> Callable[..., Any]:
-    """Return a `forward` that shows the base model's arguments: Trainer and `generate` look.
+    """Return a `forward` with the base model's signature, which Trainer and `generate` inspect.
 
-    `logits_to_keep` is shown where the family's language model has it, so that `generate` asks
-    for the same logits of both.
+    It has `logits_to_keep` if the family's language model does, so that `generate` requests the
+    same logits of both.
     """
     own = inspect.signature(base.forward).parameters
     theirs = inspect.signature(backbone.forward).parameters
