@@ -122,6 +122,38 @@ _HOMES = {
     "load_model": "model",
 }
 
+# names under which code for `adapters` finds things here
+_OF_ADAPTERS = {
+    "ADAPTERFUSION_CONFIG_MAP": "configuration",
+    "ADAPTER_CONFIG_MAP": "configuration",
+    "ADAPTER_MODEL_MAPPING": "models",
+    "AdapterArguments": "training",
+    "AdapterCompositionBlock": "composition",
+    "AdapterMethod": "interface",
+    "AdapterModelInterface": "interface",
+    "AdapterType": "utils",
+    "BertStyleMaskedLMHead": "heads",
+    "BiaffineParsingHead": "heads",
+    "CausalLMHead": "heads",
+    "ClassificationHead": "heads",
+    "DEFAULT_ADAPTERFUSION_CONFIG": "configuration",
+    "DEFAULT_ADAPTER_CONFIG": "configuration",
+    "DependencyParsingOutput": "model.heads.outputs",
+    "ImageClassificationHead": "heads",
+    "ModelAdaptersConfig": "configuration",
+    "ModelAdaptersMixin": "model",
+    "ModelWithFlexibleHeadsAdaptersMixin": "auto",
+    "ModelWithHeadsAdaptersMixin": "model",
+    "MultiHeadOutput": "model.heads.outputs",
+    "MultiLabelClassificationHead": "heads",
+    "Seq2SeqLMHead": "heads",
+    "get_adapter_config_hash": "utils",
+    "get_adapter_info": "utils",
+    "parse_composition": "composition",
+    "setup_adapter_training": "training",
+    "validate_composition": "composition",
+}
+
 __all__ = [
     "AdapterConfig",
     "AdapterFusionConfig",
@@ -182,13 +214,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        if name.endswith("AdapterModel"):
-            # BertAdapterModel and other such classes are made on first use
-            return importlib.import_module(".auto", __name__).class_named(name)
-        raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    home = _HOMES.get(name) or _OF_ADAPTERS.get(name)
+    if home is not None:
+        return getattr(importlib.import_module(f".{home}", __name__), name)
+    if name.endswith("AdapterModel"):
+        # BertAdapterModel and other such classes are made on first use
+        return importlib.import_module(".auto", __name__).class_named(name)
+    raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_OF_ADAPTERS})

@@ -68,6 +68,8 @@ def add(
     check_name(name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
+    if (interface := model._adapter_state.interface) is not None:
+        interface.check_method(loaded)
     refuse_taken(model, name, overwrite_ok)
     for member in loaded.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
