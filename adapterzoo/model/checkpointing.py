@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -38,6 +39,8 @@ from .heads import tables
 from .heads.interface import HeadRecord, LoadOptions
 from .hf.info import info_of
 from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
+
+_LOG = logging.getLogger(__name__)
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -91,7 +94,7 @@ def load_adapter(
         path: a folder, or a name on the Hub.
         version: the same as `revision`.
         revision: branch, tag or commit on the Hub.
-        source: "hf" for the Hub.
+        source: "hf" for the Hub, "ah" for an old id.
         hub_options: arguments of `hub.resolve`.
         asked: the other arguments of the public method.
 
@@ -103,10 +106,16 @@ def load_adapter(
             f"version={version!r} and revision={revision!r} mean the same thing and differ. "
             f"Write only revision={revision!r}."
         )
-    folder = hub.resolve(path, revision or version, source, **hub_options)
+    wanted, base = hub_options.get("config"), hub_options.get("model_name")
+    options = {**hub_options, "model_name": base or info_of(model).model_name}
+    folder = hub.resolve(path, revision or version, source, **options)
     name = None if folder == Path(path) else str(path)
     name, enter = _fitting(model, folder, asked, name)
     enter()
+    own = model._adapter_state.records[name].config
+    theirs = None if wanted is None else AdapterConfig.load(wanted).to_dict()
+    if theirs is not None and asked.leave_out is None and theirs != own.to_dict():
+        _LOG.warning("The checkpoint has another config than %r, and is loaded as %r.", wanted, own)
     return name
 
 

@@ -720,15 +720,17 @@ class AdapterModelMixin:
     def load_adapter(
         self,
         adapter_name_or_path: str | os.PathLike[str],
-        *,
+        config: AdapterConfig | str | Mapping[str, Any] | None = None,
+        version: str | None = None,
+        model_name: str | None = None,
         load_as: str | None = None,
+        *,
         with_head: bool = True,
         leave_out: Iterable[int] | None = None,
         id2label: Mapping[int, str] | None = None,
         set_active: bool = False,
         overwrite_ok: bool = False,
         dtype: torch.dtype | None = None,
-        version: str | None = None,
         revision: str | None = None,
         source: str | None = None,
         **hub_kwargs: Any,
@@ -738,18 +740,22 @@ class AdapterModelMixin:
         The format, native, AdapterHub's or PEFT's, is detected.
 
         Args:
-            adapter_name_or_path: the folder, or `user/repository` on the Hub.
+            adapter_name_or_path: the folder, `user/repository` on the Hub, or an old id of
+                AdapterHub such as `sentiment/sst-2@ukp`.
+            config: for old ids, the config of the adapter; None: the usual one.
+            version: the same as `revision`.
+            model_name: for old ids, the base model's name on the Hub; None: that of this model.
             load_as: the name to give it; None: the name it was saved under.
             with_head: whether to load a head in the checkpoint, under the adapter's name.
-            leave_out: numbers of blocks that get no adapter.
+            leave_out: numbers of blocks that get no adapter, besides those of its config.
             id2label: other labels for the head.
             set_active: whether to activate the adapter and the head.
             overwrite_ok: whether an adapter or head of that name may be replaced.
             dtype: convert parameters to this dtype; in half precision some methods keep parts in
                 float32. None: the dtype of each layer, which the file must have too.
-            version: the same as `revision`.
             revision: branch, tag or commit on the Hub.
-            source: "hf" for the Hub, even if a folder of that name exists.
+            source: "hf" for the Hub, even if a folder of that name exists; "ah" for an old id;
+                None: a folder first, then the Hub, then an old id.
             **hub_kwargs: `cache_dir`, `token`, `local_files_only`, `force_download`, as
                 huggingface_hub takes them.
 
@@ -768,8 +774,9 @@ class AdapterModelMixin:
             load_as=load_as, with_head=with_head, leave_out=leave_out, id2label=id2label,
             set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype,
         )  # fmt: skip
+        options = {**hub_kwargs, "config": config, "model_name": model_name}
         return checkpointing.load_adapter(
-            self, adapter_name_or_path, version, revision, source, hub_kwargs, asked
+            self, adapter_name_or_path, version, revision, source, options, asked
         )
 
     def save_all_adapters(
