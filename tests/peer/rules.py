@@ -136,7 +136,8 @@ def _first(test: str, failure: Mapping[str, str]) -> Rule:
     for rule in RULES:
         if rule.fits(test, failure):
             return rule
-    return Rule("bug", failure["error"].split("\n")[0][:160])
+    error = re.sub(r"/tmp/\w+|0x\w+", "…", failure["error"].split("\n")[0])
+    return Rule("bug", error[:160])
 
 
 def unused(tests: Iterable[Mapping[str, Any]]) -> list[Rule]:
