@@ -187,6 +187,10 @@ def _fusion_quirk(config: AdapterConfig) -> str | None:
     )
 
 
+def _joins(config: AdapterConfig, other: AdapterConfig) -> bool:
+    return all(config[name] != other[name] for name in ("mh_adapter", "output_adapter"))
+
+
 def _unsayable(config: AdapterConfig) -> str | None:
     values = config.to_dict()
     is_masked = values["use_gating"] and values["convention"] == "paper"
@@ -203,6 +207,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         containers=(_CONTAINER, _COUPLING, _SHARED),
         read_fields=_read_fields,
         unsayable=_unsayable,
+        joins=_joins,
         quirk=_quirk,
         fusion_quirk=_fusion_quirk,
     )
