@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .auto import AutoAdapterModel
-    from .composition import Average, BatchSplit, Fuse, Parallel, Split, Stack
-    from .configs import AdapterConfig, ConfigUnion
+    from .composition import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
+    from .configs import AdapterConfig, ConfigUnion, MultiTaskConfig
     from .errors import AdapterZooError
     from .heads import (
         DependencyParsingHead,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .methods.ia3 import IA3Config
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
+    from .methods.mtl_lora import MTLLoRAConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
@@ -77,6 +78,8 @@ _HOMES = {
     "DependencyParsingHead": "heads",
     "Fuse": "composition",
     "LMHead": "heads",
+    "MultiTask": "composition",
+    "MultiTaskConfig": "configs",
     "MultipleChoiceHead": "heads",
     "Parallel": "composition",
     "PooledHead": "heads",
@@ -90,6 +93,38 @@ _HOMES = {
     "init": "model",
     "list_adapters": "hub",
     "load_model": "model",
+}
+
+# names under which code for `adapters` finds things here
+_OF_ADAPTERS = {
+    "ADAPTERFUSION_CONFIG_MAP": "configuration",
+    "ADAPTER_CONFIG_MAP": "configuration",
+    "ADAPTER_MODEL_MAPPING": "models",
+    "AdapterArguments": "training",
+    "AdapterCompositionBlock": "composition",
+    "AdapterMethod": "interface",
+    "AdapterModelInterface": "interface",
+    "AdapterType": "utils",
+    "BertStyleMaskedLMHead": "heads",
+    "BiaffineParsingHead": "heads",
+    "CausalLMHead": "heads",
+    "ClassificationHead": "heads",
+    "DEFAULT_ADAPTERFUSION_CONFIG": "configuration",
+    "DEFAULT_ADAPTER_CONFIG": "configuration",
+    "DependencyParsingOutput": "model.heads.outputs",
+    "ImageClassificationHead": "heads",
+    "ModelAdaptersConfig": "configuration",
+    "ModelAdaptersMixin": "model",
+    "ModelWithFlexibleHeadsAdaptersMixin": "auto",
+    "ModelWithHeadsAdaptersMixin": "model",
+    "MultiHeadOutput": "model.heads.outputs",
+    "MultiLabelClassificationHead": "heads",
+    "Seq2SeqLMHead": "heads",
+    "get_adapter_config_hash": "utils",
+    "get_adapter_info": "utils",
+    "parse_composition": "composition",
+    "setup_adapter_training": "training",
+    "validate_composition": "composition",
 }
 
 __all__ = [
@@ -122,6 +157,9 @@ __all__ = [
     "LoRAConfig",
     "LoReftConfig",
     "MAMConfig",
+    "MTLLoRAConfig",
+    "MultiTask",
+    "MultiTaskConfig",
     "MultipleChoiceHead",
     "NoReftConfig",
     "ParBnConfig",
@@ -149,8 +187,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module(f".{_HOMES.get(name, 'methods')}", __name__), name)
+    home = _HOMES.get(name) or _OF_ADAPTERS.get(name)
+    if home is None and name in __all__:
+        home = "methods"
+    if home is not None:
+        return getattr(importlib.import_module(f".{home}", __name__), name)
     if name.endswith("AdapterModel"):
         # BertAdapterModel and other such classes are made on first use
         return importlib.import_module(".auto", __name__).class_named(name)
@@ -158,4 +199,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_OF_ADAPTERS})

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .config_base import Config
-from .errors import CompositionError, ConfigError, listing
+from .errors import CompositionError, ConfigError, FieldError, listing
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -123,6 +123,8 @@ class AdapterConfig(Config):
             return cls, fields
         values = {**own.fixed, **defaults, **fields}
         found = [c for c, variant in group.items() if variant.has(values)]
+        if all(own.fixed[name] == fields[name] for name in extra & own.fixed.keys()):
+            found.append(cls)
         if not found:
             shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
             raise ConfigError(
@@ -247,6 +249,17 @@ def _defaults(cls: Any) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskConfig(AdapterConfig):
+    """Base of the configs of methods for several tasks, which can share parameters.
+
+    Attributes:
+        shareable: the parameters of each layer that `share_parameters` shares.
+    """
+
+    shareable: ClassVar[tuple[str, ...]] = ()
+
+
 @architectures.register("union")
 @config_strings.register("union")
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +284,7 @@ class ConfigUnion(AdapterConfig):
             c for c in configs if isinstance(c, ConfigUnion) or not isinstance(c, AdapterConfig)
         ]
         if len(configs) < 2 or wrong:
-            raise ConfigError(
+            raise FieldError(
                 f"ConfigUnion{configs!r}: a union joins two or more configs that are not unions "
                 f"themselves. Write ConfigUnion(config, other_config)."
             )
@@ -326,6 +339,20 @@ class ConfigUnion(AdapterConfig):
     def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
         """Return the union with the changes in each member."""
         return type(self)(*(c._changed(shown, changes) for c in self.configs))
+
+    def __getitem__(self, key: str | int) -> Any:
+        """Return a member by its number, a field of one by `"0.r"`, or a field of the union.
+
+        Raises:
+            UnknownNameError: there is no such field.
+            IndexError: there is no such member.
+        """
+        if isinstance(key, int):
+            return self.configs[key]
+        number, dot, name = key.partition(".")
+        if dot and number.isdecimal():
+            return self.configs[int(number)][name]
+        return super().__getitem__(key)
 
     def __repr__(self) -> str:
         """Return a constructor call."""
