@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .auto import AutoAdapterModel
-    from .composition import Average, BatchSplit, Fuse, Parallel, Split, Stack
-    from .configs import AdapterConfig, ConfigUnion
+    from .composition import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
+    from .configs import AdapterConfig, ConfigUnion, MultiTaskConfig
     from .errors import AdapterZooError
     from .heads import (
         DependencyParsingHead,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .methods.ia3 import IA3Config
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
+    from .methods.mtl_lora import MTLLoRAConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
@@ -93,6 +94,9 @@ _HOMES = {
     "LoRAConfig": "methods.lora",
     "LoReftConfig": "methods.reft",
     "MAMConfig": "methods.mam",
+    "MTLLoRAConfig": "methods.mtl_lora",
+    "MultiTask": "composition",
+    "MultiTaskConfig": "configs",
     "MultipleChoiceHead": "heads",
     "NoReftConfig": "methods.reft",
     "ParBnConfig": "methods.bottleneck",
@@ -180,6 +184,9 @@ __all__ = [
     "LoRAConfig",
     "LoReftConfig",
     "MAMConfig",
+    "MTLLoRAConfig",
+    "MultiTask",
+    "MultiTaskConfig",
     "MultipleChoiceHead",
     "NoReftConfig",
     "ParBnConfig",

@@ -123,6 +123,8 @@ class AdapterConfig(Config):
             return cls, fields
         values = {**own.fixed, **defaults, **fields}
         found = [c for c, variant in group.items() if variant.has(values)]
+        if all(own.fixed[name] == fields[name] for name in extra & own.fixed.keys()):
+            found.append(cls)
         if not found:
             shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
             raise ConfigError(
@@ -245,6 +247,17 @@ def _defaults(cls: Any) -> dict[str, Any]:
         f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         for f in dataclasses.fields(cls)
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskConfig(AdapterConfig):
+    """Base of the configs of methods for several tasks, which can share parameters.
+
+    Attributes:
+        shareable: the parameters of each layer that `share_parameters` shares.
+    """
+
+    shareable: ClassVar[tuple[str, ...]] = ()
 
 
 @architectures.register("union")

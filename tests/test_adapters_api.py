@@ -43,8 +43,8 @@ ABSENT = {
     "machinery that is not needed where no model is rewritten": (
         "apply_to_adapter_layers", "apply_to_basemodel_childs", "forward_context", "init_adapters",
     ),
-    "prefix tuning and parameters that adapters share": (
-        "eject_prefix_tuning", "set_shared_parameters", "share_parameters", "unshare_parameters",
+    "prefix tuning and modules that layers share": (
+        "eject_prefix_tuning", "set_shared_parameters",
     ),
     "made by the configs of heads: add_prediction_head_from_config": (
         "add_prediction_head", "head_type",
@@ -55,10 +55,8 @@ ABSENT = {
 }  # fmt: skip
 
 # methods with an embedding, prefix or reparametrisation of their own, none of which is here
-ABSENT_CONFIGS = {
-    "MTLLoRAConfig",
-}  # fmt: skip
-ABSENT_BLOCKS = {"AdapterCompositionBlock", "MultiTask"}
+ABSENT_CONFIGS: set[str] = set()
+ABSENT_BLOCKS = {"AdapterCompositionBlock"}
 
 # arguments of theirs that are not here: given by name they are an error, never left unread
 GONE = {
@@ -95,12 +93,9 @@ OTHER = {
     ("DoRAConfig", "use_gating"): "gates are of LoRA alone",
     ("DvoRAConfig", "use_gating"): "the same",
     ("IA3Config", "use_gating"): "the same",
+    ("MTLLoRAConfig", "use_gating"): "the same",
     ("VeraConfig", "use_gating"): "the same",
-    ("VeraConfig", "init_weights"): "A and B are drawn as in the paper",
-    ("VeraConfig", "init_weights_seed"): "projection_prng_key",
     ("VeraConfig", "r"): "256, as in the paper and PEFT",
-    ("DvoRAConfig", "init_weights"): "A and B are drawn as in the paper",
-    ("DvoRAConfig", "init_weights_seed"): "projection_prng_key",
     ("DvoRAConfig", "r"): "256, as VeRA",
 }
 

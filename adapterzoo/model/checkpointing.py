@@ -32,7 +32,7 @@ from adapterzoo.names import check_name
 from . import adapters, fusion, sharding
 from .activation import check_layers, refuse_taken
 from .adapterhub import arguments
-from .heads import checkpoints, tables
+from .heads import checkpoints, tables, ties
 from .heads.interface import LoadOptions
 from .hf import documents
 from .hf.info import info_of
@@ -108,6 +108,7 @@ def load_adapter(
     name = None if folder == Path(path) else str(path)
     name, enter = _fitting(model, folder, asked, name)
     enter()
+    ties.share_equal(model, [name])
     return name
 
 
@@ -175,6 +176,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         )
     for _, enter in loads:
         enter()
+    ties.share_equal(model, names)
     return names
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import LINEAR_OF_PEFT
-from adapterzoo.composition import Composition, Fuse
+from adapterzoo.composition import Composition, Fuse, MultiTask
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import names_calls
@@ -25,10 +25,9 @@ from .adapterhub import arguments
 from .adapterhub.config import AdaptersConfig
 from .adapterhub.names import with_names_of_adapters
 from .heads import checkpoints as head_files
-from .heads import embeddings
+from .heads import embeddings, ties
 from .heads.interface import HeadStrategy, LoadOptions
 from .heads.static import StaticHead
-from .heads.ties import ties
 from .hf import config_entry, embedding_files, owned, publishing, vocabularies
 from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
@@ -297,6 +296,44 @@ class AdapterModelMixin:
             UnknownNameError: the adapter is unknown.
         """
         adapters.move(self, name, device, dtype)
+
+    def share_parameters(
+        self,
+        adapter_names: MultiTask | Sequence[str] | str,
+        name: str | None = None,
+        reference_adapter_name: str | None = None,
+    ) -> None:
+        """Let adapters of several tasks have some parameters in common, A and B of MTL-LoRA.
+
+        They are trained once, and saved with each adapter. Adapters whose files have equal bits
+        share them after loading.
+
+        Args:
+            adapter_names: a `MultiTask`, a list of names, or names with commas between.
+            name: of what they share; None: the names with commas between.
+            reference_adapter_name: the adapter whose values they get; None: the first.
+
+        Raises:
+            ConfigError: a method shares nothing, or the adapters' parameters differ in shape.
+            StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
+            UnknownNameError: an adapter is unknown.
+        """
+        ties.share(self, adapter_names, name, reference_adapter_name)
+
+    def unshare_parameters(
+        self, adapter_names: MultiTask | Sequence[str] | str, name: str | None = None
+    ) -> None:
+        """Give each adapter its own parameters again, with the values that they have.
+
+        Args:
+            adapter_names: as in `share_parameters`.
+            name: the one that was given there.
+
+        Raises:
+            StateError: an adapter shares nothing, or not under this name; or as above.
+            UnknownNameError: an adapter is unknown.
+        """
+        ties.unshare(self, adapter_names, name)
 
     # --- activate ---
 
@@ -1115,7 +1152,12 @@ class AdapterModelMixin:
         """Return the tied parameters of base model, heads and adapters: keys to keys."""
         pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
         # transformers calls this in the constructor
-        return {**pairs, **ties(self)} if "_adapter_state" in vars(self) else pairs
+        return {**pairs, **ties.ties(self)} if "_adapter_state" in vars(self) else pairs
+
+    def _adjust_bias(self, output_embeddings: nn.Module, input_embeddings: Any) -> None:
+        # transformers takes what has a tied parameter for an output layer
+        if not isinstance(output_embeddings, Adapter):
+            cast("Any", super())._adjust_bias(output_embeddings, input_embeddings)
 
     def _start_adapters(self) -> None:
         """Initialize the state, without adapters; called once for each model."""

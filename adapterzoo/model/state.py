@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from adapterzoo import inject
 from adapterzoo.anatomy import Anatomy, find, input_embeddings_of
 from adapterzoo.composition import fusion_key
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import unknown_name
 from adapterzoo.inject.building import layer_at
@@ -92,6 +92,7 @@ class AdapterState:
         copies: owner of a copy of the static head, an adapter's name or the `fusion_key` of a
             fusion → paths of the copied layers.
         head: path of a layer of the static head with a merged copy → its original tensors.
+        sharing: name of a group of adapters that share parameters → the adapters.
         plans: cached plans of mixed batches, by the compositions of their rows; cleared when
             adapters are added, removed or moved.
         is_base: whether the model is its own base model; None: not known yet.
@@ -108,6 +109,7 @@ class AdapterState:
     fusions: dict[str, FusionRecord] = field(default_factory=dict)
     copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
     head: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    sharing: dict[str, tuple[str, ...]] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)
     is_base: bool | None = None
     embeddings: str = DEFAULT_EMBEDDINGS
@@ -219,6 +221,18 @@ def modules_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
         return iter(record.coming.items())
     layers = ((path, inject.below_wrappers(backbone.get_submodule(path))) for path in record.places)
     return ((path, cast("Adapter", layer.adapters[name])) for path, layer in layers)
+
+
+def shareable_of(model: AdaptedModel, name: str) -> dict[tuple[str, str], nn.Parameter]:
+    """Return the parameters that an adapter can share, by the path of the layer and their key."""
+    config = model._adapter_state.find(name).config
+    keys = config.shareable if isinstance(config, MultiTaskConfig) else ()
+    return {
+        (path, key): parameter
+        for path, module in modules_of(model, name)
+        for key, parameter in module.named_parameters()
+        if key.rpartition(".")[2] in keys
+    }
 
 
 def parameters_of(model: AdaptedModel, name: str) -> Iterator[nn.Parameter]:

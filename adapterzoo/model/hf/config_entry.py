@@ -19,7 +19,7 @@ from adapterzoo.errors import CheckpointError
 from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
-from adapterzoo.model.heads import embeddings, tables
+from adapterzoo.model.heads import embeddings, tables, ties
 from adapterzoo.model.heads.embeddings import ADDED
 from adapterzoo.model.heads.ties import tables_of
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
@@ -44,6 +44,7 @@ def enter(model: AdaptedModel) -> None:
         "adapters": [[name, record.config.to_dict()] for name, record in records],
         "meta": {name: dict(record.meta) for name, record in records if record.meta},
         "embeddings": {n: list(t) for n in state.records if (t := tables_of(model, n))},
+        "sharing": [[group, list(names)] for group, names in state.sharing.items()],
         "merged": list(state.merged),
         "fusions": [
             [name, list(record.adapters), record.config.to_dict()]
@@ -103,6 +104,8 @@ def _restore(model: AdaptedModel, document: Any) -> None:
         tables.add_table(model, name, tuple(paths))
     for name, meta in dict(document.get("meta", {})).items():
         state.records[name] = dataclasses.replace(state.find(name), meta=dict(meta))
+    for group, names in document.get("sharing", ()):
+        ties.share(model, names, group)
     for name in document["merged"]:
         state.find(name)
     state.merged = tuple(document["merged"])

@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 from adapterzoo import inject
 from adapterzoo.errors import ConfigError
 from adapterzoo.model import batches
-from adapterzoo.model.batches import RowNames
+from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.heads.forward import label_arguments
 from adapterzoo.model.mixin import AdapterModelMixin
@@ -147,7 +147,7 @@ def _make_named(
         "__module__": base.__module__,
         "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
         "backbone_class": backbone,
-        "input_names": _positions(backbone.forward),
+        "input_names": inject.positions_of(backbone.forward),
         "config_class": config_class,
         "base_model_prefix": family.base_model_prefix or "model",
         "_tied_weights_keys": None,
@@ -168,7 +168,7 @@ def _make_named(
 def with_rows(
     plain: Any, on_base: bool = False, one_head: bool = False, outputs: bool = False
 ) -> Callable[..., Any]:
-    """Return a method that also takes `adapter_names`; the plain one gets only its own arguments.
+    """Return a method that also takes `adapter_names` and `task_ids`, which plain does not get.
 
     Rows are counted, and inputs repeated for `Parallel`, before the plain method runs.
 
@@ -181,13 +181,14 @@ def with_rows(
     Raises:
         ConfigError: in the method: these values are requested but not supported.
     """
-    positions = _positions(plain)
+    positions = inject.positions_of(plain)
 
     @functools.wraps(plain)
     def method(
         self: Any,
         *args: Any,
         adapter_names: RowNames | None = None,
+        task_ids: TaskIds | None = None,
         output_adapter_gating_scores: bool | None = None,
         output_adapter_fusion_attentions: bool | None = None,
         **kwargs: Any,
@@ -199,13 +200,14 @@ def with_rows(
                     f"{plain.__name__}(output_adapter_…=True): the features of one tower come "
                     f"without the values of gates and fusions. Write model(…) with all inputs."
                 )
-            run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
+            own: Any = {"adapter_names": adapter_names, "task_ids": task_ids}
+            run = functools.partial(method, self, *args, **own, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         plan = self._active.plan
         # calls that do not distinguish rows cost only this check
-        if adapter_names is not None or plan.divides_batch:
+        if adapter_names is not None or task_ids is not None or plan.divides_batch:
             inputs = batches.named_inputs(positions, args, kwargs)
-            plan, times = batches.plan_of_call(self, inputs, adapter_names, one_head)
+            plan, times = batches.plan_of_call(self, inputs, adapter_names, task_ids, one_head)
             if times > 1:
                 args, kwargs = (), batches.repeated(inputs, times, batches.batch_size(inputs))
             with self._active.overridden(plan):
@@ -222,29 +224,29 @@ def with_rows(
         with call as (given, named):
             return plain(model, *given, **named)
 
+    # Trainer hands on the columns of a dataset that it sees here
+    cast("Any", method).__signature__ = _showing(plain, "task_ids")
     return method
 
 
 def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
-    """Return the methods for the features of one tower, with `adapter_names`."""
+    """Return the methods for the features of one tower, with arguments for the rows."""
     found: dict[str, Any] = {}
     for name in feature_names(cls):
         plain = getattr(cls, name)
-        signature = inspect.signature(plain)
-        extra = inspect.Parameter("adapter_names", inspect.Parameter.KEYWORD_ONLY, default=None)
-        parameters = list(signature.parameters.values())
-        named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-        rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
         found[name] = with_rows(plain, on_base, one_head=True)
-        found[name].__signature__ = signature.replace(parameters=[*named, extra, *rest])
+        found[name].__signature__ = _showing(plain, "adapter_names", "task_ids")
     return found
 
 
-def _positions(method: Any) -> tuple[str, ...]:
-    """Return the names of a method's positional arguments."""
-    _, *parameters = inspect.signature(method).parameters.values()
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return tuple(p.name for p in parameters if p.kind in kinds)
+def _showing(plain: Any, *names: str) -> inspect.Signature:
+    """Return the signature of a method with more arguments by name."""
+    signature = inspect.signature(plain)
+    parameters = list(signature.parameters.values())
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+    extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in names]
+    return signature.replace(parameters=[*named, *extra, *rest])
 
 
 def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
@@ -293,7 +295,7 @@ def _with_signature(
         for name in label_arguments()
         if name == "labels" or "label" not in name
     ]
-    extra = [own["head"], own["adapter_names"], *labels]
+    extra = [own["head"], own["adapter_names"], own["task_ids"], *labels]
     asked = {} if generating is None else inspect.signature(generating.forward).parameters
     if "logits_to_keep" in asked:
         extra.append(own["head"].replace(name="logits_to_keep"))
