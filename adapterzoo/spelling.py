@@ -166,7 +166,10 @@ class AdapterHubSpelling:
         unsayable: why AdapterHub's format cannot express a config; None: it can.
         as_flags: the config with its places in AdapterHub's fields; None: impossible.
         quirk: model type and placement → what `adapters` computes instead, None if the same.
-        fusion_quirk: the same for a fusion of adapters with this config.
+        convention: model type and config → the config with the conventions in which `adapters`
+            computes it in such a model.
+        fusion: the fields that the config of a fusion has, in which `adapters` computes one of
+            adapters of which the last has this config; its files lack them.
     """
 
     config: type[AdapterConfig]
@@ -185,7 +188,8 @@ class AdapterHubSpelling:
     unsayable: Callable[[AdapterConfig], str | None] = lambda _config: None
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
     quirk: Callable[[str, Placement], str | None] = lambda _model_type, _placement: None
-    fusion_quirk: Callable[[AdapterConfig], str | None] = lambda _config: None
+    convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
+    fusion: Callable[[AdapterConfig], Fields] = lambda _config: {}
 
 
 # --- PEFT ---

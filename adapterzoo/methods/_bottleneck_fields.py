@@ -31,7 +31,9 @@ from adapterzoo.fields import (
 )
 from adapterzoo.registry import Registry
 
+from ._bottleneck_places import PLACEMENT, PLACES
 from ._init import DTYPE
+from ._sublayers import LOCATIONS
 
 
 class InvertibleKind(InvertibleAdapter):
@@ -39,9 +41,11 @@ class InvertibleKind(InvertibleAdapter):
 
     Attributes:
         block: holds their parameters; made of a config, the width, a device and a dtype.
+        is_unscaled: whether the function reads the output of a table without its scale.
     """
 
     block: ClassVar[type[nn.Module]]
+    is_unscaled: bool = False
 
 
 invertible_adapters: Registry[type[InvertibleKind]] = Registry("invertible adapter")
@@ -137,6 +141,8 @@ class BottleneckFields(AdapterConfig):
         hypercomplex_nonlinearity: Compacter's.
         phm_rank: Compacter's.
         phm_bias: Compacter's.
+        placement: "paper"; or a model type of `adapters` (`_bottleneck_places`), for its files:
+            there it puts bottlenecks elsewhere than it documents.
         stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
             the batch during training.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
@@ -180,6 +186,7 @@ class BottleneckFields(AdapterConfig):
     phm_rank: int = 1
     phm_bias: bool = True
     stochastic_depth: float = field(0.0, Share())
+    placement: str = field("paper", PLACEMENT)
     dtype: str | None = field(None, DTYPE)
 
     def __post_init__(self) -> None:
@@ -265,6 +272,8 @@ class BottleneckFields(AdapterConfig):
 
     def _check_together(self) -> None:
         self._check_invertible()
+        self._check_placement()
+        self._check_placement()
         if self.phm_layer:
             raise self._error(
                 "phm_layer=True",
@@ -293,6 +302,21 @@ class BottleneckFields(AdapterConfig):
                 "output_adapter=True",
             )
         self._check_residuals()
+
+    def _check_placement(self) -> None:
+        row = PLACES.get(self.placement)
+        if row is None:
+            return
+        names = [LOCATIONS[kind] for kind in row.sublayers]
+        if not any(getattr(self, name) for name in names) and not (
+            row.moves_entry and self.inv_adapter
+        ):
+            needs = " or ".join(f"{name}=True" for name in names) or "inv_adapter='nice'"
+            raise self._error(
+                f"placement={self.placement!r}",
+                f"has an effect only with {needs}",
+                "placement='paper'",
+            )
 
     def _check_invertible(self) -> None:
         asked = f"inv_adapter={self.inv_adapter!r}"
