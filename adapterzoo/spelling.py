@@ -50,7 +50,8 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .anatomy import Anatomy, Site, SubLayerKind
-from .configs import AdapterConfig, Placement
+from .configs import AdapterConfig, Placement, Variant, variants
+from .fields import FLAG, Check
 from .registry import Registry
 
 Fields = dict[str, Any]
@@ -85,7 +86,7 @@ class Container:
             `AdapterConfig.shared`.
         below: the rest of `<path>`, e.g. "reft_layer", "prefix_tuning".
         locations: at "sublayer": the kind of the sub-layer to `Placement.location`.
-        aliases: other names of the container, in older files.
+        aliases: names of the container in older files.
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
         held_by: at "model": whether an adapter of a config has such tensors.
@@ -165,6 +166,8 @@ class AdapterHubSpelling:
         place: adds to the config what only the file's keys show, from its sites.
         unsayable: why AdapterHub's format cannot express a config; None: it can.
         as_flags: the config with its places in AdapterHub's fields; None: impossible.
+        as_another: fields of ours for a config that is written as another class, with the `fixed`
+            fields of this method: `LoRAConfig(use_dora=True)`.
         quirk: model type and placement → what `adapters` computes instead, None if the same.
         convention: model type and config → the config with the conventions in which `adapters`
             computes it in such a model.
@@ -187,6 +190,7 @@ class AdapterHubSpelling:
     place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = _as_asked
     unsayable: Callable[[AdapterConfig], str | None] = lambda _config: None
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
+    as_another: Mapping[str, Any] = field(default_factory=dict)
     quirk: Callable[[str, Placement], str | None] = lambda _model_type, _placement: None
     convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
     fusion: Callable[[AdapterConfig], Fields] = lambda _config: {}
@@ -197,17 +201,15 @@ class AdapterHubSpelling:
 
 @dataclass(frozen=True, slots=True)
 class PeftField:
-    """A field of PEFT's config that is read; of its default's type: a flag, an integer or a number.
+    """A field of PEFT's config that is read.
 
     Attributes:
         default: the value in a file without the field.
-        low: the smallest legal number.
-        high: the largest.
+        check: the legal values.
     """
 
     default: bool | float
-    low: float = 0
-    high: float = 1e9
+    check: Check = FLAG
 
 
 @dataclass(slots=True)
@@ -360,6 +362,15 @@ def spelled(
             spelling = make(config)
             if isinstance(spelling, AdapterHubSpelling):
                 adapterhub_spellings.register(config.architecture)(spelling)
+                group = spelling.architecture[0]
+                if group is not None and spelling.fixed:
+                    variants[config] = Variant(
+                        group,
+                        spelling.fixed,
+                        spelling.required,
+                        spelling.constants,
+                        spelling.as_another,
+                    )
             else:
                 peft_spellings.register(config.architecture)(spelling)
         return config

@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from .composition import fusions_of
 from .errors import CheckpointError, ConfigError, StateError, listing, naming
-from .heads import PredictionHead
+from .heads import IGNORED, PredictionHead
 from .model import snapshot
 from .model.heads.inputs import decoder_labels, shift_labels
 from .model.mixin import AdapterModelMixin
@@ -42,13 +42,13 @@ class AdapterTrainer(Trainer):
     trainer.train()
     ```
 
-    Each adapter lies in the sub-folder of its name, as `load_adapter` reads it, together with the
-    head of the same name; a head of another name has a sub-folder of its own, as `load_head`
-    reads it. Parameters of the base model that you train as well are in one more file.
+    Each adapter is in the sub-folder of its name, as `load_adapter` reads it, together with the
+    head of the same name; a head of another name is in its own sub-folder, as `load_head` reads
+    it. Trained parameters of the base model are in a separate file.
 
-    Differs from AdapterHub: resuming and loading the best model fill the parameters that are
-    there, so an optimizer made before keeps training them; the losses of accumulated batches are
-    weighted by their labels, also for models with a static head.
+    Differs from AdapterHub: resuming and loading the best model fill the existing parameters in
+    place, so that an existing optimizer continues to train them; the losses of accumulated
+    batches are weighted by their labels, also for models with a static head.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class AdapterTrainer(Trainer):
             args: `TrainingArguments`.
             data_collator: makes a batch of a list of rows.
             train_dataset: rows to train on.
-            eval_dataset: rows to judge by, or a dict of several such.
-            tokenizer: other name of `processing_class`, as in AdapterHub.
+            eval_dataset: rows to evaluate on, or a dict of several such.
+            tokenizer: the same as `processing_class`, as in AdapterHub.
             processing_class: saved beside the adapters.
-            model_init: makes the model, instead of `model`.
+            model_init: returns the model, instead of `model`.
             adapter_names: the argument for `set_active_adapters`.
             **kwargs: as `Trainer` takes them.
 
@@ -123,8 +123,8 @@ class AdapterTrainer(Trainer):
         return cast("AdapterModelMixin", _unwrapped(self.model))
 
     def _heads(self) -> dict[str, PredictionHead]:
-        """Return the named heads that answer; none for a model with a static head."""
-        return self._adapted._head_strategy.answering()
+        """Return the active named heads; none for a model with a static head."""
+        return self._adapted._head_strategy.active_heads()
 
     def _take(self, model: nn.Module) -> None:
         adapted = _unwrapped(model)
@@ -160,11 +160,11 @@ class AdapterTrainer(Trainer):
         self.accelerator.gradient_accumulation_steps = 1
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the optimizer, as `Trainer` does, of a model that is ready to be trained.
+        """Check that the model is ready for training, then make the optimizer as `Trainer` does.
 
         Raises:
-            StateError: the base model is not frozen, no active adapter is trained, or nothing
-                gives a loss.
+            StateError: the base model is not frozen, no active adapter is trained, or there is
+                no loss.
         """
         self._check_ready()
         return super().create_optimizer(*args, **kwargs)
@@ -235,16 +235,16 @@ class AdapterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the loss of a batch, as its share of the batches that are accumulated.
+        """Return the loss of a batch, as its share of the accumulated batches.
 
         Args:
             model: perhaps wrapped.
             inputs: of `forward`.
-            return_outputs: whether the outputs are returned as well.
+            return_outputs: whether to return the outputs too.
             num_items_in_batch: number of labels that count in all of these batches.
 
         Raises:
-            ConfigError: label smoothing, and labels that are not class numbers.
+            ConfigError: label smoothing with labels that are not class numbers.
         """
         inputs = dict(inputs)
         share = self._share(inputs) if model.training and num_items_in_batch is None else 1.0
@@ -307,7 +307,7 @@ class AdapterTrainer(Trainer):
         Args:
             model: perhaps wrapped.
             inputs: of `forward`.
-            prediction_loss_only: whether only the loss is wanted.
+            prediction_loss_only: whether to return only the loss.
             ignore_keys: fields of the outputs that are not predictions; None: all but the scores
                 of named heads.
             **kwargs: of `generate`, in `Seq2SeqAdapterTrainer`.
@@ -360,7 +360,7 @@ class AdapterTrainer(Trainer):
 
 
 class Seq2SeqAdapterTrainer(AdapterTrainer, Seq2SeqTrainer):
-    """An `AdapterTrainer` that can judge by generated text: `predict_with_generate=True`."""
+    """An `AdapterTrainer` that can evaluate generated text: `predict_with_generate=True`."""
 
 
 def _unwrapped(model: Any) -> Any:
@@ -370,7 +370,7 @@ def _unwrapped(model: Any) -> Any:
 
 def _count(labels: Tensor) -> int:
     """Return the number of labels that count."""
-    return int((labels != -100).sum())
+    return int((labels != IGNORED).sum())
 
 
 def _hint(model: Any) -> str:

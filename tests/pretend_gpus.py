@@ -115,6 +115,26 @@ def run(model, setup=None):
             raise RuntimeError(f"no gradient came back to {len(missing)} parameters")
 
 
+class Words:
+    """As much of a tokenizer as `add_embeddings` asks for."""
+
+    pad_token_id = 0
+
+    def __len__(self):
+        return 40
+
+    def get_vocab(self):
+        return {f"word{n}": n for n in range(40)}
+
+
+def other_embeddings(method, head, family):
+    """Train embeddings that are not the model's own, with a head that is tied to them."""
+    model = build(method, head, family)
+    model.add_embeddings("other", Words(), "default", Words())
+    model.train_adapter("a", train_embeddings=True)
+    return model
+
+
 def planted_attribute(model):
     """A tensor in a plain attribute: it stays where it was when the model moves."""
     _, module = next(model.adapter_modules("a"))
@@ -150,6 +170,8 @@ def cases():
     # what acts on the embeddings acts inversely in front of the logits
     yield "exit on bert", lambda: run(build("seq_bn_inv", "masked lm"), ["a", "b"])
     yield "exit on llama", lambda: run(build("seq_bn_inv", "causal lm", "llama"))
+    yield "embeddings of bert", lambda: run(other_embeddings("lora", "masked lm", "bert"))
+    yield "embeddings of gpt2", lambda: run(other_embeddings("lora", "causal lm", "gpt2"))
     yield "stack", lambda: run(build("lora"), ["a", "b"])
     yield "setup of the thread", lambda: run(build("seq_bn"), "b")
     yield "planted attribute", lambda: run(planted_attribute(build("lora")))

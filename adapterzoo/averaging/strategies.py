@@ -1,9 +1,8 @@
-"""The strategies by name: what is combined, by which operation, with which options."""
+"""The strategies by name: what they combine, by which operations and with which options."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -12,14 +11,14 @@ import torch
 from torch import Tensor
 
 from adapterzoo.errors import CompositionError, ConfigError, unknown_name
-from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.fields import FLAG, MAX_WIDTH, SEED, Check, Choice, Range, is_number
 
 from .joining import elected, weighted_sum
 from .pruning import largest, random
 
 Target: TypeAlias = Literal["parameters", "only_b", "factors", "ranks", "change"]
-"""What is combined: all parameters; the same with the sign of a weight on B only; the factors A and
-B, each times the root of its weight; the factors side by side; the change of the weight."""
+"""What is combined: all parameters; the same with a weight's sign only on B; the factors A and B,
+each times the root of its weight; the concatenated factors; the change of the layer's weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +61,33 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
+class _Density(Check):
+    """A number above 0, up to 1."""
+
+    legal = "a number above 0 to 1"
+
+    def fits(self, value: object) -> bool:
+        """Return whether the value is legal."""
+        return is_number(value) and 0 < value <= 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Option:
     """An option of some strategies.
 
     Attributes:
+        check: the legal values, where a strategy uses it.
         is_used: whether a strategy uses it.
-        is_legal: whether a value is legal.
-        legal: the legal values, for messages.
-        example: one of them.
+        example: a legal value.
         unset: the default.
         is_required: whether a strategy that uses it needs another value than the default.
     """
 
+    check: Check
     is_used: Callable[[Strategy], bool]
-    is_legal: Callable[[Any], bool]
-    legal: str
     example: object
     unset: object = None
     is_required: Callable[[Strategy], bool] = lambda strategy: False
-
-
-def _number(value: object) -> float:
-    return value if isinstance(value, (int, float)) and type(value) is not bool else math.nan
 
 
 def _decomposes(strategy: Strategy) -> bool:
@@ -96,41 +99,22 @@ def _prunes(strategy: Strategy) -> bool:
 
 
 _OPTIONS = {
-    "density": _Option(
-        _prunes, lambda x: 0 < _number(x) <= 1, "a number above 0 to 1", 0.5, is_required=_prunes
-    ),
+    "density": _Option(_Density(), _prunes, 0.5, is_required=_prunes),
     "majority_sign_method": _Option(
-        lambda strategy: strategy.elects,
-        lambda x: x in ("total", "frequency"),
-        "'total' or 'frequency'",
-        "total",
-        unset="total",
+        Choice("total", "frequency"), lambda strategy: strategy.elects, "total", unset="total"
     ),
     "svd_rank": _Option(
-        _decomposes,
-        lambda x: type(x) is int and 1 <= x <= MAX_WIDTH,
-        f"a whole number from 1 to {MAX_WIDTH}",
-        8,
-        is_required=lambda strategy: strategy.needs_rank,
+        Range(1, MAX_WIDTH), _decomposes, 8, is_required=lambda strategy: strategy.needs_rank
     ),
-    "svd_clamp": _Option(_decomposes, lambda x: 0 <= _number(x) <= 1, "a number from 0 to 1", 0.99),
-    "svd_full_matrices": _Option(
-        _decomposes, lambda x: type(x) is bool, "True or False", False, unset=False
-    ),
-    "svd_driver": _Option(
-        _decomposes,
-        lambda x: x in ("gesvd", "gesvdj", "gesvda"),
-        "None, 'gesvd', 'gesvdj' or 'gesvda'",
-        None,
-    ),
-    "seed": _Option(
-        lambda strategy: strategy.prunes == "random", lambda x: type(x) is int, "a whole number", 0
-    ),
+    "svd_clamp": _Option(Range(0.0, 1.0), _decomposes, 0.99),
+    "svd_full_matrices": _Option(FLAG, _decomposes, False, unset=False),
+    "svd_driver": _Option(Choice(None, "gesvd", "gesvdj", "gesvda"), _decomposes, None),
+    "seed": _Option(SEED, lambda strategy: strategy.prunes == "random", 0),
 }
 
 
 def combination(name: str, **options: Any) -> Combination:
-    """Return the combination that a user asks for, checked.
+    """Check a user's strategy and options, and return them as a `Combination`.
 
     Args:
         name: of the strategy.
@@ -146,16 +130,19 @@ def combination(name: str, **options: Any) -> Combination:
     strategy = STRATEGIES[name]
     for field, option in _OPTIONS.items():
         value = options.setdefault(field, option.unset)
+        if isinstance(value, float):
+            # float64 of numpy is a float
+            options[field] = value = float(value)
         is_set = value != option.unset or type(value) is not type(option.unset)
         if not option.is_used(strategy):
             if is_set:
                 raise ConfigError(
                     f"{field}={value!r} has no effect on {name!r}. Write {field}={option.unset!r}."
                 )
-        elif (is_set or option.is_required(strategy)) and not option.is_legal(value):
+        elif (is_set or option.is_required(strategy)) and not option.check.fits(value):
             raise ConfigError(
-                f"{field}={value!r} is not legal for {name!r}; legal is {option.legal}. Write "
-                f"{field}={option.example!r}."
+                f"{field}={value!r} is not legal for {name!r}; legal is {option.check.legal}. "
+                f"Write {field}={option.example!r}."
             )
     # the caller makes generators from it
     del options["seed"]
@@ -171,13 +158,13 @@ class Combination:
     Attributes:
         name: of the strategy.
         strategy: what it combines, and how.
-        density: share of the entries that are kept; None: all.
+        density: share of the entries to keep; None: all.
         majority_sign_method: how signs are elected.
         rank: of the result; None: the largest of those combined.
-        clamp: quantile at which factors are cut; None: they are not.
-        full_matrices: an option of `torch.linalg.svd`.
-        driver: the same.
-        source: of random numbers; None: torch's default generator.
+        clamp: quantile at which factors are clamped; None: not at all.
+        full_matrices: argument of `torch.linalg.svd`.
+        driver: argument of `torch.linalg.svd`.
+        source: random number generator; None: torch's default.
     """
 
     name: str
@@ -197,7 +184,7 @@ class Combination:
 
     @property
     def keeps_scaling(self) -> bool:
-        """Whether the result keeps the scaling of what is combined, instead of 1."""
+        """Whether the result keeps the scaling of the adapters, instead of 1."""
         return self.target in ("parameters", "only_b")
 
     def drawing(self, source: torch.Generator | None) -> Combination:
@@ -251,7 +238,7 @@ class Combination:
         Args:
             configs: at least one, as dicts of JSON types.
             but: fields that may differ.
-            hint: what to write then.
+            hint: what to write instead.
 
         Raises:
             CompositionError: they differ in another field.
@@ -274,7 +261,7 @@ class Combination:
         """Make the error for an adapter that lacks what the strategy combines.
 
         Args:
-            why: what it has instead.
+            why: the reason, for the message.
         """
         return CompositionError(
             f"{self.name!r} combines low-rank factors, and {why}. Write "

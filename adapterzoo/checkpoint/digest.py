@@ -1,4 +1,4 @@
-"""Digests: whether two tensors have the same bits, wherever they are and however they lie."""
+"""Digests of tensors: equal for equal bits, on any device and in any memory layout."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ def digest(tensor: Tensor) -> str:
 
 
 def same_bits(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether the digests are equal, without making them."""
+    """Return whether dtype, shape and bits are equal."""
     alike = tensor.dtype is other.dtype and tensor.shape == other.shape
     return alike and torch.equal(_bytes(tensor), _bytes(other))
+
+
+def same_values(theirs: Tensor, mine: Tensor) -> bool:
+    """Return whether a file's tensor has the values of a model's tensor, in the model's dtype."""
+    own = mine.detach().cpu()
+    return theirs.shape == own.shape and bool((theirs.to(own.dtype) == own).all())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

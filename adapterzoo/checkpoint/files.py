@@ -1,7 +1,7 @@
-"""Read and write the files of checkpoints; what is read may come from a stranger.
+"""Read and write the files of checkpoints; files to read are not trusted.
 
-Only regular files are opened, no more is read than a config or a header can have, and a pickle is
-read by `torch.load(weights_only=True)` alone, which rebuilds tensors and runs nothing else. Files
+Only regular files are opened, sizes of configs and headers are limited, and pickles are read by
+`torch.load(weights_only=True)` alone, which rebuilds tensors and runs no other code. Files
 that belong together are replaced together, see `folders`.
 """
 
@@ -31,11 +31,11 @@ from . import folders
 AGAIN = "Copy the checkpoint again from where it was saved"
 # the key of our metadata in our safetensors files, and of `meta_dict` in those of PEFT's format
 NATIVE, META = "adapterzoo", "adapterzoo_meta"
-# of safetensors: names, shapes and metadata, about 300 bytes for each tensor
+# of a safetensors file: names, shapes and metadata, about 300 bytes for each tensor
 _MAX_HEADER = 32 * 2**20
 # configs have some thousand bytes; lists of labels some hundred thousand
 MAX_JSON = 16 * 2**20
-# a damaged pickle raises whatever its bytes say
+# a damaged pickle can raise any of these
 _DAMAGED = (
     safetensors.SafetensorError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, OSError,
     EOFError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError,
@@ -50,9 +50,9 @@ def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] 
     """Replace the files of a checkpoint together.
 
     Args:
-        folder: made when missing.
+        folder: created if missing.
         contents: plain names to contents.
-        stale: names of files that an older checkpoint may have left, to be deleted.
+        stale: names of files of an older checkpoint to delete.
 
     Raises:
         CheckpointError: a file cannot be written; all the old ones are whole.
@@ -62,7 +62,7 @@ def write_all(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] 
 
 
 def write_tensors(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors with our metadata as one safetensors file; its folder is made when missing.
+    """Write tensors with our metadata as one safetensors file; create its folder if missing.
 
     Raises:
         CheckpointError: the file cannot be written; an old one is still whole.
@@ -74,11 +74,11 @@ def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Mapping[s
     """Return a safetensors file; equal content gives equal bytes.
 
     Args:
-        tensors: on any device; shared memory is written apart.
+        tensors: on any device; tensors that share memory are written separately.
         metadata: JSON types by key.
 
     Raises:
-        CheckpointError: the metadata is larger than what is read again.
+        CheckpointError: the metadata is larger than what can be read back.
     """
     texts = {key: json.dumps(v, sort_keys=True, allow_nan=False) for key, v in metadata.items()}
     owned = {key: t.detach().cpu().clone().contiguous() for key, t in sorted(tensors.items())}
@@ -87,28 +87,31 @@ def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Mapping[s
     end = 8 + int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8:end]) | {"__metadata__": {"format": "pt", **texts}}
     text = json.dumps(header, separators=(",", ":")).encode()
-    # tensors begin where their numbers may lie in memory
+    # align the tensors to 8 bytes
     text += b" " * (-len(text) % 8)
     _check_size("names, shapes and metadata", len(text), _MAX_HEADER)
     return len(text).to_bytes(8, "little") + text + whole[end:]
 
 
 def json_bytes(values: Mapping[str, Any]) -> bytes:
-    """JSON for people to read.
+    """Return indented JSON, for people to read.
 
     Raises:
-        CheckpointError: it is larger than what is read again.
+        CheckpointError: it is larger than what can be read back.
     """
     text = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
     _check_size("the config, with meta_dict,", len(text), MAX_JSON)
     return text
 
 
-def pickle_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return tensors as `torch.save` writes them."""
+def pickle_bytes(tensors: Mapping[str, Tensor] | Tensor) -> bytes:
+    """Return tensors by name, or a single one, as `torch.save` writes them."""
     stream = io.BytesIO()
-    # cloned: a view would bring all the memory that it looks at
-    torch.save({key: t.detach().cpu().clone() for key, t in tensors.items()}, stream)
+    # clone: a view would save all the memory that it looks into
+    if isinstance(tensors, Tensor):
+        torch.save(tensors.detach().cpu().clone(), stream)
+    else:
+        torch.save({key: t.detach().cpu().clone() for key, t in tensors.items()}, stream)
     return stream.getvalue()
 
 
@@ -127,8 +130,8 @@ def read_json(file: Path, hint: str = AGAIN) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Args:
-        file: not read where it is too large for a config.
-        hint: what to do about a file that is none.
+        file: read only if it is not too large for a config.
+        hint: what to do if it is not one.
 
     Raises:
         CheckpointError: it is missing, too large, not JSON or not an object.
@@ -159,7 +162,7 @@ def _object(text: str | bytes, what: str, hint: str) -> dict[str, Any]:
 
 
 def fields_of(file: Path) -> frozenset[str]:
-    """Return the names of the fields in a JSON file; none where it cannot be read as a config."""
+    """Return the names of the fields in a JSON file; none if it cannot be read as a config."""
     try:
         return frozenset(read_json(file))
     except CheckpointError:
@@ -167,9 +170,9 @@ def fields_of(file: Path) -> frozenset[str]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; NaN and infinities, which Python's reader takes, are errors.
+    """Parse JSON; NaN and infinities, which Python accepts, are errors.
 
-    1e999 is one, too: it would be an infinity in memory, which cannot be written again.
+    So is 1e999, which would become an infinity that cannot be written back.
 
     Raises:
         ValueError: it is not JSON.
@@ -195,21 +198,40 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     """
     if file.suffix == ".safetensors":
         return read_safetensors(file)[1]
-    with _told(file):
-        _refuse_compressed(file)
-        loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
+    loaded = _unpickled(file)
     if not isinstance(loaded, dict) or not all(
         isinstance(key, str) and _is_plain(value) for key, value in loaded.items()
     ):
         raise CheckpointError(f"{str(file)!r} does not map names to plain tensors. {AGAIN}.")
-    for key, tensor in loaded.items():
-        # one number can stand for a tensor of any size, until it is copied
-        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise CheckpointError(
-                f"{str(file)!r} has fewer numbers for {key!r} than its shape: file "
-                f"{list(tensor.shape)}; nothing has been loaded. {AGAIN}."
-            )
-    return {key: tensor.detach() for key, tensor in loaded.items()}
+    return {key: _whole(file, repr(key), tensor) for key, tensor in loaded.items()}
+
+
+def read_tensor(file: Path) -> Tensor:
+    """Return the one tensor of floating-point numbers in a pickle that torch wrote, on the CPU.
+
+    Raises:
+        CheckpointError: it is damaged, or holds code or anything other than such a tensor.
+    """
+    loaded = _unpickled(file)
+    if not _is_plain(loaded) or not loaded.is_floating_point():
+        raise CheckpointError(f"{str(file)!r} does not hold one tensor of numbers. {AGAIN}.")
+    return _whole(file, "its tensor", loaded)
+
+
+def _unpickled(file: Path) -> Any:
+    with _regular(file):
+        _refuse_compressed(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _whole(file: Path, what: str, tensor: Tensor) -> Tensor:
+    # with stride 0, one number can represent a tensor of any size, until it is copied
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise CheckpointError(
+            f"{str(file)!r} has fewer numbers for {what} than its shape: file "
+            f"{list(tensor.shape)}; nothing has been loaded. {AGAIN}."
+        )
+    return tensor.detach()
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -219,26 +241,26 @@ def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         CheckpointError: it is missing or damaged.
     """
     with _opened(file) as opened:
-        # cloned: a mapped file must not change under a model, nor keep the file open
+        # clone: a memory-mapped file could change later, and would stay open
         tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
         return opened.metadata() or {}, tensors
 
 
 def read_metadata(file: Path, key: str) -> dict[str, Any] | None:
-    """Return the object under a key of a safetensors file's metadata; None where there is none.
+    """Return the object under a key of a safetensors file's metadata; None if there is none.
 
     Raises:
-        CheckpointError: the file is damaged, or there is something else.
+        CheckpointError: the file is damaged, or the value is not an object.
     """
     with _opened(file) as opened:
         return parse_metadata(file, opened.metadata() or {}, key)
 
 
 def parse_metadata(file: Path, metadata: Mapping[str, str], key: str) -> dict[str, Any] | None:
-    """Return the object under a key of a safetensors file's metadata; None where there is none.
+    """Return the object under a key of a safetensors file's metadata; None if there is none.
 
     Raises:
-        CheckpointError: there is something else.
+        CheckpointError: the value is not an object.
     """
     if key not in metadata:
         return None
@@ -246,9 +268,9 @@ def parse_metadata(file: Path, metadata: Mapping[str, str], key: str) -> dict[st
 
 
 def check_regular(file: Path) -> None:
-    """Refuse a pipe or a device, which could be read for ever.
+    """Refuse pipes and devices, which could be read forever.
 
-    A link to a regular file is fine: the cache of huggingface_hub is made of these.
+    A link to a regular file is accepted: huggingface_hub's cache consists of these.
 
     Raises:
         CheckpointError: it is not a regular file.
@@ -259,8 +281,8 @@ def check_regular(file: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(file: Path) -> Iterator[None]:
-    """Read a regular file, and turn what a damaged one raises into one error."""
+def _regular(file: Path) -> Iterator[None]:
+    """Check that a file is regular, and turn all errors of a damaged one into one error."""
     try:
         check_regular(file)
         yield
@@ -278,8 +300,8 @@ def _told(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file with a header that is not too long."""
-    with _told(file):
+    """Open a safetensors file whose header is not too long."""
+    with _regular(file):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
         if size > _MAX_HEADER:
@@ -298,14 +320,14 @@ def _is_plain(value: object) -> bool:
 
 
 def _refuse_compressed(file: Path) -> None:
-    # torch.save compresses nothing: what is compressed can be a thousand times its size in memory
+    # torch.save never compresses, and a compressed file can expand a thousandfold in memory
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as opened:
         entries = opened.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CheckpointError(f"{str(file)!r} is compressed, which torch.save never does. {AGAIN}.")
-    # entries may lie over each other, each as large as the file
+    # entries may overlap, each as large as the file
     if sum(entry.file_size for entry in entries) > file.stat().st_size:
         raise CheckpointError(
             f"{str(file)!r}: its entries share bytes, so that it holds more than its size, which "

@@ -1,4 +1,4 @@
-"""Compare the tensors of a checkpoint with the modules to fill, and fill these."""
+"""Compare the tensors of a checkpoint with the modules to fill, and fill the modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def differences(
     Args:
         file: what was read.
         skeleton: the new parameters to fill.
-        dtype: what the user allows the file to be converted to; None: dtypes must agree.
+        dtype: to which the user lets the file be converted; None: dtypes must agree.
     """
     lines = [f"{key}   in the file only" for key in sorted(set(file) - set(skeleton))]
     lines += [f"{key}   in the model only" for key in sorted(set(skeleton) - set(file))]
@@ -43,10 +43,10 @@ def differences(
 
 
 def check_same(what: str, saved: object, mine: object) -> None:
-    """Check that something of a training checkpoint has the config that it has in the model.
+    """Check that an entry of a training checkpoint has the same config in the model.
 
     Args:
-        what: for the message, as `adapter 'a'`.
+        what: names the entry in the message, such as `adapter 'a'`.
         saved: its config in the checkpoint.
         mine: its config in the model.
 
@@ -69,7 +69,7 @@ def check_fit(
     """Raise one error with every difference between a file and the model to fill.
 
     Raises:
-        CheckpointError: there is any.
+        CheckpointError: there is a difference.
     """
     lines = differences(file, skeleton, dtype)
     if lines:
@@ -82,11 +82,11 @@ def check_fit(
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a module the values of a file that fits it, in the dtypes of the module.
+    """Fill a module with the values of a file that fits it, in the dtypes of the module.
 
     Args:
-        module: where it is on the meta device, and a copy would be lost, it gets the tensors.
-        tensors: those of the module to change.
+        module: on the meta device it gets the tensors themselves, as it cannot hold copies.
+        tensors: by keys of the module's state dict; other parameters do not change.
 
     Raises:
         CheckpointError: a device holds other bits than were copied to it.
@@ -100,7 +100,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for key, value in values.items():
             own[key].copy_(value)
-    # a copy within the memory that was checked is right
+    # copies in the CPU's memory need no check
     far = (key for key in values if own[key].device.type != "cpu")
     if wrong := [key for key in far if not same_bits(own[key], values[key])]:
         raise CheckpointError(
@@ -110,7 +110,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _share_again(module: nn.Module, own: Mapping[str, Tensor], filled: Iterable[str]) -> None:
-    """Let what was one tensor under several names be one again, after some got another."""
+    """Share tensors again that had several names before some names got new tensors."""
     first = {id(own[key]): key for key in filled}
     for key, tensor in own.items():
         if (source := first.get(id(tensor), key)) != key:

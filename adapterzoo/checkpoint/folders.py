@@ -2,9 +2,9 @@
 
 A save writes all files into a hidden folder beside the old ones, renames that to `_READY`, which
 is the moment when the new checkpoint exists, and then moves the files up. The next reader or
-saver moves up what a killed save could not. Other libraries never meet files of two saves either:
-configs are removed before the tensors change and come back last, so that such a reader finds the
-old, the new, or no config.
+saver completes the move of a killed save. Other libraries do not see files of two saves either:
+configs are removed before the tensors change and are restored last, so such a reader finds the old
+config, the new one, or none.
 
 Savers and readers lock the folder against each other, where the file system has locks; a process
 that dies releases its lock.
@@ -32,7 +32,7 @@ _PART = ".adapterzoo-part-"
 
 @contextlib.contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """Keep all others out of the folder, which holds one whole checkpoint; make it when missing.
+    """Lock the folder for writing, with one whole checkpoint in it; create it if missing.
 
     Raises:
         CheckpointError: the folder cannot be made.
@@ -51,7 +51,7 @@ def saving(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Keep savers out of the folder, which holds one whole checkpoint or may be missing.
+    """Lock the folder for reading, with one whole checkpoint in it; it may be missing.
 
     Raises:
         CheckpointError: a save was interrupted and cannot be finished.
@@ -66,7 +66,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def replace_files(folder: Path, contents: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
-    """Replace files of a folder together; to be called within `saving`.
+    """Replace files of a folder together; call it within `saving`.
 
     Args:
         folder: exists.
@@ -74,8 +74,8 @@ def replace_files(folder: Path, contents: Mapping[str, bytes], stale: Iterable[s
         stale: names of files to delete, where they exist.
 
     Raises:
-        CheckpointError: a file cannot be written, and the old ones are whole; or the new ones are,
-            and the next reader or saver has to move them up.
+        CheckpointError: a file cannot be written, and the old checkpoint is whole; or the new one
+            is, and the next reader or saver will move it up.
     """
     for name in contents:
         if (folder / name).is_dir():
@@ -89,7 +89,7 @@ def replace_files(folder: Path, contents: Mapping[str, bytes], stale: Iterable[s
         for name, content in contents.items():
             _write(part / name, content)
         for name in stale:
-            # an empty file stands for one that goes
+            # an empty file marks one to delete
             if name not in contents and (folder / name).is_file():
                 _write(part / name, b"")
         _sync(part)
@@ -105,11 +105,11 @@ def replace_files(folder: Path, contents: Mapping[str, bytes], stale: Iterable[s
 
 
 def _finish(folder: Path) -> None:
-    """Move up the files of a save that is ready, as far as they have not been moved."""
+    """Move up the remaining files of a save that is ready."""
     if not _is_ready(folder):
         return
     ready = folder / _READY
-    # a folder may come from a stranger: follow no link, and move nothing hidden
+    # the folder is not trusted: follow no links, and move no hidden files
     names = sorted(file.name for file in ready.iterdir() if stat.S_ISREG(file.lstat().st_mode))
     names = [name for name in names if not name.startswith(".")]
     documents = [name for name in names if name.endswith(".json")]
@@ -149,7 +149,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Write the names in a folder to the disk, where the system can."""
+    """Flush the names in a folder to the disk, where the system can."""
     with contextlib.suppress(OSError), _opened(folder) as handle:
         os.fsync(handle)
 
@@ -165,13 +165,13 @@ def _opened(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _locked(folder: Path, alone: bool) -> Iterator[None]:
-    """Hold the lock of a folder; nothing is locked where the system or file system cannot."""
+    """Hold the lock of a folder, where system and file system have locks."""
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
             with contextlib.suppress(OSError):
                 handle = stack.enter_context(_opened(folder))
                 fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-                # a process that was forked meanwhile has the handle too: closing is not enough
+                # a process forked meanwhile has the handle too, so closing it is not enough
                 stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)
         yield
 

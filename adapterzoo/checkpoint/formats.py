@@ -1,8 +1,8 @@
-"""The formats of checkpoints: what one must do, which of them a folder holds, and the way to disk.
+"""Formats of checkpoints: their interface, detecting the format of a folder, reading and writing.
 
 A format is a file or package beside this one that registers itself. It recognizes its folders,
-reads one as a `Checkpoint`, and encodes a checkpoint as the files of a folder. It writes nothing
-itself, so that what it cannot express is an error before the disk has changed.
+reads one as a `Checkpoint`, and encodes a checkpoint as the files of a folder. It does not write
+them, so that a checkpoint that it cannot express is an error before the disk has changed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ KINDS: tuple[Kind, ...] = ("adapter", "head")
 _WHOLE = ("model.safetensors", "model-", "pytorch_model")
 
 formats: Registry[Format] = Registry("format")
-"""Names, as `format=` takes them, to formats; in the order in which folders are shown to them."""
+"""Names, the values of `format=`, to formats, in the order in which they are tried on a folder."""
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What a checkpoint holds, in our terms.
+    """The contents of a checkpoint, in our terms.
 
     Attributes:
         metadata: JSON types: format, version, name, model_type, `config` of the adapter, `head`.
@@ -49,7 +49,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a format must know of the model that is filled or was saved.
+    """The facts about the model to fill or save that formats need.
 
     Attributes:
         anatomy: of the base model; its paths are those of `Checkpoint.adapter`.
@@ -57,7 +57,7 @@ class ModelInfo:
             has no base model below it.
         model_type: as in its config.
         model_class: name of its class.
-        model_name: where it was loaded from.
+        model_name: the name or path that it was loaded from.
         hidden_size: width of its hidden states.
         config: the model's config as a dict, with that of the text part merged into it.
         named_heads: whether it has heads by name, or one static head.
@@ -104,13 +104,13 @@ class ModelInfo:
 
 
 class Format(Protocol):
-    """What a format offers."""
+    """The interface of a format."""
 
     def recognises(self, folder: Path, kind: Kind) -> bool:
         """Return whether a folder holds an adapter, or only a head, of this format.
 
-        Looks at names of files and at most at a config; a damaged file of the format is
-        recognized, so that `read` can say what is wrong with it.
+        Look only at file names and a config; recognize damaged files too, so that `read` can
+        say what is wrong with them.
         """
 
     def read(self, folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
@@ -129,14 +129,14 @@ class Format(Protocol):
         """
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
-        """Return names of all the files that a folder of this format may have; others stay."""
+        """Return the names of all files that a folder of this format may have; others are kept."""
 
 
 def inexpressible(why: str, *hints: str) -> CheckpointError:
     """Return the error for what a format cannot express.
 
     Args:
-        why: what it is.
+        why: the reason.
         hints: what to write instead; none: the native format.
     """
     hint = " or ".join(hints or (argument("format", "native"),))
@@ -149,11 +149,11 @@ def of(folder: Path, kind: Kind) -> str | None:
 
 
 def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
-    """Read a folder in whichever format it is.
+    """Read a folder in any format.
 
     Args:
         folder: on disk.
-        kind: what is looked for.
+        kind: what to read.
         info: of the model to fill.
 
     Raises:
@@ -175,7 +175,7 @@ def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:
 
 
 def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
-    """Return what the folder holds instead, and what to write for it."""
+    """Return the end of a message: what the folder holds instead, and what to write."""
     # of all adapters, or of a trainer with its checkpoints
     below = [p for p in sorted([*folder.glob("*"), *folder.glob("*/*")]) if p.is_dir()]
     held = [str(path) for path in below if of(path, kind) is not None]
@@ -201,35 +201,40 @@ def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
 
 
 def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
-    """Write a checkpoint; everything that can be wrong with it is found before.
+    """Write a checkpoint, after checking everything that could be wrong with it.
+
+    A checkpoint of the same kind that the folder holds is replaced, in whichever format it is.
 
     Args:
-        folder: made when missing.
-        checkpoint: what to write, tensors whole.
-        kind: what it is.
+        folder: created if missing.
+        checkpoint: what to write, with whole tensors.
+        kind: what it holds.
         name: of the format.
         info: of the model that it was taken from.
 
     Raises:
-        CheckpointError: the format cannot express it, the folder holds a checkpoint of another
-            format, or cannot be written; what was there is still whole.
+        CheckpointError: the format cannot express it, or the folder cannot be written; what was
+            there is still whole.
         UnknownNameError: there is no such format.
     """
     chosen = formats.find(name)
     if name != "native" and checkpoint.metadata.get("embeddings") is not None:
         raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
     contents = chosen.encode(checkpoint, kind, info)
-    touched = {*contents, *chosen.owned(kind)}
+    touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
     with folders.saving(folder):
         for held in KINDS:
             there = of(folder, held)
-            if there in (None, name):
+            if there is None:
                 continue
+            own = {*formats[there].owned(held)}
+            if held == kind:
+                stale |= own
             # the other kind may lie beside it, where no file belongs to both
-            if held == kind or touched & {*formats[there].owned(held)}:
+            elif type(formats[there]) is not type(chosen) and own & touched - stale:
                 what = "an adapter" if held == "adapter" else "a head"
                 raise CheckpointError(
                     f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "
                     f"both would be mixed. Write another folder, or empty this one."
                 )
-        folders.replace_files(folder, contents, chosen.owned(kind))
+        folders.replace_files(folder, contents, sorted(touched | stale))

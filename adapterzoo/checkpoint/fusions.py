@@ -1,4 +1,4 @@
-"""Fusion layers in a folder: the formats that have any, and which of them a folder holds."""
+"""Fusion layers in a folder: reading and writing them in the formats that have them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, argument, unknown_name
+from adapterzoo.errors import argument, unknown_name
 
 from . import folders, native
 from .adapterhub import fusion as adapterhub
@@ -14,19 +14,19 @@ from .formats import Checkpoint, ModelInfo, inexpressible
 
 KIND = "adapter_fusion"
 _NATIVE = f"{KIND}.safetensors"
-FORMATS = ("native", "adapterhub")
+FORMATS = ("native", "adapterhub", "adapterhub-safetensors")
 
 
 def check_format(format: str) -> None:
-    """Raise where fusions cannot be written in a format.
+    """Raise if fusions cannot be written in a format.
 
     Raises:
-        CheckpointError: PEFT has none.
+        CheckpointError: PEFT's format has no fusions.
         UnknownNameError: there is no such format.
     """
     if format == "peft":
         raise inexpressible(
-            "PEFT has no fusion of adapters, and its format none of its layers",
+            "PEFT has no fusion of adapters, and its format cannot store one",
             *(argument("format", name) for name in FORMATS),
         )
     if format not in FORMATS:
@@ -40,41 +40,35 @@ def write(
     info: ModelInfo,
     fused: Sequence[AdapterConfig],
 ) -> None:
-    """Write fusion layers; everything that can be wrong with them is found before.
+    """Write fusion layers, after checking everything that could be wrong with them.
 
     Args:
-        folder: made when missing.
-        checkpoint: what to write, tensors whole.
+        folder: created if missing.
+        checkpoint: what to write, with whole tensors.
         format: one that `check_format` accepts.
         info: of the model.
         fused: the configs of its adapters.
 
     Raises:
-        CheckpointError: the format cannot express it, the folder holds a fusion in another one, or
-            cannot be written; what was there is still whole.
+        CheckpointError: the format cannot express it, or the folder cannot be written; what was
+            there is still whole.
     """
     if format == "native":
-        contents, owned = native.encode(checkpoint, KIND), [_NATIVE]
+        contents = native.encode(checkpoint, KIND)
     else:
-        contents = adapterhub.encode(info, checkpoint, fused)
-        owned = list(adapterhub.TENSORS)
+        contents = adapterhub.encode(info, checkpoint, fused, safe=format != "adapterhub")
     with folders.saving(folder):
-        there = _of(folder)
-        if there not in (None, format):
-            raise CheckpointError(
-                f"the folder {str(folder)!r} holds a fusion in the format {there!r}; files of both "
-                f"would be mixed. Write another folder, or empty this one."
-            )
-        folders.replace_files(folder, contents, owned)
+        stale = (_NATIVE, f"{KIND}_config.json", *adapterhub.TENSORS)
+        folders.replace_files(folder, contents, stale)
 
 
 def read(folder: Path, info: ModelInfo, config_of: Callable[[str], AdapterConfig]) -> Checkpoint:
-    """Read fusion layers in whichever format they are.
+    """Read fusion layers in any format.
 
     Args:
         folder: on disk.
         info: of the model.
-        config_of: the config of the adapter of a name.
+        config_of: returns the config of an adapter by its name.
 
     Raises:
         CheckpointError: there are none, or a file is missing or damaged.
@@ -86,7 +80,7 @@ def read(folder: Path, info: ModelInfo, config_of: Callable[[str], AdapterConfig
 
 
 def _of(folder: Path) -> str | None:
-    # a folder that holds both was mixed by hand: what cannot hold code goes first
+    # a folder with both was mixed by hand: prefer the file that cannot hold code
     if (folder / _NATIVE).is_file():
         return "native"
     return "adapterhub" if adapterhub.recognises(folder) else None

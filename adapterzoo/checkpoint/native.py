@@ -2,8 +2,8 @@
 
 `adapter.safetensors` holds an adapter, with its head where there is one; `head.safetensors` a
 head alone. Keys are `<path of the site>/<parameter>`, those of a head `head//<parameter>`; no
-name of an adapter or head is part of them. The metadata say what the tensors mean, and have one
-SHA-256 of both. The JSON file repeats the metadata: an edit there has no effect, so it is an error.
+name of an adapter or head is part of them. The metadata describe the tensors and include a SHA-256
+of both. The JSON file repeats the metadata; editing it has no effect, so a difference is an error.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .formats import Checkpoint, Kind, ModelInfo, formats
 
 FORMAT = "adapterzoo"
 VERSION = 1
-# two slashes: no site, were it called "head", can have such a key
+# two slashes: not even a site called "head" can have such a key
 _HEAD = "head//"
 _HASH = "sha256"
-# of files before there was one
+# keys in older files
 _OLD_HASHES = ("digest", "digests")
-# of a value, in characters, and of lines
+# in messages: characters of a value, and number of differences
 _WIDTH, _LINES = 60, 3
 
 
@@ -36,7 +36,7 @@ class NativeFormat:
     """Our format, as `formats` sees it."""
 
     def recognises(self, folder: Path, kind: Kind) -> bool:
-        """Return whether there is the one file, ours or damaged."""
+        """Return whether the folder has the file, ours or a damaged one."""
         file = folder / f"{kind}.safetensors"
         try:
             return file.is_file() and files.read_metadata(file, files.NATIVE) is not None
@@ -48,11 +48,11 @@ class NativeFormat:
         return load(folder, kind)
 
     def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
-        """Return tensors and metadata in one file; the metadata once more for people."""
+        """Return one file with tensors and metadata, and the metadata again for people."""
         return encode(checkpoint, kind)
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
-        """Always both."""
+        """Return both files."""
         return f"{kind}.safetensors", f"{kind}_config.json"
 
 
@@ -70,7 +70,7 @@ def encode(checkpoint: Checkpoint, kind: str) -> dict[str, bytes]:
 
 def hashed(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the metadata with the SHA-256 of themselves and the tensors."""
-    # as JSON reads it again: a tuple is a list, a number as a key is a string
+    # as JSON reads it back: tuples become lists, and keys become strings
     plain = {k: v for k, v in json.loads(json.dumps(metadata)).items() if k != _HASH}
     return plain | {_HASH: fingerprint(plain, tensors)}
 
@@ -135,7 +135,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _as_written(
     file: Path, metadata: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the metadata, after comparing them, the tensors and the copy with what was written."""
+    """Return the metadata, after checking their hash and comparing them with the JSON copy."""
     expected = metadata.pop(_HASH, None)
     for old in _OLD_HASHES:
         metadata.pop(old, None)

@@ -1,4 +1,4 @@
-"""Under which keys the tensors of each placement of a config lie."""
+"""The keys of the tensors of each placement of a config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shared_key(parameter: str, number: int | None = None) -> str:
 
     Args:
         parameter: of the module that `AdapterConfig.shared` made.
-        number: of the config in a union, None outside of one.
+        number: of the config in a union; None outside a union.
     """
     return f"/{parameter}" if number is None else f"/{number}.{parameter}"
 
@@ -34,7 +34,7 @@ class Place:
     Attributes:
         placement: its site, and the config that makes it.
         path: of the module that holds it.
-        part: what its parameters' names begin with, where several share the module: "query.".
+        part: prefix of its parameters' names if several adapters share the module, as "query.".
     """
 
     placement: Placement

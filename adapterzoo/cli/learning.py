@@ -74,7 +74,7 @@ def train_command(
     files = Path(train_file), None if eval_file is None else Path(eval_file)
     rows, tested, classes = read_classes(*files, text_column, label_column)
 
-    # these need torch, and no transformers yet
+    # these import torch, but not transformers
     from adapterzoo.configs import AdapterConfig
     from adapterzoo.names import check_name
 
@@ -146,21 +146,21 @@ def predict_command(
     shown = wants_progress(as_json)
     be_quiet(shown)
     checkpoint = open_checkpoint(path, revision)
-    answers = predict(checkpoint, rows, model=model, progress=shown, **options)
+    predictions = predict(checkpoint, rows, model=model, progress=shown, **options)
     kind = "jsonl" if as_json else written
     if output is None:
-        write(sys.stdout, answers, kind)
+        write(sys.stdout, predictions, kind)
         return
     try:
         with Path(output).open("w", encoding="utf-8", newline="") as stream:
-            write(stream, answers, kind)
+            write(stream, predictions, kind)
     except OSError as error:
         raise _unwritable(output, str(error.strerror or error)) from error
     note(f"{output}: {len(rows):,} rows")
 
 
 def _can_be_written(file: Path) -> bool:
-    # unlike Path.exists, it raises nothing where a folder above may not be entered
+    # unlike Path.exists, os.access does not raise if a parent folder is not accessible
     if os.access(file, os.F_OK):
         return not file.is_dir() and os.access(file, os.W_OK)
     return os.access(file.absolute().parent, os.W_OK | os.X_OK)

@@ -23,13 +23,14 @@ _OUTPUT = "SequenceClassifierOutput"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Prediction:
     """The prediction for a text.
 
     Attributes:
         text: the text.
-        label: the likeliest class; all likely classes for several labels; None for a number.
-        values: probability of each class; the number under "value" for a regression.
+        label: the most likely class; for multi-label heads, all likely classes; None for a
+            regression.
+        values: the probability of each class; for a regression, the number as "value".
     """
 
     text: str
@@ -49,7 +50,7 @@ def device_named(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-    # an unknown name, a device without a driver, a build of torch without the device
+    # unknown names, devices without a driver, builds of torch without the device
     except (RuntimeError, AssertionError) as error:
         raise _unusable(name, str(error).partition("\n")[0]) from error
     if device.type == "meta":
@@ -73,16 +74,16 @@ def predict(
     max_length: int | None,
     device: str | None,
     progress: bool,
-) -> list[Answer]:
+) -> list[Prediction]:
     """Return the predictions of an adapter and its head.
 
     Args:
         checkpoint: of an adapter with a head.
         texts: any number of texts.
-        model: base model; None: the one that the checkpoint names.
+        model: base model; None: the one named in the checkpoint.
         batch_size: texts per batch.
-        max_length: tokens of a text; None: as in training.
-        device: None for the best one.
+        max_length: maximum tokens per text; None: as in training.
+        device: None: CUDA if available.
         progress: whether to show a bar.
 
     Raises:
@@ -110,7 +111,7 @@ def predict(
     labels = config.id2label or {number: str(number) for number in range(count)}
     names = [str(labels[number]) for number in range(count)]
     several = config.problem_type == "multi_label_classification"
-    return [_answer(text, row, names, several) for text, row in zip(texts, logits, strict=True)]
+    return [_prediction(text, row, names, several) for text, row in zip(texts, logits, strict=True)]
 
 
 @torch.inference_mode()
@@ -125,11 +126,11 @@ def logits_of(
     """Return the logits of the active head, `[texts, labels]`, in float32 on the CPU.
 
     Args:
-        model: is put into evaluation mode.
+        model: is set to evaluation mode.
         tokenizer: of its base model.
         texts: any number of texts.
-        max_length: tokens of a text.
-        batch_size: texts per batch; texts of similar length go together.
+        max_length: maximum tokens per text.
+        batch_size: texts per batch; texts of similar length are batched together.
         progress: whether to show a bar.
     """
     model.eval()
@@ -144,42 +145,42 @@ def logits_of(
     return torch.cat(found)[torch.tensor(order).argsort()]
 
 
-def write(stream: TextIO, answers: Iterable[Answer], kind: str) -> None:
+def write(stream: TextIO, predictions: Iterable[Prediction], kind: str) -> None:
     """Write predictions, one per line.
 
     Args:
         stream: open for text.
-        answers: predictions of one head.
+        predictions: of one head.
         kind: "csv" or "jsonl".
     """
-    answers = list(answers)
+    predictions = list(predictions)
     if kind == "jsonl":
-        for answer in answers:
-            row: dict[str, Any] = {"text": answer.text}
-            if answer.label is None:
-                row |= answer.values
+        for prediction in predictions:
+            row: dict[str, Any] = {"text": prediction.text}
+            if prediction.label is None:
+                row |= prediction.values
             else:
-                row |= {"label": answer.label, "probabilities": answer.values}
+                row |= {"label": prediction.label, "probabilities": prediction.values}
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
         return
-    columns = list(answers[0].values)
-    named = answers[0].label is not None
+    columns = list(predictions[0].values)
+    named = predictions[0].label is not None
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["text", *(["label"] if named else []), *columns])
-    for answer in answers:
-        label = answer.label if isinstance(answer.label, str) else "|".join(answer.label or ())
-        values = [f"{answer.values[column]:.6f}" for column in columns]
-        writer.writerow([answer.text, *([label] if named else []), *values])
+    for each in predictions:
+        label = each.label if isinstance(each.label, str) else "|".join(each.label or ())
+        values = [f"{each.values[column]:.6f}" for column in columns]
+        writer.writerow([each.text, *([label] if named else []), *values])
 
 
-def _answer(text: str, logits: Tensor, names: list[str], several: bool) -> Answer:
+def _prediction(text: str, logits: Tensor, names: list[str], several: bool) -> Prediction:
     if several:
         shares = dict(zip(names, logits.sigmoid().tolist(), strict=True))
-        return Answer(text, [name for name, share in shares.items() if share > 0.5], shares)
+        return Prediction(text, [name for name, share in shares.items() if share > 0.5], shares)
     if len(names) == 1:
-        return Answer(text, None, {"value": logits.item()})
+        return Prediction(text, None, {"value": logits.item()})
     shares = dict(zip(names, logits.softmax(-1).tolist(), strict=True))
-    return Answer(text, names[int(logits.argmax())], shares)
+    return Prediction(text, names[int(logits.argmax())], shares)
 
 
 def _trained_length(checkpoint: CheckpointFolder) -> int | None:

@@ -10,31 +10,49 @@ from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead, head_types, token_places
 from ._labels import labels_from
 from ._lm import LMHead
-from ._losses import Logits
+from ._losses import IGNORED, Logits, next_labels
 from ._pooled import PooledHead
 from ._pooling import POOLINGS, Pooling, pool
 from ._static import InexpressibleError, Shapes, Static, StaticHead
 from .classification import ClassificationConfig, MultilabelClassificationConfig
 from .dependency_parsing import DependencyParsingConfig, DependencyParsingHead
 from .image_classification import ImageClassificationConfig
-from .language_modeling import CausalLMConfig, MaskedLMConfig, Seq2SeqLMConfig
+from .language_modeling import (
+    BertStyleMaskedLMHead,
+    CausalLMConfig,
+    CausalLMHead,
+    MaskedLMConfig,
+    Seq2SeqLMConfig,
+    Seq2SeqLMHead,
+)
 from .multiple_choice import MultipleChoiceConfig, MultipleChoiceHead
 from .question_answering import QuestionAnsweringConfig, QuestionAnsweringHead
 from .tagging import TaggingConfig, TaggingHead
 
+# their names in `adapters`, which has a class for each task
+BiaffineParsingHead = DependencyParsingHead
+ClassificationHead = ImageClassificationHead = MultiLabelClassificationHead = PooledHead
+
 __all__ = [
+    "IGNORED",
     "POOLINGS",
     "Backbone",
+    "BertStyleMaskedLMHead",
+    "BiaffineParsingHead",
     "CausalLMConfig",
+    "CausalLMHead",
     "ClassificationConfig",
+    "ClassificationHead",
     "DependencyParsingConfig",
     "DependencyParsingHead",
     "HeadConfig",
     "ImageClassificationConfig",
+    "ImageClassificationHead",
     "InexpressibleError",
     "LMHead",
     "Logits",
     "MaskedLMConfig",
+    "MultiLabelClassificationHead",
     "MultilabelClassificationConfig",
     "MultipleChoiceConfig",
     "MultipleChoiceHead",
@@ -44,6 +62,7 @@ __all__ = [
     "QuestionAnsweringConfig",
     "QuestionAnsweringHead",
     "Seq2SeqLMConfig",
+    "Seq2SeqLMHead",
     "Shapes",
     "Static",
     "StaticHead",
@@ -53,6 +72,7 @@ __all__ = [
     "adds_head",
     "head_types",
     "labels_from",
+    "next_labels",
     "pool",
     "token_places",
 ]

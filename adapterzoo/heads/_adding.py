@@ -1,4 +1,4 @@
-"""The `add_…_head` methods of models: each is declared beside the type of its head."""
+"""The `add_…_head` methods of models; each is declared beside its head type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Labels = Mapping[int, str] | None
 _F = TypeVar("_F", bound=Callable[..., None])
 
 add_methods: Registry[Callable[..., None]] = Registry("method that adds a head")
-"""The names of models' methods that add heads to functions of the model."""
+"""The names of methods that add heads → functions of a model."""
 
 
 class Model(Protocol):
@@ -29,13 +29,14 @@ class Model(Protocol):
 
 
 def adds_head(config: Callable[..., HeadConfig]) -> Callable[[_F], _F]:
-    """Make a declaration a method of all models with named heads.
+    """Decorate a declaration: make it a method of all models with named heads.
 
-    The declaration is a signature and a docstring. Its arguments are AdapterHub's: `self`, the
-    model; `head_name`; `overwrite_ok`; `id2label`, if the head has labels; fields of the config.
+    The declaration has a signature and a docstring, and no body. Its arguments are AdapterHub's:
+    `self`, the model; `head_name`; `overwrite_ok`; `id2label`, if the head has labels; and fields
+    of the config.
 
     Args:
-        config: makes the config from the fields.
+        config: returns the config for the fields.
     """
 
     def decorate(declared: _F) -> _F:

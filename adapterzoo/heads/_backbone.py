@@ -18,15 +18,15 @@ class Backbone:
         hidden_size: width of the hidden states.
         device: of the head's parameters.
         dtype: of the head's parameters.
-        vocab_size: rows of the input embedding, None without one.
-        embedding_size: width of the input embedding, where it is not `hidden_size`.
-        dropout: of heads whose config sets none.
+        vocab_size: rows of the input embedding; None without one.
+        embedding_size: width of the input embedding, if it is not `hidden_size`.
+        dropout: of heads whose config does not set it.
         layer_norm_eps: of the norms in heads.
         init_std: standard deviation of fresh weights.
         pooling: the meaning of `pooling="auto"` for this model.
-        encoder_decoder: whether the hidden states are a decoder's, over those of an encoder.
-        lm_scale: factor of the hidden states below a language modeling head whose config sets
-            none.
+        encoder_decoder: whether the hidden states come from the decoder of an encoder–decoder.
+        lm_scale: factor of the hidden states before a language modeling head whose config does
+            not set it.
     """
 
     hidden_size: int
@@ -50,6 +50,6 @@ class Backbone:
         return layer
 
     def layer_norm(self, width: int, bias: bool = True, eps: float | None = None) -> nn.LayerNorm:
-        """Return a fresh norm; `eps` None for that of the model."""
+        """Return a fresh layer norm; `eps` None: that of the model."""
         eps = self.layer_norm_eps if eps is None else eps
         return nn.LayerNorm(width, eps, bias=bias, device=self.device, dtype=self.dtype)

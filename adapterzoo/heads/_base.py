@@ -2,7 +2,7 @@
 
 A head config is a frozen, keyword-only dataclass in the file of its task. Its fields and its dict
 are those of AdapterHub's `head_config.json`. Fields that AdapterHub lacks are written only if they
-differ from their default, so that both libraries read the files.
+differ from their default, so that both libraries can read the files.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ._pooling import Pooling
 from ._static import Static, StaticHead
 
 head_types: Registry[type[HeadConfig]] = Registry("head type")
-"""The `head_type` of a config to its class."""
+"""The `head_type` of a config → its class."""
 
 
 def token_places() -> tuple[str, ...]:
-    """Return the arguments that are numbers of tokens, of the heads of all known types."""
+    """Return the arguments of all known head types that are positions of tokens."""
     return tuple(dict.fromkeys(name for cls in head_types.values() for name in cls.token_places))
 
 
@@ -37,8 +37,8 @@ def token_places() -> tuple[str, ...]:
 class HeadConfig(Config):
     """Base of all head configs.
 
-    The class attributes tell the model how to run the heads. A type that differs in them from
-    config to config sets them on the config, in `__post_init__`.
+    The class attributes tell the model how to run the heads. If one depends on other fields, set it
+    on the config in `__post_init__`.
 
     Attributes:
         head_type: name of the type in files.
@@ -51,14 +51,14 @@ class HeadConfig(Config):
         decoder_inputs_from: the argument whose tokens, shifted by one, become the decoder's inputs
             if none are given; None: the encoder's tokens.
         scores_vocabulary: whether its heads have `output_embeddings`.
-        pipeline_tag: the task's name on the Hub.
-        peft_task: the task's name in PEFT's files.
-        peft_classes: for tasks without a name in PEFT, which names the class instead: the mapping
-            of `transformers.models.auto.modeling_auto` with the classes.
-        task_classes: ends of the names of transformers' classes whose heads `from_static` reads.
+        pipeline_tag: the Hub's name of the task.
+        peft_task: PEFT's name of the task; None if it has none.
+        peft_classes: for tasks without a name in PEFT: the mapping of
+            `transformers.models.auto.modeling_auto` with the model classes.
+        task_classes: ends of the names of task classes whose heads `from_static` reads.
         count_field: the field with the number of labels, if there is one.
-        token_places: arguments of the model's `forward` that are numbers of tokens in the sequence.
-        label2id: names of the labels to their numbers; None without labels.
+        token_places: arguments of the model's `forward` that are positions of tokens.
+        label2id: names of the labels → their numbers; None without labels.
     """
 
     kind_field: ClassVar[str] = "head_type"
@@ -103,15 +103,15 @@ class HeadConfig(Config):
 
     @classmethod
     def adapterhub_quirk(cls, model_type: str, config: Mapping[str, Any]) -> str | None:
-        """Return what AdapterHub computes instead in such a model; None if the same."""
+        """Return how AdapterHub's computation differs in such a model; None if it is the same."""
         return None
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
-        """Return the head of a task class as a head of this type; None if another type has it.
+        """Return the head of a task class as a head of this type; None if another type fits.
 
         Args:
-            static: the tensors' names and shapes, and the config, of a class in `task_classes`.
+            static: the facts about the head of a class in `task_classes`.
 
         Raises:
             InexpressibleError: no head of this type computes the same.
@@ -127,7 +127,7 @@ class HeadConfig(Config):
 
     @property
     def problem_type(self) -> str | None:
-        """The kind of labels, as in a transformers config; None if it has no word for them."""
+        """The kind of labels, as in a transformers config; None if it has no name for it."""
         return None
 
     @property
@@ -138,7 +138,7 @@ class HeadConfig(Config):
     # --- inputs and labels ---
 
     def prepare_inputs(self, inputs: dict[str, Any]) -> None:
-        """Bring the arguments of the base model into the form that the head needs, in place.
+        """Convert the arguments of the base model to the form that the head needs, in place.
 
         Args:
             inputs: arguments of the base model's `forward`.
@@ -168,7 +168,7 @@ class HeadConfig(Config):
         return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
 
     def shift(self, labels: Tensor) -> Tensor:
-        """Return the label for the logits at each place; same shape."""
+        """Return the labels at the positions of their logits; same shape."""
         return labels
 
     def ties_output(self, model_ties: bool) -> bool:
@@ -181,7 +181,7 @@ class HeadConfig(Config):
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        # AdapterHub's files have one or the other
+        # AdapterHub's files have either
         id2label = fields.pop("id2label", None)
         return super()._from_fields(
             fields if id2label is None else {**fields, "label2id": labels_from(id2label)}
@@ -190,11 +190,11 @@ class HeadConfig(Config):
     def replace(self, **changes: Any) -> Self:
         """Return the same config with some fields changed.
 
-        Labels without names are numbered again if their count changes.
+        Generated label names are generated again if their count changes.
 
         Raises:
-            ConfigError: a field is unknown, a value is not legal, or the count of labels that
-                have names changes and the names do not.
+            ConfigError: a field is unknown, a value is not legal, or the count of labels changes
+                and their names do not.
         """
         count = self.count_field
         if count in self.keys() and count in changes and "label2id" not in changes:
@@ -208,10 +208,10 @@ class PredictionHead(Head):
 
     Attributes:
         config: from which it was built; saved with it.
-        pooling: how one vector is taken from the tokens of a sequence; it decides which hidden
-            states and which mask `forward` gets. None for heads on tokens.
-        has_exit: whether `forward` takes `at_exit`, a function of what enters its last layer, with
-            which adapters undo what they did to the embeddings.
+        pooling: how a sequence is reduced to one vector; decides which hidden states and which
+            mask `forward` gets. None for heads on tokens.
+        has_exit: whether `forward` takes `at_exit`, a function that is applied to the input of
+            the last layer, with which invertible adapters undo their change of the embeddings.
     """
 
     has_exit: ClassVar[bool] = False
@@ -228,29 +228,33 @@ class PredictionHead(Head):
         self.pooling = pooling
 
     def tokens_to_score(self, hidden: Tensor, keep: int | Tensor) -> Tensor:
-        """Return the hidden states whose logits are wanted; all, unless the head scores tokens.
+        """Return the hidden states to compute logits for; all, unless the head scores tokens.
 
         Args:
             hidden: `[batch, tokens, d_model]`.
-            keep: `logits_to_keep` of transformers: how many last tokens, or which; 0 for all.
+            keep: `logits_to_keep` of transformers: the number of last tokens, or positions; 0: all.
         """
         return hidden
 
     @property
     def output_embeddings(self) -> nn.Linear | None:
-        """The layer with a row for each token of the vocabulary; None without one."""
+        """The linear layer onto the vocabulary; None without one."""
         return None
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """Return the layer with a row for each token of the vocabulary, None without one."""
+        return self.output_embeddings
 
     @property
     def output_key(self) -> str | None:
-        """The key of that layer's weight in the head's `state_dict`, None without one."""
+        """The key of that layer's weight in the head's `state_dict`; None without one."""
         return None
 
-    # whether the output embeddings are known to be those of the base model's checkpoint, unchanged
+    # whether the output embeddings are known to be unchanged from the base model's checkpoint
     of_checkpoint: bool = False
 
     def tie(self, weight: nn.Parameter) -> bool:
-        """Share the weight of the input embedding; False, and nothing done, if it does not fit.
+        """Share the weight of the input embedding; return False and do nothing if it does not fit.
 
         Args:
             weight: `[vocab_size, embedding_size]`.
@@ -258,7 +262,7 @@ class PredictionHead(Head):
         return False
 
     def replace_output(self, layer: nn.Module) -> None:
-        """Put another layer in the place of the output embeddings; without any, do nothing.
+        """Replace the output embeddings; without any, do nothing.
 
         Raises:
             ConfigError: it is not a linear layer.
@@ -269,7 +273,7 @@ class PredictionHead(Head):
 
         Args:
             weight: `[vocab_size, embedding_size]`.
-            bias: `[vocab_size]`, None without one.
+            bias: `[vocab_size]`; None without one.
         """
 
     @abstractmethod

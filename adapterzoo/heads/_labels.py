@@ -1,4 +1,4 @@
-"""Names of the labels of a head: generated, checked, and kept where a config changes."""
+"""Label names of heads, generated and checked; and labels among the arguments of `forward`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adapterzoo.errors import ConfigError, listing
 
 
 def numbered(count: int) -> dict[str, int]:
-    """Return generated names for labels without names."""
+    """Return generated label names, `LABEL_0` and so on."""
     return {f"LABEL_{i}": i for i in range(count)}
 
 
@@ -21,7 +21,7 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
 
     Args:
         kind: of the config, for the message.
-        label2id: names to class numbers; a class may lack a name.
+        label2id: names → class numbers; a class may lack a name.
         count: number of classes.
 
     Raises:
@@ -48,14 +48,14 @@ def checked(kind: str, label2id: Mapping[str, int] | None, count: int) -> dict[s
 def recounted(
     kind: str, field: str, label2id: Mapping[str, int] | None, old: int, new: object
 ) -> Mapping[str, int] | None:
-    """Return the names of the labels for another number of labels; None for generated names.
+    """Return the label names for another number of labels; None: generate them.
 
     Args:
         kind: of the config, for the message.
         field: with the number of labels.
         label2id: the names before.
         old: number of labels before.
-        new: number of labels after; the config checks whether it is one.
+        new: number of labels after; checked by the config.
 
     Raises:
         ConfigError: the labels have names, which cannot be extended.
@@ -72,11 +72,11 @@ def recounted(
 
 
 def find_labels(name: str, arguments: tuple[str, ...], given: Mapping[str, Any]) -> Tensor | None:
-    """Return the labels of a head out of the arguments of `forward`, None without any.
+    """Return the labels of a head from the arguments of `forward`; None without any.
 
     Args:
         name: of the head; an argument may be a dict from names of heads to labels.
-        arguments: that hold the labels.
+        arguments: names of those with labels.
         given: arguments of `forward`.
 
     Raises:
@@ -100,7 +100,7 @@ def find_labels(name: str, arguments: tuple[str, ...], given: Mapping[str, Any])
     labels = list(found.values())
     if len(labels) == 1:
         return labels[0]
-    # positions of spans come as [batch] or [batch, 1]
+    # positions of spans have shape [batch] or [batch, 1]
     flat = [x.squeeze(-1) if x.shape[1:] == (1,) else x for x in labels]  # [batch, …] each
     if len({x.shape for x in flat}) > 1:
         shapes = ", ".join(f"{a}: {list(x.shape)}" for a, x in zip(found, flat, strict=True))
@@ -112,7 +112,7 @@ def find_labels(name: str, arguments: tuple[str, ...], given: Mapping[str, Any])
 
 
 def labels_from(id2label: Mapping[int, str] | None) -> dict[str, int] | None:
-    """Invert class numbers to names: return names to class numbers; None for None.
+    """Return names → class numbers from class numbers → names; None for None.
 
     Raises:
         ConfigError: it is not such a mapping, or a name occurs twice.

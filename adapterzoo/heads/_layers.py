@@ -1,4 +1,4 @@
-"""A stack of linear layers with dropout, of which most heads consist."""
+"""A stack of linear layers with dropout, the base of most heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._backbone import Backbone
 from ._base import HeadConfig, PredictionHead
 from ._pooling import Pooling
 
-# far above any published use; they stop a typo before it allocates
+# far above any published use: they catch typos before memory is allocated
 COUNT = Range(1, 10_000_000)
 LAYERS = Range(1, 64)
 
@@ -25,8 +25,8 @@ class LayersConfig(HeadConfig):
 
     Attributes:
         layers: number of linear layers.
-        activation_function: between them; None for none.
-        dropout_prob: before each; None for that of the model.
+        activation_function: between them; None: none.
+        dropout_prob: before each; None: that of the model.
         bias: whether the last layer has one.
     """
 

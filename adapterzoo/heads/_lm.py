@@ -18,7 +18,7 @@ from ._backbone import Backbone
 from ._base import HeadConfig
 from ._layers import LAYERS, Activation, number
 from ._lm_static import lm_fields
-from ._losses import IGNORED, Count, Logits, cross_entropy
+from ._losses import Count, Logits, cross_entropy, next_labels
 from ._static import Static, StaticHead
 from ._vocabulary import VocabularyHead
 
@@ -30,20 +30,20 @@ class LMConfig(HeadConfig):
     """Configs of language modeling heads.
 
     Attributes:
-        vocab_size: number of tokens; None for that of the model.
+        vocab_size: number of tokens; None: that of the model.
         layers: number of linear layers, including the one onto the vocabulary.
-        activation_function: after each layer but the last; None for none.
+        activation_function: after each layer but the last; None: none.
         layer_norm: whether a norm follows each layer but the last.
         bias: whether the last layer has one.
         shift_labels: whether the logits at t − 1 predict the token at t.
-        hidden_scale: factor of the hidden states; None for that of the model.
+        hidden_scale: factor of the hidden states; None: that of the model.
         logit_scale: factor of the logits.
         logit_divisor: divides the logits.
-        logit_softcap: bound of the logits' size.
+        logit_softcap: c in c·tanh(logits / c), which bounds the logits.
         added_bias: whether a constant `final_logits_bias`, not trained, is added to the logits.
         dense_bias: whether the layers but the last have one.
         norm_bias: whether the norms have one.
-        layer_norm_eps: of the norms; None for that of the model.
+        layer_norm_eps: of the norms; None: that of the model.
         tie_word_embeddings: whether the last layer is the input embedding; False: it has its own
             weight even if the model ties the two; None: as in the model's config.
     """
@@ -74,8 +74,8 @@ class LMConfig(HeadConfig):
         return "ForCausalLM" if self.shift_labels else None
 
     def shift(self, labels: Tensor) -> Tensor:
-        """Return the label of the next token at each token, where labels shift."""
-        return F.pad(labels[..., 1:], (0, 1), value=IGNORED) if self.shift_labels else labels
+        """Return the labels, shifted to the next token if `shift_labels`; same shape."""
+        return next_labels(labels) if self.shift_labels else labels
 
     def ties_output(self, model_ties: bool) -> bool:
         """Return this config's choice, or else the model's."""
@@ -172,5 +172,5 @@ class LMHead(VocabularyHead):
         """Return the cross entropy of `labels` `[batch, tokens]`."""
         if isinstance(logits, tuple):
             (logits,) = logits
-        # the labels move, not the logits: those would be copied
+        # shift the labels, not the logits, which would have to be copied
         return cross_entropy(logits, self.config.shift(labels), count)

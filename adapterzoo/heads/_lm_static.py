@@ -1,4 +1,4 @@
-"""The layers onto the vocabulary of transformers' language models, as fields of a head config."""
+"""The heads of transformers' language models as fields of a head config."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from ._static import InexpressibleError, Static, activation_after
 
-# fields of a config that change logits in ways that no head here has
+# config fields that change logits in ways that no head type here has
 _STRANGE = ("dim_model_base", "output_multiplier", "unpadded_vocab_size", "use_predict_layer")
 
 
 def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields of the head's config, and the names of its tensors in a named head.
+    """Return the fields of a head config, and the names of the tensors in a named head.
 
     Raises:
-        InexpressibleError: it has layers or factors that no head here has.
+        InexpressibleError: the head has layers or factors that no head type here has.
     """
     config = static.config
     if strange := [name for name in _STRANGE if config.get(name) not in (None, False, 1)]:
@@ -26,13 +26,13 @@ def lm_fields(static: Static) -> tuple[dict[str, Any], dict[str, str]]:
     if norm is not None and dense is None:
         raise InexpressibleError(f"it has the norm {norm} without a layer in front of it")
     keys = {}
-    # dense 0, activation 1, norm 2, output behind them
+    # dense 0, activation 1, norm 2, then the output
     places = {dense: 0, norm: 2, out: 0 if dense is None else 2 if norm is None else 3}
     for path in modules:
         for end in ("weight", "bias"):
             if f"{path}.{end}" in static.tensors:
                 keys[f"{path}.{end}"] = f"{places[path]}.{end}"
-    # BERT and RoBERTa keep the bias of the output beside it
+    # BERT and RoBERTa store the bias of the output layer beside it
     lone = [k for k in static.tensors if k not in keys and re.search(r"(^|\.)bias$", k)]
     keys.update(dict.fromkeys(lone, f"{places[out]}.bias"))
     added = "final_logits_bias" in static.tensors

@@ -1,8 +1,8 @@
 """Losses of heads: float32 or wider, −100 ignored, finite when no label counts.
 
-The range of labels is checked where that costs nothing, on the CPU outside of compiled code; on
-other devices it would stall the device, and a label out of range is caught there by PyTorch's own
-device-side assertion. Dtype and shape are always checked.
+The range of labels is checked on the CPU outside of compiled code, where that is cheap. On other
+devices a check would synchronize, and PyTorch's own device-side assertion catches labels out of
+range. Dtype and shape are always checked.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from adapterzoo.errors import ConfigError
 
 IGNORED = -100
 Logits: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What a head's `forward` returns."""
+"""The result of a head's `forward`."""
 Count: TypeAlias = Tensor | int | None
-"""A number of labels, to divide a sum by; None for those of the batch."""
+"""The number of labels that divides a sum of losses; None: that of the batch."""
+
+
+def next_labels(labels: Tensor) -> Tensor:
+    """Return the label of the next token at each token, `[batch, tokens]`; −100 at the last."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, count: Count = None) -> Tensor:
-    """Return the mean of −log softmax(logits)[label] over the labels that count.
+    """Return the mean of −log softmax(logits)[label] over the labels that are not −100.
 
     Args:
         logits: `[*batch, classes]`.
@@ -125,7 +130,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 def _count(counts: Tensor, given: Count) -> Tensor | int:
     if given is None:
-        # at least 1: a batch whose labels are all ignored has the loss 0
+        # at least 1: the loss of a batch is 0 if all labels are ignored
         return counts.sum().clamp(min=1)
     return given.to(counts.device).clamp(min=1) if isinstance(given, Tensor) else max(given, 1)
 

@@ -1,4 +1,4 @@
-"""Heads on one vector for each sequence: pooling, then a stack of layers.
+"""Heads on one pooled vector per sequence: pooling, then a stack of layers.
 
 logits = W_n · act(… act(W_1 · pool(hidden) + b_1) …) + b_n, dropout before each W.
 """
@@ -25,11 +25,11 @@ _SUMMARIES = {"first": "cls", "last": "last"}
 
 @dataclass(frozen=True, kw_only=True)
 class PooledConfig(LayersConfig):
-    """Configs of heads on one vector for each sequence.
+    """Configs of heads on one pooled vector per sequence.
 
     Attributes:
-        use_pooler: whether the model pools; the same as `pooling="pooler"`.
-        pooling: which tokens stand for the sequence.
+        use_pooler: whether to use the model's own pooler; the same as `pooling="pooler"`.
+        pooling: the tokens that represent the sequence.
     """
 
     layers: int = 2
@@ -46,12 +46,12 @@ class PooledConfig(LayersConfig):
                 f"Write use_pooler=False, pooling={self.pooling!r}."
             )
         if self.pooling == "pooler":
-            # files have one spelling, which AdapterHub reads
+            # write only the form that AdapterHub reads
             object.__setattr__(self, "use_pooler", True)
             object.__setattr__(self, "pooling", "auto")
 
     def resolved(self, backbone: Backbone) -> Pooling:
-        """Return the pooling on this backbone, never "auto"."""
+        """Return the pooling for this backbone, never "auto"."""
         if self.use_pooler:
             return "pooler"
         return backbone.pooling if self.pooling == "auto" else self.pooling
@@ -62,7 +62,7 @@ class PooledConfig(LayersConfig):
 
     @property
     def problem_type(self) -> str:
-        """The kind of labels; it decides the loss, and how pipelines read the logits."""
+        """The kind of labels, which decides the loss and how pipelines read the logits."""
         return "regression" if self.label_count == 1 else "single_label_classification"
 
     def loss(self, logits: Tensor, labels: Tensor, count: Count) -> Tensor:
@@ -71,7 +71,7 @@ class PooledConfig(LayersConfig):
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
-        """Return a static head on one vector as a head of this type."""
+        """Return a static head on a pooled vector as a head of this type."""
         out, dense, keys = static.linears()
         pooling: Any = "cls"
         activation = None
@@ -126,7 +126,7 @@ class PooledConfig(LayersConfig):
 
 
 class PooledHead(LayersHead):
-    """Layers on one vector for each sequence."""
+    """Layers on one pooled vector per sequence."""
 
     config: PooledConfig
 
@@ -138,8 +138,8 @@ class PooledHead(LayersHead):
         """Return logits `[batch, num_labels]`.
 
         Args:
-            hidden: `[batch, tokens, d_model]`, or `[batch, d_model]` where the model has pooled.
-            mask: `[batch, tokens]`, true or 1 at the tokens that `pooling` looks at.
+            hidden: `[batch, tokens, d_model]`, or `[batch, d_model]` if the model has pooled.
+            mask: `[batch, tokens]`, true or 1 at the tokens that `pooling` uses.
         """
         return self.score(pool(hidden, mask, self.pooling or "cls"))
 
@@ -158,7 +158,7 @@ def _summary_pooling(config: Mapping[str, Any]) -> str:
     """Return the pooling for the `summary_type` of a transformers config.
 
     Raises:
-        InexpressibleError: no head here has it.
+        InexpressibleError: no head type here has it.
     """
     kind = str(config.get("summary_type"))
     if kind not in _SUMMARIES:

@@ -1,4 +1,4 @@
-"""Pooling: one vector for a sequence out of those of its tokens."""
+"""Pooling: reduce the hidden states of a sequence to one vector."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from adapterzoo.contracts import compute_dtype
 Pooling = Literal["auto", "cls", "mean", "last", "eos", "pooler"]
 """The tokens that represent a sequence.
 
-`cls` the first; `mean` the average of the real ones; `last` the last real one, whichever side the
-padding is on; `eos` the last end-of-sequence token; `pooler` the model's own pooled output;
-`auto` as in the model's family.
+`cls`: the first; `mean`: the average of the real ones; `last`: the last real one, for padding on
+either side; `eos`: the last end-of-sequence token; `pooler`: the model's own pooled output; `auto`:
+as in the model's family.
 """
 
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
@@ -43,7 +43,7 @@ def pool(hidden: Tensor, mask: Tensor | None, pooling: Pooling) -> Tensor:
 
 
 def _mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    # float32: sums of half-precision numbers over hundreds of tokens lose digits or overflow
+    # float32: half-precision sums over hundreds of tokens lose digits or overflow
     wide = hidden.to(compute_dtype(hidden.dtype))
     if mask is None:
         return wide.mean(dim=1).to(hidden.dtype)

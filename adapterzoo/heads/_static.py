@@ -1,8 +1,8 @@
 """The heads of transformers' own task classes, as head types read them.
 
 A task class such as `BertForSequenceClassification` is a base model and a few tensors. The end of
-its name tells the task, the names and shapes of the tensors tell the layers, and tables tell the
-rest: which activation stands between them, and which tokens answer.
+its name gives the task, and the names and shapes of the tensors give the layers. Tables give the
+activations between layers and the pooled tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HIDDEN_ACT = frozenset({"big_bird", "convbert", "mra", "nystromformer", "roform
 
 
 class InexpressibleError(Exception):
-    """Why a static head has no named equivalent."""
+    """A static head has no equivalent among named heads; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class StaticHead:
 
     Attributes:
         config: of the named head.
-        keys: of the static head's tensors, to those of the named head; two may go to one, where
-            the static head shares them.
+        keys: names of the static head's tensors → those of the named head; tensors that the
+            static head shares have one name there.
     """
 
     config: Config
@@ -48,9 +48,9 @@ class Static:
     """The facts about a static head.
 
     Attributes:
-        task: the end of its class's name.
-        tensors: names and shapes of all that is not the base model's.
-        config: dict of the transformers config, its text part on top.
+        task: the end of the class's name.
+        tensors: names and shapes of all tensors but the base model's.
+        config: dict of the transformers config, with the fields of its text part on top.
         backbone: the base model.
         pooler: whether the base model's checkpoint has a pooler.
     """
@@ -85,7 +85,7 @@ class Static:
         """Return the last layer, the one before it if any, and the tensors' names in a named head.
 
         Raises:
-            InexpressibleError: the layers are others.
+            InexpressibleError: it has other layers.
         """
         out, dense = self.module("output"), self.module("dense")
         if out is None:
@@ -110,7 +110,7 @@ class Static:
         """Return the only layer, and the names of its tensors in a named head.
 
         Raises:
-            InexpressibleError: it is not the only one.
+            InexpressibleError: there are several layers.
         """
         out, dense, keys = self.linears()
         if dense is not None:
@@ -118,7 +118,7 @@ class Static:
         return out, keys
 
     def refuse_unused(self, keys: Mapping[str, str]) -> None:
-        """Raise where a tensor is not among the keys.
+        """Raise if a tensor is not among the keys.
 
         Raises:
             InexpressibleError: the use of a tensor is unknown.
@@ -127,10 +127,10 @@ class Static:
             raise InexpressibleError(f"it has tensors of unknown use: {', '.join(rest[:5])}")
 
     def dropout(self, *names: str) -> float | None:
-        """Return the dropout before the layers; the model's own, None, where it is the same.
+        """Return the dropout before the layers; None if it is the model's own.
 
         Args:
-            names: fields of the config that come first.
+            names: fields of the config to look at first.
         """
         config = self.config
         for name in (*names, "classifier_dropout", "hidden_dropout_prob"):
@@ -140,10 +140,10 @@ class Static:
         return 0.0
 
     def label_names(self, count: int) -> dict[str, int] | None:
-        """Return the names of the labels; None if the config has another number of them.
+        """Return the label names; None if the config has another number of labels.
 
         Raises:
-            InexpressibleError: their numbers are not numbers.
+            InexpressibleError: the values of `label2id` are not numbers.
         """
         names = self.config.get("label2id")
         if not isinstance(names, Mapping) or len(names) != count:
@@ -162,10 +162,10 @@ def _role(path: str) -> str:
 
 
 def activation_after(dense: str, config: Mapping[str, Any]) -> str:
-    """Return the activation behind a head's layer, by its path and the transformers config.
+    """Return the activation after a head's layer, by its path and the transformers config.
 
     Raises:
-        InexpressibleError: it is not known.
+        InexpressibleError: it is unknown.
     """
     named = _ACTIVATIONS.get(dense)
     found = named(config) if named is not None else None

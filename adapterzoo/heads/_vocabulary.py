@@ -1,4 +1,4 @@
-"""Heads whose last layer has a row for each token: tie, replace and resize it."""
+"""Heads whose last layer is onto the vocabulary: tie, replace and resize it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ._base import PredictionHead
 class VocabularyHead(PredictionHead):
     """Base of the heads whose last child is a linear layer onto the vocabulary."""
 
-    # torch's count of changes of the last weight when it was taken from the base's checkpoint
+    # version counter of the last weight when it was copied from the base model's checkpoint
     _taken: int | None = None
     final_logits_bias: Tensor
 
     def tokens_to_score(self, hidden: Tensor, keep: int | Tensor) -> Tensor:
-        """Return the hidden states of the last `keep` tokens, of those it lists, or of all (0)."""
+        """Return the hidden states of the last `keep` tokens, of the listed ones, or of all (0)."""
         if isinstance(keep, Tensor):
             return hidden[:, keep]
         return hidden[:, -keep:] if keep else hidden
@@ -35,9 +35,9 @@ class VocabularyHead(PredictionHead):
         """The key of the last layer's weight."""
         return f"{next(reversed(self._modules))}.weight"
 
-    # not a setter: nn.Module would add the assigned layer as one more child
+    # not a setter: nn.Module would add the assigned layer as another child
     def replace_output(self, layer: nn.Module) -> None:
-        """Put another layer onto the vocabulary in the place of the last one.
+        """Replace the layer onto the vocabulary.
 
         Raises:
             ConfigError: it is not a linear layer.
@@ -51,7 +51,7 @@ class VocabularyHead(PredictionHead):
         self.of_checkpoint = False
 
     def resize_output(self, weight: nn.Parameter, bias: Tensor | None) -> None:
-        """Take another weight and bias onto the vocabulary."""
+        """Give the layer onto the vocabulary another weight and bias."""
         layer, rows = self.output_embeddings, weight.shape[0]
         layer.weight, layer.out_features = weight, rows
         if bias is not None and bias.shape == layer.bias.shape:
@@ -61,10 +61,10 @@ class VocabularyHead(PredictionHead):
         if (old := getattr(self, "final_logits_bias", None)) is not None:
             self.final_logits_bias = F.pad(old, (0, rows - old.shape[-1]))  # [1, vocab_size]
 
-    # not a plain attribute: a change of the weight ends it
+    # not a plain attribute: any change of the weight makes it False
     @property
     def of_checkpoint(self) -> bool:
-        """Whether the last layer is known to be that of the base model's checkpoint, unchanged."""
+        """Whether the last layer is known to be unchanged from the base model's checkpoint."""
         weight = self.output_embeddings.weight
         return self._taken is not None and self._taken == weight._version
 
@@ -74,12 +74,12 @@ class VocabularyHead(PredictionHead):
         self._taken = weight._version if value and not weight.is_inference() else None
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Forget the origin: a copy counts its changes from zero."""
+        """Forget the origin: a copy starts with another version counter."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._taken = None
 
     def tie(self, weight: nn.Parameter) -> bool:
-        """Share the weight of the input embedding; False, and nothing done, if it does not fit.
+        """Share the weight of the input embedding; return False and do nothing if it does not fit.
 
         Args:
             weight: `[vocab_size, embedding_size]`.

@@ -34,7 +34,7 @@ class ClassificationConfig(PooledConfig):
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead | None:
-        """Return the head of a sequence classifier, if its labels are of the kind of this type."""
+        """Return the head of a sequence classifier, if its labels fit this type."""
         fits = is_multilabel(static) == (cls is MultilabelClassificationConfig)
         return super().from_static(static) if fits else None
 
@@ -48,7 +48,7 @@ class MultilabelClassificationConfig(ClassificationConfig):
 
     @property
     def problem_type(self) -> str:
-        """Each label by itself, even a single one."""
+        """Always multi-label, even with a single label."""
         return "multi_label_classification"
 
 
@@ -76,10 +76,10 @@ def add_classification_head(
         head_name: of the new head.
         num_labels: number of classes; 1 for a number instead (regression).
         layers: number of linear layers.
-        activation_function: between them; None for none.
+        activation_function: between them; None: none.
         overwrite_ok: whether a head of that name may be replaced.
         multilabel: whether each class is a separate yes or no.
         id2label: names of the classes.
-        use_pooler: whether to take the model's own pooled output.
-        pooling: which tokens stand for the sequence; "auto" as in the model's family.
+        use_pooler: whether to use the model's own pooled output.
+        pooling: the tokens that represent the sequence; "auto": as in the model's family.
     """

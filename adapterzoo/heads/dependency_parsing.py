@@ -2,7 +2,7 @@
 
 Dozat & Manning 2017, arXiv:1611.01734; Glavaš & Vulić 2021, arXiv:2008.06788, §2.1.
 arc[i, j] = [x_i; 1]ᵀ U y_j,  rel[i, j, l] = [x_i; 1]ᵀ V_l [y_j; 1], with x_i the mean of the tokens
-of word i, and y the words behind the first token, which stands for the root.
+of word i, and y the first token, which represents the root, then the words.
 
 Differs from AdapterHub: word starts of 0 or less are padding and labels below 0 do not count,
 whatever the padding token's number is (AdapterHub compares both with it); a word without tokens is
@@ -91,16 +91,16 @@ class DependencyParsingHead(PredictionHead):
     ) -> tuple[Tensor, Tensor]:
         """Return the scores of relations `[batch, tokens, tokens + 1, num_labels]` and of arcs.
 
-        Those of arcs lack the last dimension.
+        The scores of arcs are `[batch, tokens, tokens + 1]`.
 
-        Word i is row i; column 0 is the root, column j + 1 word j. Rows behind the last word are
+        Word i is row i; column 0 is the root, column j + 1 word j. Rows after the last word are
         padding.
 
         Args:
             hidden: `[batch, tokens, d_model]`.
-            mask: not used; `word_starts` tells the words.
+            mask: not used; `word_starts` defines the words.
             word_starts: `[batch, words + 1 or more]`, ascending: the first token of each word,
-                then the token behind the last word; 0 or less is padding.
+                then the token after the last word; 0 or less is padding.
 
         Raises:
             ConfigError: there are no word starts.
@@ -108,7 +108,7 @@ class DependencyParsingHead(PredictionHead):
         if word_starts is None:
             raise ConfigError(
                 "dependency parsing: word_starts is missing. Write model(…, word_starts=…), the "
-                "first token of each word and the token behind the last, [batch, words + 1]."
+                "first token of each word and the token after the last, [batch, words + 1]."
             )
         hidden = self.dropout(hidden)
         words = mean_words(hidden, word_starts)
@@ -123,7 +123,7 @@ class DependencyParsingHead(PredictionHead):
         Args:
             logits: of relations and arcs, as `forward` gives them.
             labels: `[batch, 2, tokens]`: for each word the column of its head, and its relation;
-                less than 0 does not count.
+                values below 0 do not count.
             count: divides each sum, instead of the number of words that count.
 
         Raises:
@@ -143,7 +143,7 @@ class DependencyParsingHead(PredictionHead):
 
 
 def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
-    """Return the mean of each word's tokens, `[batch, tokens, d_model]`, zero behind the last word.
+    """Return the mean of each word's tokens, `[batch, tokens, d_model]`; zeros after the last word.
 
     Args:
         hidden: `[batch, tokens, d_model]`.
@@ -152,9 +152,9 @@ def mean_words(hidden: Tensor, word_starts: Tensor) -> Tensor:
     tokens = hidden.shape[1]
     starts = word_starts.to(hidden.device)
     real = starts > 0
-    bounds = starts.where(real, tokens)  # padding sorts behind every token
+    bounds = starts.where(real, tokens)  # padding comes after every token
     position = torch.arange(tokens, device=hidden.device)
-    # how many words begin at or before the token, less one
+    # the number of words that begin at or before the token, minus one
     begun = bounds.unsqueeze(-1) <= position  # [batch, words, tokens]
     word = begun.sum(dim=1) - 1  # [batch, tokens]
     last = real.sum(dim=1, keepdim=True) - 1  # the last start is the end of the last word

@@ -18,7 +18,7 @@ from ._pooled import PooledConfig, is_multilabel
 from ._pooling import Pooling
 from ._static import InexpressibleError, Static
 
-# image models by the pooling below their one layer
+# the pooling before the single layer, by type of model
 _POOLING: Mapping[str, str] = {
     model_type: pooling
     for pooling, model_types in (
@@ -53,16 +53,16 @@ class ImageClassificationConfig(PooledConfig):
 
     @property
     def problem_type(self) -> str:
-        """As for text; a single label is a number."""
+        """As for text; with a single label, a regression."""
         several = self.multilabel and self.num_labels > 1
         return "multi_label_classification" if several else super().problem_type
 
     @classmethod
     def pooling_of(cls, static: Static) -> str:
-        """Return the pooling below the one layer of an image classifier, by the type of model.
+        """Return the pooling before the single layer of an image classifier.
 
         Raises:
-            InexpressibleError: it is not known.
+            InexpressibleError: it is unknown.
         """
         model_type = str(static.config.get("model_type"))
         if model_type not in _POOLING:

@@ -1,11 +1,11 @@
 """Heads that predict the next or a masked token: causal, masked and sequence-to-sequence LMs.
 
-features = norm(act(W · hidden + b)), once for each layer but the last, hidden · hidden_scale below;
+features = norm(act(W · hidden + b)), once for each layer but the last, from hidden · hidden_scale;
 logits = (E · features + b) · logit_scale / logit_divisor, capped by c·tanh(·/c).
 E is the input embedding where the model ties them.
 
 Differs from AdapterHub: the scales, the cap and the added bias that T5, Gemma, Cohere, Granite and
-BART compute, so that these heads equal those models bit for bit.
+BART use, so that these heads equal those models bit for bit.
 """
 
 from __future__ import annotations
@@ -107,6 +107,10 @@ class Seq2SeqLMConfig(LMConfig):
                 "add_seq2seq_lm_head needs an encoder–decoder. Write add_causal_lm_head."
             )
         return super().build(backbone)
+
+
+# their names in `adapters`, which has a class for each task
+BertStyleMaskedLMHead = CausalLMHead = Seq2SeqLMHead = LMHead
 
 
 @adds_head(MaskedLMConfig)

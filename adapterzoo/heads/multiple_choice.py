@@ -49,7 +49,7 @@ class MultipleChoiceConfig(PooledConfig):
         return "single_label_classification"
 
     def prepare_inputs(self, inputs: dict[str, Any]) -> None:
-        """Put the choices one after the other: `[batch, choices, …]` → `[batch · choices, …]`."""
+        """Flatten the choices into the batch: `[batch, choices, …]` → `[batch · choices, …]`."""
         for name in _PER_SEQUENCE:
             value = inputs.get(name)
             if isinstance(value, Tensor) and value.dim() == (4 if name == "inputs_embeds" else 3):
@@ -61,7 +61,7 @@ class MultipleChoiceConfig(PooledConfig):
 
     @classmethod
     def labels_of(cls, static: Static, outputs: int) -> dict[str, Any]:
-        """Return as many choices as the config has labels, 2 where it has none."""
+        """Return as many choices as the config has labels; 2 if it has none."""
         return {"num_choices": len(static.config.get("id2label") or (0, 1))}
 
 
@@ -111,6 +111,6 @@ def add_multiple_choice_head(
         activation_function: between the layers.
         overwrite_ok: whether a head of that name may be replaced.
         id2label: names of the choices.
-        use_pooler: whether to take the model's own pooled output.
-        pooling: which tokens stand for a sequence.
+        use_pooler: whether to use the model's own pooled output.
+        pooling: the tokens that represent a sequence.
     """

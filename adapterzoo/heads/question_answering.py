@@ -3,8 +3,8 @@
 Devlin et al. 2019, arXiv:1810.04805, §4.2: two scores for each token, the cross entropies of the
 first and of the last token averaged.
 
-Differs from AdapterHub: positions outside of the text do not count, on either side
-(AdapterHub reads negative ones as 0).
+Differs from AdapterHub: positions before or after the text do not count (AdapterHub reads negative
+ones as 0).
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class QuestionAnsweringConfig(LayersConfig):
 
     @classmethod
     def adapterhub_quirk(cls, model_type: str, config: Mapping[str, Any]) -> str | None:
-        """Return what AdapterHub computes instead: seen by comparing outputs."""
-        # it scales for every head except those of whole sequences
+        """Return how AdapterHub's computation differs, found by comparing outputs."""
+        # it scales for every head except those on whole sequences
         if model_type in ("mt5", "t5") and config.get("tie_word_embeddings"):
             return "scales the hidden states"
         return None
 
     @classmethod
     def from_static(cls, static: Static) -> StaticHead:
-        """Return the one layer of a class that finds spans."""
+        """Return the single layer of a question-answering class."""
         out, keys = static.one_linear()
         config = cls(
             num_labels=static.shape(out)[0],
@@ -80,7 +80,7 @@ class QuestionAnsweringHead(LayersHead):
 
         Args:
             hidden: `[batch, tokens, d_model]`.
-            mask: not used; padding is scored like the rest, as by the models of transformers.
+            mask: not used; padding is scored too, as in transformers.
         """
         start, end = self.score(hidden).unbind(dim=-1)
         return start.contiguous(), end.contiguous()
@@ -90,7 +90,7 @@ class QuestionAnsweringHead(LayersHead):
 
         Args:
             logits: of the first and of the last token, `[batch, tokens]` each.
-            labels: `[batch, 2]`, their positions; those outside of the text do not count.
+            labels: `[batch, 2]`, first and last positions; those outside the text do not count.
             count: divides each sum, instead of the number of positions that count.
 
         Raises:

@@ -1,6 +1,6 @@
-"""The Hub: search, download and upload of adapters by `huggingface_hub`.
+"""The Hub: search, download and upload adapters with `huggingface_hub`.
 
-Nothing that this package raises, logs or writes holds a token.
+Nothing that this package raises, logs or writes contains a token.
 """
 
 from __future__ import annotations

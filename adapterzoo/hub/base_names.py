@@ -1,4 +1,4 @@
-"""The base model that the files of an adapter name: one that others can load, not a local path."""
+"""The base model's name in the files of an adapter: one that others can load, not a local path."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from adapterzoo.checkpoint.formats import Checkpoint
 
 from .repo_ref import is_public_name
 
-# of configs of this library and AdapterHub's, and of PEFT's
+# fields of native and AdapterHub configs, and of PEFT's
 BASE_NAMES = ("model_name", "base_model_name_or_path")
 
 
 def base_name(document: Mapping[str, Any], given: str | None) -> str | None:
-    """Return the name of the base model on the Hub; None where it is not known.
+    """Return the name of the base model on the Hub; None if it is unknown.
 
     Args:
         document: a config of any format.
-        given: the author's name for it, which goes first.
+        given: the author's name for it, which takes precedence.
     """
     written = next((document[key] for key in BASE_NAMES if document.get(key)), None)
     return given or (written if is_public_name(written) else None)
@@ -33,7 +33,7 @@ def with_base_name(
     """Replace every other name of the base model in the files of an adapter.
 
     Args:
-        folder: where the files are; configs and native checkpoints are read again.
+        folder: of the files; configs and native checkpoints are read again.
         contents: names to contents.
         given: as for `base_name`.
 

@@ -24,14 +24,14 @@ _INSTALL = "pip install adapterzoo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardText:
-    """What only the author of an adapter knows.
+    """The author's texts for a model card.
 
     Attributes:
         base_model: name on the Hub; None: the one in the checkpoint, if it is on the Hub.
         datasets: names on the Hub.
         results: metric names and values.
-        language: codes, as `"en"`.
-        license: the Hub's identifier, as `"apache-2.0"`.
+        language: codes such as `"en"`.
+        license: the Hub's identifier, such as `"apache-2.0"`.
         tags: further tags.
         metrics: names of metrics besides those in `results`.
         architecture_training: text about the training.
@@ -52,14 +52,14 @@ class CardText:
 
 
 def check_card(text: CardText) -> None:
-    """Raise before anything is sent if the card cannot be written.
+    """Check that a card can be written from these texts.
 
     Raises:
-        ConfigError: a result is not a finite number, a metric has no name, a field that takes
-            several texts has one, or the base model is not a name of the Hub.
+        ConfigError: a result is not a finite number, a metric has no name, a field is a text
+            instead of a list, or the base model is not a Hub name.
     """
     for field_name in ("datasets", "tags", "metrics"):
-        # a text is a sequence too, of letters
+        # a text is a sequence of letters
         if isinstance(value := getattr(text, field_name), str):
             raise ConfigError(
                 f"{field_name}={value!r} is one text instead of a list. Write "
@@ -68,12 +68,13 @@ def check_card(text: CardText) -> None:
     for metric in (*text.results, *text.metrics):
         if not isinstance(metric, str) or not metric.strip():
             raise ConfigError(
-                f"metrics has the name {metric!r}. Write a text, as metrics={{'accuracy': 0.91}}."
+                f"metrics has the name {metric!r}. Write a text, such as "
+                f"metrics={{'accuracy': 0.91}}."
             )
     for metric, value in text.results.items():
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ConfigError(
-                f"metrics[{metric!r}]={value!r} is not a finite number. Write one, as "
+                f"metrics[{metric!r}]={value!r} is not a finite number. Write one, such as "
                 f"metrics={{'accuracy': 0.91}}, or leave it out."
             )
     if text.base_model is not None and not is_public_name(text.base_model):
@@ -90,7 +91,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
         folder: holds `adapter_config.json` of the native format, AdapterHub's or PEFT's.
         repo_id: the repository of the card.
         revision: the branch; None: the default one.
-        text: the author's words.
+        text: the author's texts.
 
     Raises:
         CheckpointError: the folder has no readable config.
@@ -126,7 +127,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
     trained = f", trained on {' and '.join(map(_dataset, text.datasets))}" if text.datasets else ""
     kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
     inner = document.get("config")
-    # PEFT's config names the base model too, perhaps by a local path
+    # PEFT's config has the base model's name too, perhaps as a local path
     outer = {key: value for key, value in document.items() if key not in BASE_NAMES}
     config = inner if isinstance(inner, Mapping) else outer
     parts = [
@@ -158,7 +159,7 @@ def load_code(
 
     Args:
         repo_id: the adapter's repository.
-        base: name of the base model; None: the reader has to know it.
+        base: name of the base model; None: unknown.
         head: description of the head.
         revision: the branch; None: the default one.
     """
@@ -187,7 +188,7 @@ def card_text(words: Mapping[str, Any], **more: Any) -> CardText:
         **more: fields of `CardText`.
 
     Raises:
-        ConfigError: there is another key.
+        ConfigError: a key is unknown.
     """
     same = ("tags", "language", "license", "metrics", "architecture_training", "citation")
     # "results" is a text there

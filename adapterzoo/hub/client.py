@@ -1,4 +1,4 @@
-"""Requests to the Hub: repeated where that may help, with errors that say what to do."""
+"""Requests to the Hub, with retries and with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
     FileMetadataError,
@@ -38,8 +38,8 @@ T = TypeVar("T")
 # the library under huggingface_hub: httpx for its 1.x, httpx2 for its 2.x
 _http: Any = importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
 
-# how a failed request ends; RuntimeError: in one of its threads; AttributeError, KeyError and
-# TypeError: the answer is JSON, but not the Hub's
+# errors of a failed request; RuntimeError: raised in one of its threads; AttributeError, KeyError
+# and TypeError: the response is JSON, but not the Hub's
 _FAILURES: tuple[type[Exception], ...] = (
     _http.HTTPError,
     _http.StreamError,
@@ -53,12 +53,14 @@ _FAILURES: tuple[type[Exception], ...] = (
 )
 
 _TEMPORARY = (408, 429, 500, 502, 503, 504)
-# with these the Hub has done nothing; with another status it may have
+# after these the Hub has certainly changed nothing
 _REFUSED = (429, 503)
 _PAUSES = (0.5, 1.0, 2.0)
-# seconds after which no request is repeated: huggingface_hub repeats some itself
+# seconds after which no request is retried: huggingface_hub retries some itself
 _PATIENCE = 20.0
 
+# of an error: the Hub shows no such repository
+_MISSING = "shows_no_repository"
 _SECRET = re.compile(r"hf_\w{6,}|(?<=Bearer )\S+")
 
 
@@ -66,8 +68,8 @@ _UNUSABLE = (
     "the answer of {hub} for {repo} cannot be used ({kind}: {reason}). Check HF_ENDPOINT, or "
     "update with pip install -U huggingface_hub."
 )
-# what is wrong and what to do: by the status of an answer (500 stands for all above), by the class
-# of an error, and by name
+# messages by the status of a response (500 stands for all above), by the class of an error, and by
+# name
 _MESSAGES: dict[object, str] = {
     401: "{here}{answers}the token is missing or invalid, or the name is wrong: private "
     "repositories are hidden. Check the name; write {token} or run 'hf auth login'; for a public "
@@ -111,8 +113,8 @@ class Client:
         revision: branch, tag or commit.
         token: as `huggingface_hub` takes it.
         writes: whether the requests change the repository.
-        cached: whether the cache may have the answer.
-        no_folder: whether a local folder of that name was looked for first and does not exist.
+        cached: whether the cache may have the files.
+        no_folder: whether there is no local folder of that name, where one was expected.
     """
 
     repo_id: str | None = None
@@ -123,14 +125,14 @@ class Client:
     no_folder: bool = False
 
     def ask(self, question: Callable[[], T], once: bool = False) -> T:
-        """Return the Hub's answer.
+        """Return the Hub's response.
 
         Args:
             question: calls `huggingface_hub`; may run several times.
-            once: repeat only where the Hub has certainly done nothing.
+            once: retry only if the Hub has certainly changed nothing.
 
         Raises:
-            HubError: there is no answer; the message says why and what to do.
+            HubError: the request failed; the message says why and what to do.
         """
         start = time.monotonic()
         for pause in (*_PAUSES, None):
@@ -146,15 +148,15 @@ class Client:
         raise self._error(failure)
 
     def not_cached(self, cache: str) -> HubError:
-        """Make the error for a missing file in a cache where the Hub may not be asked."""
-        return self._told("not cached", cached=cache)
+        """Make the error for a file that is not in the cache, in offline mode."""
+        return self._hub_error("not cached", cached=cache)
 
     def _error(self, error: Exception) -> HubError:
         if isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError)):
             if self.cached:
                 return self.not_cached(constants.HF_HUB_CACHE)
             target = "the Hub" if self.repo_id is None else repr(self.repo_id)
-            return self._told(
+            return self._hub_error(
                 "offline",
                 lost=f"nothing can be {'sent to' if self.writes else 'asked of'} {target}",
             )
@@ -169,13 +171,17 @@ class Client:
             values["status"] = status
             told = error.server_message
             values["said"] = f" ({_first_line(told)!r})" if told else ""
+            if isinstance(error, RepositoryNotFoundError):
+                failed = self._hub_error(key, **values)
+                setattr(failed, _MISSING, True)
+                return failed
         elif key is OSError and isinstance(error, OSError) and error.errno is not None:
             key = "disk"
             values |= {"strerror": error.strerror, "filename": error.filename}
-        return self._told(key, **values)
+        return self._hub_error(key, **values)
 
-    def _told(self, key: object, **values: object) -> HubError:
-        """Fill in a message, and take out every token."""
+    def _hub_error(self, key: object, **values: object) -> HubError:
+        """Make an error from a message; remove every token from it."""
         revision = self.revision or constants.DEFAULT_REVISION
         repo = "the Hub" if self.repo_id is None else repr(self.repo_id)
         known = {
@@ -184,7 +190,7 @@ class Client:
             "repo_id": self.repo_id,
             "revision": self.revision,
             "at": "" if self.repo_id is None else f" at revision {revision!r}",
-            # a folder may have been meant
+            # the user may have meant a folder
             "here": "there is no such folder here, and " if self.no_folder else "",
             "hub": constants.ENDPOINT,
             "do": "write to" if self.writes else "read",
@@ -204,7 +210,7 @@ class Client:
 
 
 def _root(error: Exception) -> Exception:
-    """Return the first cause that comes from the connection or the Hub, else the last cause."""
+    """Return the first cause from the connection or the Hub, else the last cause."""
     chain = error
     while not isinstance(chain, (_http.HTTPError, OfflineModeIsEnabled)):
         if not isinstance(chain.__cause__, Exception):
@@ -214,7 +220,7 @@ def _root(error: Exception) -> Exception:
 
 
 def _wait(error: Exception, pause: float, once: bool) -> float | None:
-    """Return the seconds after which to repeat a request; None where that cannot help."""
+    """Return the seconds to wait before a retry; None if a retry cannot help."""
     if isinstance(error, HfHubHTTPError):
         if error.response.status_code not in (_REFUSED if once else _TEMPORARY):
             return None
@@ -222,7 +228,7 @@ def _wait(error: Exception, pause: float, once: bool) -> float | None:
     if isinstance(error, _http.TimeoutException):
         return None
     if once:
-        # without a connection nothing was sent; a broken one may have carried everything
+        # without a connection nothing was sent; a broken one may have sent everything
         return pause if isinstance(error, _http.ConnectError) else None
     broken = isinstance(error, (_http.NetworkError, _http.RemoteProtocolError))
     incomplete = type(error) is OSError and error.errno is None
@@ -239,11 +245,46 @@ def _first_line(error: object) -> str:
     return "".join(c for c in lines[0] if c.isprintable())[:200] if lines else "no message"
 
 
-def refuse_if_offline(lost: str) -> None:
-    """Raise where the Hub may not be asked.
+def says_missing(error: HubError) -> bool:
+    """Return whether the Hub has no such repository, as far as the user may know."""
+    return getattr(error, _MISSING, False)
+
+
+def fetch(url: str, limit: int) -> bytes | None:
+    """Return what is at a public address; None where there is nothing. No token is sent.
 
     Args:
-        lost: what cannot be done then.
+        url: of a server other than the Hub.
+        limit: in bytes.
+
+    Raises:
+        HubError: there is no answer, or it is longer.
+    """
+    content = bytearray()
+    try:
+        with get_session().stream(
+            "GET", url, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
+        ) as response:
+            if response.status_code == 404:
+                return None
+            response.raise_for_status()
+            for part in response.iter_bytes():
+                content += part
+                if len(content) > limit:
+                    raise HubError(f"{url} has more than {limit:,} bytes.")
+    except _FAILURES as error:
+        if isinstance(error, HubError):
+            raise
+        reason = _first_line(_root(error))
+        raise HubError(f"{url} cannot be read ({reason}). Check the network.") from None
+    return bytes(content)
+
+
+def refuse_if_offline(lost: str) -> None:
+    """Raise in offline mode.
+
+    Args:
+        lost: what cannot be done, for the message.
 
     Raises:
         HubError: `HF_HUB_OFFLINE=1`.
@@ -253,7 +294,7 @@ def refuse_if_offline(lost: str) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """Return how this machine reaches the Hub, as JSON types.
+    """Return the Hub settings of this machine, as JSON types.
 
     Returns:
         "endpoint", "offline", "token" (whether there is one), "cache", "cache exists",

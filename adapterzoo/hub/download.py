@@ -7,6 +7,7 @@ that differs from its digest is downloaded once more, then removed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -16,8 +17,9 @@ from huggingface_hub import HfApi, ModelInfo, constants, hf_hub_download, try_to
 
 from adapterzoo.errors import HubError, in_python, listing, names_call
 
-from .client import Client
+from .client import Client, says_missing
 from .files import has_digest, is_complete, is_digest, known_files, wanted
+from .old_ids import has_index, is_old_id, repository_of
 from .repo_ref import RepoRef, locate
 
 _LOG = logging.getLogger(__name__)
@@ -34,30 +36,45 @@ def resolve(
     token: bool | str | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
+    model_name: str | None = None,
+    config: object = None,
 ) -> Path:
     """Return the folder of an adapter; download it to the cache if it is on the Hub.
 
-    Only the files of an adapter are downloaded, and each is compared with the Hub's digest. Where
-    the Hub cannot be reached or refuses, the cached files are used and a warning is logged; with
-    `HF_HUB_OFFLINE=1` it is not asked at all.
+    Only the files of an adapter are downloaded, and each is compared with the Hub's digest. If the
+    Hub cannot be reached or refuses, the cached files are used and a warning is logged. With
+    `HF_HUB_OFFLINE=1` only the cache is used.
 
     Args:
-        adapter_name_or_path: a folder, `user/repository` or `user/repository/folder`.
+        adapter_name_or_path: a folder, `user/repository`, `user/repository/folder`, or an old id
+            of AdapterHub such as `sentiment/sst-2@ukp`.
         revision: branch, tag or commit; None: the default branch.
-        source: `"hf"`: the Hub, even where there is a folder of that name; None: a folder first.
+        source: `"hf"`: the Hub, even if a folder of that name exists; `"ah"`: an old id; None: a
+            folder first, then the Hub, then an old id.
         cache_dir: of `huggingface_hub`; None: its default.
         token: a token, True for the stored one, False for none; None: the stored one if any.
         local_files_only: whether to use the cache only.
         force_download: whether to download cached files again.
+        model_name: for old ids, the base model's name on the Hub.
+        config: for old ids, the config of the adapter; None: the usual one.
 
     Returns:
-        A folder; for the Hub its files are links into the cache and must not be written to.
+        A folder. In the cache its files are links, which must not be written to.
 
     Raises:
         CheckpointError: there is no such folder, and the name cannot be on the Hub.
         ConfigError: the source is unknown.
         HubError: the files cannot be downloaded; the message says why and what to do.
     """
+    again = functools.partial(
+        resolve, revision=revision, source="hf", cache_dir=cache_dir, token=token,
+        local_files_only=local_files_only, force_download=force_download,
+    )  # fmt: skip
+    old_id = functools.partial(
+        repository_of, os.fspath(adapter_name_or_path), model_name, config, local_files_only
+    )
+    if source == "ah" or (source is None and _only_old(adapter_name_or_path)):
+        return again(old_id())
     ref = locate(adapter_name_or_path, source)
     if isinstance(ref, Path):
         return ref
@@ -73,21 +90,37 @@ def resolve(
     try:
         commit, digests = _listing(client, ref)
     except HubError as error:
-        if found is None:
-            raise
-        _LOG.warning("%s Using the files in the cache.", error)
+        failure = error
+    else:
+        names = wanted(digests)
+        files = [cache.fetch(name, commit, digests[name], force_download) for name in names]
+        cache.remember(names[-1], commit)
+        return files[-1].parent
+    if found is not None:
+        _LOG.warning("%s Using the files in the cache.", failure)
         return found
-    names = wanted(digests)
-    files = [cache.fetch(name, commit, digests[name], force_download) for name in names]
-    cache.remember(names[-1], commit)
-    return files[-1].parent
+    if source == "hf" or ref.subfolder or not says_missing(failure) or not has_index(model_name):
+        raise failure
+    # a name such as "sentiment/sst-2" can be either
+    try:
+        repo_id = old_id()
+    except HubError as error:
+        text = f"{failure} It is not an old id of AdapterHub either: {error}"
+        failure.args = (text, *failure.args[1:])
+        raise failure from None
+    return again(repo_id)
+
+
+def _only_old(name: object) -> bool:
+    """Return whether a name can only be an old id, and no folder has it."""
+    return is_old_id(name) and not Path(str(name)).is_dir()
 
 
 def repository(client: Client, repo_id: str) -> tuple[ModelInfo, dict[str, str | None]]:
-    """Return the Hub's facts on a repository at the client's revision, and each file's digest.
+    """Return the Hub's facts about a repository at the client's revision, and each file's digest.
 
     Raises:
-        HubError: there are none.
+        HubError: the Hub does not give them.
     """
     info = client.ask(
         lambda: HfApi().model_info(
@@ -127,7 +160,7 @@ class Cache:
     def __init__(
         self, client: Client, ref: RepoRef, cache_dir: str | os.PathLike[str] | None = None
     ) -> None:
-        """Look at the cache.
+        """Keep the arguments.
 
         Args:
             client: downloads what is missing.
@@ -151,7 +184,7 @@ class Cache:
         """Return a file of a commit, from the cache or the Hub, compared with its digest.
 
         Raises:
-            HubError: it cannot be downloaded, and is not in the cache.
+            HubError: it is not in the cache and cannot be downloaded.
         """
         for again in (force, True):
             file = self._download(name, commit, again)
@@ -166,12 +199,12 @@ class Cache:
         )
 
     def remember(self, name: str, commit: str) -> None:
-        """Tell the cache which commit the revision is, once all its files are there."""
+        """Record in the cache which commit the revision is, once all its files are there."""
         revision = self._client.revision or constants.DEFAULT_REVISION
         known = self._find(name)
         if _COMMIT.fullmatch(revision) or (known is not None and commit in known.parts):
             return
-        # the adapter is there; only a later load without a network would miss this
+        # ignore failures: only a later load in offline mode needs this
         with contextlib.suppress(HubError):
             self._download(name, revision, False)
 
@@ -205,12 +238,12 @@ def _is_intact(file: Path, digest: str | None) -> bool:
 
 
 def _blob(file: Path) -> Path | None:
-    """Return the cache's file with the content; None where the system has no links."""
+    """Return the cache's file with the content; None if the system has no links."""
     return file.parent / file.readlink() if file.is_symlink() else None
 
 
 def _digest_in_cache(file: Path) -> str | None:
-    """Return the digest that is the name of a file's content in the cache."""
+    """Return the digest of a file, which is its name in the cache."""
     blob = _blob(file)
     return blob.name if blob is not None and is_digest(blob.name) else None
 

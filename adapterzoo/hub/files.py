@@ -11,7 +11,7 @@ from pathlib import Path
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
 
-# the first existing file of each tuple is used: a safetensors file runs no code
+# of each pair the first existing file is used: safetensors cannot hold code
 _WEIGHTS = {
     ADAPTER_CONFIG: (
         ("adapter.safetensors", "pytorch_adapter.bin"),
@@ -26,7 +26,7 @@ _WEIGHTS = {
         ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
     ),
 }
-# the adapter's config comes last: where it exists, the download was complete
+# the adapter's config comes last: if it exists, the download was complete
 _CONFIGS = (
     "adapter_interface.json",
     "adapter_fusion_config.json",
@@ -43,7 +43,7 @@ def wanted(names: Iterable[str]) -> list[str]:
     """Select the files of a folder to download, in the order in which to download them.
 
     Returns:
-        Weights, then configs, the adapter's config last; none where the folder has no weights.
+        Weights, then configs, the adapter's config last; nothing if the folder has no weights.
     """
     there = set(names)
     pairs = (pair for group in _WEIGHTS.values() for pair in group)
@@ -52,7 +52,7 @@ def wanted(names: Iterable[str]) -> list[str]:
 
 
 def is_complete(names: Iterable[str]) -> bool:
-    """Return whether a folder that is filled in the order of `wanted` is complete."""
+    """Return whether a folder that was filled in the order of `wanted` is complete."""
     there = set(names)
     parts = [
         (config in there, any(there & {*pair} for pair in pairs))
@@ -76,9 +76,9 @@ def has_digest(file: Path, expected: str) -> bool:
     """Return whether a file has the Hub's digest.
 
     Args:
-        file: is read once.
-        expected: 64 hexadecimal digits: SHA-256 of the content, for large files; 40: git's SHA-1
-            of a blob, for small ones.
+        file: to read.
+        expected: 64 hexadecimal digits, the SHA-256 of a large file; or 40, git's SHA-1 of the
+            blob of a small one.
     """
     hashed = hashlib.sha256()
     if len(expected) == 40:
@@ -90,10 +90,10 @@ def has_digest(file: Path, expected: str) -> bool:
 
 
 def nearest(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists and may be looked at.
+    """Return the path, or its nearest parent that exists and is accessible.
 
     Args:
         path: of a file or folder that may be missing.
     """
-    # unlike Path.exists, it does not raise where a parent may not be entered
+    # unlike Path.exists, os.access does not raise if a parent is not accessible
     return next(p for p in (path, *path.absolute().parents) if os.access(p, os.F_OK))

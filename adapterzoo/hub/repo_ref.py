@@ -1,4 +1,4 @@
-"""What a name given to `load_adapter` refers to: a local folder, or a folder on the Hub."""
+"""Resolve a name given to `load_adapter`: to a local folder, or to a folder on the Hub."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 from adapterzoo.errors import CheckpointError, ConfigError, HubError, in_python
 
 _SOURCES = ("hf", None)
-# bytes of a name in a file system
+# bytes of a name in common file systems
 _LONGEST = 255
 
-# the Hub's rule: no sign at an end, and some signs not twice in a row
+# the Hub's rule: no '-' or '.' at either end, no '--' and no '..'
 _NAME = re.compile(
     r"(?!.*(?:--|\.\.))(?!.*\.git$)(?:[\w.-]{0,95}\w/)?\w(?:[\w.-]{0,94}\w)?", re.ASCII
 )
@@ -37,14 +37,14 @@ class RepoRef:
 
 
 def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | RepoRef:
-    """Return the folder that a name refers to, without asking a server.
+    """Return the folder that a name refers to, without a request.
 
-    An existing folder goes before a repository of the same name. `user/repository/a/b` is the
-    folder `a/b` of a repository.
+    An existing folder takes precedence over a repository of the same name. `user/repository/a/b` is
+    the folder `a/b` of a repository.
 
     Args:
         name: a path object is always a path.
-        source: `"hf"`: the Hub, even where there is such a folder.
+        source: `"hf"`: the Hub, even if there is such a folder.
 
     Raises:
         CheckpointError: there is no such folder, and the name cannot be on the Hub.
@@ -52,10 +52,9 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
         HubError: `source="hf"`, and the Hub cannot have a repository of this name.
     """
     if source not in _SOURCES:
-        moved = " AdapterHub's repository is closed; its adapters moved to 'AdapterHub/<name>'."
         raise ConfigError(
-            f"source={source!r} is unknown. Write source='hf' for the Hub, or None for a folder "
-            f"first and then the Hub.{moved if source == 'ah' else ''}"
+            f"source={source!r} is unknown. Write source='hf' for the Hub, 'ah' for an old id of "
+            f"AdapterHub, or None for a folder first and then the Hub."
         )
     either = (
         f"Write {in_python('the folder that save_adapter wrote', 'the folder of an adapter')} or "
@@ -94,7 +93,7 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Raise where the Hub cannot have a repository of this name.
+    """Raise if the Hub cannot have a repository of this name.
 
     Raises:
         HubError: the name is not legal.
@@ -112,7 +111,7 @@ def is_repo_id(name: str) -> bool:
 
 
 def is_public_name(name: object) -> bool:
-    """Return whether others can load a base model by this name: it is not a local path."""
+    """Return whether others can load a base model by this name, which must not be a local path."""
     return isinstance(name, str) and is_repo_id(name) and not _exists(name)
 
 
@@ -120,7 +119,7 @@ def _exists(name: str | os.PathLike[str]) -> bool:
     try:
         return Path(name).exists()
     except PermissionError:
-        # a parent folder may not be entered
+        # a parent folder is not accessible
         return False
 
 

@@ -34,15 +34,15 @@ def push(
     """Publish the adapter in a folder: its files and a model card, and no other file.
 
     The repository is created if it is missing. One commit adds everything and deletes the files of
-    an earlier adapter, so that readers see the old adapter or the new one. A local path is not sent
-    as the name of the base model; the folder does not change.
+    an earlier adapter, so that readers see the old adapter or the new one. A base model's local
+    path is not sent. The folder does not change.
 
     Args:
         folder: written by `save_adapter`, in any format.
-        repo_id: `user/repository`; without a user: that of the token.
-        text: what only the author knows, for the card; its `base_model` goes into the configs too.
+        repo_id: `user/repository`; without a user, the owner of the token.
+        text: the author's texts for the card; its `base_model` goes into the configs too.
         private: whether a new repository is private; None: the account's default.
-        token: a token that may write; True or None: the stored one.
+        token: a token with write access; True or None: the stored one.
         revision: the branch, created if it is missing; None: the default branch.
         create_pr: propose the commit as a pull request.
         commit_message: first line of the commit.
@@ -56,7 +56,7 @@ def push(
     Raises:
         CheckpointError: the folder holds no adapter, or a damaged one.
         ConfigError: the card cannot be written.
-        HubError: the Hub may not be asked or refuses; nothing has changed there.
+        HubError: offline mode, or the Hub refuses; nothing has changed there.
     """
     folder = Path(folder)
     check_repo_id(repo_id)
@@ -69,7 +69,7 @@ def push(
     api = HfApi(token=token, library_name="adapterzoo")
     made = client.ask(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
     if made != repo_id:
-        # the card names the repository and belongs to the files that it was made from
+        # the card names the repository, and must come from the same state of the files
         contents = _contents(folder, made, branch, text)
     if branch is not None:
         client.ask(lambda: api.create_branch(made, branch=branch, exist_ok=True))
@@ -85,7 +85,7 @@ def push(
         del contents[CARD]
 
     def commit() -> str:
-        # new ones for each attempt: huggingface_hub writes into them
+        # new operations for each attempt: huggingface_hub changes them
         files: list[CommitOperationAdd | CommitOperationDelete] = [
             CommitOperationAdd(name, content) for name, content in contents.items()
         ]
@@ -104,7 +104,7 @@ def push(
 
 
 def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) -> dict[str, bytes]:
-    """Return the files of an adapter by name, all of one save, with its card or a new one."""
+    """Return the files of an adapter by name, all from one save, with its card or a new one."""
     # another process may save to the folder during the upload
     with folders.reading(folder):
         there = sorted(file.name for file in folder.glob("*") if file.is_file())

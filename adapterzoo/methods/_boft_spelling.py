@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError
-from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.fields import MAX_WIDTH, Range, Share
 from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftOutput, PeftSpelling
 
 _FIELDS = {
-    "boft_dropout": PeftField(0.0, 0.0, 1.0 - 1e-9),
-    "boft_n_butterfly_factor": PeftField(1, 1, 30),
-    "boft_block_num": PeftField(0, 0, MAX_WIDTH),
+    "boft_dropout": PeftField(0.0, Share()),
+    "boft_n_butterfly_factor": PeftField(1, Range(1, 30)),
+    "boft_block_num": PeftField(0, Range(0, MAX_WIDTH)),
 }
 _INERT = frozenset(("boft_block_size", "init_weights"))
 
 
 def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
-    """Return the fields of our config at each layer: the tensors tell the factors and the blocks.
+    """Return the fields of our config at each layer; the tensors give the factors and blocks.
 
     Raises:
         CheckpointError: a tensor has another number of dimensions.
@@ -38,7 +38,7 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
     if odd := sorted({shape[0] for shape in shapes} - {claimed}):
         warnings.warn(
             f"adapter_config.json says boft_n_butterfly_factor={claimed}, and the tensors have "
-            f"{odd[0]}: PEFT trains one factor where its CUDA extension does not build, and saves "
+            f"{odd[0]}: PEFT trains one factor if its CUDA extension does not build, and saves "
             f"the number that was asked for. The factors of the tensors are loaded.",
             stacklevel=2,
         )

@@ -8,7 +8,7 @@ from typing import Any
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError
-from adapterzoo.fields import MAX_WIDTH
+from adapterzoo.fields import MAX_WIDTH, Range
 from adapterzoo.spelling import (
     AdapterHubSpelling,
     Container,
@@ -44,7 +44,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
         config=config,
         peft_type="PROMPT_TUNING",
         shared={_OURS: "prompt_embeddings"},
-        fields={"num_virtual_tokens": PeftField(0, 1, MAX_WIDTH)},
+        fields={"num_virtual_tokens": PeftField(0, Range(1, MAX_WIDTH))},
         inert=frozenset(
             (
                 "num_attention_heads", "num_layers", "num_transformer_submodules",

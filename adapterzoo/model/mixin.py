@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import LINEAR_OF_PEFT
-from adapterzoo.composition import Composition, Fuse
+from adapterzoo.composition import Composition, Fuse, MultiTask
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import names_calls
@@ -21,16 +21,21 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
 from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
+from .adapterhub import arguments
+from .adapterhub.config import AdaptersConfig
+from .adapterhub.names import with_names_of_adapters
+from .heads import checkpoints as head_files
+from .heads import embeddings, ties
 from .heads.interface import HeadStrategy, LoadOptions
 from .heads.static import StaticHead
-from .heads.ties import ties
-from .hf import config_entry, publishing
-from .state import AdaptersConfig, AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
+from .hf import config_entry, embedding_files, owned, publishing, vocabularies
+from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
 
 @names_calls
+@with_names_of_adapters
 class AdapterModelMixin:
-    """Named adapters for a `PreTrainedModel`; comes before it in the bases of a class.
+    """Named adapters for a `PreTrainedModel`; list it before that class among the bases.
 
     Names and arguments are those of `adapters`.
     """
@@ -50,12 +55,12 @@ class AdapterModelMixin:
     def _backbone(self) -> nn.Module:
         return backbone_of(self)
 
-    # --- what there is ---
+    # --- inspect ---
 
     @property
     def adapters_config(self) -> AdaptersConfig:
         """Names and configs of all adapters."""
-        return AdaptersConfig(self._adapter_state.records)
+        return AdaptersConfig(self._adapter_state, self._active)
 
     @property
     def anatomy(self) -> Anatomy:
@@ -81,12 +86,17 @@ class AdapterModelMixin:
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
         """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
-        Where one location holds several modules they come as a `ModuleList`.
+        Where one location holds several modules they come as a `ModuleList`. An unknown adapter
+        has none.
 
-        Raises:
-            UnknownNameError: the adapter is unknown.
+        Warns:
+            UserWarning: the adapter is unknown.
         """
         return adapters.by_location(self, name)
+
+    def iter_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield each block's number and module, an encoder's blocks before its decoder's."""
+        return adapters.blocks_of(self)
 
     @overload
     def adapter_summary(self, as_dict: Literal[True]) -> list[dict[str, Any]]: ...
@@ -96,13 +106,13 @@ class AdapterModelMixin:
     def adapter_summary(self, as_dict: bool = False) -> str | list[dict[str, Any]]:
         """Return a table of all adapters: name, architecture, parameters, share, active, trained.
 
-        Of an active adapter the table also names the blocks that `skip_layers` leaves out.
+        For an active adapter the table also names the blocks in `skip_layers`.
 
         Args:
             as_dict: whether to return the rows as dicts instead of a table. The share is in
                 percent of the base model's parameters; the last row is the base model. A
-                quantized weight counts as its unpacked numbers. `skip_layers` is there
-                where an active adapter has any.
+                quantized weight counts as many parameters as before quantization. Rows of
+                active adapters have `skip_layers` if blocks are skipped.
         """
         rows = training.summary(self)
         return rows if as_dict else training.table(rows)
@@ -177,32 +187,32 @@ class AdapterModelMixin:
         lora_linear_sqrt            A = Σ ±σᵢ Aᵢ, B = Σ σᵢ Bᵢ, ± the sign of wᵢ sᵢ (PEFT's "linear")
         cat                         B A = Σ wᵢ sᵢ Bᵢ Aᵢ exactly, the ranks add up
         svd                         B A ≈ the same, of rank `svd_rank`, or the largest of them
-        magnitude_prune             as lora_linear_sqrt, of the `density` largest entries of each
+        magnitude_prune             as lora_linear_sqrt, of the share `density` of largest entries
         dare_linear                 the same of entries kept at random, divided by density
         ties, dare_ties             the pruned ones, joined where signs agree: `averaging.elected`
-        …_svd                       the same on the changes sᵢ Bᵢ Aᵢ, which "svd" makes factors of
+        …_svd                       the same on the changes sᵢ Bᵢ Aᵢ, factorized as by "svd"
         ```
 
-        A negative weight negates what the adapter does in "cat", "svd", "lora_linear_sqrt" and
-        "lora_linear_only_negate_b"; in "linear" it turns the sign of A and of B, which cancel.
+        A negative weight negates the adapter's effect in "cat", "svd", "lora_linear_sqrt" and
+        "lora_linear_only_negate_b"; in "linear" it flips the signs of A and B, which cancel.
 
-        Differs from adapters: "lora_delta_w_svd" counts the scaling in, so that the change keeps
+        Differs from adapters: "lora_delta_w_svd" includes the scaling, so that the change keeps
         its size at any rank; "linear" combines differences from θ₀, which is the same for weights
-        of sum 1; a dict has the weights as its values.
+        of sum 1; the values of a dict are the weights.
 
         Args:
             adapter_name: of the result.
             adapter_list: the adapters, or a dict from adapters to weights.
-            weights: one for each, of any sign; None: equal ones of sum 1.
+            weights: one for each, of any sign; None: equal weights of sum 1.
             combine_strategy: see above.
-            normalize_weights: whether weights are divided by their sum.
-            overwrite_ok: whether an adapter of the name may be replaced, also one of the list.
+            normalize_weights: whether to divide the weights by their sum.
+            overwrite_ok: whether an adapter of this name may be replaced, even one of the list.
             set_active: whether to activate the result as the only adapter.
             svd_rank: of the result.
-            svd_clamp: quantile, 0 to 1, at which entries of A and B are cut.
+            svd_clamp: quantile, 0 to 1, at which entries of A and B are clamped.
             svd_full_matrices: whether unused singular vectors are computed too.
             svd_driver: of cuSOLVER: "gesvd", "gesvdj" or "gesvda".
-            density: share of the entries that stay, above 0 to 1.
+            density: share of the entries to keep, above 0 to 1.
             majority_sign_method: "total": the sign of the sum; "frequency": that of the majority.
             seed: makes random choices reproducible, on every device; None draws from
                 torch's default generator.
@@ -236,13 +246,13 @@ class AdapterModelMixin:
         majority_sign_method: str = "total",
         seed: int | None = None,
     ) -> None:
-        """`average_adapter` under PEFT's name: weights are not normalized.
+        """Add a combination of adapters as PEFT does: `average_adapter` with weights as given.
 
         "linear" is PEFT's, `combine_strategy="lora_linear_sqrt"`; all other names are the same.
 
-        Differs from PEFT: DoRA's magnitudes take part; with `use_rslora` the result is not √r
-        times too large; a single adapter is combined as `combination_type` says; a name that is
-        taken is an error; a rank is that of each layer, with `rank_pattern`.
+        Differs from PEFT: DoRA's magnitudes are combined too; with `use_rslora` the result is not
+        √r times too large; a single adapter is combined as `combination_type` says; a name that is
+        taken is an error; with `rank_pattern` each layer keeps its rank.
 
         Args:
             adapters: the adapters.
@@ -279,19 +289,57 @@ class AdapterModelMixin:
 
         Args:
             name: of the adapter.
-            device: None: where each of its parts is.
-            dtype: None: what each of its parts has.
+            device: None: unchanged.
+            dtype: None: unchanged.
 
         Raises:
             UnknownNameError: the adapter is unknown.
         """
         adapters.move(self, name, device, dtype)
 
+    def share_parameters(
+        self,
+        adapter_names: MultiTask | Sequence[str] | str,
+        name: str | None = None,
+        reference_adapter_name: str | None = None,
+    ) -> None:
+        """Let adapters of several tasks have some parameters in common, A and B of MTL-LoRA.
+
+        They are trained once, and saved with each adapter. Adapters whose files have equal bits
+        share them after loading.
+
+        Args:
+            adapter_names: a `MultiTask`, a list of names, or names with commas between.
+            name: of what they share; None: the names with commas between.
+            reference_adapter_name: the adapter whose values they get; None: the first.
+
+        Raises:
+            ConfigError: a method shares nothing, or the adapters' parameters differ in shape.
+            StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
+            UnknownNameError: an adapter is unknown.
+        """
+        ties.share(self, adapter_names, name, reference_adapter_name)
+
+    def unshare_parameters(
+        self, adapter_names: MultiTask | Sequence[str] | str, name: str | None = None
+    ) -> None:
+        """Give each adapter its own parameters again, with the values that they have.
+
+        Args:
+            adapter_names: as in `share_parameters`.
+            name: the one that was given there.
+
+        Raises:
+            StateError: an adapter shares nothing, or not under this name; or as above.
+            UnknownNameError: an adapter is unknown.
+        """
+        ties.unshare(self, adapter_names, name)
+
     # --- activate ---
 
     @property
     def active_adapters(self) -> Composition | None:
-        """What is active for the calling thread; None for the plain base model."""
+        """The active composition in the calling thread; None: the base model alone."""
         return self._active.plan.setup
 
     @active_adapters.setter
@@ -301,16 +349,16 @@ class AdapterModelMixin:
     def set_active_adapters(
         self, adapter_setup: object, skip_layers: Iterable[int] | None = None
     ) -> None:
-        """Choose the adapters of all threads; heads of the same names become active with them.
+        """Activate adapters in all threads, and the heads with the same names.
 
         Args:
             adapter_setup: a name, a list of names (a `Stack`), a composition, or None.
             skip_layers: numbers of blocks in which no adapter acts (AdapterDrop).
 
         Raises:
-            CompositionError: it is not a composition, or does not fit the adapters' sites.
+            CompositionError: it is not a composition, or the adapters' sites do not allow it.
             ConfigError: the model has no block of a number in `skip_layers`.
-            StateError: a fusion has no layers, or merged adapters are in the way.
+            StateError: a fusion has no layers, or the setup conflicts with merged adapters.
             UnknownNameError: the adapter is unknown.
         """
         activation.set_active(self, adapter_setup, skip_layers)
@@ -321,12 +369,12 @@ class AdapterModelMixin:
         head_setup: str | list[str] | None = None,
         skip_layers: tuple[int, ...] = (),
     ) -> Plan:
-        """Compile a composition for this model; nothing becomes active.
+        """Compile a composition for this model without activating it.
 
         Args:
             setup: the composition to compile.
-            head_setup: the heads to use; None: those named like the adapters where
-                there are any, else those that are active now.
+            head_setup: the heads to use; None: those named like the adapters if there are
+                any, else the active ones.
             skip_layers: numbers of blocks in which no adapter acts.
 
         Raises:
@@ -339,19 +387,19 @@ class AdapterModelMixin:
     def train_adapter(self, adapter_setup: object, train_embeddings: bool = False) -> None:
         """Freeze everything but these adapters and the active heads, and activate them.
 
-        In a model with a static head an adapter gets its own copy of it, and that is trained.
+        In a model with a static head, each adapter gets and trains its own copy of the head.
 
         Args:
             adapter_setup: a name, a list of names or a composition.
-            train_embeddings: whether the embeddings of tokens are trained as well. Each adapter
+            train_embeddings: whether to train the active embeddings too. Those of `add_embeddings`
+                are trained themselves, and saved by `save_embeddings`. Of "default" each adapter
                 gets its own table, which is used, saved and deleted with it; the base model's does
-                not change. A language modeling head that is tied to the embeddings shares the
-                table where it bears the adapter's name. Output layers of heads that are not tied
-                are trained with it, and are frozen without it.
+                not change. A tied language modeling head shares the table if it has the adapter's
+                name. Output layers of heads that are not tied are trained only with this option.
 
         Raises:
             CompositionError: it is not a composition.
-            StateError: it does not name an adapter, or names one that cannot have embeddings.
+            StateError: it names no adapter, or one that cannot have embeddings.
             UnknownNameError: the adapter is unknown.
         """
         training.train_adapter(self, adapter_setup, train_embeddings)
@@ -361,7 +409,7 @@ class AdapterModelMixin:
 
         Args:
             adapter_setup: a `Fuse`, or a composition with one.
-            unfreeze_adapters: whether its adapters are trained as well.
+            unfreeze_adapters: whether to train its adapters too.
 
         Raises:
             CompositionError: it is not a composition.
@@ -380,9 +428,9 @@ class AdapterModelMixin:
         training.freeze(self, freeze)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, as torch does; frozen norms with running statistics stay in evaluation.
+        """Set training or evaluation mode; frozen norms with running statistics stay in evaluation.
 
-        They are part of the base model, and would be changed by every forward in training.
+        In training mode, each forward would change these statistics of the base model.
 
         Args:
             mode: whether to train.
@@ -393,9 +441,9 @@ class AdapterModelMixin:
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Any:
-        """Make quantized layers plain ones, as transformers does; their adapters stay with them.
+        """Make quantized layers plain ones, as transformers does; their adapters stay.
 
-        What was frozen and in which mode each module is stays, too.
+        Frozen parameters stay frozen, and each module keeps its mode.
 
         Args:
             dtype: of the weights; None: that of the model's config.
@@ -405,7 +453,7 @@ class AdapterModelMixin:
 
         Raises:
             ValueError: transformers has not quantized the model.
-            NotImplementedError: transformers cannot do it for this way of quantizing.
+            NotImplementedError: transformers cannot dequantize this format.
         """
         training.dequantize(self, functools.partial(cast("Any", super()).dequantize, dtype))
         return self
@@ -413,9 +461,8 @@ class AdapterModelMixin:
     def adapter_fingerprint(self, adapter_name: str) -> str:
         """Return a digest of an adapter's config and exact bits, equal on all devices.
 
-        It does not depend on the adapter's name, on the device or on the memory layout.
-        On a model that `fully_shard` has split it is that of the whole model, and this is a
-        collective call.
+        It does not depend on the adapter's name, on the device or on the memory layout. On a model
+        sharded by `fully_shard` this is a collective call and gives the same fingerprint.
 
         Returns:
             64 hexadecimal digits.
@@ -426,11 +473,11 @@ class AdapterModelMixin:
         return training.adapter_fingerprint(self, adapter_name)
 
     def verify_replicas(self, group: Any = None) -> None:
-        """Check that every process has the same adapters, heads and bits of them.
+        """Check that every process has the same adapters and heads, bit for bit.
 
-        A collective call: all processes of the group make it, and all get the same result. Of a
-        model that `fully_shard` has split, what several processes hold is compared: configs,
-        parameters that are not split, and the copies that a mesh of two dimensions keeps.
+        This is a collective call; all processes of the group get the same result. On a model
+        sharded by `fully_shard` it compares what several processes hold: configs, parameters
+        that are not sharded, and the copies in a two-dimensional mesh.
 
         Args:
             group: of `torch.distributed`; None for the default one.
@@ -441,18 +488,124 @@ class AdapterModelMixin:
         """
         training.verify_replicas(self, group)
 
+    # --- embeddings ---
+
+    @property
+    def active_embeddings(self) -> str:
+        """Name of the embeddings that the model uses; "default" for its own."""
+        return self._adapter_state.embeddings
+
+    @property
+    def loaded_embeddings(self) -> Mapping[str, nn.Embedding]:
+        """All embeddings by name, "default" among them; read-only.
+
+        Raises:
+            StateError: the model has no table of tokens.
+        """
+        return embeddings.loaded(self)
+
+    def add_embeddings(
+        self,
+        name: str,
+        tokenizer: Any,
+        reference_embedding: str | None = None,
+        reference_tokenizer: Any = None,
+        embedding_dim: int | None = None,
+    ) -> None:
+        """Add embeddings for the vocabulary of a tokenizer, and activate them.
+
+        Rows are drawn from N(0, 0.02²), that of padding is 0. Those of tokens that both
+        vocabularies have are copied from the reference, with the biases of tied output layers.
+
+        Args:
+            name: of the embeddings.
+            tokenizer: of their vocabulary.
+            reference_embedding: name of embeddings from which rows are copied.
+            reference_tokenizer: of the vocabulary of these.
+            embedding_dim: width of a row, which is that of the model's own.
+
+        Raises:
+            ConfigError: an argument is not legal, or the tokenizers do not fit.
+            DuplicateNameError: the name is taken.
+            StateError: as `set_active_embeddings`.
+            UnknownNameError: the reference is unknown.
+        """
+        vocabularies.add(
+            self, name, tokenizer, reference_embedding, reference_tokenizer, embedding_dim
+        )
+
+    def set_active_embeddings(self, name: str) -> None:
+        """Let other embeddings take the place of the active ones, for all threads.
+
+        Output layers that are tied follow: logits are over the vocabulary of the active
+        embeddings. An output layer that is not tied stays as it is.
+
+        Args:
+            name: of embeddings that were added or loaded; "default" for the model's own.
+
+        Raises:
+            StateError: the model has no table of tokens, it is sharded, quantized or offloaded, or
+                an active or merged adapter adapts the table.
+            UnknownNameError: there are no embeddings of this name.
+        """
+        embeddings.activate(self, name)
+
+    def delete_embeddings(self, name: str) -> None:
+        """Delete embeddings; if they are active, "default" becomes active, with a warning.
+
+        Raises:
+            StateError: they are the model's own, or as `set_active_embeddings`.
+            UnknownNameError: there are no embeddings of this name.
+        """
+        embeddings.delete(self, name)
+
+    def save_embeddings(
+        self, path: str | os.PathLike[str], name: str, tokenizer: Any = None
+    ) -> None:
+        """Save embeddings to a folder, as `adapters` does: `embedding.pt`, `tokenizer/`.
+
+        Args:
+            path: the folder; made when missing.
+            name: of the embeddings.
+            tokenizer: of their vocabulary, to be saved with them.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+            ConfigError: the tokenizer has tokens without a row.
+            StateError: the model is sharded.
+            UnknownNameError: there are no embeddings of this name.
+        """
+        embedding_files.save(self, path, name, tokenizer)
+
+    def load_embeddings(self, path: str | os.PathLike[str], name: str) -> Any:
+        """Load embeddings that `save_embeddings`, here or of `adapters`, wrote, and activate them.
+
+        Args:
+            path: the folder.
+            name: to give them.
+
+        Returns:
+            The tokenizer that was saved with them, None without one.
+
+        Raises:
+            CheckpointError: there are none, or they do not fit the model or the tokenizer.
+            DuplicateNameError: the name is taken.
+            StateError: as `set_active_embeddings`.
+        """
+        return embedding_files.load(self, path, name)
+
     # --- merge ---
 
     def merge_adapter(self, name: str) -> None:
-        """Make an adapter part of the base weights; its own parameters stay for `reset_adapter`.
+        """Merge an adapter into the base weights; `reset_adapter` undoes it.
 
-        Merging a second adapter equals merging both at once. A merged adapter acts always; it
-        needs not be active. The original weights are kept until `reset_adapter`. A copy that it
-        has of a static head is merged with it: the head of the last adapter with a head is used.
+        Merging adapters one by one equals merging them at once. A merged adapter always acts,
+        active or not. The original weights are kept until `reset_adapter`. The adapter's copy of
+        a static head is merged too; of several merged copies, the last one is used.
 
         Raises:
             UnknownNameError: the adapter is unknown.
-            StateError: it is merged already, does not equal a changed weight (a bottleneck), is
+            StateError: it is already merged, is not a change of weights (a bottleneck), is
                 active in an `AdapterSetup` of this thread, its merged weights are not finite, or
                 the model is sharded or quantized; nothing has changed then.
         """
@@ -478,25 +631,25 @@ class AdapterModelMixin:
         """Merge adapters and return a plain model of transformers.
 
         A model that `init` adapted is changed in place and gets its original class back. A model
-        with named heads gives a new model that has the active head as its own, such as a
-        `BertForSequenceClassification` for a classification head; without an active head it is only
-        the base model. This model then does not change.
+        with named heads does not change: it gives a new model with the active head, such as a
+        `BertForSequenceClassification` for a classification head, or the base model alone if no
+        head is active.
 
         `save_pretrained` writes a checkpoint that transformers alone can load, with the same
         outputs.
 
         Args:
-            adapter_names: which ones, in the order in which they act; None: the active ones.
-                Those that are merged already stay so.
-            safe_merge: PEFT's switch; weights that are not finite are refused in any case.
-            architecture: with named heads, the name of the class, where several have such a head.
+            adapter_names: the adapters in the order in which they act; None: the active ones.
+                Merged adapters stay merged.
+            safe_merge: PEFT's switch; weights that are not finite are always refused.
+            architecture: with named heads: the class to use if several have such a head.
 
         Raises:
             CheckpointError: transformers has no class with such a head, or not the one asked for.
             CompositionError: `adapter_names` are not names.
             ConfigError: transformers has no class of the name.
             StateError: nothing is active, the active composition is not a stack, an adapter does
-                not equal a changed weight, several heads are active, or as `merge_adapter`.
+                not change weights, several heads are active, or as `merge_adapter`.
             UnknownNameError: an adapter is unknown.
         """
         return merging.merge_and_unload(self, adapter_names, architecture)
@@ -505,7 +658,7 @@ class AdapterModelMixin:
         """Return a plain model without adapters; see `merge_and_unload`.
 
         Args:
-            architecture: with named heads, the name of the class, where several have such a head.
+            architecture: with named heads: the class to use if several have such a head.
 
         Raises:
             CheckpointError: transformers has no class with such a head, or not the one asked for.
@@ -525,12 +678,12 @@ class AdapterModelMixin:
         overwrite_ok: bool = False,
         set_active: bool = False,
     ) -> None:
-        """Add the layers that fuse some adapters, one at each of their sites.
+        """Add layers that fuse several adapters, one at each of their sites.
 
         Args:
-            adapter_names: a `Fuse`, the names of the adapters, or these with commas between.
+            adapter_names: a `Fuse`, the names of the adapters, or the names joined by commas.
             config: a config, "static", "dynamic" or a dict; None: "dynamic".
-            name: of the fusion; None: the names with commas between.
+            name: of the fusion; None: the names joined by commas.
             overwrite_ok: whether a fusion of this name may be replaced.
             set_active: whether to activate it.
 
@@ -555,7 +708,7 @@ class AdapterModelMixin:
         fusion.delete(self, adapter_names)
 
     def fusion_modules(self, name: str) -> Iterator[tuple[str, Fusion]]:
-        """Return the fusion layers of a name with the paths of their places, in model order.
+        """Return the layers of a fusion with their paths, in model order.
 
         Raises:
             UnknownNameError: the fusion is unknown.
@@ -563,9 +716,9 @@ class AdapterModelMixin:
         return fusion_modules(self, name)
 
     def get_fusion_regularization_loss(self) -> Tensor | None:
-        """Return what the trainer adds to the loss so that V stays near the identity.
+        """Return the penalty that keeps V near the identity, which the trainer adds to the loss.
 
-        None where no fusion that is trained asks for it.
+        None if no trained fusion has one.
         """
         return fusion.regularization_loss(self)
 
@@ -577,69 +730,95 @@ class AdapterModelMixin:
         adapter_name: str,
         with_head: bool = True,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save an adapter, and the head of the same name, to a folder.
 
-        After a crash the folder holds the old or the new adapter, in every format. No weight of
-        the base model is saved, except where a head shares its output layer with it and
-        AdapterHub's format keeps that layer with the head. Of embeddings that were trained with
-        the adapter the native format holds the rows that differ from the base model's.
+        In every format, after a crash the folder holds the old or the new adapter. No weights of
+        the base model are saved, except that AdapterHub's format stores a head's output layer even
+        if the head shares it with the base model. For embeddings trained with the adapter, the
+        native format holds the rows that differ from the base model's.
 
-        On a model that `fully_shard` has split this is a collective call: all processes make it,
-        the first one writes, and all return when the file is there, or raise the same error. The
-        file is that of the whole model.
+        On a model sharded by `fully_shard` this is a collective call: the first process writes
+        the file of the whole model, and all return once it exists, or raise the same error.
 
         Args:
-            save_directory: the folder; made when missing.
-            adapter_name: which adapter.
-            with_head: whether the head that goes with it is saved in the same file: the one of
-                the same name, or the only active one; or the adapter's copy of a static head.
+            save_directory: the folder; created if missing.
+            adapter_name: the adapter.
+            with_head: whether to save its head in the same file: the head of the same name, or
+                the only active one; or the adapter's copy of a static head.
             meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
                 adapter was loaded with.
-            format: "native"; "adapterhub" for AdapterHub's `adapters`; "peft" for PEFT.
+            custom_weights_loaders: None; other modules are not saved.
+            use_safetensors: True or False: the files of `adapters`, in safetensors or pickled;
+                None: as `format` says, which is safe in any case.
+            format: "native"; "adapterhub" and "adapterhub-safetensors" for `adapters`; "peft" for
+                PEFT. A checkpoint of another format in the folder is replaced.
 
         Raises:
             UnknownNameError: the adapter or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
-            CheckpointError: the folder cannot be written or has an adapter in another format, or
-                the format cannot express this adapter.
+            CheckpointError: the folder cannot be written, or the format cannot express this
+                adapter.
         """
-        checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, format)
+        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
 
     def load_adapter(
         self,
         adapter_name_or_path: str | os.PathLike[str],
-        *,
+        config: AdapterConfig | str | Mapping[str, Any] | None = None,
+        version: str | None = None,
+        model_name: str | None = None,
         load_as: str | None = None,
         with_head: bool = True,
+        custom_weights_loaders: Sequence[Any] | None = None,
         leave_out: Iterable[int] | None = None,
         id2label: Mapping[int, str] | None = None,
         set_active: bool = False,
-        overwrite_ok: bool = False,
+        use_safetensors: bool | None = None,
+        *,
+        num_labels: int | None = None,
+        loading_info: dict[str, Any] | None = None,
+        overwrite_ok: bool | None = None,
         dtype: torch.dtype | None = None,
-        version: str | None = None,
         revision: str | None = None,
         source: str | None = None,
         **hub_kwargs: Any,
     ) -> str:
         """Load an adapter, and its head, from a folder or from the Hub.
 
-        The format is recognized: that of this library, AdapterHub's or PEFT's.
+        The format, native, AdapterHub's or PEFT's, is detected.
 
         Args:
-            adapter_name_or_path: the folder, or `user/repository` on the Hub.
-            load_as: name to give it; None: the one it was saved under.
-            with_head: whether a head in the checkpoint is loaded, under the adapter's name.
-            leave_out: numbers of blocks that get no adapter.
+            adapter_name_or_path: the folder, `user/repository` on the Hub, or an old id of
+                AdapterHub such as `sentiment/sst-2@ukp`.
+            config: for old ids, the config of the adapter; None: the usual one. A checkpoint with
+                another config is loaded with a warning.
+            version: the same as `revision`.
+            model_name: for old ids, the base model's name on the Hub; None: that of this model. A
+                checkpoint of another model is loaded with a warning.
+            load_as: the name to give it; None: the name it was saved under.
+            with_head: whether to load a head in the checkpoint, under the adapter's name.
+            custom_weights_loaders: None; other modules are not loaded.
+            leave_out: numbers of blocks that get no adapter, besides those of its config.
             id2label: other labels for the head.
             set_active: whether to activate the adapter and the head.
-            overwrite_ok: whether an adapter or head of that name may be replaced.
-            dtype: keep parameters in this dtype, DoRA's magnitudes in float32 where it is a half;
-                None: that of each layer, and a file in another one is an error.
-            version: the same as `revision`.
+            use_safetensors: has no effect: of two files with the same tensors the one in
+                safetensors is read.
+            num_labels: instead of `id2label`, for labels "LABEL_0" and so on.
+            loading_info: a dict that gets "missing_keys" and "unexpected_keys"; both are
+                empty, as a difference is an error.
+            overwrite_ok: whether an adapter or head of that name may be replaced; None: yes, with a
+                warning.
+            dtype: convert parameters to this dtype; in half precision some methods keep parts in
+                float32. None: the dtype of each layer, which the file must have too.
             revision: branch, tag or commit on the Hub.
-            source: "hf" for the Hub, also where there is a folder of that name.
+            source: "hf" for the Hub, even if a folder of that name exists; "ah" for an old id;
+                None: a folder first, then the Hub, then an old id.
             **hub_kwargs: `cache_dir`, `token`, `local_files_only`, `force_download`, as
                 huggingface_hub takes them.
 
@@ -648,18 +827,22 @@ class AdapterModelMixin:
 
         Raises:
             CheckpointError: the file is missing or damaged, or does not fit the model; the
-                message has every difference, and nothing has been loaded.
+                message lists every difference, and nothing has been loaded.
             ConfigError: a value in the checkpoint or an argument is not legal.
             DuplicateNameError: the name is taken.
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
+        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
-            load_as=load_as, with_head=with_head, leave_out=leave_out, id2label=id2label,
-            set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype,
+            load_as=load_as, with_head=with_head, leave_out=leave_out,
+            id2label=arguments.labels(id2label, num_labels), set_active=set_active,
+            overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
+            loading_info=loading_info,
         )  # fmt: skip
+        options = {**hub_kwargs, "config": config, "model_name": model_name}
         return checkpointing.load_adapter(
-            self, adapter_name_or_path, version, revision, source, hub_kwargs, asked
+            self, adapter_name_or_path, version, revision, source, options, asked
         )
 
     def save_all_adapters(
@@ -667,21 +850,29 @@ class AdapterModelMixin:
         save_directory: str | os.PathLike[str],
         with_head: bool = True,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save each adapter to the sub-folder of its name.
 
         Args:
-            save_directory: the folder of these; made when missing.
+            save_directory: the parent folder; created if missing.
             with_head: as in `save_adapter`.
-            meta_dict: JSON values for each of them; None: those that each was loaded with.
-            format: as in `save_adapter`.
+            meta_dict: JSON values for every adapter; None: those that each was loaded with.
+            custom_weights_loaders: as in `save_adapter`.
+            use_safetensors: the same.
+            format: the same.
 
         Raises:
             CheckpointError: a folder cannot be written, or the format cannot express an adapter.
         """
         for name in self.adapters_config:
-            self.save_adapter(Path(save_directory) / name, name, with_head, meta_dict, format)
+            self.save_adapter(
+                Path(save_directory) / name, name, with_head, meta_dict, custom_weights_loaders,
+                use_safetensors, format=format,
+            )  # fmt: skip
 
     def load_all_adapters(
         self, save_directory: str | os.PathLike[str], with_head: bool = True
@@ -690,7 +881,7 @@ class AdapterModelMixin:
 
         Args:
             save_directory: the folder that was given there.
-            with_head: whether heads in the checkpoints are loaded, under the adapters' names.
+            with_head: whether to load heads in the checkpoints, under the adapters' names.
 
         Returns:
             The names, sorted.
@@ -705,41 +896,51 @@ class AdapterModelMixin:
         self,
         save_directory: str | os.PathLike[str],
         head_name: str | None = None,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
-        """Save only a head; a collective call if `save_adapter` is one.
+        """Save only a head; a collective call whenever `save_adapter` is one.
 
         Args:
-            save_directory: the folder; made when missing.
-            head_name: which head, or the adapter whose copy of a static head; None: the active
-                one, which is the original where the active adapter has no copy.
-            format: "native" or "adapterhub".
+            save_directory: the folder; created if missing.
+            head_name: the head, or the adapter that has a copy of a static head; None: the active
+                head, which is the original if the active adapter has no copy.
+            use_safetensors: as in `save_adapter`.
+            format: "native", "adapterhub" or "adapterhub-safetensors".
 
         Raises:
             UnknownNameError: the head or the format is unknown.
-            StateError: it cannot be told which head is meant, or there is none.
+            StateError: there is no head, or several are active.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        checkpointing.save_head(self, save_directory, head_name, format)
+        chosen = arguments.chosen_format(format, use_safetensors)
+        head_files.save(self, save_directory, head_name, chosen)
 
     def load_head(
         self,
         save_directory: str | os.PathLike[str],
         load_as: str | None = None,
         id2label: Mapping[int, str] | None = None,
+        use_safetensors: bool | None = None,
         *,
-        overwrite_ok: bool = False,
+        set_active: bool = True,
+        loading_info: dict[str, Any] | None = None,
+        overwrite_ok: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """Load and activate a head that `save_head`, of this library or AdapterHub, wrote.
+        """Load and activate a head that `save_head` of this library or AdapterHub wrote.
 
-        A static head becomes the active adapter's copy, or the original with no adapter active.
+        A static head becomes the active adapter's copy, or replaces the original if none is active.
 
         Args:
             save_directory: the folder.
-            load_as: name to give it; None: the one it was saved under.
+            load_as: the name to give it; None: the name it was saved under.
             id2label: other labels.
-            overwrite_ok: whether a head of that name may be replaced.
+            use_safetensors: as in `load_adapter`.
+            set_active: False: a named head is not activated.
+            loading_info: as in `load_adapter`.
+            overwrite_ok: whether a head of that name may be replaced; None: yes, with a warning.
             dtype: as in `load_adapter`.
 
         Returns:
@@ -751,67 +952,90 @@ class AdapterModelMixin:
             StateError: the model is sharded.
         """
         asked = LoadOptions(
-            load_as=load_as, id2label=id2label, set_active=True, overwrite_ok=overwrite_ok,
-            dtype=dtype,
+            load_as=load_as, id2label=id2label, set_active=set_active, overwrite_ok=overwrite_ok,
+            dtype=dtype, loading_info=loading_info,
         )  # fmt: skip
-        return checkpointing.load_head(self, save_directory, asked)
+        return head_files.load(self, save_directory, asked)
 
     def save_all_heads(
-        self, save_directory: str | os.PathLike[str], format: str = "native"
+        self,
+        save_directory: str | os.PathLike[str],
+        use_safetensors: bool | None = None,
+        *,
+        format: str = "native",
     ) -> None:
         """Save each head to the sub-folder of its name.
 
         Args:
-            save_directory: the folder of these; made when missing.
-            format: "native" or "adapterhub".
+            save_directory: the parent folder; created if missing.
+            use_safetensors: as in `save_adapter`.
+            format: as in `save_head`.
 
         Raises:
             CheckpointError: a folder cannot be written, or the format cannot express a head.
         """
         for name in self.known_heads():
-            self.save_head(Path(save_directory) / name, name, format)
+            self.save_head(Path(save_directory) / name, name, use_safetensors, format=format)
 
     def save_adapter_fusion(
         self,
         save_directory: str | os.PathLike[str],
         adapter_names: Fuse | Sequence[str] | str,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        with_head: bool | str = False,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save fusion layers, without their adapters, to a folder.
 
         Args:
-            save_directory: the folder; made when missing.
-            adapter_names: which fusion.
+            save_directory: the folder; created if missing.
+            adapter_names: the fusion.
             meta_dict: JSON values to keep in the checkpoint's `meta`.
-            format: "native"; "adapterhub" for AdapterHub's `adapters`.
+            custom_weights_loaders: as in `save_adapter`.
+            with_head: whether to save the head of the fusion's name beside it; or the name of
+                another head.
+            use_safetensors: as in `save_adapter`.
+            format: "native", "adapterhub" or "adapterhub-safetensors".
 
         Raises:
             UnknownNameError: the fusion or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, format)
+        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, chosen, with_head)
 
     def load_adapter_fusion(
         self,
         adapter_fusion_name_or_path: str | os.PathLike[str],
         load_as: str | None = None,
-        *,
+        custom_weights_loaders: Sequence[Any] | None = None,
         set_active: bool = False,
-        overwrite_ok: bool = False,
+        with_head: bool = True,
+        use_safetensors: bool | None = None,
+        *,
+        loading_info: dict[str, Any] | None = None,
+        overwrite_ok: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """Load fusion layers that `save_adapter_fusion`, here or of `adapters`, wrote.
+        """Load fusion layers that `save_adapter_fusion` of this library or AdapterHub wrote.
 
-        The adapters that they fuse must be there.
+        The model must have the adapters that they fuse.
 
         Args:
             adapter_fusion_name_or_path: the folder.
-            load_as: name to give them; None: the one they were saved under.
-            set_active: whether to activate it.
-            overwrite_ok: whether a fusion of that name may be replaced.
-            dtype: keep parameters in this dtype; None: that of the adapters.
+            load_as: the name to give them; None: the name they were saved under.
+            custom_weights_loaders: as in `load_adapter`.
+            set_active: whether to activate the fusion, and the head.
+            with_head: whether to load a head in the folder.
+            use_safetensors: as in `load_adapter`.
+            loading_info: the same.
+            overwrite_ok: whether a fusion or head of that name may be replaced; None: yes, with a
+                warning.
+            dtype: convert parameters to this dtype; None: that of the adapters.
 
         Returns:
             The fusion's name.
@@ -820,11 +1044,13 @@ class AdapterModelMixin:
             CheckpointError: the file is missing, damaged, or does not fit.
             DuplicateNameError: the name is taken.
             SiteError: the adapters have different sites.
-            UnknownNameError: an adapter that is fused is not there.
+            UnknownNameError: the model lacks one of the fused adapters.
         """
+        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
-            load_as=load_as, set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype
-        )
+            load_as=load_as, with_head=with_head, set_active=set_active, overwrite_ok=overwrite_ok,
+            dtype=dtype, loading_info=loading_info,
+        )  # fmt: skip
         return checkpointing.load_fusion(self, adapter_fusion_name_or_path, asked)
 
     def push_adapter_to_hub(
@@ -849,24 +1075,24 @@ class AdapterModelMixin:
         """Publish an adapter, and its head, on the Hub, with a model card.
 
         Args:
-            repo_id: `user/repository`; made when missing.
-            adapter_name: which adapter.
-            datasets_tag: the dataset it was trained on, by its name on the Hub.
-            local_path: a folder in which the files are kept too; a `README.md` there is sent as
-                the card.
+            repo_id: `user/repository`; created if missing.
+            adapter_name: the adapter.
+            datasets_tag: Hub name of the dataset that it was trained on.
+            local_path: a folder to keep the files in too; a `README.md` there is used as the
+                card.
             commit_message: first line of the commit.
-            private: whether a new repository is private; None: as the account has it.
-            token: a token with the right to write; True or None: the stored one.
+            private: whether a new repository is private; None: the account's default.
+            token: a token with write access; True or None: the stored one.
             overwrite_adapter_card: whether to replace an existing card.
             create_pr: propose the commit as a pull request.
-            revision: the branch, made when missing; None: the default one.
+            revision: the branch, created if missing; None: the default branch.
             commit_description: text of the commit.
             adapter_card_kwargs: tags, language, license, metrics (names), architecture_training,
                 results and citation (texts) for the card.
-            metrics: name of a metric to its value, for the card's table.
-            base_model: the base model's name on the Hub, for card and config, where the model's
-                config has a path; that is not sent.
-            **kwargs: as `save_adapter` takes them, for example `with_head=False`.
+            metrics: names and values of metrics, for the card's table.
+            base_model: Hub name of the base model, for card and config; replaces a local path in
+                the model's config, which is never sent.
+            **kwargs: arguments of `save_adapter`, such as `with_head=False`.
 
         Returns:
             The address of the commit, or of the pull request.
@@ -875,8 +1101,7 @@ class AdapterModelMixin:
             UnknownNameError: the adapter is unknown.
             ConfigError: the card cannot be written.
             StateError: the model is sharded.
-            HubError: offline mode, or the Hub rejects it; without a commit nothing
-                has changed there.
+            HubError: offline mode, or the Hub rejects it; then nothing has been committed.
         """
         return publishing.push(
             self, repo_id, adapter_name, datasets_tag=datasets_tag, local_path=local_path,
@@ -889,20 +1114,24 @@ class AdapterModelMixin:
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save the whole model: base weights, adapters and heads, as transformers does.
 
-        `AutoAdapterModel.from_pretrained` or `load_model` gives it back, with the same adapters
-        and heads active.
+        `AutoAdapterModel.from_pretrained` or `load_model` loads it, with the same adapters and
+        heads active.
 
         Args:
             save_directory: the folder.
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
-        config_entry.enter(self)
-        try:
-            cast("Any", super()).save_pretrained(save_directory, **kwargs)
-        finally:
-            vars(self.config).pop("adapters", None)
+        with embeddings.own_in_place(self) as replaced:
+            if replaced:
+                # of the embeddings that were active, as transformers' Trainer passes it
+                kwargs.pop("state_dict", None)
+            config_entry.enter(self)
+            try:
+                cast("Any", super()).save_pretrained(save_directory, **kwargs)
+            finally:
+                vars(self.config).pop("adapters", None)
 
-    # --- what transformers and torch ask of a model ---
+    # --- called by transformers and torch ---
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Resize as transformers does; raises if adapters adapt the embedding.
@@ -920,27 +1149,40 @@ class AdapterModelMixin:
         return resized
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Return the tied parameters of base model, heads and adapters, key to key."""
+        """Return the tied parameters of base model, heads and adapters: keys to keys."""
         pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
         # transformers calls this in the constructor
-        return {**pairs, **ties(self)} if "_adapter_state" in vars(self) else pairs
+        return {**pairs, **ties.ties(self)} if "_adapter_state" in vars(self) else pairs
+
+    def _adjust_bias(self, output_embeddings: nn.Module, input_embeddings: Any) -> None:
+        # transformers takes what has a tied parameter for an output layer
+        if not isinstance(output_embeddings, Adapter):
+            cast("Any", super())._adjust_bias(output_embeddings, input_embeddings)
 
     def _start_adapters(self) -> None:
-        """Start without adapters; called once, when the model gets these methods."""
+        """Initialize the state, without adapters; called once for each model."""
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
+        owned.own(self, owned.names_of(AdapterModelMixin))
         setup.announce(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Let setups find copies and unpickled models too."""
+        """Let `AdapterSetup` find copies and unpickled models too."""
         cast("Any", super()).__setstate__(state)
         setup.announce(self)
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make the adapters last, when the layers exist and get their values."""
+        """Restore the adapters of a quantized model: its layers exist only now."""
         config_entry.restore(model, quantised=True)
         return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
+
+    @classmethod
+    def _finalize_model_loading(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Activate embeddings when all tables have their values."""
+        done = cast("Any", super())._finalize_model_loading(model, *args, **kwargs)
+        embeddings.arrive(model)
+        return done
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = cast("Any", super())._replicate_for_data_parallel()
@@ -971,10 +1213,10 @@ def _checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **
 
 
 def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the inputs of a block, one of them with a gradient.
+    """Return the inputs of a block; one of them requires a gradient.
 
-    The reentrant kind of checkpointing gives a block no gradients where its inputs have none, as
-    above a frozen part; transformers sees to that for models of tokens only.
+    Reentrant checkpointing gives a block no gradients if none of its inputs requires one, as above
+    frozen layers; transformers handles this for token embeddings only.
     """
     floating = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
     if not floating or any(args[i].requires_grad for i in floating) or not torch.is_grad_enabled():

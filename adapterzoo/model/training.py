@@ -20,10 +20,11 @@ from adapterzoo.methods._table import Table
 
 from . import adapters
 from .activation import refuse_merged, set_active
-from .heads import tables
+from .heads import embeddings, tables
 from .heads.ties import tables_of
 from .sharding import gathered, refuse_if_sharded, reshard
 from .state import (
+    DEFAULT_EMBEDDINGS,
     AdaptedModel,
     fusion_modules,
     modules_of,
@@ -42,7 +43,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     Raises:
         StateError: the setup names no adapter.
     """
-    # a forward of a sharded model leaves whole parameters, which an optimizer must not get
+    # a forward of a sharded model leaves whole parameters, which must not reach an optimizer
     reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
@@ -54,17 +55,22 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     for name in names:
         model._adapter_state.find(name)
         refuse_merged(model, name)
-    for name in names if train_embeddings else ():
+    # other embeddings than the model's own are trained themselves
+    is_own = model._adapter_state.embeddings == DEFAULT_EMBEDDINGS
+    for name in names if train_embeddings and is_own else ():
         if not tables_of(model, name):
             refuse_if_sharded(model, "Write it before fully_shard(model).")
         tables.check_table(model, name)
     model._head_strategy.check_training(setup)
     set_active(model, setup)
-    for name in names if train_embeddings else ():
+    for name in names if train_embeddings and is_own else ():
         tables.add_table(model, name)
     modules = (module for name in names for _, module in modules_of(model, name))
     trained = (m for m in modules if train_embeddings or not isinstance(m, Table))
-    _train(model, [p for module in trained for p in module.parameters()], train_embeddings)
+    parameters = [p for module in trained for p in module.parameters()]
+    if train_embeddings and not is_own:
+        parameters.append(model.get_input_embeddings().weight)
+    _train(model, parameters, train_embeddings)
 
 
 def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: bool) -> None:
@@ -90,7 +96,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
 
 
 def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embeddings: bool) -> None:
-    """Put the model into training mode, with these parameters and the active heads trained."""
+    """Set training mode; train only these parameters and the active heads."""
     module: Any = model
     module.train()
     quantised.unpack(module)
@@ -102,7 +108,7 @@ def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embedding
 
 
 def hold_statistics(model: AdaptedModel) -> None:
-    """Keep frozen norms in evaluation: a forward in training would change their statistics."""
+    """Set frozen norms to evaluation: a forward in training would change their statistics."""
     for module in model._backbone.modules():
         tracks = isinstance(module, _NormBase) and module.track_running_stats
         if tracks and not any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -113,6 +119,8 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
     """Freeze the base model and all adapters, or make the base model trainable."""
     reshard(model)
     own = {id(p) for p in own_parameters_of(model)}
+    for parameter in embeddings.waiting_parameters(model) if freezes else ():
+        parameter.requires_grad_(False)
     for parameter in model._backbone.parameters():
         # quantized weights have no gradient, even if their dtype is a float
         may_train = parameter.is_floating_point() and packing_of(parameter) is None
@@ -124,11 +132,11 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
 
 
 def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
-    """Let transformers make quantized layers plain ones; their adapters stay with them.
+    """Let transformers make quantized layers plain ones, and keep their adapters.
 
     Args:
         model: with adapters.
-        run: what transformers does.
+        run: transformers' method.
     """
     module: Any = model
     # transformers would misread weights that were reordered for inference
@@ -158,7 +166,7 @@ def trainable_when_quantised(model: Any) -> Iterator[None]:
     """Let Trainer accept a quantized model, which it allows only with PEFT adapters.
 
     Args:
-        model: it does not report that it is quantized while the context runs.
+        model: in the context, it does not report that it is quantized.
     """
     quantised_before = getattr(model, "is_quantized", False)
     if quantised_before:
@@ -181,7 +189,7 @@ def adapter_fingerprint(model: AdaptedModel, name: str) -> str:
 
 
 def verify_replicas(model: AdaptedModel, group: Any) -> None:
-    """Check that every process has the same adapters, heads and bits of them.
+    """Check that every process has the same adapters and heads, bit for bit.
 
     Raises:
         StateError: no process group runs, or processes differ.
@@ -220,6 +228,8 @@ def _all_tensors(model: AdaptedModel) -> dict[str, Tensor]:
     for name in model._adapter_state.fusions:
         layers = named_tensors(dict(fusion_modules(model, name)))
         found.update({f"fusion {name}: {key}": tensor for key, tensor in layers.items()})
+    for name, tensor in embeddings.tensors(model).items():
+        found[f"embedding {name}"] = tensor
     return {**found, **model._head_strategy.all_tensors()}
 
 
@@ -229,7 +239,7 @@ _COLUMNS = ("name", "architecture", "#param", "%param", "active", "train")
 
 
 def summary(model: AdaptedModel) -> list[dict[str, Any]]:
-    """Return a row for each adapter, and the base model's last."""
+    """Return a row for each adapter, then one for the base model."""
     plan, records = model._active.plan, model._adapter_state.records
     active = () if plan.setup is None else plan.setup.flatten()
     rows: list[dict[str, Any]] = []

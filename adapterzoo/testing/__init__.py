@@ -1,4 +1,4 @@
-"""Conformance: what every adapter method must do, as named checks that yours can run too.
+"""Conformance: named checks of what every adapter method must do, yours included.
 
 ```python
 from adapterzoo.testing import check_method

@@ -27,7 +27,7 @@ def repr_is_a_call(case: Case) -> None:
 
 @check(kinds=("linear",))
 def dict_round_trip(case: Case) -> None:
-    """`to_dict` gives JSON types, of which `from_dict` makes an equal config."""
+    """`to_dict` gives JSON types, and `from_dict` makes an equal config from them."""
     config = case.config
     for member in config.configs if isinstance(config, ConfigUnion) else (config,):
         changed = _varied(member)
@@ -46,7 +46,7 @@ def dict_round_trip(case: Case) -> None:
 
 @check(kinds=("linear",))
 def unknown_fields_raise(case: Case) -> None:
-    """Check that an unknown field raises a `ConfigError` that names it, however it is given."""
+    """An unknown field raises a `ConfigError` that names it, however it is given."""
     member = case.config.configs[0] if isinstance(case.config, ConfigUnion) else case.config
     makers: dict[str, Callable[[], AdapterConfig]] = {
         "from_dict": lambda: AdapterConfig.from_dict(member.to_dict() | {"no_such_field": 1}),
@@ -63,7 +63,7 @@ def unknown_fields_raise(case: Case) -> None:
 
 @check(kinds=("linear",))
 def config_is_frozen(case: Case) -> None:
-    """Check that a config is immutable and that building adapters does not change it."""
+    """A config is immutable, and building adapters does not change it."""
     config = case.config
     before = repr(config)
     for field in dataclasses.fields(config):

@@ -1,6 +1,6 @@
-"""The models on which the checks run: two blocks each, one for every way to store a layer.
+"""The models on which the checks run: two blocks each, one model for each way to store a layer.
 
-Except for the one with attention they do not mix tokens, so that any leading shape works. Their
+Only the one with attention mixes tokens; the others take any leading shape. Their
 weights are exact in float16, bfloat16, float32 and float64.
 """
 

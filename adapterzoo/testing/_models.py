@@ -81,7 +81,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _OneTensor:
-    """Mixed into the class of a model: it takes `Inputs` and returns one tensor."""
+    """Mixin for the class of a model, which then takes `Inputs` and returns one tensor."""
 
     def __call__(self, x: Inputs, **kwargs: Any) -> Any:
         call = cast("Any", super()).__call__
@@ -96,7 +96,7 @@ class ModelCase(Case):
         tiny: the model, which is copied and never changed, and its inputs.
     """
 
-    # two roundings of a whole model are two draws, of which one may be lucky
+    # rounding errors of a whole model vary: one of the two may be small by chance
     margin: ClassVar[float] = 8.0
 
     tiny: TinyModel = dataclasses.field(
@@ -104,7 +104,7 @@ class ModelCase(Case):
     )
 
     def __str__(self) -> str:
-        """For messages: the class of the model."""
+        """Return the class of the model."""
         return type(self.tiny.model).__name__
 
     def fitted(self, config: AdapterConfig | None = None) -> AdapterConfig:
@@ -130,9 +130,9 @@ class ModelCase(Case):
         return compute
 
     def silent(self, model: Host) -> frozenset[str]:
-        """Return the paths of the modules that no gradient reaches, judged by their own weights.
+        """Return the paths of the modules whose own weights get no gradient.
 
-        A matrix decides where a module has one: a bias gets a gradient even from an input of 0.
+        If a module has a matrix, only that counts: a bias gets a gradient even from an input of 0.
         """
         model = copy.deepcopy(model).requires_grad_(True)
         y = model(self.input())

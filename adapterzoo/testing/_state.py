@@ -1,4 +1,4 @@
-"""Checks of state: in the model, in files, in copies, in other adapters."""
+"""Checks of state: that of the model, of files, of copies and of other adapters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def take_leaves_no_trace(case: Case) -> None:
 
 @check(*_HALF_TOO)
 def inactive_is_base(case: Case) -> None:
-    """With nothing active, the model is the base bit for bit, after training or errors too."""
+    """With nothing active, outputs are the base's bit for bit, even after training or errors."""
     base, model, x = run(case.host(), case.input(2, 5)), case.trained("a"), case.input(2, 5)
     require(same_bits(base, run(model, x)), "an adapter that is only there changes the output")
     model.set_active_adapters("a")
@@ -102,7 +102,7 @@ def two_adapters_do_not_meet(case: Case) -> None:
 
 @check(*_HALF_TOO)
 def save_and_load(case: Case) -> None:
-    """A file loads with the same bits under another name, and holds no name or base weight."""
+    """A file loads with the same bits under another name; it has no name and no base weights."""
     model, x = case.trained("n4me"), case.input(2, 5)
     model.set_active_adapters("n4me")
     values = bits(model, "n4me")
@@ -130,7 +130,7 @@ def save_and_load(case: Case) -> None:
 
 @check()
 def copies_are_independent(case: Case) -> None:
-    """Check that a deepcopy and an unpickled model give the same bits and share nothing."""
+    """A deepcopy and an unpickled model give the same bits and share nothing."""
     model, x = case.trained("a"), case.input(2, 5)
     model.set_active_adapters("a")
     first = run(model, x)
@@ -177,7 +177,7 @@ def state_is_registered(case: Case) -> None:
 
 @check()
 def counts_parameters(case: Case) -> None:
-    """Check that the added parameters equal those reported and those on the meta device."""
+    """The added parameters equal those in the summary and those on the meta device."""
     base = {n for n, _ in case.host().named_parameters()}
     counts = {}
     for device in (case.device, "meta"):

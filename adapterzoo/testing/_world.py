@@ -23,7 +23,7 @@ _SHAPES = ((), (1,), (3,), (0,), (2, 0), (2, 3), (1, 1), (2, 2, 3), (2, 1, 2, 3)
 def any_leading_shape(case: Case) -> None:
     """Any leading dimensions work, none and empty ones too; strides change nothing.
 
-    An adapter that reads the call of its model counts tokens, and is given rows of tokens only.
+    An adapter that reads the call counts tokens, so it gets only inputs `[rows, tokens, …]`.
     """
     model = case.trained("a")
     counts_tokens = case.kind == ATTENTION or any(
@@ -57,7 +57,7 @@ def any_leading_shape(case: Case) -> None:
 
 @check()
 def padding_changes_nothing(case: Case) -> None:
-    """Real tokens get what they get without padding, before them or behind them."""
+    """Padding on either side does not change the outputs of real tokens."""
     model, x = case.trained("a"), case.input(2, 6)
     model.set_active_adapters("a")
     for side, real in (("before", slice(2, 6)), ("behind", slice(0, 4))):
@@ -72,7 +72,7 @@ def padding_changes_nothing(case: Case) -> None:
 
 @check(*DTYPES)
 def dtype_follows(case: Case) -> None:
-    """Check that adapted layers return the base model's dtype, finite and close to float64."""
+    """Adapted layers return the base model's dtype, finite and close to float64."""
     model, x = case.trained("a"), case.input(2, 5)
     if "dtype" not in fields_of(case.config):
         for _, module in model.adapter_modules("a"):
@@ -103,7 +103,7 @@ def dtype_follows(case: Case) -> None:
 
 @check(*DTYPES)
 def device_follows(case: Case) -> None:
-    """A model on the meta device, born or moved there, gives shapes and dtypes and no numbers."""
+    """A model built on the meta device or moved there gives shapes and dtypes."""
     expected = run(case.host(), case.input(2, 5))
     born = Case(case.config, case.kind, case.dtype, "meta").host("a")
     moved = case.host("a").to("meta")
@@ -146,7 +146,7 @@ def replicas_work(case: Case) -> None:
 
 @check()
 def modes_reach_dropout(case: Case) -> None:
-    """`eval()` is deterministic and equals training without dropout; `train()` drops."""
+    """`eval()` is deterministic and equals training without dropout; in training, dropout acts."""
     x = case.input(4, 6)
     model, config = _trained_in_mode(case, 0.0)
     expected = run(model.eval(), x)
@@ -173,7 +173,7 @@ def modes_reach_dropout(case: Case) -> None:
 
 @check()
 def gradient_checkpointing(case: Case) -> None:
-    """Check that both variants of checkpointing give the gradients of a run without it."""
+    """Both variants of checkpointing give the gradients of a run without it."""
     variants = (None, False, True) if case.kind != "embedding" else (None, False)
     found: list[list[Tensor | None]] = []
     for variant in variants:
@@ -192,7 +192,7 @@ def gradient_checkpointing(case: Case) -> None:
 
 @check(kinds=("linear", "conv1d"))
 def compiles(case: Case) -> None:
-    """`torch.compile(fullgraph=True)` gives the eager output, also after a switch."""
+    """`torch.compile(fullgraph=True)` gives the eager output, also after switching adapters."""
     model, x = case.trained("a", "b"), case.input(2, 5)
     torch.compiler.reset()
     compiled: Callable[[Tensor], Tensor] = torch.compile(model, backend="eager", fullgraph=True)

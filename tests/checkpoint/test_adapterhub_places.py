@@ -369,11 +369,15 @@ def test_a_fusion_of_parallel_bottlenecks_adds_the_stream_once_more(tmp_path):
     tensors = torch.load(tmp_path / "there" / "pytorch_model_adapter_fusion.bin", weights_only=True)
     adapters = {name: dict(model.adapter_modules(name)) for name in "ab"}
 
+    def update(m, inp):
+        inner = relu(linear(inp, m.adapter_down[0].weight, m.adapter_down[0].bias))
+        return 4.0 * linear(inner, m.adapter_up.weight, m.adapter_up.bias)
+
     def fused(i, h, inp):
         start = f"encoder.layer.{i}.output.adapter_fusion_layer.a,b."
         t = {key.removeprefix(start): tensor for key, tensor in tensors.items()}
         found = [m for ms in adapters.values() for p, m in ms.items() if f"layer.{i}." in p]
-        ups = torch.stack([m.update(inp) for m in found], -2)
+        ups = torch.stack([update(m, inp) for m in found], -2)
         query = linear(inp, t["query.weight"], t["query.bias"])
         keys = linear(ups, t["key.weight"], t["key.bias"])
         shares = (keys @ query.unsqueeze(-1)).squeeze(-1).softmax(-1)

@@ -67,7 +67,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "alpha as text": ({"lora_alpha": "16"}, ("lora_alpha='16'",)),
     "a huge alpha": ({"lora_alpha": 1e300}, ("lora_alpha=1e+300",)),
     "dropout 1": ({"lora_dropout": 1.0}, ("lora_dropout=1.0",)),
-    "a flag as text": ({"use_rslora": "yes"}, ("use_rslora='yes'", "true or false")),
+    "a flag as text": ({"use_rslora": "yes"}, ("use_rslora='yes'", "one of False, True")),
     "magnitudes missing": ({"use_dora": True}, ("use_dora=True", "no 'm'")),
     "a pattern as a list": ({"rank_pattern": [1]}, ("rank_pattern=[1]",)),
     "a pattern with text": ({"alpha_pattern": {"key": "4"}}, ("alpha_pattern", "a number from")),

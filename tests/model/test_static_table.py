@@ -8,7 +8,7 @@ from transformers import AutoModel
 from adapterzoo.heads import HeadConfig, InexpressibleError, LMHead
 from adapterzoo.model.heads.inputs import head_input
 from adapterzoo.model.hf.backbone import describe
-from adapterzoo.model.hf.static_table import from_static, to_static
+from adapterzoo.model.hf.task_classes import from_static, to_static
 
 _ENCODER = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

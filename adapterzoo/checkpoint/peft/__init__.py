@@ -1,7 +1,7 @@
 """PEFT's format: `adapter_config.json` with a `peft_type`, and `adapter_model.safetensors`.
 
-The head lies in the same file, as `modules_to_save`. Older folders hold `adapter_model.bin`, a
-pickle, which is read as tensors only.
+The head is in the same file, as `modules_to_save`. Older folders hold `adapter_model.bin`, a
+pickle, from which only tensors are read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class PeftFormat:
         """Return the adapter, and the head where the file has one.
 
         Raises:
-            CheckpointError: a file is missing or damaged, says what cannot be reproduced here, or
-                names layers that the model does not have.
+            CheckpointError: a file is missing or damaged, has a setting that cannot be reproduced
+                here, or names layers that the model lacks.
         """
         theirs = checked(files.read_json(folder / CONFIG))
         config, adapter, rest = read_adapter(theirs, _tensors(folder), info)
@@ -68,7 +68,7 @@ class PeftFormat:
             )
         task, head = head_for(checkpoint, info)
         config, tensors = encode_adapter(checkpoint, head, task, info)
-        # PEFT keeps nothing like meta_dict, and does not look at the metadata of the file
+        # PEFT has no counterpart of meta_dict, and ignores the metadata of the file
         meta = checkpoint.metadata.get("meta")
         written = files.tensor_bytes(tensors, {files.META: meta} if meta else {})
         return {_TENSORS: written, CONFIG: files.json_bytes(config)}
@@ -82,7 +82,7 @@ formats.register("peft")(PeftFormat())
 
 
 def meta_in(folder: Path) -> dict[str, Any]:
-    """Return what `meta_dict` said when the folder was saved here.
+    """Return the `meta_dict` with which this library saved the folder.
 
     Raises:
         CheckpointError: the file with the tensors is damaged.

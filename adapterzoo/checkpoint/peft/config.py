@@ -1,7 +1,7 @@
-"""`adapter_config.json` of PEFT: which method it is of, and its fields, checked.
+"""`adapter_config.json` of PEFT: its method, and its fields, checked.
 
-A file is refused when it says something that changes what the adapter computes and that cannot be
-reproduced here. Fields that only matter to PEFT's training, and fields that are off, do not.
+A file is refused if a field changes what the adapter computes in a way that cannot be reproduced
+here. Fields that only matter to PEFT's training, and fields that are off, are ignored.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapterzoo.errors import CheckpointError, listing
+from adapterzoo.fields import Check, Text
 from adapterzoo.spelling import PeftField, PeftSpelling, peft_spellings
 
 CONFIG = "adapter_config.json"
-# what helps with every adapter that PEFT can merge
+# a hint for every adapter that PEFT can merge
 MERGE = (
     "Merge the adapter with PEFT, and load the merged model: "
     "peft_model.merge_and_unload().save_pretrained(…)."
@@ -29,14 +30,14 @@ _INERT = """
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftConfig:
-    """What a PEFT config says, checked.
+    """The facts in a PEFT config, checked.
 
     Attributes:
         spelling: of the method.
-        fields: those that the method reads, and its flags.
-        patterns: regular expressions to numbers, by the field that has them.
-        task_type: PEFT's word for the task; None when unknown.
-        base_class: the class of the model, where PEFT did not know the task.
+        fields: the fields and flags of the method.
+        patterns: by field: regular expressions to numbers.
+        task_type: PEFT's name of the task; None if unknown.
+        base_class: the class of the model, if PEFT did not know the task.
     """
 
     spelling: PeftSpelling
@@ -47,11 +48,11 @@ class PeftConfig:
 
 
 def checked(metadata: Mapping[str, Any]) -> PeftConfig:
-    """Return what the fields of a PEFT config say.
+    """Check a PEFT config and return its facts.
 
     Raises:
-        CheckpointError: there is no such method here, a value is not legal, or says what cannot
-            be reproduced.
+        CheckpointError: there is no such method here, or a value is not legal or cannot be
+            reproduced.
     """
     spelling = _recognised(metadata)
     for name, reason in spelling.refused.items():
@@ -78,18 +79,18 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
     _check_names(metadata)
     return PeftConfig(
         spelling=spelling,
-        fields={name: _value(metadata, name, field) for name, field in asked.items()},
+        fields={name: _value(metadata, name, f.default, f.check) for name, f in asked.items()},
         patterns={
             name: _pattern(metadata, name, spelling.fields[base])
             for name, (base, _) in spelling.patterns.items()
         },
-        task_type=_text(metadata, "task_type"),
+        task_type=_value(metadata, "task_type", None, Text()),
         base_class=base_class if isinstance(base_class, str) else None,
     )
 
 
 def _recognised(metadata: Mapping[str, Any]) -> PeftSpelling:
-    """Return the method that a file is of."""
+    """Return the spelling of the file's method."""
     peft_type = metadata.get("peft_type")
     named = [s for s in peft_spellings.values() if s.peft_type == peft_type]
     others = [(_differing(spelling, metadata), spelling) for spelling in named]
@@ -106,7 +107,7 @@ def _recognised(metadata: Mapping[str, Any]) -> PeftSpelling:
 
 
 def _differing(spelling: PeftSpelling, metadata: Mapping[str, Any]) -> list[str]:
-    """Return the fields by which a file is not of a method; what is lacking is off."""
+    """Return the fields in which a file differs from a method; missing fields are off."""
     return [
         name
         for name, value in spelling.fixed.items()
@@ -114,27 +115,20 @@ def _differing(spelling: PeftSpelling, metadata: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _value(metadata: Mapping[str, Any], name: str, field: PeftField) -> Any:
+def _value(metadata: Mapping[str, Any], name: str, default: Any, check: Check) -> Any:
     value = metadata.get(name)
     if value is None:
-        return field.default
-    if not _is_legal(value, field):
-        raise _wrong(name, value, _legal(field), field.default)
+        return default
+    if not check.fits(value):
+        raise _wrong(name, value, check.legal, default)
     return value
 
 
 def _pattern(metadata: Mapping[str, Any], name: str, field: PeftField) -> Mapping[str, Any]:
     value = metadata.get(name)
     value = {} if value is None else value
-    if not isinstance(value, Mapping) or not all(_is_legal(v, field) for v in value.values()):
-        raise _wrong(name, value, f"layer names with {_legal(field)} each", {})
-    return value
-
-
-def _text(metadata: Mapping[str, Any], name: str) -> str | None:
-    value = metadata.get(name)
-    if value is not None and not isinstance(value, str):
-        raise _wrong(name, value, "a text or null", None)
+    if not isinstance(value, Mapping) or not all(map(field.check.fits, value.values())):
+        raise _wrong(name, value, f"layer names with {field.check.legal} each", {})
     return value
 
 
@@ -143,21 +137,6 @@ def _check_names(metadata: Mapping[str, Any]) -> None:
     names = [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise _wrong("modules_to_save", value, "a list of names or null", None)
-
-
-def _is_legal(value: Any, field: PeftField) -> bool:
-    if isinstance(field.default, bool):
-        return isinstance(value, bool)
-    # not isinstance: True is an int; NaN is within nothing
-    kinds = (int,) if isinstance(field.default, int) else (int, float)
-    return type(value) in kinds and field.low <= value <= field.high
-
-
-def _legal(field: PeftField) -> str:
-    if isinstance(field.default, bool):
-        return "true or false"
-    what = "a whole number" if isinstance(field.default, int) else "a number"
-    return f"{what} from {field.low:.15g} to {field.high:.15g}"
 
 
 def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointError:

@@ -1,6 +1,6 @@
-"""Heads in PEFT's files: the modules that are saved whole, `modules_to_save`.
+"""Heads in PEFT's files: the modules in `modules_to_save`.
 
-A PEFT adapter belongs to a task class of transformers, and its keys are those of that class.
+A PEFT adapter belongs to a task class of transformers, and has the keys of that class.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TASKS: Mapping[str, Mapping[str, Any]] = {
     "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "FEATURE_EXTRACTION": modeling_auto.MODEL_MAPPING_NAMES,
 }
-"""PEFT's words for tasks, and the classes of transformers for them by type of model."""
+"""PEFT's names of tasks → the classes of transformers for them, by type of model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Task:
 
     Attributes:
         model_class: its name.
-        task_type: PEFT's word, None where it has none.
+        task_type: PEFT's name of the task; None if it has none.
     """
 
     model_class: str
@@ -46,12 +46,12 @@ class Task:
 def head_from(
     theirs: PeftConfig, rest: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Return metadata and tensors of the head in a file; None where there is none.
+    """Return metadata and tensors of the head in a file; None if there is none.
 
     Args:
         theirs: the config.
-        rest: tensors that are not an adapter's, by key in the task class.
-        info: of the model that is filled.
+        rest: all tensors but the adapter's, by key in the task class.
+        info: of the model to fill.
 
     Raises:
         CheckpointError: a weight of the base model was trained too, or the head has no equivalent.
@@ -66,7 +66,7 @@ def head_from(
         own = _base_tensor(name, info)
         if own is None:
             head[name] = tensor
-        # PEFT saves embeddings beside adapters that sit there: the same as here cost nothing
+        # PEFT saves adapted embeddings too: ignore them if they equal the model's
         elif own.shape != tensor.shape or not torch.equal(own.detach().cpu(), tensor.to(own.dtype)):
             trained.append(key)
     if trained:
@@ -78,11 +78,11 @@ def head_from(
     if not head or not info.with_head:
         return None, {}
     if not info.named_heads:
-        # what the file leaves out stays what it is
+        # tensors that the file lacks do not change
         kept = {key: info.tensor(key) for key in info.static_head() if key not in head}
         head |= {key: tensor.detach() for key, tensor in kept.items() if tensor is not None}
         return {"static": info.model_class}, head
-    # PEFT keeps no labels: they are those of the model
+    # PEFT's files have no labels: take those of the model
     return info.from_static(_class_in(theirs, info), head, info.config.get("label2id"))
 
 
@@ -109,8 +109,8 @@ def _class_in(theirs: PeftConfig, info: ModelInfo) -> str:
     task = theirs.task_type
     if task is None or task not in TASKS:
         raise CheckpointError(
-            f"the file has a head, and {CONFIG} says task_type={task!r}, so that it "
-            f"is not known what the head does; legal are {listing(TASKS)}. Write "
+            f"the file has a head, and {CONFIG} says task_type={task!r}, so the "
+            f"kind of the head is unknown; legal are {listing(TASKS)}. Write "
             f"{argument('with_head', False)}"
             f"{in_python(', or load it into the class of its head after adapterzoo.init(model)')}."
         )
@@ -158,11 +158,11 @@ def _task_of(model_class: str) -> str | None:
 
 
 def _without_head(info: ModelInfo) -> Task:
-    """Return the class for adapters without a head: one that generates, or the base model."""
+    """Return the class for adapters without a head: one that generates, else the base model."""
     encodes = info.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     generating: tuple[tuple[str | None, Mapping[str, Any]], ...] = (
         ("SEQ_2_SEQ_LM", TASKS["SEQ_2_SEQ_LM"]),
-        # PEFT's word for these tasks would ask for `input_ids`
+        # PEFT's task_type would require `input_ids`
         (None, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
         ("CAUSAL_LM", {} if encodes else TASKS["CAUSAL_LM"]),
         (None, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),

@@ -1,8 +1,8 @@
 r"""Names of layers in PEFT's configs: from patterns to layers, and back to short names.
 
 PEFT matches the keys of `rank_pattern` and `alpha_pattern` by `(.*\.)?(key)$`, and the entries of
-a list `target_modules` as ends of paths. Keys that come in a file are a stranger's regular
-expressions: how long one may search is bounded before it runs.
+a list `target_modules` as ends of paths. Keys from a file are regular expressions that are not
+trusted: their search time is bounded before they run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from adapterzoo.expressions import fault
 
 _T = TypeVar("_T")
 
-# no character of these: a text that matches itself, but that a dot is any character
+# texts that match themselves, except that a dot matches any character
 _PLAIN = re.compile(r"[\w.\-]*")
 
 
 def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) -> dict[str, _T]:
-    """Return the value of the first pattern that matches each path; paths without one are left out.
+    """Return the value of the first pattern that matches each path; leave out other paths.
 
     Args:
         field: of the config, for messages.
-        patterns: keys as PEFT has them.
+        patterns: PEFT's keys to values.
         paths: of layers.
 
     Raises:
@@ -39,7 +39,7 @@ def values_at(field: str, patterns: Mapping[str, _T], paths: Collection[str]) ->
             f"layers as its keys: {{'q_proj': …}}."
         )
     compiled = {pattern: re.compile(expression) for expression, pattern in whole.items()}
-    # most keys are names: their last part rules most paths out, and costs no search
+    # most keys are names, whose last part excludes most paths without a search
     ends = {p: p.rpartition(".")[2] if _PLAIN.fullmatch(p) else "" for p in patterns}
     found: dict[str, _T] = {}
     for path in paths:
@@ -58,7 +58,7 @@ def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str
         everything: all paths that an end could name.
 
     Returns:
-        Sorted; None where a chosen path is itself the end of another one.
+        Sorted; None if a chosen path is itself the end of another one.
     """
     counts: dict[str, int] = {}
     for path in everything:
@@ -80,20 +80,20 @@ def short_names(chosen: Collection[str], everything: Iterable[str]) -> tuple[str
 def _ends(path: str) -> Iterable[str]:
     parts = path.split(".")
     for start in range(len(parts) - 1, -1, -1):
-        # an end that begins with the number of a block reads badly
+        # an end that begins with a block number is hard to read
         if not start or not parts[start].isdigit():
             yield ".".join(parts[start:])
 
 
 def exactly(paths: Iterable[str]) -> str:
-    """Return one regular expression for these paths and no other."""
+    """Return a regular expression that matches exactly these paths."""
     return f"^(?:{'|'.join(map(re.escape, sorted(paths)))})$"
 
 
-def most_common(values: Mapping[str, _T], favourite: _T) -> _T:
-    """Return the favorite where any path has it, else the value that most paths have."""
-    if favourite in values.values():
-        return favourite
+def most_common(values: Mapping[str, _T], preferred: _T) -> _T:
+    """Return the preferred value if any path has it, else the most common one."""
+    if preferred in values.values():
+        return preferred
     counts: dict[_T, int] = {}
     for value in values.values():
         counts[value] = counts.get(value, 0) + 1
@@ -101,7 +101,7 @@ def most_common(values: Mapping[str, _T], favourite: _T) -> _T:
 
 
 def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
-    """Few keys that give the paths their values, where these are not the default.
+    """Return a few keys that give paths their values, except for the default.
 
     A key is the name of layers that all have one value, or a regular expression for the paths
     that share it.
@@ -123,7 +123,7 @@ def by_name(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
 
 
 def by_path(values: Mapping[str, _T], default: _T) -> dict[str, _T]:
-    """Return the same with keys for other readers of PEFT's files: names or whole paths."""
+    """Return the same as `by_name`, with names or whole paths as keys, for other readers."""
     keys: dict[str, _T] = {}
     for key, value in by_name(values, default).items():
         if not key.startswith("^"):

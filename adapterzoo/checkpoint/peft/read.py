@@ -1,8 +1,7 @@
-"""From PEFT's tensors to an adapter of this library, its config taken from the tensors.
+"""Read an adapter from PEFT's tensors and config.
 
-The tensors determine the sites and sizes; PEFT's config gives them by patterns that may match
-nothing, or by a number that PEFT did not follow. Only facts that the tensors lack come from the
-config.
+Sites and sizes come from the tensors: in PEFT's config they are patterns that may match nothing, or
+numbers that PEFT did not use. Only facts that the tensors lack come from the config.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from adapterzoo.spelling import PeftLayer, PeftSpelling, Tensors, peft_spellings
 from .config import CONFIG, PeftConfig
 from .patterns import by_name, exactly, most_common, short_names, values_at
 
-# PEFT writes no name of the adapter, other tools do
+# PEFT's keys do not have the adapter's name, those of other tools do
 _NAME = "default"
 
 Layers = Mapping[str, PeftLayer]
@@ -35,11 +34,11 @@ Layers = Mapping[str, PeftLayer]
 def read_adapter(
     theirs: PeftConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[AdapterConfig, dict[str, Tensor], dict[str, Tensor]]:
-    """Return config and tensors of the adapter, and the tensors that are not the adapter's.
+    """Return config and tensors of the adapter, and all other tensors.
 
     Raises:
-        CheckpointError: adapters sit where this model cannot have any; tensors are missing, or
-            contradict each other or the config.
+        CheckpointError: an adapter is at a layer that cannot have one here; tensors are missing,
+            or contradict each other or the config.
     """
     spelling = theirs.spelling
     layers, shared, rest = _sorted(theirs, tensors, info)
@@ -54,7 +53,7 @@ def read_adapter(
             for member in _members(theirs, layers, info) or [{}]
         ]
         config = configs[0] if len(configs) == 1 else ConfigUnion(*configs)
-        # the widths of the sites are part of what is legal
+        # legal values depend on the widths of the sites
         config.placements(info.anatomy)
     except ConfigError as error:
         raise CheckpointError(
@@ -73,7 +72,7 @@ def _sorted(
     ends = _ends(spelling)
     wide = {key: name for name, key in spelling.shared.items()}
     others = {key for each in peft_spellings.values() for key in each.shared.values()} - {*wide}
-    # what other methods, and other versions of this one, call their tensors
+    # the tensor names of other methods, and of other versions of this one
     stems = {f".{end.partition('_')[0]}_" for s in peft_spellings.values() for end in _ends(s)}
     sites = {site.path: site for site in info.anatomy if site.parameter is None}
     layers: dict[str, PeftLayer] = {}
@@ -141,8 +140,8 @@ def _split(place: str, ends: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def _here(named: str, sites: Mapping[str, Site], info: ModelInfo) -> str | None:
-    """Return the path in this model of what a file names."""
-    # the file may be of another release of transformers
+    """Return the path in this model of a layer in the file."""
+    # the file may come from another release of transformers
     for name in (named, info.renamed(named)):
         for path in _candidates(name, info):
             if path in sites:
@@ -152,7 +151,7 @@ def _here(named: str, sites: Mapping[str, Site], info: ModelInfo) -> str | None:
 
 def _candidates(named: str, info: ModelInfo) -> Iterable[str]:
     yield named
-    # or of another task class: with a base model below it, or without
+    # or from another task class, with or without a base model in it
     cls = getattr(transformers, info.model_class, None)
     prefix = info.prefix or getattr(cls, "base_model_prefix", "")
     yield named.removeprefix(f"{prefix}.")
@@ -188,7 +187,7 @@ def _check_complete(theirs: PeftConfig, layers: Layers) -> None:
 def _in_one_dtype(
     spelling: PeftSpelling, layers: Layers, shared: Tensors, info: ModelInfo
 ) -> tuple[str | None, dict[str, PeftLayer], Tensors]:
-    """Return the config's dtype, and the tensors in it; no bit is lost."""
+    """Return the config's dtype, and the tensors converted to it without loss."""
     each = [*(layer.tensors for layer in layers.values()), shared]
     found = {t.dtype for own in each for name, t in own.items() if name not in spelling.wide}
     if wrong := [dtype for dtype in found if not dtype.is_floating_point]:
@@ -197,11 +196,11 @@ def _in_one_dtype(
             f"Save the adapter again in float32."
         )
     own, dtype = info.dtype, torch.float32
-    # widening is exact; over halves PEFT, too, keeps in float32 what has another dtype
+    # widening is exact; PEFT too keeps other dtypes in float32 over half-precision layers
     if found == {own} or own is torch.float64:
         dtype = own
     elif torch.float64 in found:
-        # more than the model has: loading asks whether to round
+        # wider than the model: loading asks whether to round
         dtype = torch.float64
     for tensors in each:
         for name in tensors:
@@ -212,7 +211,7 @@ def _in_one_dtype(
 
 
 def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[str, Any]]:
-    """Return the fields of our configs: one for all layers that differ in nothing but patterns."""
+    """Return the fields of our configs: one config for all layers that differ only in patterns."""
     patterns, subsets = theirs.spelling.patterns, theirs.spelling.subsets
     varying = {ours for _, ours in patterns.values()}
     groups: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
@@ -241,6 +240,6 @@ def _members(theirs: PeftConfig, layers: Layers, info: ModelInfo) -> list[dict[s
 
 
 def _names(paths: Sequence[str], everything: Iterable[str]) -> str | list[str] | None:
-    """Return what a config says for some of all paths; None for none."""
+    """Return the value of a config field that selects some of all paths; None for none."""
     names = short_names(paths, everything)
     return exactly(paths) if names is None else list(names) or None

@@ -1,4 +1,4 @@
-"""From an adapter of this library to PEFT's config and tensors, exactly or not at all."""
+"""Write an adapter as PEFT's config and tensors, exactly or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft
 from .heads import TASKS, Task
 from .patterns import by_path, most_common, short_names
 
-# names that layers of heads have too: as ends of paths they would reach into one
+# names that layers of heads have too: as ends of paths they would match these
 _IN_HEADS = """
     classifier decoder dense fc lm_head out_proj pre_classifier proj projector qa_outputs score
     summary vocab_projector vocab_transform
@@ -33,12 +33,12 @@ def encode_adapter(
     Args:
         checkpoint: the adapter.
         head: tensors of its head by key in the task class.
-        task: for which PEFT shall load it.
+        task: the class into which PEFT will load it.
         info: of the model.
 
     Raises:
-        CheckpointError: PEFT has no such adapter, or its config says once for all what differs
-            between layers.
+        CheckpointError: PEFT has no such adapter, or its config has one value for a field that
+            differs between layers.
     """
     config = AdapterConfig.from_dict(checkpoint.metadata["config"])
     spelling, parts = _parts(config, checkpoint.adapter, info)
@@ -65,7 +65,7 @@ def encode_adapter(
 def _of_model(
     spelling: PeftSpelling, config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[Fields, dict[str, Tensor]]:
-    """Return the fields and tensors that belong to no layer."""
+    """Return the fields and tensors of the whole model."""
     if spelling.shared and len(config.members) > 1:
         raise CheckpointError(
             f"the adapter is a union of {len(config.members)} {spelling.peft_type} adapters, and a "
@@ -78,7 +78,7 @@ def _of_model(
 def _parts(
     config: AdapterConfig, tensors: Mapping[str, Tensor], info: ModelInfo
 ) -> tuple[PeftSpelling, dict[str, list[PeftPart]]]:
-    """Return the method, and its adapters by path of the layer."""
+    """Return the spelling of the method, and its adapters by layer path."""
     by_path: dict[str, list[PeftPart]] = {}
     at: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -114,7 +114,7 @@ def _parts(
 def _output(
     path: str, parts: Sequence[PeftPart], spelling: PeftSpelling, info: ModelInfo
 ) -> PeftOutput:
-    """Return the adapters of a layer as one of the whole layer."""
+    """Return the adapters of a layer as one adapter of the whole layer."""
     if len(parts) == 1 and parts[0].placement.site.output_slice is None:
         return PeftOutput(parts, spelling.write(parts[0]))
     if spelling.join is None:
@@ -126,11 +126,18 @@ def _output(
             f"train with target_modules={[path.rpartition('.')[2]]!r}."
         )
     key = f"{info.prefix}.{path}.weight".removeprefix(".")
-    return PeftOutput(parts, spelling.join(parts, lambda: info.tensor(key)))
+
+    def weight() -> Tensor | None:
+        found = info.tensor(key)
+        if found is not None and found.is_meta:
+            raise NotImplementedError(f"the weight {key!r} is on the meta device, without values")
+        return found
+
+    return PeftOutput(parts, spelling.join(parts, weight))
 
 
 def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> Fields:
-    """Return the fields of PEFT's config that the layers ask for.
+    """Return the fields of PEFT's config that depend on the layers.
 
     Args:
         spelling: of the method.
@@ -174,8 +181,8 @@ def _target_fields(
     paths: Mapping[str, str],
     modules: Mapping[str, tuple[str, ...]],
 ) -> Fields:
-    """Return the fields that say which layers are adapted."""
-    # only whole paths are sure to name nothing else
+    """Return the fields that select the adapted layers."""
+    # only whole paths match nothing else
     whole = tuple(sorted(paths.values()))
     targets = short_names(paths.values(), modules)
     if targets is None or any(name in _IN_HEADS.split() for name in targets):
@@ -184,7 +191,7 @@ def _target_fields(
         field: {paths[path] for path, layer in layers.items() if among(layer.tensors)}
         for field, among in spelling.subsets.items()
     }
-    # PEFT compares the names of a subset with the ends of paths, within words too
+    # PEFT compares the names of a subset with the ends of paths, even within words
     ends = [{path for path in whole if path.endswith(name)} for name in targets]
     if any(found & own and found - own for found in ends for own in chosen.values()):
         targets = whole
@@ -204,8 +211,8 @@ def _target_fields(
 def _task_fields(
     head: Mapping[str, Tensor], modules: Mapping[str, tuple[str, ...]], task: Task, info: ModelInfo
 ) -> Fields:
-    """Return the fields that say of which model and task the adapter is."""
-    # PEFT looks for the heads of these tasks in the file
+    """Return the fields that name the model and the task."""
+    # PEFT requires the heads of these tasks in the file
     task_type = None if not head and task.task_type in _HEADED else task.task_type
     fields: Fields = {
         "auto_mapping": None,
@@ -222,7 +229,7 @@ def _task_fields(
 
 
 def _check_task(spelling: PeftSpelling, head: Mapping[str, Tensor], task: Task) -> None:
-    """Raise if PEFT would load the adapter and ignore it: without a task it only changes layers."""
+    """Raise if PEFT would ignore the adapter: without a task, PEFT only adapts layers."""
     if task.task_type is None:
         raise CheckpointError(
             f"PEFT's {spelling.peft_type} works only in models of its tasks ({listing(TASKS)}), "

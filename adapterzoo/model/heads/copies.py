@@ -34,7 +34,7 @@ Layers = Mapping[str, nn.Module]
 
 
 def owner_of(part: object) -> str | None:
-    """Return the name under which a composition's head is kept; None where it has none.
+    """Return the name under which a composition's copy is kept; None if it has none.
 
     Args:
         part: of a composition; all rows of a batch take it.
@@ -47,7 +47,7 @@ def owner_of(part: object) -> str | None:
 
 
 def owners_of(setup: Composition | None) -> tuple[str | None, ...]:
-    """Return the owners of the heads that answer, None for the original; base rows have none."""
+    """Return the owners of the active heads, None for the original; base rows have none."""
     if setup is None:
         return ()
     return tuple(dict.fromkeys(owner_of(p) for p in parts_of(setup)[0] if p is not None))
@@ -102,7 +102,7 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def shared_ids(model: AdaptedModel) -> set[int]:
-    """Return what has no copies: the base model and the output layer onto a vocabulary."""
+    """Return the ids of tensors that have no copies: base model and vocabulary output layer."""
     output = model.get_output_embeddings()
     # not the state dict of the base model, which has all that its adapters have
     found = {id(p) for p in own_parameters(model._backbone)}
@@ -137,7 +137,7 @@ def _copied(layer: nn.Module) -> nn.Module:
 
 
 def put(model: AdaptedModel, owner: str, layers: Layers) -> None:
-    """Give an adapter a head of its own, in the place of the one that it has.
+    """Give an adapter its own head, replacing the one that it has.
 
     Args:
         model: with adapters.
@@ -178,7 +178,7 @@ def layers_with(model: AdaptedModel, owner: str | None) -> dict[str, nn.Module]:
 
 
 def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the heads that answer; an adapter without a head gets its copy here.
+    """Yield the parameters of the active heads; an adapter without a copy gets one here.
 
     If no single adapter acts last, as in an `Average`, the original is used.
 
@@ -202,7 +202,7 @@ def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Param
 
 
 def steps_of(model: AdaptedModel, parts: Sequence[Any]) -> dict[str, Copies]:
-    """Return what each layer of the head does.
+    """Return the step of each layer of the head.
 
     Args:
         model: with adapters.
@@ -226,7 +226,7 @@ def tensors_of(model: AdaptedModel, owner: str | None) -> dict[str, Tensor]:
 
     Args:
         model: with adapters.
-        owner: of the head; the original's stand for what it has no copy of. None: the original.
+        owner: of the head; where it has no copy, the original's are returned. None: the original.
     """
     found = _original(model)
     for path, layer in layers_with(model, owner).items():
@@ -280,7 +280,7 @@ def merge(model: AdaptedModel) -> None:
 
 @torch.no_grad()
 def reset(model: AdaptedModel) -> None:
-    """Give the original head back its bits."""
+    """Restore the original head bit for bit."""
     for path, tensors in model._adapter_state.head.items():
         own = _state(_layer(model, path))
         for key, tensor in tensors.items():

@@ -1,8 +1,8 @@
-"""A forward with named heads: labels, the base model's inputs, and the answers of the heads."""
+"""The forward of a model with named heads: take the labels, run the base model and the heads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor
@@ -11,15 +11,18 @@ from transformers.utils.generic import ModelOutput
 from adapterzoo import inject
 from adapterzoo.composition import RowMap
 from adapterzoo.errors import StateError, listing, unknown_name
-from adapterzoo.heads import Logits, head_types
+from adapterzoo.heads import Logits, PredictionHead, head_types
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.state import anatomy_of
 
 from . import store
 from .inputs import decoder_labels, head_input, shift_labels
 from .interface import HeadNames
-from .outputs import MultiHeadOutput, answer
+from .outputs import MultiHeadOutput, head_output
 from .rows import apart, given_to, head_rows, joined, outputs_of, total, with_copies
+
+Heads = Mapping[str, PredictionHead]
+"""The active heads by name."""
 
 # arguments of `forward` that belong to heads of any type
 _COMMON = ("logits_to_keep", "num_items_in_batch")
@@ -28,7 +31,7 @@ _COMMON = ("logits_to_keep", "num_items_in_batch")
 def forward(
     model: Any, inputs: dict[str, Any], head: HeadNames, return_dict: bool | None, times: int
 ) -> Any:
-    """Run the base model and the heads, when the plan of the call holds.
+    """Run the base model and the heads; the plan of the call is already active.
 
     Args:
         model: with named heads.
@@ -37,25 +40,31 @@ def forward(
         return_dict: False for tuples.
         times: how often the batch is repeated.
     """
-    _check_exit(model, head)
-    labels = _take_labels(model, inputs, head)
+    used = model._head_strategy.active_heads(head)
+    _check_exit(model, used)
+    labels = _take_labels(model, inputs, used)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
-    _prepare_inputs(model, inputs, labels, head)
+    _prepare_inputs(model, inputs, labels, used)
+
+    def run(inputs: dict[str, Any], labels: dict[str, Any]) -> Any:
+        outputs = model.base_model(**inputs, return_dict=True)
+        name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+        mask = inputs.get(name)
+        return model.forward_head(
+            outputs, head_name=head, attention_mask=mask, return_dict=return_dict, **labels
+        )
+
     if model._active.plan.prompts is not None:
-        return _with_prompts(model, inputs, labels, head, return_dict)
-    return _run_all(model, inputs, labels, head, return_dict)
+        return _with_prompts(model, inputs, labels, used, run)
+    return run(inputs, labels)
 
 
 def _with_prompts(
-    model: Any,
-    inputs: dict[str, Any],
-    labels: dict[str, Any],
-    head: HeadNames,
-    return_dict: bool | None,
+    model: Any, inputs: dict[str, Any], labels: dict[str, Any], used: Heads, run: Callable[..., Any]
 ) -> Any:
-    """Run base model and heads on sequences with room for the tokens that adapters add."""
-    for each in model._head_strategy.answering(head).values():
+    """Run base model and heads on sequences that are longer by the tokens that adapters add."""
+    for each in used.values():
         if each.config.inputs:
             raise StateError(
                 f"a {each.config.head_type} head reads {listing(each.config.inputs)}, which does "
@@ -70,35 +79,21 @@ def _with_prompts(
             labels[name] = given[name]
         if read is not None:
             labels["input_ids"] = wide["input_ids"] if read is inputs.get("input_ids") else read
-        return _run_all(model, wide, labels, head, return_dict)
+        return run(wide, labels)
 
 
-def _run_all(
-    model: Any,
-    inputs: dict[str, Any],
-    labels: dict[str, Any],
-    head: HeadNames,
-    return_dict: bool | None,
-) -> Any:
-    outputs = model.base_model(**inputs, return_dict=True)
-    mask = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
-    return model.forward_head(
-        outputs, head_name=head, attention_mask=inputs.get(mask), return_dict=return_dict, **labels
-    )
-
-
-def _check_exit(model: Any, head: HeadNames) -> None:
-    """Refuse a head that cannot be given the inverse of what acts on the embeddings.
+def _check_exit(model: Any, used: Heads) -> None:
+    """Refuse heads to which the inverse of an invertible adapter cannot be applied.
 
     Raises:
-        StateError: its last layer reads another width.
+        StateError: the last layer of a head reads another width.
     """
     plan = model._active.plan
     if plan.exit is None:
         return
     entry = anatomy_of(model).entry
     width = 0 if entry is None else entry.d_out
-    for name, each in model._head_strategy.answering(head).items():
+    for name, each in used.items():
         layer = each.output_embeddings if each.has_exit else None
         if layer is not None and layer.in_features != width:
             raise StateError(
@@ -114,13 +109,12 @@ def label_arguments() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _take_labels(model: Any, inputs: dict[str, Any], head: HeadNames) -> dict[str, Any]:
-    """Take what belongs to the heads out of the arguments of `forward`."""
-    used = model._head_strategy.answering(head)
+def _take_labels(model: Any, inputs: dict[str, Any], used: Heads) -> dict[str, Any]:
+    """Remove the arguments of the heads from those of `forward`, and return them."""
     own = [n for h in used.values() for n in (*h.config.label_names, *h.config.inputs)]
     taken = {n: inputs.pop(n) for n in (*label_arguments(), *own, *_COMMON) if n in inputs}
     for argument, value in taken.items():
-        # a task whose name is misspelt would go untrained unnoticed
+        # a misspelled name would leave a head untrained without an error
         for name in value if isinstance(value, Mapping) else ():
             if name not in model.heads:
                 what = f"forward({argument}={{{name!r}: …}})"
@@ -128,26 +122,25 @@ def _take_labels(model: Any, inputs: dict[str, Any], head: HeadNames) -> dict[st
     given = [n for n in taken if taken[n] is not None and n not in _COMMON]
     if given and not used:
         raise StateError(
-            f"forward({', '.join(f'{n}=…' for n in given)}): no head is active, so nothing "
-            f"answers to labels. Heads: {listing(model.heads)}. "
+            f"forward({', '.join(f'{n}=…' for n in given)}): no head is active, so there "
+            f"is no use for labels. Heads: {listing(model.heads)}. "
             f"Write add_classification_head('my_task') or model.active_head = 'my_task'."
         )
     labels = [n for n in given if any(n in cls.label_names for cls in head_types.values())]
-    answers = [n for h in used.values() for n in h.config.label_names]
-    if labels and not any(n in answers for n in labels):
+    legal = [n for h in used.values() for n in h.config.label_names]
+    if labels and not any(n in legal for n in labels):
         raise StateError(
             f"forward({', '.join(f'{n}=…' for n in labels)}): the head {listing(used)} does "
-            f"not take these labels, it takes {listing(answers)}. Write those, or "
+            f"not take these labels, it takes {listing(legal)}. Write those, or "
             f"model.active_head = '…'; heads: {listing(model.heads)}."
         )
     return taken
 
 
 def _prepare_inputs(
-    model: Any, inputs: dict[str, Any], labels: dict[str, Any], head: HeadNames
+    model: Any, inputs: dict[str, Any], labels: dict[str, Any], used: Heads
 ) -> None:
-    """Bring the base model's arguments into the form that it and the heads need, in place."""
-    used = model._head_strategy.answering(head)
+    """Convert the base model's arguments to the form that it and the heads need, in place."""
     for each in used.values():
         each.config.prepare_inputs(inputs)
     ids = inputs.get("input_ids")
@@ -177,28 +170,28 @@ def forward_head(
         given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
     strategy, rows = model._head_strategy, model._active.plan.rows
-    names = strategy.answering_names(head)
+    names = strategy.active_names(head)
     if not names:
         return outputs if return_dict is not False else outputs.to_tuple()
     found = head_rows(names, rows)
-    answers: list[ModelOutput] | MultiHeadOutput
+    results: list[ModelOutput] | MultiHeadOutput
     if found is not None:
-        answers = _answers_of_rows(model, *found, outputs, given)
+        results = _run_on_rows(model, *found, outputs, given)
     else:
         extra = with_copies(rows, given)
-        answers = []
+        results = []
         for name in dict.fromkeys(names):
             logits, loss = _run(model, name, outputs, extra, rows)
-            answers.append(answer(store.find(model, name).config, loss, logits, outputs))
+            results.append(head_output(store.find(model, name).config, loss, logits, outputs))
     if return_dict is False:
-        tuples = [a.to_tuple() for a in answers]
+        tuples = [a.to_tuple() for a in results]
         return tuples[0] if len(tuples) == 1 else tuple(tuples)
-    if isinstance(answers, MultiHeadOutput):
-        return answers
-    if len(answers) == 1:
-        return answers[0]
-    loss = total([a.get("loss") for a in answers])
-    return MultiHeadOutput(head_outputs=answers, loss=loss)
+    if isinstance(results, MultiHeadOutput):
+        return results
+    if len(results) == 1:
+        return results[0]
+    loss = total([a.get("loss") for a in results])
+    return MultiHeadOutput(head_outputs=results, loss=loss)
 
 
 def _run(
@@ -219,10 +212,10 @@ def _run(
     return logits, head.loss(logits, masked, given["num_items_in_batch"])
 
 
-def _answers_of_rows(
+def _run_on_rows(
     model: Any, names: tuple[str, ...], rows: RowMap, outputs: ModelOutput, given: Mapping[str, Any]
 ) -> list[ModelOutput] | MultiHeadOutput:
-    """Return the answers of heads that each answer some rows; one answer where they are alike."""
+    """Run each head on its rows; return one output if kinds and shapes agree, else several."""
     heads = [store.find(model, name) for name in names]
     batch = len(rows.index) // rows.copies
     labelled = {n for h in heads for n in (*h.config.label_names, *h.config.inputs)}
@@ -243,8 +236,8 @@ def _answers_of_rows(
         one = joined(heads, rows, logits, total(losses), outputs)
         if one is not None:
             return [one]
-    answers = [
-        answer(head.config, losses[i], logits[i], outputs_of(i, rows, outputs, True))
+    results = [
+        head_output(head.config, losses[i], logits[i], outputs_of(i, rows, outputs, True))
         for i, head in enumerate(heads)
     ]
-    return apart(answers, rows)
+    return apart(results, rows)

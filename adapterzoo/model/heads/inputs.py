@@ -1,4 +1,4 @@
-"""What goes into a base model and its heads: inputs, hidden states, masks and labels."""
+"""The inputs of a base model and its heads: tokens, hidden states, masks and labels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from adapterzoo.model.hf.backbone import pad_and_eos, text_config
 
 
 def decoder_labels(heads: Iterable[PredictionHead], given: Mapping[str, Any]) -> Tensor | None:
-    """Return the labels of which a decoder's inputs are made, None where no head has such ones.
+    """Return the labels from which a decoder's inputs are made; None if no head has any.
 
     Args:
-        heads: that answer.
+        heads: the active heads.
         given: arguments of `forward`.
     """
     names = (head.config.decoder_inputs_from for head in heads)
@@ -27,12 +27,12 @@ def decoder_labels(heads: Iterable[PredictionHead], given: Mapping[str, Any]) ->
 
 
 def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> None:
-    """Give a decoder its inputs, in place, where the caller did not: the labels one step later.
+    """Add the decoder's inputs, the labels shifted by one, unless the caller gave them; in place.
 
     Args:
         model: an encoder–decoder.
         inputs: of the base model.
-        labels: of a sequence-to-sequence head; without them the encoder's own tokens are taken.
+        labels: of a sequence-to-sequence head; None: the encoder's tokens are shifted instead.
     """
     if labels is not None:
         inputs.setdefault("use_cache", False)
@@ -40,14 +40,14 @@ def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> N
     given = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_input_values")
     if source is None or any(inputs.get(name) is not None for name in given):
         return
-    # the family's own way, where its language model has one: mBART moves the language to the front
+    # the family's own method, if its language model has one: mBART moves the language token first
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     inputs["decoder_input_ids"] = _shifted(model.config, source) if own is None else own(source)
 
 
 def _shifted(config: Any, ids: Tensor) -> Tensor:
     text = text_config(config)
-    # a composite config may have its own: its parts are separate models
+    # a composite config may have its own token: its parts are separate models
     asked = [(config, "decoder_start_token_id"), (text, "decoder_start_token_id"),
              (text, "bos_token_id")]  # fmt: skip
     found = (getattr(place, field, None) for place, field in asked)
@@ -70,17 +70,17 @@ def head_input(
     attention_mask: Tensor | None,
     input_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the hidden states and the mask that a head is given.
+    """Return the hidden states and the mask for a head.
 
     Args:
-        model: of which the outputs are.
-        head: its `pooling` tells what it reads.
+        model: that computed the outputs.
+        head: its `pooling` decides what it reads.
         outputs: of the base model.
-        attention_mask: `[batch, tokens]`, or whatever the model was given.
-        input_ids: tokens that belong to the hidden states, None when not known.
+        attention_mask: `[batch, tokens]`, or any other mask that the model takes.
+        input_ids: the tokens of the hidden states; None if unknown.
 
     Raises:
-        StateError: the model did not compute what the head wants.
+        StateError: the model did not compute what the head needs.
     """
     if head.pooling == "pooler":
         pooled = outputs.get("pooler_output")
@@ -105,7 +105,7 @@ def head_input(
         real = torch.ones_like(ends) if mask is None else mask.to(ends.device, torch.bool)
         if real.shape == ends.shape:
             ends = ends & real
-            # a sequence that was cut has no end: its last token answers
+            # a truncated sequence has no end token: use its last token
             mask = ends.where(ends.any(dim=1, keepdim=True), real)
     fitting = _fitting(model, mask, hidden)
     if mask is not None and fitting is None:
@@ -118,7 +118,7 @@ def head_input(
 
 
 def _fitting(model: Any, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-    """Return the mask of the tokens that have hidden states, None when it cannot be told."""
+    """Return the mask of the tokens that have hidden states; None if it is unknown."""
     tokens = hidden.shape[1]
     if mask is None or mask.dim() != 2:
         return None

@@ -1,4 +1,4 @@
-"""What the rest of the model asks of its heads: one interface, two strategies.
+"""The interface to a model's heads, and what passes through it.
 
 A model of `AutoAdapterModel` has named heads (`named`); one of `init` keeps the static head of its
 class, of which each adapter may have a copy (`static`). A strategy has no state of its own: it
@@ -31,31 +31,34 @@ class HeadRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """What a user asks of `load_adapter`, `load_head` and `load_adapter_fusion`; see there."""
+    """Arguments of `load_adapter`, `load_head` and `load_adapter_fusion`; see there."""
 
     load_as: str | None = None
     with_head: bool = True
     leave_out: Iterable[int] | None = None
     id2label: Mapping[int, str] | None = None
     set_active: bool = False
-    overwrite_ok: bool = False
+    overwrite_ok: bool | None = False
     dtype: torch.dtype | None = None
+    config: Any = None
+    model_name: str | None = None
+    loading_info: dict[str, Any] | None = None
 
 
 class HeadStrategy:
-    """What a model does with its heads; the defaults are those of a model without named heads."""
+    """How a model handles its heads; the defaults are those of a model without named heads."""
 
     is_named = False
 
     def __init__(self, model: Any) -> None:
-        """Work on a model.
+        """Keep the model.
 
         Args:
             model: with adapters.
         """
         self.model = model
 
-    # --- which there are, and which answer ---
+    # --- find and activate ---
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the named heads."""
@@ -71,26 +74,26 @@ class HeadStrategy:
         """Return the heads of a plan.
 
         Args:
-            setup: what acts.
-            wanted: which heads the user wants; None: those named like the adapters that act last
-                where there are any, else the active ones.
-            active: the active ones.
+            setup: the composition of adapters.
+            wanted: heads that the user asks for; None: those with the names of the last adapters
+                if there are any, else the active ones.
+            active: the active heads.
         """
         return ()
 
     def for_rows(
         self, parts: tuple[Any, ...], one_head: bool
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the heads of a mixed batch, and again those that answer a part each.
+        """Return the heads of a mixed batch, and the same again if each has its own part, else ().
 
         Args:
-            parts: what each kind of row takes.
+            parts: the adapter or composition of each kind of row.
             one_head: whether the caller chooses one head for all rows.
         """
         return (), ()
 
     def steps(self, parts: Sequence[Any]) -> Mapping[str, Step]:
-        """Return what each layer of the head does.
+        """Return the step of each layer of the head.
 
         Args:
             parts: of a composition, one for each kind of row.
@@ -102,29 +105,29 @@ class HeadStrategy:
         return token_places()
 
     def activated(self) -> None:
-        """Follow a change of the active heads."""
+        """Update the model's config after the active heads have changed."""
 
-    def answering(self, names: HeadNames = None) -> dict[str, PredictionHead]:
-        """Return the named heads that answer; None for the active ones."""
+    def active_heads(self, names: HeadNames = None) -> dict[str, PredictionHead]:
+        """Return the named heads of these names; None: the active ones."""
         return {}
 
     def check_generation(self, given: Mapping[str, Any]) -> None:
-        """Check that `generate` has something that scores the next token."""
+        """Check that a head is active that can score the next token."""
 
-    # --- what an adapter or a fusion brings ---
+    # --- adapters and fusions that are added, moved or removed ---
 
     def modules_with(self, name: str) -> Iterable[nn.Module]:
-        """Return what moves with an adapter."""
+        """Return the modules that move with an adapter."""
         return ()
 
     def installed(self, name: str) -> None:
-        """Follow an adapter that has come."""
+        """Update the heads after an adapter was added."""
 
     def removing(self, owner: str) -> None:
-        """Prepare for an adapter or a fusion that goes."""
+        """Update the heads before an adapter or a fusion is removed."""
 
     def ties(self) -> dict[str, str]:
-        """Return the keys of the heads' parameters that are others', to the keys of those."""
+        """Map keys of the heads' shared parameters to the keys of those that they share."""
         return {}
 
     # --- train, merge, average ---
@@ -138,20 +141,20 @@ class HeadStrategy:
 
     @abstractmethod
     def missing_loss(self) -> str | None:
-        """Return what to say where a forward with labels gives no loss; None where it does."""
+        """Return a hint if a forward with labels gives no loss; None if it does."""
 
     @abstractmethod
     def counted_labels(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels by whose number a batch's loss is divided, −100 for the others.
+        """Return the labels whose count divides a batch's loss, −100 for those that do not count.
 
-        None where that is not one number: several heads that differ in it, or spans and trees.
+        None if there is no single count: several heads that differ in it, or spans and trees.
 
         Args:
             batch: arguments of `forward`.
         """
 
     def merge(self) -> None:
-        """Follow adapters that were merged."""
+        """Merge the heads of merged adapters."""
 
     def reset(self) -> None:
         """Undo `merge`."""
@@ -165,7 +168,7 @@ class HeadStrategy:
 
     @abstractmethod
     def plain_class(self) -> type[nn.Module] | None:
-        """Return the class of the model without adapters; None where it always has them."""
+        """Return the class of the model without adapters; None if it always has them."""
 
     @abstractmethod
     def unloaded(self, change: Callable[[Any], None], architecture: str | None) -> Any:
@@ -173,7 +176,7 @@ class HeadStrategy:
 
         Args:
             change: merges or resets the weights of the model that it is given.
-            architecture: name of the class; None: found.
+            architecture: name of the class; None: one that has the active head.
         """
 
     # --- files ---
@@ -190,7 +193,7 @@ class HeadStrategy:
     def record(
         self, name: str | None, alone: bool = False, short: bool = False
     ) -> HeadRecord | None:
-        """Return a head as a checkpoint holds it, None without one.
+        """Return a head as a checkpoint holds it; None if there is none.
 
         Args:
             name: of the head; None: the original static head.
@@ -198,17 +201,17 @@ class HeadStrategy:
             short: whether to leave out what a native file need not hold.
         """
 
-    def lengthened(
+    def completed(
         self, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return the tensors of a file with what a short record left out, of the same head."""
+        """Return the tensors of a file, with those that a short record left out."""
         return tensors
 
     @abstractmethod
     def fitting(
         self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
-        """Check a head of a checkpoint in every way; what is returned enters it.
+        """Check a head of a checkpoint completely; return a function that puts it into the model.
 
         Args:
             record: of the checkpoint.

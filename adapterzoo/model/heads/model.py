@@ -17,7 +17,7 @@ from adapterzoo.heads import HeadConfig, PredictionHead, add_methods
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model import batches
 from adapterzoo.model.averaging import average_head
-from adapterzoo.model.batches import RowNames
+from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.hf.config_entry import restore
 from adapterzoo.model.hf.static_checkpoints import HUB_ARGUMENTS, keep_static_head
@@ -30,7 +30,7 @@ from .ties import list_ties
 
 
 class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  # same names as PEFT's mixin
-    """What all classes that `AutoAdapterModel` makes have in common.
+    """Base of all classes that `AutoAdapterModel` makes.
 
     All methods that add a head raise `ConfigError` for a value or a name that is not legal and
     `DuplicateNameError` for a name that is taken; then nothing has changed.
@@ -88,7 +88,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             keep_static_head(model, pretrained_model_name_or_path, info, hub)
         return (model, info) if wants_info else model
 
-    # --- which heads there are, and which answer ---
+    # --- find and activate ---
 
     @names_call
     def get_head(self, head_name: str) -> PredictionHead:
@@ -100,19 +100,19 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         return store.find(self, head_name)
 
     def get_prediction_heads_config(self) -> dict[str, dict[str, Any]]:
-        """Return the names of the heads with the dicts of their configs."""
+        """Return the dicts of the configs of all heads, by name."""
         return {name: store.find(self, name).config.to_dict() for name in self.heads}
 
     @names_call
     def get_labels_dict(self, head_name: str | None = None) -> dict[int, str] | None:
-        """Return class numbers with their names; None where a head has no classes.
+        """Return class numbers and names; None if the head has no classes.
 
         Args:
             head_name: which head; None for the active one.
 
         Raises:
             UnknownNameError: the head is unknown.
-            StateError: it cannot be told which head is meant.
+            StateError: no head is active, or several are.
         """
         return store.find(self, head_name or store.active_name(self)).config.id2label
 
@@ -124,7 +124,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @property
     def active_head(self) -> str | list[str] | None:
-        """The head that answers, None without one; of several a list, one for each part of a batch.
+        """The active head; None without one; a list of several, one for each part of a batch.
 
         Raises:
             CompositionError: on setting, it is a composition, which only adapters can be.
@@ -150,10 +150,10 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         overwrite_ok: bool = False,
         set_active: bool = True,
     ) -> None:
-        """Add a head by the dict of its config, as `head_config.json` of AdapterHub holds it.
+        """Add a head from the dict of its config, as in AdapterHub's `head_config.json`.
 
         Args:
-            head_name: how it is called.
+            head_name: its name.
             config: the dict, with its `head_type`; or a config.
             overwrite_ok: whether a head of that name may be replaced.
             set_active: whether it becomes the active head.
@@ -169,7 +169,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @names_call
     def register_custom_head(self, head_type: str, cls: Any) -> None:
-        """Let this model have heads of a type of your own.
+        """Register a head type of your own for this model.
 
         Args:
             head_type: name of the type in configs, `cls.head_type`.
@@ -194,7 +194,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
         Args:
             head_type: as it was registered.
-            head_name: how it is called.
+            head_name: its name.
             overwrite_ok: whether a head of that name may be replaced.
             set_active: whether it becomes the active head.
             **kwargs: fields of its config.
@@ -217,7 +217,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         overwrite_ok: bool = False,
         set_active: bool = False,
     ) -> None:
-        """Add a head whose parameters are Σ wᵢ θᵢ of several others; they stay as they are.
+        """Add a head with the parameters Σ wᵢ θᵢ of several others, which do not change.
 
         Args:
             head_name: of the result.
@@ -241,7 +241,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     @names_call
     def delete_head(self, head_name: str) -> None:
-        """Delete a head; no head is active in its place.
+        """Delete a head; no other head becomes active.
 
         Raises:
             UnknownNameError: the head is unknown.
@@ -254,6 +254,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         *args: Any,
         head: str | list[str] | None = None,
         adapter_names: RowNames | None = None,
+        task_ids: TaskIds | None = None,
         output_adapter_gating_scores: bool | None = None,
         output_adapter_fusion_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -265,36 +266,39 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             *args: inputs of the base model by position.
             head: head or heads to use for this call; None: the active ones.
             adapter_names: for each row of the batch the adapter or composition that acts on it
-                instead of the active ones, None for the base model. The head of the adapter's name
-                answers the row, or the active head if there is none.
-            output_adapter_gating_scores: whether the outputs get `adapter_gating_scores`, how open
-                gates were: `{adapter: {block number: {location: [batch]}}}`.
+                instead of the active ones, None for the base model. Each row goes to the head with
+                the name of its adapter, or to the active head if there is none.
+            task_ids: if a `MultiTask` is active, the task of each row: a tensor of numbers
+                `[batch]`, or a list of numbers or names of its children.
+            output_adapter_gating_scores: whether the outputs get `adapter_gating_scores`, the
+                values of gates: `{adapter: {block number: {location: [batch]}}}`.
             output_adapter_fusion_attentions: whether the outputs get `adapter_fusion_attentions`:
                 `{fusion: {block number: {location: [batch, tokens, adapters]}}}`.
             return_dict: False for tuples.
             **kwargs: inputs of the base model by name, and the labels of the heads.
 
         Returns:
-            The output class of the task; a `MultiHeadOutput` when several heads are active, or
-            heads of different answers on different rows; the base model's own output when none is.
+            The output class of the task; a `MultiHeadOutput` if several heads are active, or if
+            rows go to heads of different kinds; the base model's own output if none is active.
 
         Raises:
-            CompositionError: the rows do not fit the batch.
-            ConfigError: more inputs by position than have one, or one by position and by name.
-            StateError: an adapter is merged or an `AdapterSetup` holds, and there are names.
+            CompositionError: the rows do not fit the batch, or a task is unknown.
+            ConfigError: too many inputs by position, or one given by position and by name.
+            StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`.
             UnknownNameError: an adapter is unknown.
         """
         gates, fusions = output_adapter_gating_scores, output_adapter_fusion_attentions
         if gates or fusions:
             run = functools.partial(
                 AdapterModel.forward, self, *args, head=head, adapter_names=adapter_names,
-                return_dict=return_dict, **kwargs,
+                task_ids=task_ids, return_dict=return_dict, **kwargs,
             )  # fmt: skip
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         inputs = batches.named_inputs(self.input_names, args, kwargs)
-        if not batches.starts(self, adapter_names):
+        if not batches.starts(self, adapter_names, task_ids):
             return forward.forward(self, inputs, head, return_dict, 1)
-        plan, times = batches.plan_of_call(self, inputs, adapter_names, head is not None)
+        one_head = head is not None
+        plan, times = batches.plan_of_call(self, inputs, adapter_names, task_ids, one_head)
         with self._active.overridden(plan):
             return forward.forward(self, inputs, head, return_dict, times)
 
@@ -309,20 +313,20 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run heads on what the base model computed.
+        """Run heads on the outputs of the base model.
 
         Args:
             all_outputs: of the base model.
             head_name: which head or heads; None for the active ones.
-            attention_mask: of the tokens with hidden states.
+            attention_mask: `[batch, tokens]`, of the tokens with hidden states.
             return_dict: False for a tuple of loss, if any, logits, and the rest.
-            input_ids: tokens in whose number the hidden states come; where padding and ends of
-                sequences are looked for.
-            logits_to_keep: of how many last tokens, or which, language models need logits; 0: all.
-            num_items_in_batch: by what the sum of the losses is divided, instead of the number
-                of labels in this batch.
-            **kwargs: labels, and what else heads take. Instead of a tensor a dict from names of
-                heads to tensors.
+            input_ids: `[batch, tokens]`, the tokens of the hidden states; pooling finds padding
+                and ends of sequences in them.
+            logits_to_keep: language models compute logits for this number of last tokens, or for
+                these positions; 0: for all.
+            num_items_in_batch: divides the sum of the losses; None: the labels of this batch.
+            **kwargs: labels and other arguments of heads: tensors, or dicts from names of heads to
+                tensors.
 
         Returns:
             The output class of the task; a `MultiHeadOutput` for several heads; `all_outputs`
@@ -342,7 +346,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     @property  # type: ignore[override]
     def loss_type(self) -> str | None:
         """Name of transformers' loss, by which Trainer counts labels; None if none shift."""
-        types = (head.config.loss_type for head in self._head_strategy.answering().values())
+        types = (head.config.loss_type for head in self._head_strategy.active_heads().values())
         return next((name for name in types if name is not None), None)
 
     @loss_type.setter
@@ -351,7 +355,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the last layer of the first active language modeling head, None without one."""
-        heads = self._head_strategy.answering().values()
+        heads = self._head_strategy.active_heads().values()
         return next((layer for head in heads if (layer := head.output_embeddings)), None)
 
     @names_call
@@ -361,7 +365,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         Raises:
             ConfigError: it is not a linear layer.
         """
-        heads = self._head_strategy.answering().values()
+        heads = self._head_strategy.active_heads().values()
         head = next((head for head in heads if head.output_embeddings is not None), None)
         if head is not None:
             head.replace_output(new_embeddings)
@@ -374,16 +378,16 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> Any:
-        """Give the table of tokens another size, and with it all language modeling heads.
+        """Resize the token embeddings and all language modeling heads.
 
         A head whose config sets `vocab_size` keeps it, and no longer shares the table.
 
-        Differs from transformers: inactive heads are resized too; new rows of a head are the exact
-        mean of the old ones, without noise of 10⁻⁹ times their variance.
+        Differs from transformers: inactive heads are resized too; new rows of a head are exactly
+        the mean of the old ones, without noise of 10⁻⁹ times their variance.
 
         Args:
-            new_num_tokens: rows of the table; None for as many as there are.
-            pad_to_multiple_of: rounds the number up.
+            new_num_tokens: rows of the embeddings; None: unchanged.
+            pad_to_multiple_of: round the number up to a multiple of this.
             mean_resizing: whether new rows are the mean of the old ones; else they are drawn.
 
         Raises:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adapterzoo.checkpoint import fit
 from adapterzoo.composition import Composition, parts_of
 from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
-from adapterzoo.heads import PredictionHead, labels_from
+from adapterzoo.heads import IGNORED, PredictionHead, labels_from
 from adapterzoo.model.hf.towers import refuse_unreadable
 
 from . import store, tables
@@ -26,7 +26,7 @@ class NamedHeads(HeadStrategy):
 
     is_named = True
 
-    # --- which there are, and which answer ---
+    # --- find and activate ---
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the heads."""
@@ -35,7 +35,7 @@ class NamedHeads(HeadStrategy):
     def for_setup(
         self, setup: Composition | None, wanted: HeadNames, active: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Return those wanted, those named like the adapters that act last, or the active ones."""
+        """Return the wanted heads, those named like the last adapters, or the active ones."""
         if wanted is not None:
             return store.checked_names(self.model, wanted)
         if setup is None:
@@ -45,7 +45,7 @@ class NamedHeads(HeadStrategy):
     def for_rows(
         self, parts: tuple[Any, ...], one_head: bool
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the head of each part's adapter, and the active one for parts without.
+        """Return the head of each part's adapter, or the active one for parts without a head.
 
         Raises:
             StateError: a part has no head of its own, and several are active.
@@ -55,23 +55,23 @@ class NamedHeads(HeadStrategy):
         if None in own and any(own) and len(active) != 1 and not one_head:
             raise StateError(
                 f"adapter_names=…: {parts[own.index(None)]!r} has no head of its name, and the "
-                f"active heads are {listing(active)}, not one that answers such rows. Write "
+                f"active heads are {listing(active)}, not one for such rows. Write "
                 f"model.active_head = {next(filter(None, own))!r}, or head=… for all rows."
             )
         heads = store.heads_of_parts(self.model, parts, active)
         return heads, heads if any(own) else ()
 
     def activated(self) -> None:
-        """Show the labels of the active head in the config."""
+        """Write the labels of the active head to the config."""
         store.show_labels(self.model)
 
-    def answering_names(self, names: HeadNames = None) -> tuple[str, ...]:
-        """Return the names of the heads that answer, once for each part of a batch."""
+    def active_names(self, names: HeadNames = None) -> tuple[str, ...]:
+        """Return the names, checked; None: the active ones, one for each part of a batch."""
         return store.checked_names(self.model, names) if names else self.model._active.heads
 
-    def answering(self, names: HeadNames = None) -> dict[str, PredictionHead]:
-        """Return the heads that answer."""
-        return {name: store.find(self.model, name) for name in self.answering_names(names)}
+    def active_heads(self, names: HeadNames = None) -> dict[str, PredictionHead]:
+        """Return the heads of these names; None: the active ones."""
+        return {name: store.find(self.model, name) for name in self.active_names(names)}
 
     def check_generation(self, given: Mapping[str, Any]) -> None:
         """Check that a head is active.
@@ -86,7 +86,7 @@ class NamedHeads(HeadStrategy):
                 f"encoder–decoder add_seq2seq_lm_head('my_task'), or model.active_head = 'my_task'."
             )
 
-    # --- what an adapter or a fusion brings ---
+    # --- adapters and fusions that are added, moved or removed ---
 
     def modules_with(self, name: str) -> Iterable[nn.Module]:
         """Return the head of the adapter's name."""
@@ -142,16 +142,16 @@ class NamedHeads(HeadStrategy):
         )
 
     def counted_labels(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels of the heads that answer, where all count the same number."""
+        """Return the labels of the active heads, if all have the same count."""
         prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
         mask = batch.get(f"{prefix}attention_mask")
         found = []
-        for name, head in self.answering().items():
+        for name, head in self.active_heads().items():
             labels = head.config.find_labels(name, batch)
             if labels is None or len(head.config.label_names) > 1:
                 return None
             found.append(head.config.shift(head.config.mask_labels(labels, mask)))
-        counts = {int((labels != -100).sum()) for labels in found}
+        counts = {int((labels != IGNORED).sum()) for labels in found}
         return found[0] if len(counts) == 1 else None
 
     def plain_class(self) -> type[nn.Module] | None:
@@ -196,10 +196,10 @@ class NamedHeads(HeadStrategy):
         record = HeadRecord({"config": config.to_dict()}, tensors)
         return without_output(head, record) if short else record
 
-    def lengthened(
+    def completed(
         self, name: str, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return the tensors of a file with the output layer, for a head of the same config.
+        """Return the tensors of a file, with the output layer of the head.
 
         Raises:
             CheckpointError: the head has another config.
@@ -212,7 +212,7 @@ class NamedHeads(HeadStrategy):
     def fitting(
         self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
-        """Check a head of a checkpoint; what is returned enters it.
+        """Check a head of a checkpoint; return a function that puts it into the model.
 
         Raises:
             CheckpointError: it does not fit.
@@ -227,7 +227,7 @@ class NamedHeads(HeadStrategy):
         config = store.config_from(self.model, values)
         if asked.id2label is not None:
             config = config.replace(label2id=labels_from(asked.id2label))
-        checked = store.free_name(self.model, name, asked.overwrite_ok)
+        checked = store.free_name(self.model, name, bool(asked.overwrite_ok))
         refuse_unreadable(self.model)
         # an untrusted config may ask for more memory than there is: compare before allocating
         empty = store.built(self.model, config, torch.device("meta"))

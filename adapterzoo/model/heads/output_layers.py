@@ -1,4 +1,4 @@
-"""Output layers that a checkpoint of transformers brought, which a file need not hold again.
+"""Output layers from the base model's checkpoint, which an adapter's file does not repeat.
 
 The matrix onto the vocabulary is frozen unless the embeddings are trained, and may be larger than
 all adapters of a model. A file names its digest, and loading takes it from the model's own head.
@@ -22,7 +22,7 @@ FIELD = "output"
 
 
 def without_output(head: PredictionHead, record: HeadRecord) -> HeadRecord:
-    """Return the record of a head without its output layer, where that is the checkpoint's own.
+    """Return a head's record without its output layer, if that is unchanged from the checkpoint.
 
     Args:
         head: of any type.
@@ -75,7 +75,7 @@ def with_output(
 
 
 def start_with(head: PredictionHead, heads: Iterable[PredictionHead]) -> None:
-    """Give a fresh head the output layer that the model's checkpoint brought, if there is one.
+    """Give a fresh head the output layer of the model's checkpoint, if there is one.
 
     Args:
         head: of any type, not tied.

@@ -1,4 +1,4 @@
-"""What comes out of heads, in the output classes of transformers."""
+"""The outputs of heads, in the output classes of transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MultiHeadOutput(ModelOutput):
     Attributes:
         head_outputs: in the order of `active_head`.
         loss: the sum of their losses; None when no head had labels.
-        rows: numbers of the rows that each answers; None where each answers all.
+        rows: the numbers of each head's rows; None if every head gets all rows.
     """
 
     head_outputs: list[ModelOutput] | None = None
@@ -71,10 +71,10 @@ class MultiHeadOutput(ModelOutput):
         return self.head_outputs or []
 
 
-def answer(
+def head_output(
     config: HeadConfig, loss: Tensor | None, logits: Logits, outputs: ModelOutput
 ) -> ModelOutput:
-    """Return a head's answer in the output class of its task, with the base model's outputs.
+    """Return a head's output in the output class of its task, with the base model's outputs.
 
     Args:
         config: of the head.

@@ -1,4 +1,4 @@
-"""Plain models of transformers out of models with named heads."""
+"""Plain transformers models made from models with named heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def head_to_keep(
 ) -> tuple[str | None, str | None, Mapping[str, Tensor]]:
     """Return the active head's name, a class that has such a head, and its tensors by key there.
 
-    All of them are empty for the base model alone.
+    Without an active head all three are empty.
 
     Args:
         model: with named heads.
@@ -42,7 +42,7 @@ def head_to_keep(
     if not names:
         if architecture is not None:
             raise StateError(
-                f"no head is active that could be that of a {architecture}. Write "
+                f"no head is active to become that of a {architecture}. Write "
                 f"model.active_head = '…'; heads: {listing(model.heads)}."
             )
         return None, None, {}
@@ -66,7 +66,7 @@ def head_to_keep(
 
 
 def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a plain model that takes over the weights of another.
+    """Return a plain model with the weights of another.
 
     Args:
         model: with named heads; loses its adapters.
@@ -97,7 +97,7 @@ def as_plain(model: Any, head: str | None, name: str | None, tensors: Mapping[st
     )  # fmt: skip
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
-            f"a {cls.__name__} has {listing(missing)}, which this model has not. Write "
+            f"a {cls.__name__} has {listing(missing)}, which this model lacks. Write "
             f"{argument('architecture', '…')} with another class"
             f"{in_python(', or model.active_head = None')}."
         )

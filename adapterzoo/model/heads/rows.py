@@ -1,4 +1,4 @@
-"""Heads of a batch whose rows are answered by different heads."""
+"""Batches whose rows go to different heads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.heads import Logits, PredictionHead
 from adapterzoo.model.batches import repeated
 
-from .outputs import MultiHeadOutput, answer
+from .outputs import MultiHeadOutput, head_output
 
 
 def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...], RowMap] | None:
-    """Return the heads that answer, each once, and the rows of each; None where all answer all.
+    """Return each head once, and the rows of each; None if every head gets all rows.
 
     Args:
         names: of heads, one for each part of the batch.
@@ -28,20 +28,25 @@ def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...
         return None
     if rows.heads is not None and rows.heads != tuple(names):
         return None
+    # a batch may lack rows of some tasks
+    present = sorted(set(rows.index))
+    answering = [names[part] for part in present]
     if not rows.together:
-        return tuple(names), rows
-    different = tuple(dict.fromkeys(names))
-    return different, rows.renumbered([different.index(name) for name in names])
+        numbers = {part: number for number, part in enumerate(present)}
+    else:
+        answering = list(dict.fromkeys(answering))
+        numbers = {part: answering.index(names[part]) for part in present}
+    return tuple(answering), rows.renumbered([numbers.get(p, 0) for p in range(len(names))])
 
 
 def outputs_of(part: int, rows: RowMap, outputs: ModelOutput, with_layers: bool) -> ModelOutput:
-    """Return what the base model computed for the rows of a part.
+    """Return the base model's outputs for the rows of one part.
 
     Args:
         part: its number.
         rows: of the batch.
         outputs: of the base model.
-        with_layers: whether hidden states and attentions of all layers are taken too.
+        with_layers: whether to include hidden states and attentions of all layers.
     """
     taken: dict[str, Any] = {}
     for name, value in outputs.items():
@@ -55,12 +60,12 @@ def outputs_of(part: int, rows: RowMap, outputs: ModelOutput, with_layers: bool)
 def given_to(
     part: int, name: str, rows: RowMap, given: Mapping[str, Any], batch: int
 ) -> dict[str, Any]:
-    """Return labels and other arguments of a head, of the rows that it answers.
+    """Return the labels and other arguments of a head for its rows.
 
     Args:
         part: number of the part.
-        name: of the head; an argument may be a dict from names of heads to tensors, which are of
-            the whole batch or of these rows.
+        name: of the head; an argument may be a dict from names of heads to tensors, each for the
+            whole batch or for the head's rows.
         rows: of the batch.
         given: arguments of `forward`.
         batch: rows of the batch before it was repeated.
@@ -72,7 +77,7 @@ def given_to(
     mine = sum(index == part for index in rows.index)
     for key, value in given.items():
         own = value.get(name) if isinstance(value, Mapping) else value
-        # in a dict, tensors are of the whole batch or of the head's own rows
+        # in a dict, a tensor may have only the head's own rows
         fits = isinstance(value, Mapping) and isinstance(own, Tensor) and own.shape[:1] == (mine,)
         if isinstance(own, Tensor) and own.dim() and not fits:
             whole = repeated(own, rows.copies, batch)
@@ -88,11 +93,11 @@ def given_to(
 
 
 def with_copies(rows: RowMap | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return labels and other arguments of a head that answers the batch and its copies.
+    """Return the labels and other arguments of a head, repeated like the batch.
 
     Args:
         rows: of the batch; `Parallel` has repeated it.
-        given: arguments of `forward`; what has the rows of the repeated batch stays as it is.
+        given: arguments of `forward`; those that have all rows already do not change.
     """
     if rows is None or rows.copies < 2:
         return given
@@ -107,7 +112,7 @@ def joined(
     loss: Tensor | None,
     outputs: ModelOutput,
 ) -> ModelOutput | None:
-    """Return one answer for the whole batch, in the order of its rows; None where they differ.
+    """Return one output for the whole batch in row order; None if kinds or shapes differ.
 
     Args:
         heads: in the order of the parts.
@@ -123,7 +128,7 @@ def joined(
     if len(kinds) > 1 or len(shapes) > 1:
         return None
     whole = tuple(rows.put([each[i] for each in scores]) for i in range(len(scores[0])))
-    return answer(config, loss, whole if len(whole) > 1 else whole[0], outputs)
+    return head_output(config, loss, whole if len(whole) > 1 else whole[0], outputs)
 
 
 def total(losses: Sequence[Tensor | None]) -> Tensor | None:
@@ -132,8 +137,8 @@ def total(losses: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack([loss.to(found[0].device) for loss in found]).sum() if found else None
 
 
-def apart(answers: list[ModelOutput], rows: RowMap) -> MultiHeadOutput:
-    """Return the answers of the parts, with the rows that each is for."""
-    loss = total([cast("Tensor | None", a.get("loss")) for a in answers])
-    numbers = [[row for row, p in enumerate(rows.index) if p == i] for i in range(len(answers))]
-    return MultiHeadOutput(head_outputs=answers, loss=loss, rows=numbers)
+def apart(outputs: list[ModelOutput], rows: RowMap) -> MultiHeadOutput:
+    """Return the outputs of the parts separately, with the numbers of their rows."""
+    loss = total([cast("Tensor | None", a.get("loss")) for a in outputs])
+    numbers = [[row for row, p in enumerate(rows.index) if p == i] for i in range(len(outputs))]
+    return MultiHeadOutput(head_outputs=outputs, loss=loss, rows=numbers)

@@ -1,7 +1,7 @@
-"""The static head of a task class: the original answers, or the copy of the adapter that acts last.
+"""The static head of a task class: the original, or the copy that belongs to the last adapter.
 
-An adapter gets its copy when it is trained or loaded with a head. Without one the original answers,
-and so it does with no adapter active.
+An adapter gets its copy when it is trained or loaded with a head. The original is used for adapters
+without a copy, and when no adapter is active.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import find_labels
@@ -19,28 +18,28 @@ from adapterzoo.checkpoint import fit
 from adapterzoo.checkpoint.digest import same_bits
 from adapterzoo.composition import Composition, Step
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
+from adapterzoo.heads import next_labels
 from adapterzoo.model import adapters
+from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
-from . import copies
+from . import copies, embeddings
 from .interface import HeadRecord, HeadStrategy, LoadOptions
-
-_IGNORED = -100
 
 
 class StaticHead(HeadStrategy):
     """The strategy of a model whose head is that of its class."""
 
     def saved_names(self) -> tuple[str, ...]:
-        """Return the names of those that have a copy."""
+        """Return the names of the adapters and fusions that have a copy."""
         return tuple(self.model._adapter_state.copies)
 
     def steps(self, parts: Sequence[Any]) -> Mapping[str, Step]:
-        """Return which copy each layer of the head takes."""
+        """Return the copy that each layer of the head uses."""
         return copies.steps_of(self.model, parts)
 
-    # --- what an adapter or a fusion brings ---
+    # --- adapters and fusions that are added, moved or removed ---
 
     def modules_with(self, name: str) -> Iterable[nn.Module]:
         """Return the layers of the adapter's copy."""
@@ -60,7 +59,7 @@ class StaticHead(HeadStrategy):
             refuse_if_sharded(self.model, "Write it before fully_shard(model).")
 
     def train(self, train_embeddings: bool) -> None:
-        """Train the copies of the active adapters, made here if need be."""
+        """Train the copies of the active adapters; make those that are missing."""
         trained = list(copies.trained(self.model, self.model._active.default.plan.setup))
         backbone = {id(p) for p in self.model._backbone.parameters()}
         for parameter in self.model.parameters():
@@ -76,19 +75,19 @@ class StaticHead(HeadStrategy):
         return ". Write AutoAdapterModel.from_pretrained(…), which has named heads."
 
     def counted_labels(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the labels, of the next token each where the class is a causal language model."""
+        """Return the labels, shifted to the next token if the class is a causal language model."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor):
             return None
         causal = class_name(self.model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        return F.pad(labels[..., 1:], (0, 1), value=_IGNORED) if causal else labels
+        return next_labels(labels) if causal else labels
 
     def merge(self) -> None:
         """Write the copy of the last merged adapter that has one into the original."""
         copies.merge(self.model)
 
     def reset(self) -> None:
-        """Give the original its bits back."""
+        """Restore the original bit for bit."""
         copies.reset(self.model)
 
     def combined(self, names: Sequence[str], weights: Sequence[float]) -> Mapping[str, nn.Module]:
@@ -116,9 +115,12 @@ class StaticHead(HeadStrategy):
                 f"architecture={architecture!r}: a model with a static head becomes the "
                 f"{plain.__name__} that it was. Leave architecture out."
             )
+        embeddings.check_plain(self.model)
         change(self.model)
+        embeddings.keep_active(self.model)
         adapters.remove_all(self.model)
         withdraw(self.model)
+        disown(self.model)
         del self.model._adapter_state, self.model._active
         inject.set_class(self.model, plain)
         return self.model
@@ -126,11 +128,11 @@ class StaticHead(HeadStrategy):
     # --- files ---
 
     def name_with(self, adapter: str) -> str | None:
-        """Return the adapter, whose copy it is."""
+        """Return the adapter's name, under which its copy is kept."""
         return adapter
 
     def active_name(self) -> str | None:
-        """Return whose copy answers, or would once it has one; None: the original does.
+        """Return the owner of the active head, even if it has no copy yet; None: the original.
 
         Raises:
             StateError: different rows use different heads.
@@ -154,7 +156,7 @@ class StaticHead(HeadStrategy):
     def fitting(
         self, record: HeadRecord, name: str | None, asked: LoadOptions
     ) -> Callable[[], None]:
-        """Check the head of the same class; what is returned makes it a copy.
+        """Check the head of the same class; return a function that makes it a copy.
 
         Raises:
             CheckpointError: it does not fit.
@@ -201,7 +203,7 @@ class StaticHead(HeadStrategy):
 
 
 def _refuse_shared(model: Any, record: HeadRecord) -> None:
-    """Refuse to change what the heads of all adapters share."""
+    """Refuse a head with other values for tensors that all adapters share."""
     for key, tensor in copies.rest_of(model).items():
         theirs = record.tensors[key].to(tensor.device, tensor.dtype)
         if not tensor.is_meta and not same_bits(theirs, tensor):

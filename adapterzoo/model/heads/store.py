@@ -1,4 +1,4 @@
-"""Named heads: find, add, tie and delete them, and choose which of them answer."""
+"""Named heads: find, activate, add, delete, tie and resize them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from adapterzoo.model.hf.backbone import describe, ties_output
 from adapterzoo.model.hf.continuous_batching import refuse_while_batching
 from adapterzoo.model.hf.towers import refuse_unreadable
 from adapterzoo.model.sharding import refuse_if_sharded
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS
 from adapterzoo.names import check_name
 from adapterzoo.runtime import Plan
 
+from .embeddings import drop_biases
 from .interface import HeadNames
 from .output_layers import start_with
 from .tables import table_of
@@ -35,7 +37,7 @@ from .ties import list_ties
 
 
 def start(model: Any) -> None:
-    """Make the heads that the config lists, once the base model is there."""
+    """Make the heads that the config lists; the base model must exist."""
     model.heads = AdapterDict()
     model.custom_heads = {}
     listed = getattr(model.config, "prediction_heads", None) or {}
@@ -45,7 +47,7 @@ def start(model: Any) -> None:
     # transformers sorts the keys of objects; our entry keeps the order
     order = [name for name in ours.get("known_heads", ()) if name in listed]
     for name in dict.fromkeys([*order, *listed]):
-        # our entry has the active head, and the config its labels
+        # our entry names the active head, and the config has its labels
         add(model, name, config_from(model, listed[name]), set_active=not ours)
 
 
@@ -73,7 +75,7 @@ def active_name(model: Any) -> str:
     if len(names) == 1:
         return cast("str", names[0])
     raise StateError(
-        f"{len(names)} heads are active, so it cannot be told which is meant. "
+        f"{len(names)} heads are active, so the head is ambiguous. "
         f"Write its name; heads: {listing(model.heads)}."
     )
 
@@ -94,11 +96,11 @@ def config_from(model: Any, values: Mapping[str, Any]) -> HeadConfig:
     return cast("HeadConfig", (cls or head_types.find(head_type)).from_dict(values))
 
 
-# --- which answer ---
+# --- activate ---
 
 
 def checked_names(model: Any, setup: HeadNames) -> tuple[str, ...]:
-    """Return the names of heads that a user gave, all of which are there.
+    """Return the names that a user gave; check that there are such heads.
 
     Raises:
         CompositionError: they are given as a composition.
@@ -106,23 +108,23 @@ def checked_names(model: Any, setup: HeadNames) -> tuple[str, ...]:
     if setup is None:
         return ()
     if isinstance(setup, Composition):
-        names = setup.flatten() or ("name",)
+        given = [*setup.flatten()] or ["name"]
         raise CompositionError(
             f"heads are a name or a list of names, and {type(setup).__name__} composes adapters. "
             f"Write set_active_adapters(BatchSplit('a', 'b', batch_sizes=[…])) or "
-            f"Parallel('a', 'b'), then active_head = {list(names)!r}: each head answers the rows "
-            f"of the adapter in its place. Or adapter_names=[…], or head={names[0]!r} for one call."
+            f"Parallel('a', 'b'), then active_head = {list(given)!r}: each head gets the rows of "
+            f"the adapter in its position. Or adapter_names=[…], or head={given[0]!r} for one call."
         )
     one = isinstance(setup, str) or not isinstance(setup, Iterable)
-    given = cast("Iterable[str]", (setup,) if one else setup)
-    names = tuple(name for name in given if name != "")
+    listed = cast("Iterable[str]", (setup,) if one else setup)
+    names = tuple(name for name in listed if name != "")
     for name in names:
         find(model, name)
     return names
 
 
 def activate(model: Any, setup: HeadNames) -> None:
-    """Let heads answer in all threads."""
+    """Activate heads in all threads."""
     names = checked_names(model, setup)
     refuse_while_batching(model)
     default = model._active.default
@@ -149,12 +151,12 @@ def own_heads(model: Any, parts: Sequence[Any]) -> list[str | None]:
 
 
 def heads_of_parts(model: Any, parts: Sequence[Any], otherwise: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the head of each part of a batch, or the one of all of them.
+    """Return the head of each part of a batch; a single name if it is the same for all.
 
     Args:
         model: with named heads.
         parts: of the batch.
-        otherwise: the heads that answer parts without one of their own.
+        otherwise: the heads of parts without one of their own.
     """
     own = own_heads(model, parts)
     if not any(own) or (None in own and len(otherwise) != 1):
@@ -176,6 +178,8 @@ def add(
     """Add a head with fresh parameters."""
     checked = free_name(model, name, overwrite_ok)
     refuse_unreadable(model)
+    if config.scores_vocabulary and model._adapter_state.embeddings != DEFAULT_EMBEDDINGS:
+        config = _of_vocabulary(model, config)
     head = config.build(describe(model))
     refuse_unreadable(model, head)
     if not ties_output(model.config, head.config):
@@ -183,8 +187,16 @@ def add(
     enter(model, checked, head, set_active)
 
 
+def _of_vocabulary(model: Any, config: HeadConfig) -> HeadConfig:
+    """Return a config that keeps the number of tokens if other embeddings become active."""
+    own = "vocab_size" in config.keys() and config["vocab_size"] is None  # noqa: SIM118
+    if not own or ties_output(model.config, config):
+        return config
+    return config.replace(vocab_size=model.get_input_embeddings().num_embeddings)
+
+
 def add_type(model: Any, head_type: str, cls: Any) -> None:
-    """Let this model have heads of a type of its own.
+    """Register a head type for this model alone.
 
     Raises:
         ConfigError: it is not a config class, or has another `head_type`.
@@ -204,7 +216,7 @@ def add_type(model: Any, head_type: str, cls: Any) -> None:
 
 
 def free_name(model: Any, name: object, overwrite_ok: bool) -> str:
-    """Return the name, when a head may be added under it.
+    """Check that a head may be added under a name, and return the name.
 
     Raises:
         DuplicateNameError: it is taken.
@@ -219,7 +231,8 @@ def free_name(model: Any, name: object, overwrite_ok: bool) -> str:
 
 
 def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None:
-    """Put a head into the model, in the place of one of its name."""
+    """Put a head into the model, replacing one of the same name."""
+    drop_biases(model, name)
     model.heads[name] = head.train(model.training)
     listed = {**model.config.prediction_heads, name: head.config.to_dict()}
     model.config.prediction_heads = listed
@@ -233,9 +246,10 @@ def enter(model: Any, name: str, head: PredictionHead, set_active: bool) -> None
 
 
 def delete(model: Any, name: str) -> None:
-    """Delete a head; no head is active in its place."""
+    """Delete a head; no other head becomes active."""
     find(model, name)
     refuse_if_sharded(model, "Write model.active_head = None.")
+    drop_biases(model, name)
     del model.heads[name]
     listed = model.config.prediction_heads.items()
     model.config.prediction_heads = {n: config for n, config in listed if n != name}
@@ -250,7 +264,7 @@ def delete(model: Any, name: str) -> None:
 
 
 def built(model: Any, config: HeadConfig, device: torch.device | None = None) -> PredictionHead:
-    """Return a fresh head, tied where the model's are; None: on the model's device."""
+    """Return a fresh head, tied if the config ties it; `device` None: the model's."""
     backbone = describe(model)
     if device is not None:
         backbone = dataclasses.replace(backbone, device=device)
@@ -265,7 +279,7 @@ def built(model: Any, config: HeadConfig, device: torch.device | None = None) ->
 
 
 def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
-    """Let the last layer of a language modeling head share the table that it is tied to.
+    """Let the last layer of a language modeling head share the embeddings, if the config ties it.
 
     Args:
         model: with named heads.
@@ -278,7 +292,7 @@ def tie(model: Any, head: PredictionHead, name: str | None = None) -> None:
 
 
 def is_on(head: Any, weight: Tensor | None) -> bool:
-    """Return whether the last layer of a head has this very weight."""
+    """Return whether the last layer of a head shares this weight."""
     layer = None if head is None else head.output_embeddings
     return layer is not None and layer.weight is weight
 
@@ -303,12 +317,12 @@ def own_tensors(model: Any, head: PredictionHead, but: Tensor | None = None) -> 
 def resize(
     model: Any, resize_table: Callable[[], Any], unchanged: bool, mean_resizing: bool
 ) -> Any:
-    """Give the table of tokens another size, and with it all language modeling heads.
+    """Resize the token embeddings and all language modeling heads.
 
     Args:
         model: with named heads.
-        resize_table: of transformers, and returns the embedding.
-        unchanged: whether no other size is asked for.
+        resize_table: transformers' own method; returns the embedding.
+        unchanged: whether the size stays the same.
         mean_resizing: whether new rows are the mean of the old ones; else they are drawn.
     """
     plan, table = model._active.plan, model.get_input_embeddings().weight
@@ -339,7 +353,7 @@ def resize(
 
 
 def _with_rows(old: Tensor, count: int, std: float | None) -> Tensor:
-    """Return the first rows, and new ones where there are not as many.
+    """Return a matrix with a number of rows: the first old ones, then new ones.
 
     Args:
         old: `[tokens, *width]`.

@@ -1,4 +1,4 @@
-"""Embeddings that are trained with an adapter: its own table of tokens, in place of the base's.
+"""Embeddings trained with an adapter: its own table of tokens, instead of the base model's.
 
 The base model's table stays as it is. All modules that share it (`shared` and `embed_tokens` of an
 encoder-decoder) get one `Table` per adapter, and so does a language modeling head of the adapter's
@@ -23,8 +23,14 @@ from adapterzoo.inject.building import at_hand, device_of, layer_at
 from adapterzoo.methods._table import Table
 from adapterzoo.model.activation import refuse_used
 from adapterzoo.model.adapters import bring_in, init_values
-from adapterzoo.model.state import AdaptedModel, AdapterRecord, modules_of
+from adapterzoo.model.state import (
+    DEFAULT_EMBEDDINGS,
+    AdaptedModel,
+    AdapterRecord,
+    modules_of,
+)
 
+from .embeddings import default_table
 from .ties import LOCATION, tables_of
 
 
@@ -38,6 +44,8 @@ def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
 
 def _base_table(model: AdaptedModel) -> Tensor:
     """Return the base model's table as it was before adapters were merged into it."""
+    if (waiting := default_table(model)) is not None:
+        return waiting
     path = _embedding_paths(model)[0]
     weight = cast("Tensor", layer_at(model._backbone, path)._parameters["weight"])
     return model._adapter_state.originals.get(path, {}).get("weight", weight)
@@ -74,12 +82,14 @@ def check_table(model: AdaptedModel, name: str) -> None:
     if tables_of(model, name):
         return
     refuse_used(model, name)
-    there = model._adapter_state.records[name].places
-    if taken := [path for path in paths if path in there]:
+    record = model._adapter_state.records[name]
+    if taken := [path for path in paths if path in record.places]:
+        hint = f"train the embeddings with another adapter, in a Stack with {name!r}"
+        if all("exclude_modules" in [*config] for config in record.config.members):
+            hint = f"add it with exclude_modules={[path.rpartition('.')[2] for path in taken]!r}"
         raise StateError(
             f"the adapter {name!r} already adapts {listing(taken)}, the embeddings to be trained "
-            f"in full. Leave train_embeddings out, or add it with "
-            f"exclude_modules={[path.rpartition('.')[2] for path in taken]!r}."
+            f"in full. Leave train_embeddings out, or {hint}."
         )
     for path in paths:
         _check_lookup(model, path)
@@ -160,7 +170,7 @@ def add_table(model: AdaptedModel, name: str, paths: tuple[str, ...] | None = No
 def compact(
     model: AdaptedModel, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Return a file's entry for a table, and an adapter's tensors with its changed rows only.
+    """Return the file's entry for a table, and an adapter's tensors with only its changed rows.
 
     Args:
         model: with adapters.
@@ -196,6 +206,12 @@ def expand(
     """
     if entry is None:
         return (), dict(tensors)
+    if (active := model._adapter_state.embeddings) != DEFAULT_EMBEDDINGS:
+        raise CheckpointError(
+            f"the checkpoint has trained embeddings, which change the model's own, and the "
+            f"embeddings {active!r} are active. Write set_active_embeddings("
+            f"{DEFAULT_EMBEDDINGS!r}) first."
+        )
     listed = entry.get("paths") if isinstance(entry, Mapping) else None
     try:
         paths = _embedding_paths(model)
@@ -230,7 +246,7 @@ def expand(
 
 
 def _changed_rows(table: Tensor, base: Tensor) -> Tensor | None:
-    """Return the rows whose bits differ; None where they are many or cannot be compared."""
+    """Return the rows whose bits differ; None if they are many or cannot be compared."""
     plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_meta for t in (table, base))
     if not plain or table.dtype is not base.dtype or table.shape != base.shape:
         return None

@@ -1,7 +1,7 @@
-"""Whole models with adapters, as `save_pretrained` and `from_pretrained` see them.
+"""Adapters in `save_pretrained` and `from_pretrained` of whole models.
 
-The config has an entry `adapters` from which the adapters are made anew; their values are in the
-weights of the model.
+The config has an entry `adapters`, from which the adapters are recreated; their values are among
+the weights of the model.
 """
 
 from __future__ import annotations
@@ -10,22 +10,32 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError
+from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
-from adapterzoo.model.heads import tables
+from adapterzoo.model.heads import embeddings, tables, ties
+from adapterzoo.model.heads.embeddings import ADDED
 from adapterzoo.model.heads.ties import tables_of
-from adapterzoo.model.state import AdaptedModel
+from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
+from adapterzoo.names import check_name
+
+from . import plugin
 
 
 def enter(model: AdaptedModel) -> None:
-    """Write to the config what a saved model needs to have the same adapters again."""
+    """Write the config entry from which a saved model's adapters are recreated."""
     state, plan = model._adapter_state, model._active.default.plan
     heads = model._head_strategy.names()
     vars(model.config).pop("adapters", None)
-    if not state.records and not heads:
+    others = _embeddings(model)
+    nothing = not state.records and not heads and state.interface is None
+    if nothing and others is None:
         return
     records = state.records.items()
     model.config.adapters = {
@@ -34,6 +44,7 @@ def enter(model: AdaptedModel) -> None:
         "adapters": [[name, record.config.to_dict()] for name, record in records],
         "meta": {name: dict(record.meta) for name, record in records if record.meta},
         "embeddings": {n: list(t) for n in state.records if (t := tables_of(model, n))},
+        "sharing": [[group, list(names)] for group, names in state.sharing.items()],
         "merged": list(state.merged),
         "fusions": [
             [name, list(record.adapters), record.config.to_dict()]
@@ -44,29 +55,30 @@ def enter(model: AdaptedModel) -> None:
         "heads": list(plan.heads),
         "static_heads": list(state.copies),
         "known_heads": list(heads),
-    }
+        "interface": None if state.interface is None else state.interface.to_dict(),
+    } | ({} if others is None else {"loaded_embeddings": others})
 
 
 def restore(model: AdaptedModel, quantised: bool = False) -> None:
-    """Make the adapters that the config of a saved model lists; their values come later.
+    """Recreate the adapters in the config of a saved model; their values are loaded later.
 
     Args:
         model: that is being loaded.
-        quantised: whether the layers to quantize are quantized by now.
+        quantised: whether its layers have been quantized already.
 
     Raises:
-        CheckpointError: they cannot be made.
+        CheckpointError: they cannot be recreated.
     """
     config = model.config
     if getattr(config, "quantization_config", None) is not None and not quantised:
-        # its library will replace layers, and only those of the plain class
+        # its library will replace layers, but only those of a plain class
         return
     document = vars(config).get("adapters")
     written = format_of(document)
     if written not in (None, FORMAT):
         raise CheckpointError(
             f"from_pretrained: the adapters in config.json are of the format {written!r}, this "
-            f"release reads {FORMAT!r}. Write pip install -U adapterzoo, or take 'adapters' out of "
+            f"release reads {FORMAT!r}. Write pip install -U adapterzoo, or remove 'adapters' from "
             f"config.json to load the model without them."
         )
     vars(config).pop("adapters", None)
@@ -77,12 +89,14 @@ def restore(model: AdaptedModel, quantised: bool = False) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"from_pretrained: the adapters in config.json cannot be made: {error}. Save the model "
-            f"again, or take 'adapters' out of config.json to load it without them."
+            f"again, or remove 'adapters' from config.json to load it without them."
         ) from error
 
 
 def _restore(model: AdaptedModel, document: Any) -> None:
     state = model._adapter_state
+    if document.get("interface") and state.interface is None:
+        plugin.enter(model, AdapterModelInterface(**document["interface"]))
     for name, values in document["adapters"]:
         adapters.add(model, name, values)
     for name, paths in dict(document.get("embeddings", {})).items():
@@ -90,18 +104,53 @@ def _restore(model: AdaptedModel, document: Any) -> None:
         tables.add_table(model, name, tuple(paths))
     for name, meta in dict(document.get("meta", {})).items():
         state.records[name] = dataclasses.replace(state.find(name), meta=dict(meta))
+    for group, names in document.get("sharing", ()):
+        ties.share(model, names, group)
     for name in document["merged"]:
         state.find(name)
     state.merged = tuple(document["merged"])
     for name, names, values in document.get("fusions", ()):
         fusion.add(model, names, values, name if name != ",".join(names) else None)
     model._head_strategy.restore(document.get("static_heads", ()))
+    _restore_embeddings(model, document.get("loaded_embeddings"))
     setup, heads = from_json(document["active"]), document["heads"]
     plan = make_plan(model, setup, heads, tuple(document["skip_layers"]))
     model._active.default.plan = plan
 
 
+def _embeddings(model: AdaptedModel) -> dict[str, Any] | None:
+    """Return what the config says of embeddings beside the model's own, None without such."""
+    waiting = embeddings.waiting_of(model)
+    tables = [
+        {
+            "name": name,
+            "shape": list(each.weight.shape),
+            "padding_idx": each.padding_idx,
+            "biases": {key: list(bias.shape) for key, bias in each.biases().items()},
+        }
+        for name, each in waiting.items()
+    ]
+    # a model is saved with its own in place
+    active = model._adapter_state.coming_embeddings or DEFAULT_EMBEDDINGS
+    return {"active": active, "tables": tables} if tables else None
+
+
+def _restore_embeddings(model: AdaptedModel, document: Any) -> None:
+    if document is None:
+        return
+    own = embeddings.layer_of(model).weight
+    like: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
+    for each in document["tables"]:
+        table = nn.Parameter(torch.empty(each["shape"], **like), False)
+        made = embeddings.Waiting(table, each["padding_idx"])
+        for key, shape in each["biases"].items():
+            bias = torch.empty(shape, **like)
+            made.keep(key, bias if key.endswith(ADDED) else nn.Parameter(bias, False))
+        embeddings.store_of(model)[check_name(each["name"])] = made
+    model._adapter_state.coming_embeddings = document["active"]
+
+
 def format_of(entry: object) -> str | None:
-    """Return the format of an entry `adapters` of a config; AdapterHub's entry has none."""
+    """Return the format of a config's entry `adapters`; None for AdapterHub's entry."""
     written = entry.get("format") if isinstance(entry, Mapping) else None
     return written if isinstance(written, str) else None

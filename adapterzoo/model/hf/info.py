@@ -1,25 +1,28 @@
-"""The facts about a model that checkpoint formats need."""
+"""The facts about a model that checkpoint formats need: heads, tensors, modules and their names."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from adapterzoo.checkpoint.digest import same_values
 from adapterzoo.checkpoint.formats import ModelInfo
-from adapterzoo.checkpoint.tied import shared_or_own
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticHead
+from adapterzoo.inject import AdapterDict
 from adapterzoo.model.heads import store
 from adapterzoo.model.sharding import class_name
 
 from .backbone import describe, text_config
-from .layout import renamer, task_modules, tensor_of
-from .static_table import from_static, is_task, to_static
+from .task_classes import from_static, is_task, to_static
 
 
 def info_of(model: Any, with_head: bool = True) -> ModelInfo:
@@ -35,7 +38,7 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
     strategy = model._head_strategy
     return ModelInfo(
         anatomy=model.anatomy,
-        prefix=prefix_of(model),
+        prefix="" if model._backbone is model else model.base_model_prefix,
         model_type=config.model_type,
         model_class=class_name(model),
         model_name=getattr(config, "_name_or_path", "") or None,
@@ -51,19 +54,14 @@ def info_of(model: Any, with_head: bool = True) -> ModelInfo:
         untied=tasks.untied,
         with_head=with_head,
         dtype=model.dtype,
-        renamed=renamer(model),
-        tensor=functools.partial(tensor_of, model),
-        modules=functools.partial(task_modules, model),
+        renamed=_renamer(model),
+        tensor=functools.partial(_tensor_of, model),
+        modules=functools.partial(_task_modules, model),
     )
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-
-
-def prefix_of(model: Any) -> str:
-    """Return the name under which a model holds its base model; empty when it is one itself."""
-    return "" if model._backbone is model else str(model.base_model_prefix)
 
 
 def _as_dict(config: Any) -> Mapping[str, Any]:
@@ -96,7 +94,7 @@ class Tasks:
         label2id: Mapping[str, int] | None,
         pooler: bool,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the dict of the config, and the tensors, of a named head that equals a static one.
+        """Return config and tensors of the named head that equals a static head.
 
         Args:
             architecture: name of the task class.
@@ -105,11 +103,11 @@ class Tasks:
             pooler: whether the base model has the pooler of the checkpoint.
 
         Raises:
-            InexpressibleError: no named head is the same.
+            InexpressibleError: no named head equals it.
         """
         found = self._from_static(architecture, _shapes(tensors), label2id, pooler)
         named = {mine: tensors[theirs] for theirs, mine in found.keys.items()}
-        # a family may tie its embeddings, and a checkpoint have an output layer of its own
+        # a checkpoint may have its own output layer even if the family ties its embeddings
         return self.untied(found.config.to_dict(), named)
 
     def read(
@@ -118,7 +116,7 @@ class Tasks:
         """Return a static head's tensors as document and tensors of a named head.
 
         Raises:
-            CheckpointError: no named head is the same.
+            CheckpointError: no named head equals it.
         """
         try:
             config, own = self.named(architecture, tensors, label2id, self._has_pooler())
@@ -159,7 +157,7 @@ class Tasks:
         return {theirs: tensors[mine] for theirs, mine in keys.items() if mine in tensors}
 
     def tied(self, document: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a head that are the base model's, by their names in the head."""
+        """Return the tensors that a head shares with the base model, by their names in the head."""
         values = document.get("config")
         if not isinstance(values, Mapping):
             return {}
@@ -174,8 +172,15 @@ class Tasks:
     def untied(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return config and tensors of a named head, untied where its output layer is another."""
-        return shared_or_own(config, tensors, self.tied({"config": config}))
+        """Return config and own tensors of a named head, untied if its output layer differs."""
+        tied = self.tied({"config": config})
+        own = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if key not in tied or not same_values(tensor, tied[key])
+        }
+        changed = {"tie_word_embeddings": False} if own.keys() & tied.keys() else {}
+        return {**config, **changed}, own
 
     def _has_pooler(self) -> bool:
         return "pooler" in dict(self._model._backbone.named_children())
@@ -201,8 +206,76 @@ class Tasks:
             model = cls(theirs)
         inside = {id(t) for t in model.base_model.state_dict(keep_vars=True).values()}
         if model.base_model is model:
-            # T5 has its language model around the parts of the base model, not around the whole
+            # T5's language model holds the parts of the base model, not the base model itself
             own = model.state_dict(keep_vars=True)
             inside = {id(own[key]) for key in self._model._backbone.state_dict() if key in own}
         own = model.state_dict(keep_vars=True)
         return _shapes({key: tensor for key, tensor in own.items() if id(tensor) not in inside})
+
+
+# --- tensors and modules ---
+
+
+def _renamer(model: Any) -> Callable[[str], str]:
+    """Return a function from names of modules in older releases to the present names.
+
+    It applies the renamings of transformers' loader for old checkpoints of the base model.
+
+    Args:
+        model: a `PreTrainedModel`.
+    """
+    renamings: list[WeightRenaming] | None = None
+
+    def renamed(name: str) -> str:
+        nonlocal renamings
+        # on first use only: it walks the whole model, and recent adapters do not need it
+        if renamings is None:
+            known = get_model_conversion_mapping(model)
+            renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
+        # the patterns match keys of tensors: add an end to the path that no pattern matches
+        return rename_source_key(f"{name}._", renamings, [])[0].removesuffix("._")
+
+    return renamed
+
+
+def _tensor_of(model: Any, key: str) -> Tensor | None:
+    """Return a parameter or buffer of a model; None if there is none.
+
+    Args:
+        model: any module.
+        key: as in its state dict.
+    """
+    path, _, name = key.rpartition(".")
+    try:
+        module: nn.Module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    found = module._parameters.get(name)
+    return module._buffers.get(name) if found is None else found
+
+
+def _task_modules(model: Any, task_class: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the paths of all modules of a task class, with the tensors that each saves.
+
+    Args:
+        model: gives the config, and the modules if it is of the class itself.
+        task_class: name of a class of transformers.
+    """
+    cls: Any = getattr(transformers, task_class, None)
+    if not isinstance(model, cls or type(model)):
+        config = copy.deepcopy(model.config)
+        # other attention implementations do not support the meta device
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            model = cls(config)
+    found: dict[str, tuple[str, ...]] = {}
+    dicts: tuple[str, ...] = ()
+    # a container comes before the modules in it
+    for path, module in model.named_modules():
+        if isinstance(module, AdapterDict):
+            dicts = (*dicts, f"{path}.")
+        elif path and not path.startswith(dicts):
+            kept = module._parameters | module._buffers
+            skipped = module._non_persistent_buffers_set
+            found[path] = tuple(n for n, t in kept.items() if t is not None and n not in skipped)
+    return found

@@ -1,4 +1,4 @@
-"""The classes of transformers that have a named head as their own: which one, and its config."""
+"""transformers' task classes: their heads as named heads and back, and the class for a head."""
 
 from __future__ import annotations
 
@@ -11,10 +11,92 @@ from transformers import PreTrainedModel
 
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.checkpoint.peft.heads import head_for
+from adapterzoo.config_base import Config
 from adapterzoo.errors import CheckpointError, ConfigError
-from adapterzoo.heads import HeadConfig
+from adapterzoo.heads import (
+    Backbone,
+    HeadConfig,
+    InexpressibleError,
+    Shapes,
+    Static,
+    StaticHead,
+    head_types,
+)
 
-from .static_table import is_task
+# --- heads ---
+
+
+def from_static(
+    architecture: str, tensors: Shapes, config: Mapping[str, Any], backbone: Backbone, pooler: bool
+) -> StaticHead:
+    """Return the head of a task class as a named head.
+
+    Args:
+        architecture: name of the transformers class.
+        tensors: names and shapes of the head's tensors. If the layer onto the vocabulary is
+            missing, it is tied to the embedding.
+        config: dict of its config, with the fields of its text part on top.
+        backbone: the base model.
+        pooler: whether the base model has a pooler.
+
+    Raises:
+        InexpressibleError: there is no equivalent.
+    """
+    task = next((end for end in _tasks() if architecture.endswith(end)), None)
+    if task is None:
+        known = ", ".join(_tasks())
+        raise InexpressibleError(f"{architecture}: none of the tasks that have heads: {known}")
+    static = Static(task, tensors, config, backbone, pooler)
+    try:
+        named = (cls.from_static(static) for cls in head_types.values() if task in cls.task_classes)
+        if found := next((head for head in named if head is not None), None):
+            return found
+    except (InexpressibleError, ConfigError) as error:
+        raise InexpressibleError(f"{architecture}: {error}") from error
+    raise InexpressibleError(f"{architecture}: no type of named heads equals its head")
+
+
+def is_task(architecture: str) -> bool:
+    """Return whether a transformers class, by its name, is a base model with a head."""
+    return architecture.endswith(_tasks())
+
+
+def _tasks() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(end for cls in head_types.values() for end in cls.task_classes))
+
+
+def to_static(static: StaticHead, config: HeadConfig) -> Mapping[str, str]:
+    """Return the keys of a static head's tensors in a named head that has the same layers.
+
+    Args:
+        static: the result of `from_static` for the static head to fill.
+        config: of the named head.
+
+    Returns:
+        Names in the static head to names in the named head.
+
+    Raises:
+        InexpressibleError: the layers differ.
+    """
+    theirs, mine = (_layers(c) for c in (static.config, config))
+    differ = sorted(k for k in theirs.keys() | mine.keys() if theirs.get(k) != mine.get(k))
+    if differ:
+        pairs = (f"{k}: {mine.get(k)!r} here, {theirs.get(k)!r} there" for k in differ)
+        raise InexpressibleError("; ".join(pairs))
+    return static.keys
+
+
+def _layers(config: Config) -> dict[str, Any]:
+    fields = config.to_dict()
+    # the tensors show whether the last layer is tied
+    beside = {"label2id", "dropout_prob", "shift_labels", "tie_word_embeddings"}
+    # with a single layer there is nothing between layers
+    if fields.get("layers") == 1:
+        beside |= {"activation_function", "dense_bias", "layer_norm", "norm_bias", "layer_norm_eps"}
+    return {k: v for k, v in fields.items() if k not in beside and v is not None}
+
+
+# --- classes ---
 
 
 def task_class(name: str) -> type[PreTrainedModel]:
@@ -43,10 +125,10 @@ def class_for(
     Args:
         stored: has the head.
         info: of the model that it belongs to.
-        own: name of the class of the base model's checkpoint, which comes first.
+        own: the class of the base model's checkpoint, which is tried first.
 
     Raises:
-        CheckpointError: transformers has none.
+        CheckpointError: transformers has no such class.
     """
     head = stored.metadata["head"]
     if own is not None and is_task(own):
@@ -60,11 +142,11 @@ def class_for(
 
 
 def with_labels(config: Any, head: HeadConfig) -> Any:
-    """Return a base model's config, changed to one with the classes of a head.
+    """Write the labels of a head to a model's config, and return it.
 
     Args:
-        config: of a model of transformers.
-        head: says which classes.
+        config: of a transformers model; changed in place.
+        head: config of the head.
     """
     count = head.get("num_labels")
     if count is None:
