@@ -119,8 +119,12 @@ class NiceAdapter(InvertibleKind):
     block = NiceBlock
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the first block's input. `x` `[*batch, d]`, same shape."""
-        return cast("Tensor", self._block(x, base)(base(x)))
+        """Return the first block's input `[*batch, d]`; `x` is the input of the module there."""
+        y = base(x)
+        block = self._block(y, base)
+        if self.is_unscaled:
+            return cast("Tensor", base.scale * block(y / base.scale))
+        return cast("Tensor", block(y))
 
     def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
         """Return the input of the head's last layer. `y` `[*batch, d]`, same shape."""
