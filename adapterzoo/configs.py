@@ -348,6 +348,7 @@ class ConfigUnion(AdapterConfig):
 
         Raises:
             UnknownNameError: there is no such field.
+            IndexError: there is no such member.
         """
         if isinstance(key, int):
             return self.configs[key]
@@ -365,20 +366,6 @@ class ConfigUnion(AdapterConfig):
     def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
         """Return the union with the changes in each member."""
         return type(self)(*(c._changed(shown, changes) for c in self.configs))
-
-    def __getitem__(self, key: str | int) -> Any:
-        """Return a member by its number, a field of one by `"0.r"`, or a field of the union.
-
-        Raises:
-            UnknownNameError: there is no such field.
-            IndexError: there is no such member.
-        """
-        if isinstance(key, int):
-            return self.configs[key]
-        number, dot, name = key.partition(".")
-        if dot and number.isdecimal():
-            return self.configs[int(number)][name]
-        return super().__getitem__(key)
 
     def __repr__(self) -> str:
         """Return a constructor call."""
