@@ -15,6 +15,9 @@ from .model.heads.model import AdapterModel
 from .model.hf.factory import named_class
 from .model.hf.static_checkpoints import HUB_ARGUMENTS
 
+# its name in `adapters`
+ModelWithFlexibleHeadsAdaptersMixin = AdapterModel
+
 __all__ = ["AdapterModel", "AutoAdapterModel", "adapter_class", "class_named"]
 
 
@@ -112,7 +115,9 @@ def class_named(name: str) -> type[AdapterModel]:
     Raises:
         AttributeError: transformers has no such base model.
     """
-    backbone: Any = getattr(transformers, f"{name.removesuffix('AdapterModel')}Model", None)
+    family = name.removesuffix("AdapterModel")
+    found = (getattr(transformers, f"{family}{end}", None) for end in ("Model", "Encoder"))
+    backbone: Any = next((cls for cls in found if cls is not None), None)
     config_class: Any = getattr(backbone, "config_class", None)
     if backbone is None or config_class not in modeling_auto.MODEL_MAPPING:
         raise AttributeError(f"transformers has no base model for {name!r}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .config_base import Config
-from .errors import CompositionError, ConfigError, listing
+from .errors import CompositionError, ConfigError, FieldError, listing
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ class AdapterConfig(Config):
             return cls, fields
         values = {**own.fixed, **defaults, **fields}
         found = [c for c, variant in group.items() if variant.has(values)]
+        if all(own.fixed[name] == fields[name] for name in extra & own.fixed.keys()):
+            found.append(cls)
         if not found:
             shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
             raise ConfigError(
@@ -248,6 +250,17 @@ def _defaults(cls: Any) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskConfig(AdapterConfig):
+    """Base of the configs of methods for several tasks, which can share parameters.
+
+    Attributes:
+        shareable: the parameters of each layer that `share_parameters` shares.
+    """
+
+    shareable: ClassVar[tuple[str, ...]] = ()
+
+
 @architectures.register("union")
 @config_strings.register("union")
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +284,7 @@ class ConfigUnion(AdapterConfig):
         known = all(isinstance(config, AdapterConfig) for config in configs)
         members = [member for config in configs for member in config.members] if known else []
         if len(members) < 2:
-            raise ConfigError(
+            raise FieldError(
                 f"ConfigUnion{configs!r}: a union joins two or more configs. "
                 f"Write ConfigUnion(config, other_config)."
             )
@@ -322,25 +335,22 @@ class ConfigUnion(AdapterConfig):
         members = zip(*unions, strict=True)
         return cls(*(type(each[0]).combined(each, strategy, anatomy) for each in members))
 
-    def keys(self) -> tuple[str, ...]:
+    def field_names(self) -> tuple[str, ...]:
         """Return the names of the members' fields, "0.r" for `r` of the first."""
-        return tuple(f"{i}.{key}" for i, config in enumerate(self.configs) for key in config)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a field, the default if there is no such field."""
-        return self[key] if key in ("architecture", "configs", *self.keys()) else default
+        return tuple(f"{i}.{name}" for i, c in enumerate(self.configs) for name in c.field_names())
 
     def __getitem__(self, key: str | int) -> Any:
-        """Return a member by its number; or a field's value, of a member as "0.r".
+        """Return a member by its number, a field of one by `"0.r"`, or a field of the union.
 
         Raises:
             UnknownNameError: there is no such field.
+            IndexError: there is no such member.
         """
         if isinstance(key, int):
             return self.configs[key]
         if key in ("architecture", "configs"):
             return getattr(self, key)
-        if key not in self.keys():
+        if key not in self.field_names():
             return super().__getitem__(key)
         number, _, name = key.partition(".")
         return self.configs[int(number)][name]

@@ -126,46 +126,6 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """An attention module that accepts keys and values in addition to those that it computes.
-
-    Attributes:
-        path: of the module.
-        layer: number of its block.
-        stack: path of the container of blocks.
-        cross: whether it is cross-attention.
-        d_model: width of its input.
-        heads: number of heads of its keys and values.
-        key_width: features of a key in one head.
-        value_width: features of a value in one head.
-    """
-
-    path: str
-    layer: int
-    stack: str
-    cross: bool
-    d_model: int
-    heads: int
-    key_width: int
-    value_width: int
-
-    def site(self) -> Site:
-        """Return the site for an adapter of the attention."""
-        return Site(
-            path=self.path,
-            role="other",
-            layer=self.layer,
-            stack=self.stack,
-            kind="attention",
-            d_in=self.d_model,
-            d_out=self.d_model,
-            cross=self.cross,
-            heads=self.heads,
-            head_widths=(self.key_width, self.value_width),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class SubLayer:
     """Attention or feed-forward part of a block, and where it meets the residual stream.
 
@@ -277,7 +237,7 @@ class Anatomy:
     blocks: tuple[Block, ...]
     outside: tuple[Site, ...]
     reason: str = ""
-    attentions: tuple[Attention, ...] = ()
+    attentions: tuple[Site, ...] = ()
     unreachable: str = ""
     entry: Site | None = None
     no_entry: str = ""

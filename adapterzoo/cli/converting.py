@@ -23,16 +23,7 @@ from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, wit
 
 from .checkpoints import CheckpointFolder
 from .early import PART, unwritable
-from .models import (
-    Fitted,
-    base_of,
-    config_of,
-    fitted,
-    fitted_whole,
-    load_into,
-    plain_tokenizer,
-    with_weights,
-)
+from .models import Fitted, base_of, config_of, fitted, load_into, plain_tokenizer, with_weights
 
 _NAME = "merged"
 _HINT = "To keep it, write --as with a class that has such a head."
@@ -87,7 +78,7 @@ def convert(
         found.model.save_adapter(folder, found.name, **options)
     except NotImplementedError:
         # the format needs values of weights that are on the meta device
-        found = fitted_whole(checkpoint, base, name)
+        found = fitted(checkpoint, base, name=name, whole=True)
         found.model.save_adapter(folder, found.name, **options)
 
 

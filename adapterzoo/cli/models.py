@@ -162,7 +162,12 @@ def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
 
 
 def fitted(
-    checkpoint: CheckpointFolder, base: str, *, name: str | None = None, writes: str | None = None
+    checkpoint: CheckpointFolder,
+    base: str,
+    *,
+    name: str | None = None,
+    writes: str | None = None,
+    whole: bool = False,
 ) -> Fitted:
     """Load a checkpoint into a model of the base model's structure, without weights if possible.
 
@@ -174,6 +179,7 @@ def fitted(
         base: folder or name on the Hub.
         name: new name; None: its own.
         writes: the format in which it will be saved; None: it will not.
+        whole: whether to read the weights in any case.
 
     Raises:
         CheckpointError: it does not fit the model, with every difference, or the base model
@@ -181,23 +187,14 @@ def fitted(
     """
     foreign = {checkpoint.format, writes} - {None, "native"}
     left_out = FIELD in (checkpoint.head or {})
-    if not (left_out or (foreign and _is_onto_vocabulary(checkpoint))):
+    if not (whole or left_out or (foreign and _is_onto_vocabulary(checkpoint))):
         try:
             return _filled(checkpoint, _structure(checkpoint, base), name)
         except NotImplementedError:
             # torch raises it when a weight on the meta device is read
             pass
-    return fitted_whole(checkpoint, base, name)
-
-
-def fitted_whole(checkpoint: CheckpointFolder, base: str, name: str | None) -> Fitted:
-    """Load a checkpoint into the base model with its weights; arguments as of `fitted`.
-
-    Raises:
-        CheckpointError: as `fitted`.
-    """
-    whole = with_weights(base, _class_of(checkpoint), dtype=checkpoint.dtype)
-    return _filled(checkpoint, whole, name)
+    model = with_weights(base, _class_of(checkpoint), dtype=checkpoint.dtype)
+    return _filled(checkpoint, model, name)
 
 
 def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any) -> None:

@@ -267,12 +267,15 @@ class BottleneckFields(HypercomplexFields, PlainFields):
         }
         for name, need in _NEEDS.items():
             value = getattr(self, name)
-            if value != defaults[name] and without[need]:
-                raise self._error(
-                    f"{name}={value!r}",
-                    f"has an effect only with {need}",
-                    f"{name}={defaults[name]!r}",
-                )
+            if value == defaults[name] or not without[need]:
+                continue
+            idle = self._error(
+                f"{name}={value!r}", f"has an effect only with {need}", f"{name}={defaults[name]!r}"
+            )
+            if name not in HypercomplexFields.__annotations__:
+                raise idle
+            # configs written for adapters give these to any bottleneck
+            warnings.warn(str(idle), stacklevel=5)
         if not (self.mh_adapter or self.output_adapter or self.cross_adapter):
             raise self._error(
                 "mh_adapter=False, output_adapter=False, cross_adapter=False",

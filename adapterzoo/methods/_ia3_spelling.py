@@ -43,11 +43,11 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
             "composition_mode": "scale", "use_dora": False, "use_gating": False,
             "vera_b": None, "vera_d": None,
         },
-        constants={"init_weights": "ia3", "init_weights_seed": None, "dropout": 0.0},
         implied={"convention": "adapterhub"},
         # LoRAConfig(composition_mode="scale") names the layers whose outputs are scaled
-        as_another={"convention": "adapterhub"},
-        fields=_layer_flags.FLAGS | same("r", "alpha", "dtype"),
+        as_another={"convention": "adapterhub", "init_weights": "ia3"},
+        fields=_layer_flags.FLAGS
+        | same("r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"),
         containers=(Container("loras", "layer", read=_read, write=_write),),
         feed_forward=_layer_flags.FEED_FORWARD,
         read_fields=_read_fields,

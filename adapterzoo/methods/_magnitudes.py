@@ -107,7 +107,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         return (y + (whole - plain)).to(y.dtype)
 
     @classmethod
-    def forward_batched(
+    def composed_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""

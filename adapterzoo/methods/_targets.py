@@ -24,6 +24,13 @@ TARGETS = frozenset(
 )  # fmt: skip
 """The fields of a config that choose the layers."""
 
+# keys of `get_adapter`, as in adapters
+_LOCATIONS: dict[Role, str] = {
+    "query": "selfattn_lora", "key": "selfattn_lora", "value": "selfattn_lora",
+    "qkv": "selfattn_lora", "attention_out": "selfattn_lora", "mlp_in": "intermediate_lora",
+    "mlp_gate": "intermediate_lora", "mlp_out": "output_lora",
+}  # fmt: skip
+
 
 class Matrices(Check):
     """Names of attention matrices."""
@@ -112,7 +119,7 @@ class TargetedConfig(AdapterConfig):
                 f"{len(anatomy.blocks) - 1}. Write fewer of them in leave_out or exclude_modules."
             )
         self._warn_of_idle(anatomy)
-        return [Placement(site, self) for site in kept]
+        return [Placement(site, self, _LOCATIONS.get(site.role, "")) for site in kept]
 
     def _roles(self) -> list[Role]:
         roles = [MATRICES[m] for m in self.attn_matrices] if self.selfattn_lora else []

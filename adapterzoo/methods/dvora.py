@@ -27,6 +27,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.kernels.exact import exactly
+from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _dvora_spelling
@@ -90,6 +91,13 @@ class DvoRA(Magnitudes, Projected):
         """Return whether they are of the same dtypes, dropout and convention, without experts."""
         kinds = {(a.lambda_d.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
         return len(kinds) == 1 and not any(a.m.dim() > 1 for a in adapters)
+
+    @classmethod
+    def forward_batched(
+        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
+    ) -> Tensor:
+        """Return each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
+        return cls.composed_batched(adapters, groups, x, base)
 
     def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return Λ_d A and Λ_b B."""

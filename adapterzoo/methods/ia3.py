@@ -23,12 +23,12 @@ from adapterzoo.anatomy import Role, Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import FACTOR, Choice, Maybe, field
+from adapterzoo.fields import FACTOR, SEED, Choice, Maybe, field
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _ia3_spelling
-from ._init import DTYPE, DTYPES, constant, drawn
+from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._patterns import Modules, matches
 from ._rows import features, restored
 from ._targets import TargetedConfig
@@ -46,6 +46,10 @@ class IA3Config(TargetedConfig):
         alpha: a factor of every vector.
         convention: "paper": the feed-forward vector scales the input of the last layer;
             "adapterhub": the output of the first.
+        dropout: must be 0: there is no low rank on whose way features could be dropped.
+        init_weights: "ia3": ones, so that a fresh adapter changes nothing; "bert": normal values
+            with deviation 0.02; "lora": zeros.
+        init_weights_seed: makes the initial values reproducible, whatever was drawn before.
         feedforward_modules: the layers of `target_modules` whose input is scaled, by names or a
             regular expression, as in PEFT.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
@@ -57,6 +61,9 @@ class IA3Config(TargetedConfig):
     intermediate_lora: bool = True
     r: int = field(1, Choice(1))
     alpha: float = field(1, FACTOR)
+    dropout: float = field(0.0, Choice(0.0))
+    init_weights: str = field("ia3", Choice("ia3", "bert", "lora"))
+    init_weights_seed: int | None = field(None, SEED)
     convention: str = field("paper", Choice("paper", "adapterhub"))
     feedforward_modules: str | tuple[str, ...] | None = field(None, Maybe(Modules()))
     dtype: str | None = field(None, DTYPE)
@@ -74,6 +81,11 @@ class IA3Config(TargetedConfig):
                 f"feed-forward layer has the vector of intermediate_lora at its input. Write "
                 f"intermediate_lora=True, or convention='adapterhub'."
             )
+
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether the vectors start as ones."""
+        return self.init_weights == "ia3"
 
     def _roles(self) -> list[Role]:
         roles = super()._roles()
@@ -105,7 +117,7 @@ class IA3(WeightAdapter):
     def __init__(
         self, config: IA3Config, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the vector of ones.
+        """Make the vector.
 
         Args:
             config: of the adapter.
@@ -126,7 +138,12 @@ class IA3(WeightAdapter):
         self.acts_on = "input" if self.scales_input else "output"  # type: ignore[misc]
         lead = (site.experts,) if site.experts else ()
         width = site.d_in if self.scales_input else site.d_out
-        self.ia3_l = drawn((*lead, width), constant(1.0), device, dtype)
+        fresh = {
+            "ia3": constant(1.0),
+            "bert": normal(0.02, generator(config.init_weights_seed, f"{site.path}{site.role}")),
+            "lora": constant(0.0),
+        }[config.init_weights]
+        self.ia3_l = drawn((*lead, width), fresh, device, dtype)
         self.alpha = config.alpha
 
     def scale(self, dtype: torch.dtype) -> Tensor:

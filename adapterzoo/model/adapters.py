@@ -6,7 +6,8 @@ or replaces adapters with `bring_in`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.contracts import Adapter
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, StateError, listing, unknown_name
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -32,14 +33,25 @@ from adapterzoo.runtime import Plan
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads.embeddings import refuse_own_size
-from .heads.ties import list_ties
+from .heads.ties import leave_groups, list_ties
 from .hf.continuous_batching import refuse_while_batching
 from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
+from .state import (
+    AdaptedModel,
+    AdapterRecord,
+    modules_of,
+    shared_inputs,
+    stacks_of,
+)
 
 # arguments of `forward` that an inner model would ignore as `**kwargs`
-_WHOLE = ("adapter_names", "output_adapter_gating_scores", "output_adapter_fusion_attentions")
+_WHOLE = (
+    "adapter_names",
+    "task_ids",
+    "output_adapter_gating_scores",
+    "output_adapter_fusion_attentions",
+)
 
 
 # --- add and delete ---
@@ -56,6 +68,8 @@ def add(
     check_name(name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
+    if (interface := model._adapter_state.interface) is not None:
+        interface.check_method(loaded)
     refuse_taken(model, name, overwrite_ok)
     for member in loaded.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
@@ -243,6 +257,7 @@ def remove(model: AdaptedModel, name: str) -> None:
             inject.take(backbone.get_submodule(path), name)
             inject.close_entry(backbone, path)
     inject.take_shared(backbone, name, model._active)
+    leave_groups(model, [name])
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)
         if not state.records:
@@ -274,7 +289,8 @@ class _Guard:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         for name in _WHOLE:
-            if kwargs.get(name):
+            given = kwargs.get(name)
+            if given is not None and given is not False:
                 raise StateError(
                     f"{type(module).__name__}.forward({name}=…): a part of the model was called, "
                     f"and only the whole model supports this argument. "
@@ -301,8 +317,19 @@ def is_inside(model: nn.Module) -> bool:
 # --- inspect and move ---
 
 
+def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the number and module of each block."""
+    for block in model.anatomy.blocks:
+        yield block.layer, model._backbone.get_submodule(block.path)
+
+
 def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
     """Return the modules of an adapter: `{block number: {location: module}}`."""
+    records = model._adapter_state.records
+    if isinstance(name, str) and name not in records:
+        # scripts ask in this way whether an adapter is there
+        warnings.warn(str(unknown_name("", "adapter", name, records)), stacklevel=4)
+        return {}
     places = model._adapter_state.find(name).places
     found: dict[int, dict[str, list[nn.Module]]] = {}
     for path, module in modules_of(model, name):

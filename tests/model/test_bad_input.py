@@ -109,7 +109,6 @@ UNKNOWN = {
     "train_adapter": lambda m: m.train_adapter("sts2"),
     "train a stack": lambda m: m.train_adapter(["sst2", "sts2"]),
     "delete_adapter": lambda m: m.delete_adapter("sts2"),
-    "get_adapter": lambda m: m.get_adapter("sts2"),
     "adapter_modules": lambda m: list(m.adapter_modules("sts2")),
     "adapters_config": lambda m: m.adapters_config["sts2"],
     "adapter_to": lambda m: m.adapter_to("sts2", dtype=torch.float64),
@@ -138,6 +137,11 @@ def test_names_that_are_none(model, name):
     for call in (model.delete_adapter, model.get_adapter, model.delete_head, model.merge_adapter):
         with refused(model, UnknownNameError, repr(name), "Known "):
             call(name)
+
+
+def test_an_unknown_adapter_has_no_modules(model):
+    with pytest.warns(UserWarning, match=r"'sts2'.*Did you mean 'sst2'"):
+        assert model.get_adapter("sts2") == {}
 
 
 def test_compositions(model):

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint.files import AGAIN, json_bytes, pickle_bytes, read_json, read_tensors
+from adapterzoo.checkpoint.files import (
+    AGAIN,
+    json_bytes,
+    pickle_bytes,
+    read_json,
+    read_tensors,
+    tensor_bytes,
+)
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo, inexpressible
 from adapterzoo.checkpoint.places import Place, places_of
 from adapterzoo.configs import AdapterConfig
@@ -25,7 +32,7 @@ from .meta import meta_for, meta_in
 from .names import Spot, find_spot, layout_of, name_of, spot_of
 from .read import refuse_quirks
 
-_CONFIG = "adapter_fusion_config.json"
+CONFIG = "adapter_fusion_config.json"
 # of two files with the same tensors the one that cannot hold code goes first
 TENSORS = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin")
 
@@ -47,7 +54,7 @@ def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
         names = metadata["name"].split(",")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise CheckpointError(
-            f"{_CONFIG} has adapter_names={names!r}; it is a list of names. {AGAIN}."
+            f"{CONFIG} has adapter_names={names!r}; it is a list of names. {AGAIN}."
         )
     return names
 
@@ -66,12 +73,12 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
     Raises:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
     """
-    metadata = read_json(folder / _CONFIG)
+    metadata = read_json(folder / CONFIG)
     names = _fused_names(metadata)
     places = _places(info, [config_of(name) for name in names])
     config = metadata.get("config")
     if not isinstance(config, Mapping):
-        raise CheckpointError(f"{_CONFIG} has no 'config' of a fusion. {AGAIN}.")
+        raise CheckpointError(f"{CONFIG} has no 'config' of a fusion. {AGAIN}.")
     name = metadata.get("name") if isinstance(metadata.get("name"), str) else ",".join(names)
     file = next(folder / n for n in TENSORS if (folder / n).is_file())
     containers = {container.name: container for container, _ in places.values()}
@@ -95,7 +102,7 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
 
 
 def encode(
-    info: ModelInfo, checkpoint: Checkpoint, fused: Sequence[AdapterConfig]
+    info: ModelInfo, checkpoint: Checkpoint, fused: Sequence[AdapterConfig], *, safe: bool = False
 ) -> dict[str, bytes]:
     """Return the names and contents of the files to write.
 
@@ -103,6 +110,7 @@ def encode(
         info: of the model.
         checkpoint: the fusion.
         fused: the configs of its adapters.
+        safe: whether tensors are written in safetensors instead of a pickle.
 
     Raises:
         CheckpointError: `adapters` has no fusion in such a model, or computes something else.
@@ -126,8 +134,8 @@ def encode(
     fields = {key: value for key, value in metadata.items() if key != "meta"}
     meta = meta_for(metadata.get("meta") or {})
     return {
-        TENSORS[1]: pickle_bytes(tensors),
-        _CONFIG: json_bytes({**meta, **fields, "version": VERSION}),
+        TENSORS[not safe]: tensor_bytes(tensors, {}) if safe else pickle_bytes(tensors),
+        CONFIG: json_bytes({**meta, **fields, "version": VERSION}),
     }
 
 
