@@ -22,6 +22,7 @@ from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     DuplicateNameError,
+    HubError,
     UnknownNameError,
 )
 
