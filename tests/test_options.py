@@ -54,6 +54,7 @@ VALUES: dict[str, Any] = {
     "rank_pattern": {"query": 2},
     "reduction_factor": 4,
     "target_modules": ["dense"],
+    "task_specific_matrix_type": "linear",
     "tie_word_embeddings": False,
     "vocab_size": 50,
 }
@@ -66,6 +67,7 @@ WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("prefix_tuning", "shared_gating"): {"use_gating": True},
     ("prompt_tuning", "prompt_init_text"): {"prompt_init": "from_string", "prompt_init_text": "a"},
     ("dvora", "alpha"): {"convention": "adapterhub"},
+    ("mtl_lora", "weights_sharpness"): {"n_up_projection": 2},
     ("vera", "alpha"): {"convention": "adapterhub"},
     ("causal_lm", "embedding_size"): {"layers": 2},
     ("question_answering", "activation_function"): {"layers": 2},
@@ -296,6 +298,8 @@ def seen_of_fusion(config: AdapterFusionConfig) -> list[Any]:
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(AdapterFusionConfig)])
 def test_each_field_of_a_fusion_acts_or_is_refused(field):
+    if field == "invertible":
+        pytest.skip("of adapters with an invertible function, see tests/methods/test_invertible.py")
     config = AdapterFusionConfig()
     changes = {field: other(field, getattr(config, field))}
     check_acts(field, seen_of_fusion, lambda: dataclasses.replace(config, **changes), config, {})

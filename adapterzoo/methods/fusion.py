@@ -49,6 +49,8 @@ class AdapterFusionConfig(Config):
         value_before_softmax: whether V acts on each z_i; if not, on their sum.
         value_initialized: whether V starts as the identity.
         dropout_prob: of the scores; None: that of the model's attention.
+        invertible: of invertible functions at the embeddings. "fused": they are fused too, and
+            there is no inverse; "first": that of the first adapter acts, as in adapters.
     """
 
     strings: ClassVar[Registry[Any]] = fusion_configs
@@ -64,6 +66,7 @@ class AdapterFusionConfig(Config):
     value_before_softmax: bool = True
     value_initialized: bool = True
     dropout_prob: float | None = field(None, Maybe(Share(), "that of the model's attention"))
+    invertible: str = field("fused", Choice("fused", "first"), ours=True)
 
 
 @fusion_configs.register("static")

@@ -68,7 +68,8 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
     """
     metadata = read_json(folder / _CONFIG)
     names = _fused_names(metadata)
-    places = _places(info, [config_of(name) for name in names])
+    configs = [config_of(name) for name in names]
+    places = _places(info, configs)
     config = metadata.get("config")
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{_CONFIG} has no 'config' of a fusion. {AGAIN}.")
@@ -88,7 +89,8 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
     described = {
         "name": name,
         "adapter_names": names,
-        "config": dict(config),
+        # adapters fuses no functions of the embeddings
+        "config": {**config, "invertible": "first"} if _at_entry(info, configs) else dict(config),
         "meta": meta_in(metadata),
     }
     return Checkpoint(described, tensors)
@@ -107,7 +109,13 @@ def encode(
     Raises:
         CheckpointError: `adapters` has no fusion in such a model, or computes something else.
     """
-    metadata = checkpoint.metadata
+    metadata = dict(checkpoint.metadata)
+    config = dict(metadata["config"])
+    if config.pop("invertible", "fused") == "fused" and _at_entry(info, fused):
+        raise inexpressible(
+            "adapters fuses no functions of the embeddings: only that of the first adapter acts"
+        )
+    metadata["config"] = config
     layout = layout_of(info)
     tensors: dict[str, Tensor] = {}
     for container, place in _places(info, fused).values():
@@ -129,6 +137,13 @@ def encode(
         TENSORS[1]: pickle_bytes(tensors),
         _CONFIG: json_bytes({**meta, **fields, "version": VERSION}),
     }
+
+
+def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
+    """Return whether any of the fused adapters has a function of the embeddings."""
+    entry = info.anatomy.entry
+    sites = (p.site for config in fused for p in config.placements(info.anatomy))
+    return entry is not None and any(site.path == entry.path for site in sites)
 
 
 def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple[Container, Place]]:
