@@ -118,7 +118,7 @@ def check_acts(
     config: Any,
     plain: dict[str, list[Any]],
 ) -> None:
-    """What is seen of the changed config is something else, or an error or a warning names the field.
+    """What is seen of the changed config is different, or an error or a warning names the field.
 
     `plain` keeps what is seen of configs without the change, by their repr.
     """
@@ -302,6 +302,8 @@ def seen_of_fusion(config: AdapterFusionConfig) -> list[Any]:
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(AdapterFusionConfig)])
 def test_each_field_of_a_fusion_acts_or_is_refused(field):
+    if field == "invertible":
+        pytest.skip("of adapters with an invertible function, see tests/methods/test_invertible.py")
     config = AdapterFusionConfig()
     changes = {field: other(field, getattr(config, field))}
     check_acts(field, seen_of_fusion, lambda: dataclasses.replace(config, **changes), config, {})

@@ -94,8 +94,12 @@ def make_plan(
     if len(parts) > 1 or has_tokens(setup):
         _refuse_routed(model, setup, acting)
     steps: dict[str, Step] = {}
+    entry = model.anatomy.entry
+    names_of = (fuse.name for fuse in fusions_of(setup))
+    first_acts = [n for n in names_of if state.fusions[n].config.invertible == "first"]
     for path, modules in present.items():
-        step = compile_rows(parts, modules, modules.__getitem__)
+        unfused = first_acts if entry is not None and path == entry.path else []
+        step = compile_rows(parts, modules, modules.__getitem__, unfused)
         if step is not None:
             steps[path] = step
     steps.update(model._head_strategy.steps(parts))
