@@ -211,25 +211,29 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
         info: of the model that it was taken from.
 
     Raises:
-        CheckpointError: the format cannot express it, the folder holds a checkpoint of another
-            format, or cannot be written; what was there is still whole.
+        CheckpointError: the format cannot express it, files of another kind of checkpoint in
+            another format would be mixed with it, or the folder cannot be written; what was there
+            is still whole.
         UnknownNameError: there is no such format.
     """
     chosen = formats.find(name)
     if name != "native" and checkpoint.metadata.get("embeddings") is not None:
         raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
     contents = chosen.encode(checkpoint, kind, info)
-    touched = {*contents, *chosen.owned(kind)}
+    stale = {*chosen.owned(kind)}
     with folders.saving(folder):
         for held in KINDS:
             there = of(folder, held)
             if there in (None, name):
                 continue
-            # the other kind may lie beside it, where no file belongs to both
-            if held == kind or touched & {*formats[there].owned(held)}:
+            theirs = {*formats[there].owned(held)}
+            if held == kind:
+                stale |= theirs
+            # the other kind may lie beside it, where no file belongs to both, or go with it
+            elif not theirs <= stale and ({*contents} | stale) & theirs:
                 what = "an adapter" if held == "adapter" else "a head"
                 raise CheckpointError(
                     f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "
                     f"both would be mixed. Write another folder, or empty this one."
                 )
-        folders.replace_files(folder, contents, chosen.owned(kind))
+        folders.replace_files(folder, contents, sorted(stale))
