@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .auto import AutoAdapterModel
-    from .composition import Average, BatchSplit, Fuse, Parallel, Split, Stack
-    from .configs import AdapterConfig, ConfigUnion
+    from .composition import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
+    from .configs import AdapterConfig, ConfigUnion, MultiTaskConfig
     from .errors import AdapterZooError
     from .heads import (
         DependencyParsingHead,
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
         SeqBnConfig,
         SeqBnInvConfig,
     )
+    from .methods.compacter import CompacterConfig, CompacterPlusPlusConfig
     from .methods.dora import DoRAConfig
+    from .methods.dvora import DvoRAConfig
     from .methods.fusion import (
         AdapterFusionConfig,
         DynamicAdapterFusionConfig,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from .methods.ia3 import IA3Config
     from .methods.lora import LoRAConfig
     from .methods.mam import MAMConfig
+    from .methods.mtl_lora import MTLLoRAConfig
     from .methods.prefix_tuning import PrefixTuningConfig
     from .methods.prompt_tuning import PromptTuningConfig
     from .methods.reft import DiReftConfig, LoReftConfig, NoReftConfig, ReftConfig
@@ -59,8 +62,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# where each public name lives; imported when it is first asked for, so that `import adapterzoo`
-# alone costs neither torch nor transformers
+# the module of each public name; imported on first use, so that `import adapterzoo` alone does not
+# import torch or transformers
 _HOMES = {
     "AdapterConfig": "configs",
     "AdapterFusionConfig": "methods.fusion",
@@ -75,12 +78,15 @@ _HOMES = {
     "BOFTConfig": "methods.boft",
     "BatchSplit": "composition",
     "BnConfig": "methods.bottleneck",
+    "CompacterConfig": "methods.compacter",
+    "CompacterPlusPlusConfig": "methods.compacter",
     "ConfigUnion": "configs",
     "DependencyParsingHead": "heads",
     "DiReftConfig": "methods.reft",
     "DoRAConfig": "methods.dora",
     "DoubleSeqBnConfig": "methods.bottleneck",
     "DoubleSeqBnInvConfig": "methods.bottleneck",
+    "DvoRAConfig": "methods.dvora",
     "DynamicAdapterFusionConfig": "methods.fusion",
     "Fuse": "composition",
     "IA3Config": "methods.ia3",
@@ -88,6 +94,9 @@ _HOMES = {
     "LoRAConfig": "methods.lora",
     "LoReftConfig": "methods.reft",
     "MAMConfig": "methods.mam",
+    "MTLLoRAConfig": "methods.mtl_lora",
+    "MultiTask": "composition",
+    "MultiTaskConfig": "configs",
     "MultipleChoiceHead": "heads",
     "NoReftConfig": "methods.reft",
     "ParBnConfig": "methods.bottleneck",
@@ -127,12 +136,15 @@ __all__ = [
     "BOFTConfig",
     "BatchSplit",
     "BnConfig",
+    "CompacterConfig",
+    "CompacterPlusPlusConfig",
     "ConfigUnion",
     "DependencyParsingHead",
     "DiReftConfig",
     "DoRAConfig",
     "DoubleSeqBnConfig",
     "DoubleSeqBnInvConfig",
+    "DvoRAConfig",
     "DynamicAdapterFusionConfig",
     "Fuse",
     "IA3Config",
@@ -140,6 +152,9 @@ __all__ = [
     "LoRAConfig",
     "LoReftConfig",
     "MAMConfig",
+    "MTLLoRAConfig",
+    "MultiTask",
+    "MultiTaskConfig",
     "MultipleChoiceHead",
     "NoReftConfig",
     "ParBnConfig",
@@ -169,7 +184,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         if name.endswith("AdapterModel"):
-            # BertAdapterModel and its like are made when they are asked for
+            # BertAdapterModel and other such classes are made on first use
             return importlib.import_module(".auto", __name__).class_named(name)
         raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

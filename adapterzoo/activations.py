@@ -36,12 +36,12 @@ def gelu_new(x: Tensor) -> Tensor:
 
 
 def gelu_fast(x: Tensor) -> Tensor:
-    """The same formula as `gelu_new`, multiplied out with a rounded constant."""
+    """The formula of `gelu_new`, expanded, with a rounded constant."""
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The same formula as `gelu_new`, in one fused operation."""
+    """The formula of `gelu_new` in one fused operation."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -51,12 +51,12 @@ def gelu_python(x: Tensor) -> Tensor:
 
 
 def gelu_10(x: Tensor) -> Tensor:
-    """GELU cut off at −10 and 10, arXiv:2004.09602."""
+    """GELU clipped to [−10, 10], arXiv:2004.09602."""
     return torch.clip(F.gelu(x), -10, 10)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """Sigmoid-weighted x · σ(1.702 x), a cheap stand-in for GELU."""
+    """Return x · σ(1.702 x), a cheap approximation of GELU."""
     return x * torch.sigmoid(1.702 * x)
 
 

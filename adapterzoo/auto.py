@@ -19,18 +19,18 @@ __all__ = ["AdapterModel", "AutoAdapterModel", "adapter_class", "class_named"]
 
 
 class AutoAdapterModel:
-    """Makes the model with adapters and heads that fits a checkpoint or a config.
+    """Makes a model with adapters and heads for a checkpoint or a config.
 
     ```python
     model = AutoAdapterModel.from_pretrained("bert-base-uncased")  # a BertAdapterModel
     ```
 
-    The class is a subclass of the family's own `PreTrainedModel`, with the base model under the
-    family's `base_model_prefix`; whatever works on a transformers model works on it.
+    Its class is a subclass of the family's own `PreTrainedModel`, with the base model under the
+    family's `base_model_prefix`, so it can be used like any transformers model.
     """
 
     def __init__(self) -> None:
-        """Refuse: the class has no instances.
+        """Raise: the class has no instances.
 
         Raises:
             StateError: always.
@@ -61,7 +61,7 @@ class AutoAdapterModel:
         hub = {k: kwargs[k] for k in HUB_ARGUMENTS if k in kwargs}
         if not isinstance(config, PreTrainedConfig):
             name = pretrained_model_name_or_path if config is None else config
-            # what the config does not take is for the model
+            # arguments that the config does not use are for the model
             model_own = {k: kwargs.pop(k) for k in _MODEL_ARGUMENTS if k in kwargs}
             config, rest = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
             kwargs = {**rest, **hub, **model_own}
@@ -85,14 +85,14 @@ class AutoAdapterModel:
         )
 
 
-# a config would keep these, and the model not see them
+# arguments that a config would keep, so that the model would not get them
 _MODEL_ARGUMENTS = (
     "dtype", "torch_dtype", "quantization_config", "attn_implementation", "output_loading_info",
 )  # fmt: skip
 
 
 def adapter_class(config: PreTrainedConfig) -> type[AdapterModel]:
-    """Return the class for a config, `BertAdapterModel` for a `BertConfig`; the same every time.
+    """Return the class for a config, such as `BertAdapterModel` for a `BertConfig`; cached.
 
     Raises:
         ConfigError: transformers has no base model for this type.

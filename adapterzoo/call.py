@@ -273,7 +273,7 @@ class LayerStackCall(StackCall):
         if len(shape) < 2 or self._bounds() is not None:
             raise StateError(
                 f"a layer got {list(x.shape)}, concatenated sequences, but an active "
-                f"adapter needs [rows, tokens, d_model]. Pass an adapter without gates or "
+                f"adapter needs [rows, tokens, d_model]. Use an adapter without gates or "
                 f"positions, or leave the layer out."
             )
         return shape[0], math.prod(shape[1:])
@@ -333,8 +333,9 @@ def _attended(mask: Any, rows: int, tokens: int, cached: int) -> Tensor | None:
         return None
     seen = mask > _HIDDEN if mask.is_floating_point() else mask != 0
     start = min(cached, keys - tokens)
-    seen = seen[..., start : start + tokens].flatten(1, -2).any(1) if mask.dim() > 2 else seen
-    return seen.expand(rows, -1)[:, -tokens:]
+    if mask.dim() > 2:
+        seen = seen[..., start : start + tokens].flatten(1, -2).any(1)  # [rows or 1, tokens]
+    return seen.expand(rows, -1)[:, -tokens:]  # [rows, tokens]
 
 
 def _has_values(t: Tensor) -> bool:

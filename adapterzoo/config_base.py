@@ -103,6 +103,11 @@ class Config(metaclass=ConfigType):
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
         return construct(cls, cls.__name__, {name: _as_field(v) for name, v in fields.items()})
 
+    @classmethod
+    def _meant(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the class that these fields of a constructor call mean, and its fields."""
+        return cls, fields
+
     def replace(self, **changes: Any) -> Self:
         """Return the same config with some fields changed.
 
@@ -122,8 +127,8 @@ class Config(metaclass=ConfigType):
         """Return the config that a user means.
 
         Args:
-            config: a config; a config string such as `"lora[r=8,alpha=16]"`; a dict as `to_dict`
-                writes it; the path of a JSON file with such a dict; None for the default.
+            config: a config; a config string, `"name"` or `"name[field=value,…]"`; a dict from
+                `to_dict`; the path of a JSON file with such a dict; None for the default.
             **changes: fields to change.
 
         Raises:
@@ -155,7 +160,7 @@ class Config(metaclass=ConfigType):
         if match is None:
             raise ConfigError(
                 f"config={text!r}: not a config string. Write a name, with fields in brackets if "
-                f"any: 'lora[r=8,alpha=16]'."
+                f"any: {_string_example(str(cls.default), cls.load())!r}."
             )
         config: Config = cls.strings.find(match["name"])()
         try:
@@ -167,8 +172,9 @@ class Config(metaclass=ConfigType):
             keywords, fields = None, {}
         if keywords is None or len(fields) < len(keywords):
             raise ConfigError(
-                f"config={text!r}: the brackets hold field=value pairs of plain values, each field "
-                f"once. Write 'lora[r=8,alpha=16]' or 'lora[attn_matrices=[\"q\",\"k\"]]'."
+                f"config={text!r}: the brackets hold field=value pairs, each field once, with "
+                f"values such as 8, True, 'relu' or [1,2]. "
+                f"Write {_string_example(match['name'], config)!r}."
             )
         given = {name: _as_field(value) for name, value in fields.items()}
         return config._changed(f"config={text!r}", given)
@@ -225,6 +231,14 @@ def _read(path: str | os.PathLike[str]) -> Any:
 def _example(cls: type[Config]) -> str:
     kind = cls._kind() or next(iter(cls.kinds or ()), None)
     return f"{{{cls.kind_field!r}: {kind!r}, …}}" if kind else f"{cls.__name__}().to_dict()"
+
+
+def _string_example(name: str, config: Config) -> str:
+    """Return a config string that sets a field, a number if the config has one."""
+    fields = _fields_of(config)
+    plain = [n for n, v in fields.items() if type(v) in (int, float)]
+    plain += [n for n, v in fields.items() if type(v) is bool]
+    return f"{name}[{plain[0]}={fields[plain[0]]!r}]" if plain else name
 
 
 def _fields_of(config: Config) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """The base of adapter configs, their registries, and the union of several.
 
 A config is a frozen, keyword-only dataclass in the file of its method. It declares what its
-fields may hold (`adapterzoo.fields`), returns the places of its adapters (`placements`) and builds
-one (`build`).
+fields may hold (`adapterzoo.fields`), returns the placements of its adapters (`placements`) and
+builds each (`build`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -29,26 +30,61 @@ architectures: Registry[Any] = Registry("architecture", decorates="its config cl
 """The `architecture` of a config on disk → its class."""
 
 config_strings: Registry[Any] = Registry("config string")
-"""The short names, `"lora"`, `"seq_bn"`, …, to the function that makes the config."""
+"""The short names that users write → functions that make the configs."""
 
-# text in quotes, in a config string
+# the classes that `adapters` has as one class, by class
+variants: dict[type[Any], Variant] = {}
+
+# quoted text in a config string
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One adapter to make: the site that gets it, and the config that makes it.
+    """A site and the config of the adapter that it gets.
 
     Attributes:
-        site: where the adapter is.
+        site: the place of the adapter.
         config: builds the adapter.
-        location: its key in `get_adapter`, such as "output_adapter"; the site's role
-            when empty.
+        location: its key in `get_adapter`, such as "output_adapter"; if empty, the site's role.
     """
 
     site: Site
     config: AdapterConfig
     location: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A config class that `adapters` has together with others as one class.
+
+    `LoRAConfig(use_dora=True)` of `adapters` is a config of another class here.
+
+    Attributes:
+        group: what `adapters` calls all of them.
+        fixed: the fields that tell it from the others, with their values.
+        required: the fields that tell it from the others by having a value.
+        constants: other fields of theirs, with the only legal value here.
+        implied: fields of ours where it is written as one of the others.
+    """
+
+    group: str
+    fixed: Mapping[str, Any]
+    required: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def fields(self) -> set[str]:
+        """The names of its fields of theirs."""
+        return {*self.fixed, *self.required, *self.constants}
+
+    def has(self, values: Mapping[str, Any]) -> bool:
+        """Return whether a config with these values is of the class."""
+        return all(
+            type(values.get(name, value)) is type(value) and values.get(name, value) == value
+            for name, value in self.fixed.items()
+        ) and all(values.get(name) is not None for name in self.required)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +107,42 @@ class AdapterConfig(Config):
         {"dropout", "init_weights", "init_weights_seed", "dtype"}
     )
 
+    @classmethod
+    def _meant(cls, fields: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the class that fields of `adapters` mean, and its fields.
+
+        Raises:
+            ConfigError: there is no such method.
+        """
+        own = variants.get(cls)
+        group = {c: v for c, v in variants.items() if own is not None and v.group == own.group}
+        theirs = {name for variant in group.values() for name in variant.fields}
+        defaults = _defaults(cls)
+        extra = theirs & fields.keys() - defaults.keys()
+        if own is None or not extra:
+            return cls, fields
+        values = {**own.fixed, **defaults, **fields}
+        found = [c for c, variant in group.items() if variant.has(values)]
+        if all(own.fixed[name] == fields[name] for name in extra & own.fixed.keys()):
+            found.append(cls)
+        if not found:
+            shown = ", ".join(f"{name}={fields[name]!r}" for name in sorted(extra))
+            raise ConfigError(
+                f"{cls.__name__}({shown}): there is no method with these fields. Methods are "
+                f"{listing(sorted(c.__name__ for c in group))}. Write one of these configs."
+            )
+        meant = max(found, key=lambda c: (len(group[c].required), len(group[c].fixed)))
+        variant, legal = group[meant], _defaults(meant)
+        # what tells the methods apart has been read
+        said = {**variant.fixed, **variant.constants, **(defaults if meant is not cls else {})}
+        kept = {n: v for n, v in fields.items() if n in legal or n not in said or said[n] != v}
+        if meant is not cls:
+            # the fields that were not given have the values of the class that was called
+            same = {name: value for name, value in defaults.items() if name in legal}
+            given = {n: v for n, v in kept.items() if n not in same or same[n] != v}
+            kept = {**same, **variant.implied, **given}
+        return meant, kept
+
     @property
     def starts_as_identity(self) -> bool:
         """Whether a fresh adapter leaves the model's output unchanged, bit for bit."""
@@ -80,7 +152,7 @@ class AdapterConfig(Config):
     def gradients_are_exact(self) -> bool:
         """Whether autograd gives the derivative of the output for every parameter.
 
-        False for a method that treats a part of its formula as a constant on purpose.
+        False for a method that deliberately treats a part of its formula as a constant.
         """
         return True
 
@@ -89,7 +161,7 @@ class AdapterConfig(Config):
         """Return every site of the model that gets an adapter.
 
         Raises:
-            SiteError: nothing in the model fits the request, or some block cannot satisfy it.
+            SiteError: the model, or one of its blocks, lacks the sites.
         """
 
     @abstractmethod
@@ -159,7 +231,7 @@ class AdapterConfig(Config):
 
     @classmethod
     def _parse(cls, text: str) -> Any:
-        # quoted text may contain any characters, also the two that separate configs of a union
+        # quoted text may contain any characters, also the separators of a union
         blank = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
         bars = [match.start() for match in re.finditer(r"\|(?![^\[]*\])", blank)]
         ends = zip([-1, *bars], [*bars, len(text)], strict=True)
@@ -169,11 +241,30 @@ class AdapterConfig(Config):
         return parts[0] if len(parts) == 1 else ConfigUnion(*members)
 
 
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Return the fields of a config class with their defaults."""
+    return {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(cls)
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskConfig(AdapterConfig):
+    """Base of the configs of methods for several tasks, which can share parameters.
+
+    Attributes:
+        shareable: the parameters of each layer that `share_parameters` shares.
+    """
+
+    shareable: ClassVar[tuple[str, ...]] = ()
+
+
 @architectures.register("union")
 @config_strings.register("union")
 @dataclass(frozen=True, kw_only=True)
 class ConfigUnion(AdapterConfig):
-    """Several configs under one adapter name: `ConfigUnion(SeqBnConfig(), LoRAConfig())`."""
+    """Several configs under one adapter name: `ConfigUnion(config, other_config)`."""
 
     architecture: ClassVar[str] = "union"
 
@@ -183,8 +274,8 @@ class ConfigUnion(AdapterConfig):
         """Join the configs.
 
         Args:
-            configs: two or more, none of them a union; an earlier one acts first where two meet
-                at one layer.
+            configs: two or more, none of them a union; if two adapt one layer, the earlier acts
+                first.
 
         Raises:
             ConfigError: fewer than two, or one is not a plain config.
@@ -195,13 +286,13 @@ class ConfigUnion(AdapterConfig):
         if len(configs) < 2 or wrong:
             raise ConfigError(
                 f"ConfigUnion{configs!r}: a union joins two or more configs that are not unions "
-                f"themselves. Write ConfigUnion(SeqBnConfig(), LoRAConfig())."
+                f"themselves. Write ConfigUnion(config, other_config)."
             )
         object.__setattr__(self, "configs", configs)
 
     @property
     def members(self) -> tuple[AdapterConfig, ...]:
-        """The configs that were joined."""
+        """The joined configs."""
         return self.configs
 
     @property
@@ -235,7 +326,7 @@ class ConfigUnion(AdapterConfig):
         if len(kinds) > 1:
             shown = listing("|".join(kind) for kind in sorted(kinds))
             raise CompositionError(
-                f"unions are combined member by member, and these are {shown}. "
+                f"unions are combined member by member, but these are {shown}. "
                 f"Add the adapters with the same methods in the same order."
             )
         members = zip(*unions, strict=True)
@@ -246,7 +337,7 @@ class ConfigUnion(AdapterConfig):
         return {"architecture": "union", "configs": [c.to_dict() for c in self.configs]}
 
     def _changed(self, shown: str, changes: Mapping[str, Any]) -> Self:
-        """Return the union with the changes made in each member."""
+        """Return the union with the changes in each member."""
         return type(self)(*(c._changed(shown, changes) for c in self.configs))
 
     def __repr__(self) -> str:

@@ -32,14 +32,27 @@ class BaseLayer(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the layer's output with the adapters before this one. `x` `[*batch, d_in]`."""
+        """Return the layer's output with the earlier adapters.
+
+        Args:
+            x: `[*batch, d_in]`.
+
+        Returns:
+            `[*batch, d_out]`.
+        """
 
     @abstractmethod
     def original(self, x: Tensor) -> Tensor:
-        """Return the untouched layer's output. `x` `[*batch, d_in]`, result `[*batch, d_out]`.
+        """Return the untouched layer's output.
 
-        Costs nothing after a call of the layer with the same `x`, and is the same object as the
-        result of that call if no earlier adapter acts.
+        After a call of the layer with the same `x` it is not computed again; if no earlier adapter
+        acts, it is the result of that call.
+
+        Args:
+            x: `[*batch, d_in]`.
+
+        Returns:
+            `[*batch, d_out]`.
         """
 
     @property
@@ -54,7 +67,7 @@ class BaseLayer(ABC):
     @property
     @abstractmethod
     def bias(self) -> Tensor | None:
-        """The untouched bias `[d_out]`, None if the layer has none."""
+        """The untouched bias `[d_out]`; None if the layer has none."""
 
     @property
     @abstractmethod
@@ -138,7 +151,7 @@ class Adapter(nn.Module, ABC):
         Not called for an adapter that is loaded from a file.
 
         Args:
-            base: the layer, with its values at hand even where they are offloaded.
+            base: the layer; its values are loaded even if they are offloaded.
         """
 
     def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
@@ -168,14 +181,14 @@ class Adapter(nn.Module, ABC):
             adapters: at least one of this class, of the same layer.
             weights: one for each.
             strategy: the strategy and its options.
-            base: the layer, with its values at hand even where they are offloaded.
+            base: the layer; its values are loaded even if they are offloaded.
 
         Raises:
             CompositionError: the strategy makes no sense for the method.
         """
         if strategy.target != "parameters":
             raise strategy.refusal(f"a {type(self).__name__} adapter has none")
-        self.combine_linearly(dict(self.named_parameters()), adapters, weights, strategy, base)
+        self.combine_linearly(self._tensors(), adapters, weights, strategy, base)
 
     def combine_linearly(
         self,
@@ -185,23 +198,27 @@ class Adapter(nn.Module, ABC):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Fill parameters with θ₀ + Σ wᵢ (θᵢ − θ₀); see `identity_values`.
+        """Fill parameters and buffers with θ₀ + Σ wᵢ (θᵢ − θ₀); see `identity_values`.
 
         Args:
-            names: of the parameters.
+            names: of the tensors.
             adapters: of the same layer.
             weights: one for each.
             strategy: the strategy and its options.
             base: the layer.
         """
         identity = self.identity_values(base)
+        own, others = self._tensors(), [adapter._tensors() for adapter in adapters]
         for name in names:
-            target = self.get_parameter(name)
-            theirs = [upcast(adapter.get_parameter(name), target) for adapter in adapters]
+            target = own[name]
+            theirs = [upcast(tensors[name], target) for tensors in others]
             value = weighted_sum(theirs, weights)
             if name in identity:
                 value = value + (1 - sum(weights)) * upcast(identity[name], target)
             strategy.fill(target, value, name)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters()) | dict(self.named_buffers())
 
     @abstractmethod
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
@@ -241,10 +258,14 @@ class FusibleAdapter(Adapter):
     """An adapter that adds a function of the stream; a fusion can replace that function."""
 
     @abstractmethod
-    def update(self, x: Tensor) -> Tensor:
+    def update(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the adapter's update of `x` `[*batch, d_model]`, same shape; fusions attend to it.
 
         Gates and dropouts are left out.
+
+        Args:
+            x: what the adapter's function reads.
+            base: the layer.
         """
 
     @abstractmethod
@@ -318,7 +339,7 @@ class PositionAdapter(Adapter):
 
 
 Joins: TypeAlias = Literal["inputs", "embeddings"]
-"""What added tokens join: the output of the embedding table, or of the embedding module."""
+"""Where added tokens join: at the output of the embedding table, or of the embedding module."""
 
 
 class PromptAdapter(Adapter):
@@ -330,11 +351,11 @@ class PromptAdapter(Adapter):
     Attributes:
         length: how many tokens.
         after_first: whether they follow the first real token; otherwise they precede it.
-        joins: what they join.
+        joins: where they join.
     """
 
     stacks_only: ClassVar[str] = "the tokens of a prompt"
-    # the outermost at the table: no other adapter there acts on what stands in their places
+    # outermost at the table, so that other adapters there do not act on placeholders
     acts_on = "input"
     reads_call = True
     length: int
@@ -348,7 +369,7 @@ class PromptAdapter(Adapter):
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the layer's output with the tokens inserted, `[rows, tokens, d]`."""
         y = base(x)
-        # the table alone looks words up
+        # outside of a call, the table is only looked up
         at = base.call.added(self.shared_key, x) if base.is_in_call else None  # [rows, length]
         if at is None:
             return y
@@ -384,16 +405,22 @@ class WeightAdapter(Adapter):
 
         Args:
             w: the weight so far, `[d_out, d_in]`, float32 or float64; with several adapters
-                merged one after the other it holds those before.
+                merged one after the other it includes the earlier ones.
             base: the layer; `base.weight` is its untouched weight.
+
+        Returns:
+            `[d_out, d_in]`.
         """
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias, for adapters that change it.
 
         Args:
-            b: the bias so far, `[d_out]`; zeros where the layer has none.
+            b: the bias so far, `[d_out]`; zeros if the layer has none.
             base: the layer.
+
+        Returns:
+            `[d_out]`.
         """
         return b
 
@@ -408,7 +435,7 @@ class SharedInputAdapter(Adapter):
     @property
     @abstractmethod
     def shared_input_key(self) -> tuple[object, ...]:
-        """What two adapters of one class must have in common to share, their devices included."""
+        """Values that two adapters of a class must have in common to share; includes the device."""
 
     @classmethod
     @abstractmethod

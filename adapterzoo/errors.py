@@ -94,7 +94,7 @@ def listing(items: Iterable[object], *, limit: int = _SHOWN) -> str:
 
 
 def unknown_name(subject: str, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """Return the error for a name that is not there: says the known names, the nearest first.
+    """Return the error for an unknown name, with the nearest known name and all others.
 
     Args:
         subject: of the message, e.g. a config; empty below a public function.
@@ -115,7 +115,7 @@ class _Calls(threading.local):
     """The outermost public call of a thread.
 
     Attributes:
-        inside: whether one runs.
+        inside: whether one is running.
         spell: how its caller writes an argument; None: as in Python.
     """
 
@@ -197,7 +197,7 @@ def in_python(text: str, otherwise: str = "") -> str:
 
     Args:
         text: that part.
-        otherwise: what stands there for a reader who writes commands.
+        otherwise: the part for a reader who writes commands.
     """
     return text if _calls.spell is None else otherwise
 

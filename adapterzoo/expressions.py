@@ -1,8 +1,7 @@
-"""A bound for regular expressions from configs, which may come from strangers.
+"""A bound on regular expressions in configs, which may come from untrusted files.
 
-Python's `re` tries one way after another and cannot be stopped: "(a+)+b" takes years on forty
-letters. An expression is refused before it runs if no bound is known for the number of ways, or if
-it is too high.
+Python's `re` backtracks and cannot be stopped: "(a+)+b" takes years on forty letters. An expression
+is refused before it runs if the number of ways to match has no known bound, or too high a one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable
 
-# about a second for one layer, whose path has so many characters
+# about a second for one layer with a path of this length
 _MAX_WAYS = 2e8
 _PATH = 64
 
@@ -26,9 +25,9 @@ def fault(patterns: Iterable[str], length: int = _PATH, texts: int = 1) -> tuple
     """Return the first expression that is not legal and the reason; None if all are legal.
 
     Args:
-        patterns: that are tried one after another on each text.
+        patterns: expressions that are tried on each text.
         length: of a text.
-        texts: how many there are.
+        texts: how many texts there are.
     """
     total = 0.0
     for pattern in patterns:
@@ -46,14 +45,14 @@ def fault(patterns: Iterable[str], length: int = _PATH, texts: int = 1) -> tuple
 
 
 def ways(pattern: str, length: int) -> float:
-    """Return at most how many ways a regular expression can try on a text of this length.
+    """Return a bound on the ways that a regular expression tries on a text.
 
     Args:
-        pattern: need not be legal.
+        pattern: a regular expression, which need not be legal.
         length: of the text.
 
     Returns:
-        Infinity where no bound is known.
+        Infinity if no bound is known.
     """
     plain = _LETTER.sub("a", pattern)
     if _UNBOUNDED.search(plain):
@@ -70,7 +69,7 @@ def ways(pattern: str, length: int) -> float:
         elif len(bars) > 1:
             found *= bars.pop() + 1
     found *= math.prod(count + 1.0 for count in bars)
-    # a binomial, too large for an integer that becomes a float: the shares of the text
+    # the ways to divide the text among the repeats: a binomial, in floats to avoid overflow
     for i in range(repeats):
         found *= (length + 1 + i) / (i + 1)
     return max(found, float(len(pattern)))

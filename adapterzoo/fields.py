@@ -28,12 +28,12 @@ from .errors import ConfigError, listing
 _T = TypeVar("_T")
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-# far above any published use; it stops a typo before it allocates
+# far above any published use; stops typos before they allocate memory
 MAX_WIDTH = 65_536
 
 
 def is_number(value: object, *types: type) -> TypeGuard[float]:
-    """Return whether a value is an int or a float, or of the types; True is neither."""
+    """Return whether a value is an int or a float, or of the given types; bool is neither."""
     return type(value) in (types or (int, float))
 
 
@@ -88,12 +88,12 @@ class Range(Check):
 
     @property
     def legal(self) -> str:  # type: ignore[override]
-        """Both bounds."""
+        """The bounds in words."""
         kind = "a whole number" if self._types == (int,) else "a number"
         return f"{kind} from {self.low} to {self.high}"
 
     def fits(self, value: object) -> bool:
-        """Return whether it lies within the bounds; True is not a number here."""
+        """Return whether it is a number within the bounds."""
         return is_number(value, *self._types) and self.low <= value <= self.high
 
     def nearest(self, value: object, default: object) -> object:
@@ -141,7 +141,7 @@ class Choice(Check):
     """One of a few values."""
 
     def __init__(self, *values: object) -> None:
-        """Take the legal values; the first is suggested where there is no legal default."""
+        """Take the legal values; the first is suggested if the default is not legal."""
         self.values, self.legal = values, f"one of {listing(values)}"
 
     def fits(self, value: object) -> bool:
@@ -167,7 +167,7 @@ class Maybe(Check):
 
     @property
     def legal(self) -> str:  # type: ignore[override]
-        """That of the other check, or None."""
+        """The other check's legal values, or None."""
         return f"{self.check.legal}, or None{' for ' if self.meaning else ''}{self.meaning}"
 
     def fits(self, value: object) -> bool:
@@ -192,7 +192,7 @@ class Either(Check):
 
     @property
     def legal(self) -> str:  # type: ignore[override]
-        """Those of both."""
+        """The legal values of both checks."""
         return f"{self.first.legal}, or {self.second.legal}"
 
     def convert(self, value: object) -> object:
@@ -246,7 +246,7 @@ def field(default: _T, check: Check | None = None, *, ours: bool = False) -> _T:
 
 
 def declared(check: Check | None) -> dict[str, object]:
-    """Return the metadata by which a field without a default declares its check."""
+    """Return the metadata with which a field without a default declares its check."""
     return {} if check is None else {"check": check}
 
 
@@ -277,7 +277,10 @@ def check_fields(config: Any) -> None:
 
 
 class ConfigType(ABCMeta):
-    """Type of config dataclasses: a call with wrong fields raises `ConfigError`."""
+    """Type of config dataclasses: a call with wrong fields raises `ConfigError`.
+
+    A call with fields that mean another class makes a config of that one, see `Config._meant`.
+    """
 
     # type checkers read the signature of the dataclass instead
     if not TYPE_CHECKING:
@@ -288,6 +291,9 @@ class ConfigType(ABCMeta):
             Raises:
                 ConfigError: a field is unknown, missing or without its name.
             """
+            meant, fields = cls._meant(fields)
+            if meant is not cls:
+                return meant(*values, **fields)
             try:
                 return super().__call__(*values, **fields)
             except TypeError:
@@ -330,6 +336,7 @@ def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:
     Raises:
         ConfigError: there is no such field, or a value is not legal.
     """
+    cls, fields = cast("Any", cls)._meant(fields)
     _refuse_wrong_fields(cls, shown, (), fields)
     try:
         return cls(**fields)

@@ -1,4 +1,4 @@
-"""Names that people give to adapters and heads: what is legal, and the one check of it."""
+"""The names of adapters and heads: which are legal, and their check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAKEN = frozenset(dir(nn.ModuleDict()))
 
 
 def check_name(name: object) -> str:
-    """Return the name, when it may be used for an adapter or a head.
+    """Return the name if it is legal for an adapter or a head.
 
     Args:
         name: 1 to 128 characters, at most 200 bytes in UTF-8; no dot, slash, comma or other

@@ -1,4 +1,4 @@
-"""A registry: names, and what is registered under them."""
+"""A registry: names and the objects registered under them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Registry(Mapping[str, T], Generic[T]):
         Args:
             kind: what the entries are, for messages: `"config string"`, `"head type"`; the
                 registry is named by its plural.
-            decorates: what users put the decorator above to add an entry of their own; None if
-                messages shall not suggest it.
+            decorates: the object that users decorate to add an entry; None if messages must not
+                suggest that.
         """
         self.kind = kind
         self._decorates = decorates
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
-        """Return a decorator that enters an object under each of the names.
+        """Return a decorator that registers an object under each of the names.
 
         Raises:
             DuplicateNameError: a name belongs to another object.
@@ -63,7 +63,7 @@ class Registry(Mapping[str, T], Generic[T]):
         raise UnknownNameError(f"{error}{in_python(own)}")
 
     def __getitem__(self, name: str) -> T:
-        """Return the entry of this name, as `find`."""
+        """Return the entry of this name; see `find`."""
         return self.find(name)
 
     def __iter__(self) -> Iterator[str]:

@@ -41,32 +41,34 @@ class Plan:
     """A composition compiled for a model: what each site does in a forward.
 
     Attributes:
-        setup: the composition it was compiled from; None for the plain base model.
+        setup: the composition it was compiled from; None for the base model.
         heads: the heads that run; empty if the plan selects none.
-        steps: site path to what the site evaluates; sites with nothing to do are absent.
-        captures: path of a module to the sites that read its input.
-        shared_inputs: path of a module to those of its layers that read one input: the name of
-            each in the module, and its adapters that can share.
+        steps: path of a site → what it evaluates; sites without active adapters are absent.
+        captures: path of a module → the sites that read its input.
+        shared_inputs: path of a module → those of its layers that read one input.
         skip_layers: numbers of the blocks without adapters.
-        rows: which rows of a batch take which part of the composition; None where all take all.
+        rows: which rows of a batch take which part of the composition; None if all take all.
         stacks: paths of the encoders and decoders whose calls are recorded.
-        exit: path of the entry whose step has an inverse, which acts before the logits; None
-            without one.
-        prompts: the tokens that are added to sequences; None for none.
+        exit: path of the entry whose step has an inverse, which acts before the logits; None if
+            there is none.
+        prompts: the tokens that are added to sequences; None if none are.
     """
 
     setup: Composition | None = None
     heads: tuple[str, ...] = ()
     steps: Mapping[str, Step] = field(default_factory=dict)
     captures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    shared_inputs: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = field(
-        default_factory=dict
-    )
+    shared_inputs: Mapping[str, SharedLayers] = field(default_factory=dict)
     skip_layers: tuple[int, ...] = ()
     rows: RowMap | None = None
     stacks: frozenset[str] = frozenset()
     exit: str | None = None
     prompts: Prompts | None = None
+
+    @property
+    def divides_batch(self) -> bool:
+        """Whether the next call of the model must divide its batch; false inside such a call."""
+        return self.rows is not None and not self.rows.entered
 
 
 class Default:
@@ -76,7 +78,7 @@ class Default:
         """Start with a plan.
 
         Args:
-            plan: None for that of the plain base model.
+            plan: None for that of the base model.
         """
         self.plan = Plan() if plan is None else plan
         # modules that layers of one adapter share, by its name; they are modules of the model
@@ -99,8 +101,8 @@ class Held:
     """The plan of an `AdapterSetup` block.
 
     Attributes:
-        plan: what holds.
-        gone: an adapter of the plan that has been deleted or replaced.
+        plan: the active plan.
+        gone: an adapter of the plan that has been deleted or replaced; None if all are there.
     """
 
     plan: Plan
@@ -115,11 +117,11 @@ class Block:
     """A plan that is active in the calling thread and task until the block ends."""
 
     def __init__(self, default: Default, plan: Plan, owner: object) -> None:
-        """Describe the block; it holds once its context has it.
+        """Describe the block; it takes effect once the context variable holds it.
 
         Args:
             default: of the model.
-            plan: what holds.
+            plan: the plan to activate.
             owner: coroutine of the task that enters it; None outside of tasks.
         """
         self.held = Held(plan)
@@ -141,7 +143,7 @@ class Block:
             self._default.by_tasks = any(b.owner is not None for b in others)
 
 
-# inputs up to this many values are small
+# inputs with up to this many values are small
 FEW = 1 << 14
 
 
@@ -165,7 +167,7 @@ class SharedInput:
         self._waiting: list[tuple[SharedInputAdapter, Tensor, Any]] = []
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return what the adapter, a member or not, computes from x `[*batch, d_in]`."""
+        """Return an adapter's projection of x `[*batch, d_in]`; it need not be a member."""
         kind = type(adapter)
         # for few tokens sharing costs more calls than it saves, except on a GPU, where launches
         # count; training and evaluation do the same, so that without dropout bits are equal
@@ -193,7 +195,7 @@ class CallContext:
     """The state of the running calls of one thread; an entry ends with the call that made it.
 
     Attributes:
-        captures: path of a site to the residual stream on its way from a captured module to it.
+        captures: path of a site → the residual stream, captured for it and not yet read.
         shared_input: the adapters of the running module whose layers read one input.
         reads: running calls of modules that read changed parameters, innermost last, each with
             the parameters that it has built.
@@ -236,7 +238,7 @@ class CallContext:
         return self.stacks[-1].joined if self.stacks else None
 
     def shared(self, key: tuple[str, int | None]) -> nn.Module:
-        """Return what the layers of an adapter share, on this replica.
+        """Return the module that the layers of an adapter share, on this replica.
 
         Args:
             key: name of the adapter, and in a union the number of its config.
@@ -256,10 +258,10 @@ class CallContext:
 
 
 def shared_by(modules: nn.Module | None, key: tuple[str, int | None]) -> nn.Module:
-    """Return what the layers of an adapter share.
+    """Return the module that the layers of an adapter share.
 
     Args:
-        modules: what layers of each adapter share, by its name.
+        modules: the shared modules of all adapters, by name.
         key: name of the adapter, and in a union the number of its config.
     """
     name, member = key
@@ -271,10 +273,10 @@ class Frame(NamedTuple):
     """A running call of an encoder or decoder.
 
     Attributes:
-        call: what it was given.
-        module: that runs.
-        shared: what layers share, where the module holds it.
-        joined: its sequences with the tokens that adapters add; None if none does.
+        call: its recorded arguments.
+        shared: the shared modules of all adapters, if the module holds them.
+        module: the encoder or decoder.
+        joined: its sequences with the tokens that adapters add; None if none are added.
     """
 
     call: RecordedCall
@@ -284,7 +286,7 @@ class Frame(NamedTuple):
 
 
 class ActiveState(threading.local):
-    """What is active, as the calling thread and task see it."""
+    """What is active in the calling thread and task."""
 
     def __init__(self, default: Default) -> None:
         """Start with a default plan; runs again, with the same argument, in each thread.
@@ -315,7 +317,7 @@ class ActiveState(threading.local):
 
     @property
     def held(self) -> Plan | None:
-        """The plan of the running call or of the innermost block; None if the default applies.
+        """The plan of the running call or of the innermost block; None if the default is active.
 
         Raises:
             StateError: an adapter of the block was deleted, or compiled code cannot determine which

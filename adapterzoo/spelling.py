@@ -50,7 +50,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .anatomy import Anatomy, Site, SubLayerKind
-from .configs import AdapterConfig, Placement
+from .configs import AdapterConfig, Placement, Variant, variants
 from .fields import FLAG, Check
 from .registry import Registry
 
@@ -86,7 +86,7 @@ class Container:
             `AdapterConfig.shared`.
         below: the rest of `<path>`, e.g. "reft_layer", "prefix_tuning".
         locations: at "sublayer": the kind of the sub-layer to `Placement.location`.
-        aliases: other names of the container, in older files.
+        aliases: names of the container in older files.
         duplicates: ends of paths under which the file repeats the tensors; ignored.
         in_encoder: at "model": encoder-decoder models keep them under `encoder.`.
         held_by: at "model": whether an adapter of a config has such tensors.
@@ -166,6 +166,8 @@ class AdapterHubSpelling:
         place: adds to the config what only the file's keys show, from its sites.
         unsayable: why AdapterHub's format cannot express a config; None: it can.
         as_flags: the config with its places in AdapterHub's fields; None: impossible.
+        as_another: fields of ours for a config that is written as another class, with the `fixed`
+            fields of this method: `LoRAConfig(use_dora=True)`.
         quirk: model type and placement → what `adapters` computes instead, None if the same.
         fusion_quirk: the same for a fusion of adapters with this config.
     """
@@ -185,6 +187,7 @@ class AdapterHubSpelling:
     place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = _as_asked
     unsayable: Callable[[AdapterConfig], str | None] = lambda _config: None
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
+    as_another: Mapping[str, Any] = field(default_factory=dict)
     quirk: Callable[[str, Placement], str | None] = lambda _model_type, _placement: None
     fusion_quirk: Callable[[AdapterConfig], str | None] = lambda _config: None
 
@@ -355,6 +358,15 @@ def spelled(
             spelling = make(config)
             if isinstance(spelling, AdapterHubSpelling):
                 adapterhub_spellings.register(config.architecture)(spelling)
+                group = spelling.architecture[0]
+                if group is not None and spelling.fixed:
+                    variants[config] = Variant(
+                        group,
+                        spelling.fixed,
+                        spelling.required,
+                        spelling.constants,
+                        spelling.as_another,
+                    )
             else:
                 peft_spellings.register(config.architecture)(spelling)
         return config

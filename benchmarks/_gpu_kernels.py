@@ -179,7 +179,7 @@ def _rotated(v: Operands) -> Tensor:
 
 
 def _rotate(v: Operands) -> Tensor:
-    return butterfly.turned(v["x"], v["blocks"].unsqueeze(0))
+    return butterfly.rotated(v["x"], v["blocks"].unsqueeze(0))
 
 
 def _bottleneck(v: Operands) -> Tensor:

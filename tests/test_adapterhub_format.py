@@ -402,7 +402,7 @@ def test_the_feed_forward_layers_have_each_others_names_in_llama(tiny, tmp_path)
 ZOO = [
     pytest.param(SHARED / family / method, id=f"{family}-{method}")
     for family in ("bert", "roberta", "gpt2", "llama", "t5", "vit")
-    for method in ("vera", "vera_kv", "noreft", "loreft", "loreft_prefix")
+    for method in ("vera", "vera_kv", "dvora", "dvora_kv", "noreft", "loreft", "loreft_prefix")
     if (SHARED / family / method).is_dir()
 ]
 INPUTS = {"attention_mask", "decoder_input_ids", "input_ids", "pixel_values"}

@@ -21,16 +21,13 @@ RECORD = json.loads((Path(__file__).parent / "data" / "adapters_signatures.json"
 
 # methods of theirs that are not here
 ABSENT = {
-    "embeddings beside the model's own": (
-        "active_embeddings", "add_embeddings", "delete_embeddings", "freeze_embeddings",
-        "load_embeddings", "loaded_embeddings", "save_embeddings", "set_active_embeddings",
-    ),
+    "the input embeddings are frozen like any other part": ("freeze_embeddings",),
     "machinery that is not needed where no model is rewritten": (
         "apply_to_adapter_layers", "apply_to_basemodel_childs", "forward_context",
-        "has_parallel_adapters", "init_adapters", "iter_layers", "model_name", "supports_adapter",
+        "has_parallel_adapters", "init_adapters", "model_name", "supports_adapter",
     ),
-    "prefix tuning and parameters that adapters share": (
-        "eject_prefix_tuning", "set_shared_parameters", "share_parameters", "unshare_parameters",
+    "prefix tuning and modules that layers share": (
+        "eject_prefix_tuning", "set_shared_parameters",
     ),
     "made by the configs of heads: add_prediction_head_from_config": (
         "add_prediction_head", "head_type",
@@ -43,11 +40,8 @@ ABSENT = {
 }  # fmt: skip
 
 # methods with an embedding, prefix or reparametrisation of their own, none of which is here
-ABSENT_CONFIGS = {
-    "CompacterConfig", "CompacterPlusPlusConfig",
-    "DvoRAConfig", "MTLLoRAConfig",
-}  # fmt: skip
-ABSENT_BLOCKS = {"AdapterCompositionBlock", "MultiTask"}
+ABSENT_CONFIGS: set[str] = set()
+ABSENT_BLOCKS = {"AdapterCompositionBlock"}
 
 # arguments of theirs that are not here: given by name they are an error, never left unread
 GONE = {
@@ -65,24 +59,26 @@ GONE = {
     "model_name_or_path": "path",
     "*model_args": "from_pretrained of transformers takes all by name",
     "architecture": "one class for each method",
-    "composition_mode": "the class of the method says it",
-    "use_dora": "DoRAConfig",
-    "vera_d": "VeraConfig",
-    "vera_b": "VeraConfig",
+    "composition_mode": "LoRAConfig(composition_mode=…) makes a config of another class",
+    "use_dora": "the same",
+    "vera_d": "the same",
+    "vera_b": "the same",
 }
 
 # (where, argument) whose default or place is another
 OTHER = {
     ("forward_head", "return_dict"): "True, as in the forward of every model of transformers 5",
     ("DoRAConfig", "use_gating"): "gates are of LoRA alone",
+    ("DvoRAConfig", "use_gating"): "the same",
     ("IA3Config", "use_gating"): "the same",
+    ("MTLLoRAConfig", "use_gating"): "the same",
     ("VeraConfig", "use_gating"): "the same",
-    ("IA3Config", "dropout"): "there is no low rank on whose way features could be dropped",
-    ("IA3Config", "init_weights"): "all vectors start as ones",
-    ("IA3Config", "init_weights_seed"): "the same",
     ("VeraConfig", "init_weights"): "A and B are drawn as in the paper",
     ("VeraConfig", "init_weights_seed"): "projection_prng_key",
     ("VeraConfig", "r"): "256, as in the paper and PEFT",
+    ("DvoRAConfig", "init_weights"): "A and B are drawn as in the paper",
+    ("DvoRAConfig", "init_weights_seed"): "projection_prng_key",
+    ("DvoRAConfig", "r"): "256, as VeRA",
 }
 
 

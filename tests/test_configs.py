@@ -184,11 +184,12 @@ def test_every_class_is_checked_by_the_table_of_its_fields():
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("lora[r=8", "lora[r=8,alpha=16]"),
-        ("lora]", "lora[r=8,alpha=16]"),
-        ("", "lora[r=8,alpha=16]"),
-        ("seq_bn|", "lora[r=8,alpha=16]"),
+        ("lora[r=8", "seq_bn[reduction_factor=16]"),
+        ("lora]", "seq_bn[reduction_factor=16]"),
+        ("", "seq_bn[reduction_factor=16]"),
+        ("seq_bn|", "seq_bn[reduction_factor=16]"),
         ("lora[8]", "field=value"),
+        ("lora[8]", "Write 'lora[r=8]'."),
         ("lora[r=8,r=9]", "field=value"),
         ("lora[r=]", "field=value"),
         ("lora[r=8)+f(r=9]", "field=value"),

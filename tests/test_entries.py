@@ -140,7 +140,7 @@ def test_an_overwritten_adapter_is_replaced_at_the_entry(shift):
 ALBERT = {"embedding_size": 8, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 20}
 WITHOUT = {
     "several times": lambda: AlbertModel(AlbertConfig(**ALBERT, num_hidden_layers=2)),
-    "stand in lists": lambda: XLMModel(XLMConfig(vocab_size=20, emb_dim=16, n_layers=2, n_heads=2)),
+    "are in lists": lambda: XLMModel(XLMConfig(vocab_size=20, emb_dim=16, n_layers=2, n_heads=2)),
     "no blocks": lambda: ResNetModel(ResNetConfig(hidden_sizes=[8], depths=[1])),
 }
 

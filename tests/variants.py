@@ -5,6 +5,7 @@ from __future__ import annotations
 from adapterzoo import methods as _methods  # noqa: F401  registers the architectures
 from adapterzoo.configs import AdapterConfig, architectures
 
+_OWN_RULES = "shared_phm_rule=False,learn_phm=False,shared_W_phm=True,factorized_phm_W=False"
 # a method that is not here is tried with its defaults
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "lora": ("lora[dropout=0.1]", "lora[lora_bias=True,use_gating=True]"),
@@ -18,6 +19,10 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
         "adapter_plus[init_weights='bert']",
         # a function in front of the first block, and what it shares with heads
         "seq_bn_inv[non_linearity='tanh']",
+        # a rule that all layers share, and matrices in two factors
+        "compacter[reduction_factor=4]",
+        # frozen rules of their own, W that all layers share, and a function in front
+        f"compacter++[{_OWN_RULES},inv_adapter='nice',inv_adapter_reduction_factor=2]",
     ),
     "union": ("lora[dropout=0.1]|par_bn",),
 }

@@ -2,7 +2,7 @@
 
 `find(model)` gives every linear layer of every transformer block a role out of one small closed
 set, and finds the *stream sites* that a bottleneck needs: the module whose output is added to
-the residual stream, the module that reads the stream, the norm behind the addition.
+the residual stream, the module that reads the stream, and the norm after the addition.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from .sites import (
     MLP_ROLES,
     ROLES,
     Anatomy,
-    Attention,
     Block,
     Kind,
     OutputSlice,
@@ -33,7 +32,6 @@ __all__ = [
     "MLP_ROLES",
     "ROLES",
     "Anatomy",
-    "Attention",
     "Block",
     "Kind",
     "OutputSlice",

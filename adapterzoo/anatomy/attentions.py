@@ -1,9 +1,8 @@
-"""Attention sites: attention modules that can be given keys and values beside their own.
+"""Attention sites: attention modules that accept keys and values in addition to their own.
 
-transformers 5 lets an attention module look its function up by the config's name for it. Such a
-module can be given a function of ours. Of those that compute attention by themselves, `INLINE`
-lists the ones whose operations can be followed. Linear attention has no keys that a prefix could
-join.
+In transformers 5 an attention module looks up its function by a name in its config, so that we can
+replace the function. Other modules compute attention themselves; `INLINE` lists those whose
+operations can be followed. Linear attention has no keys that a prefix could join.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from .names import below
-from .sites import Attention, Block, Site
-from .tree import Tree
+from .names import below, joined
+from .sites import Block, Site
+from .tree import Tree, number
 
 # the table of attention functions, by its name in the code of a forward
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -27,9 +26,9 @@ _WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size",
 _COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_heads_per_partition")
 # state-space and linear attention, by class
 _LINEAR = re.compile(r"DeltaNet|DeltaAttention|Linear\w*Attention|LightningAttention|Rwkv|[mx]LSTM")
-# keys that are repeated before the function gets them: class to the attribute that says how often
+# classes that repeat keys before the function gets them → the attribute with the number of times
 _REPEATED = {"JetMoeAttention": "top_k"}
-# attention that computes its scores by itself, in operations that `inject.inline` follows, by class
+# classes that compute their scores themselves, in operations that `inject.inline` follows
 INLINE = frozenset(
     (
         "BarkSelfAttention", "BloomAttention",
@@ -50,7 +49,7 @@ INLINE = frozenset(
 )  # fmt: skip
 
 
-def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Attention, ...], str]:
+def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...], str]:
     """Return the attention modules in the blocks that can take a prefix, in model order.
 
     Args:
@@ -58,18 +57,18 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Attention,
         blocks: its blocks.
 
     Returns:
-        The modules; and why some block's attention is not among them, empty if none is missing.
+        The modules; and why the attention of some block is missing, empty if none is.
     """
-    found: list[Attention] = []
+    found: list[Site] = []
     missing = ""
     for block in blocks:
-        own: list[Attention] = []
+        own: list[Site] = []
         linear: list[str] = []
         for path, module in tree.branch(block.path).modules:
-            whole = f"{block.path}.{path}" if path and block.path else path or block.path
+            whole = joined(block.path, path)
             if _LINEAR.search(type(module).__name__):
                 linear.append(whole)
-            # a block of parallel lists has parts of the model's modules
+            # a block of parallel lists holds other blocks' modules too
             if not _reads(block, whole, module):
                 continue
             made = _attention(tree, block, whole, module)
@@ -100,13 +99,13 @@ def _reads(block: Block, path: str, module: nn.Module) -> bool:
 
 @functools.cache
 def _is_known(cls: Any) -> bool:
-    # a module with adapters has a class of its own
+    # a module with adapters has a subclass of its class
     return any(c.__name__ in INLINE for c in cls.__mro__)
 
 
 @functools.cache
 def _looks_up(cls: Any) -> bool:
-    # also that of a base class: a module with adapters has a class of its own
+    # base classes too: a module with adapters has a subclass of its class
     return any(_TABLE in code.co_names for code in _forwards(cls))
 
 
@@ -117,51 +116,46 @@ def _forwards(cls: type) -> Iterator[CodeType]:
             yield forward.__code__
 
 
-def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Attention | str:
-    """Return what is known of a module; or why its keys and values have no known shape."""
+def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Site | str:
+    """Return the attention site of a module, or why the shape of its keys and values is unknown."""
     inside = [s for s in (*block.sites, *block.parts) if below(s.path, path)]
     key = _projection(inside, "key")
-    count = _number(module, *_COUNTS)
-    width = _number(module, *_WIDTHS)
+    count = number(module, *_COUNTS)
+    width = number(module, *_WIDTHS)
     if width is None and key is not None and count:
         width = key.d_out // count
     if width is None:
         return "it does not say how wide a head is"
-    heads = _number(module, "num_key_value_heads")
-    value_width = _number(module, "v_head_dim")
+    heads = number(module, "num_key_value_heads")
+    value_width = number(module, "v_head_dim")
     if value_width is None:
         value_width = width
     if key is not None and key.output_slice is None and not key.d_out % width:
         heads = key.d_out // width
     elif value_width != width:
-        # keys and values are made of a latent one: as many as there are queries
+        # keys and values come from a latent state and have as many heads as the queries
         heads = count
     elif key is not None and not key.d_out % width:
         heads = key.d_out // width
     if heads is None:
-        # keys that an earlier block has computed
-        told = tree.branch(path).setting("", "num_key_value_heads")
-        heads = told if isinstance(told, int) else None
+        # an earlier block has computed the keys
+        heads = tree.branch(path).setting("", "num_key_value_heads")
     if not heads:
         return "it does not say how many heads its keys have"
-    return Attention(
+    return Site(
         path=path,
+        role="other",
         layer=block.layer,
         stack=block.stack,
+        kind="attention",
+        d_in=block.d_model,
+        d_out=block.d_model,
         cross=any(s.cross for s in inside),
-        d_model=block.d_model,
-        heads=heads * (_number(module, _REPEATED.get(type(module).__name__, "")) or 1),
-        key_width=width,
-        value_width=value_width,
+        heads=heads * (number(module, _REPEATED.get(type(module).__name__, "")) or 1),
+        head_widths=(width, value_width),
     )
 
 
 def _projection(inside: Iterable[Site], role: str) -> Site | None:
     named = [s for s in inside if s.role == role]
     return next((s for s in named if s.output_slice is None), named[0] if named else None)
-
-
-def _number(module: nn.Module, *names: str) -> int | None:
-    """Return the first of the attributes that is a whole number."""
-    found = (getattr(module, name, None) for name in names)
-    return next((number for number in found if isinstance(number, int)), None)

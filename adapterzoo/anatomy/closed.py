@@ -1,4 +1,4 @@
-"""Models that cannot have an adapter at their first block, or added tokens behind their embeddings.
+"""Models that cannot have an adapter at the first block, or tokens that join the embeddings.
 
 The keys are `config.model_type` of the whole model; the values say why.
 """
@@ -13,11 +13,11 @@ _BOXES = "its first block embeds boxes, which a call may lack"
 
 NO_ENTRY: Mapping[str, str] = {
     "albert": "its first block runs several times in one call",
-    "maskformer": "its first block is given zeros, not embeddings",
-    "mimi": "what its encoder returns is quantized, which no gradient passes",
+    "maskformer": "its first block gets zeros, not embeddings",
+    "mimi": "its encoder's output is quantized, which no gradient passes",
     "sam3": _BOXES,
     "sam3_lite_text": _BOXES,
-    "vitdet": "its first block is given features before places of the image",
+    "vitdet": "its first block gets [rows, d_model, height, width]",
 }
 
 _GRID = "its blocks read a grid of patches"
@@ -31,16 +31,16 @@ NO_TOKENS: Mapping[str, str] = {
     "granite_docling_vision": _GRID,
     "hunyuan_vl_vision": _PACKED,
     "levit": _GRID,
-    "longformer": "it fills its tokens up to whole windows before it embeds them",
+    "longformer": "it pads its tokens to whole windows before it embeds them",
     "mimi_encoder": _CHANNELS,
     "minicpm_ocr_vision": _PACKED,
     "minicpmv4_7_vision": _PACKED,
     "pocket_tts_audio_tokenizer_encoder": _CHANNELS,
-    "qwen3_asr_encoder": "it embeds audio in chunks, which it joins afterwards",
+    "qwen3_asr_encoder": "it embeds audio in chunks, which it then joins",
     "swiftformer": _GRID,
     "timesformer": _GRID,
     "videoprism": "its embeddings add a token of their own",
-    "vilt": "its embeddings put words and patches together",
+    "vilt": "its embeddings join words and patches",
     "vitdet": _GRID,
     "yolos": "its blocks add positions to the patches",
 }

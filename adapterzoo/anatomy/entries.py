@@ -1,7 +1,7 @@
-"""The entry of a model: what the first block is given, the embeddings with all that is added.
+"""The entry of a model: the input of its first block, the finished embeddings.
 
-It is found by the blocks only, so that it does not matter of which modules embeddings
-consist, and whether a caller gives `inputs_embeds` in their place.
+The blocks alone determine it, so that the structure of the embeddings does not matter, nor whether
+a caller passes `inputs_embeds`.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from .sites import Block, Site
 from .tokens import input_embeddings_of
 from .tree import Tree
 
-# the child of the block while it has an adapter
+# name of the block's child that holds the adapters
 NAME = "entry"
 
 
 def entry_of(tree: Tree, blocks: Sequence[Block]) -> tuple[Site | None, str]:
     """Return the entry: the input of the first block of the stack that the embeddings feed.
 
-    In an encoder-decoder it is that of the encoder.
+    In an encoder-decoder this is the encoder.
 
     Args:
         tree: of the model.
         blocks: its blocks.
 
     Returns:
-        The site, None without one; and the reason for that.
+        The site, or None; and the reason if it is None.
     """
     first = _first_block(tree, blocks)
     if first is None:
         return None, "it has no blocks"
     path = tree.children(first.stack)[0]
     if path != first.path and first.path not in tree.children(first.stack):
-        return None, "the parts of its blocks stand in lists, and no module is a block"
+        return None, "the parts of its blocks are in lists, and no module is a block"
     if closed := reason(NO_ENTRY, tree):
         return None, closed
     width = first.d_model
     read = _reads(first)
     others = {_reads(block) for block in blocks if block.stack == first.stack} - {0, read}
     if not width or (others and read not in (0, width)):
-        return None, f"what {first.path!r} reads has another width than what it returns"
+        return None, f"input and output of {first.path!r} differ in width"
     site = Site(f"{path}.{NAME}", "other", -1, first.stack, "entry", width, width)
     return site, ""
 
 
 def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
-    """Return the first block, as far as it was read, of the stack that the embeddings feed."""
+    """Return the first block of the stack that the embeddings feed."""
     stacks = list(dict.fromkeys(block.stack for block in blocks))
     root = tree.modules[""]
     if getattr(getattr(root, "config", None), "is_encoder_decoder", False):
@@ -59,13 +59,13 @@ def _first_block(tree: Tree, blocks: Sequence[Block]) -> Block | None:
     def near(stack: str) -> tuple[int, int]:
         return nearness(stack, embedding), -stack.count(".")
 
-    # of those equally near the first: stages of a pyramid, or an encoder before its decoder
+    # the first of equally near ones: stages of a pyramid, or an encoder before its decoder
     stack = max(stacks, key=near, default=None)
     return next((b for b in blocks if b.stack == stack), None)
 
 
 def _reads(block: Block) -> int:
-    """Return width of what the attention of a block reads, 0 without attention."""
+    """Return the input width of a block's attention; 0 if it has none."""
     return next((site.d_in for site in block.sites if site.role in ("query", "qkv")), 0)
 
 

@@ -1,8 +1,8 @@
-"""Fused layers: which rows of their output are query, key, value, gate and input.
+"""Fused layers: which output features are query, key, value, gate and input.
 
 Sizes come from the block itself (the output projection of attention reads as many features as
-the query has) and, where heads are interleaved, from the configuration. A layout that does not
-add up to the layer's `d_out` gives no parts: a wrong part would be worse than none.
+the query has) and, if heads are interleaved, from the configuration. A layout whose sizes do not
+add up to the layer's `d_out` is ignored: a wrong part would be worse than none.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from .sites import OutputSlice, Role, Site
 from .tree import Branch
 
 Split = Mapping[Role, OutputSlice]
-# (the fused layer, features that leave the heads, the block) → its parts
+# the fused layer, the width of attention's output, and the block → the layer's parts
 Layout = Callable[[Site, int, Branch], Split]
 
 
 def parts_of(site: Site, sites: tuple[Site, ...], branch: Branch, row: Row) -> Iterator[Site]:
-    """Yield the parts of a fused layer as sites; nothing for a plain layer or an unknown layout.
+    """Yield the parts of a fused layer as sites; none if it is not fused or its layout is unknown.
 
     Args:
         site: the layer, with its path below the block.
         sites: all layers of the block.
         branch: the block.
-        row: what the table says of the architecture.
+        row: the table's entry for the architecture.
     """
     inner = _inner(site, sites)
-    for role, rows in _split(site, inner, branch, row).items():
-        if rows.groups * rows.width == site.d_out and 0 <= rows.start < rows.stop <= rows.width:
-            yield dataclasses.replace(site, role=role, d_out=rows.size, output_slice=rows)
+    for role, part in _split(site, inner, branch, row).items():
+        if part.groups * part.width == site.d_out and 0 <= part.start < part.stop <= part.width:
+            yield dataclasses.replace(site, role=role, d_out=part.size, output_slice=part)
 
 
 def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
@@ -49,7 +49,7 @@ def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
 
 
 def _inner(site: Site, sites: tuple[Site, ...]) -> int:
-    """Return the number of features that the next projection reads: d_in of the nearest one."""
+    """Return d_in of the projection that reads the layer's result, the nearest one by path."""
     behind = "attention_out" if site.role == "qkv" else "mlp_out"
     outs = [s for s in sites if s.role == behind and s.kind == site.kind]
     near = max(outs, key=lambda s: nearness(s.path, site.path), default=None)
@@ -57,7 +57,7 @@ def _inner(site: Site, sites: tuple[Site, ...]) -> int:
 
 
 def _consecutive(roles: tuple[Role, ...], sizes: tuple[int, ...], groups: int = 1) -> Split:
-    """Return parts that follow one another in each group, with these sizes in one group."""
+    """Return consecutive parts of these sizes in each group."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return {
         role: OutputSlice(groups, ends[-1], end - size, end)
@@ -70,13 +70,13 @@ def _heads(site: Site, branch: Branch) -> int:
 
 
 def _contiguous(site: Site, inner: int, branch: Branch) -> Split:
-    """`[q | k | v]`; k and v are narrower where heads share them."""
+    """`[q | k | v]`; k and v are narrower if heads share them."""
     shared = (site.d_out - inner) // 2
     return _consecutive(("query", "key", "value"), (inner, shared, shared))
 
 
 def _per_head(site: Site, inner: int, branch: Branch) -> Split:
-    """`[q | k | v]` for the first head, then for the next."""
+    """`[q | k | v]` for each head."""
     heads = _heads(site, branch)
     if not heads:
         return {}
@@ -85,13 +85,13 @@ def _per_head(site: Site, inner: int, branch: Branch) -> Split:
 
 
 def _bigcode(site: Site, inner: int, branch: Branch) -> Split:
-    """Return all queries followed by one key and one value for all heads, or those of each head."""
+    """All queries, then one key and one value for all heads; or `[q | k | v]` for each head."""
     shared = branch.setting(site.path, "multi_query")
     return (_contiguous if shared else _per_head)(site, inner, branch)
 
 
 def _falcon(site: Site, inner: int, branch: Branch) -> Split:
-    """Three generations: per group of heads, one key and value for all, or per head."""
+    """`[q | k | v]` for each group of heads; older models as `_bigcode`."""
     heads = _heads(site, branch)
     if not heads:
         return {}
@@ -104,7 +104,7 @@ def _falcon(site: Site, inner: int, branch: Branch) -> Split:
 
 
 def _equal(*roles: Role, groups: int = 1) -> Layout:
-    """Return parts of equal width in each group."""
+    """Return the layout with parts of equal width in each group."""
 
     def layout(site: Site, inner: int, branch: Branch) -> Split:
         size = site.d_out // groups // len(roles)
@@ -114,7 +114,7 @@ def _equal(*roles: Role, groups: int = 1) -> Layout:
 
 
 def _one_for_both(site: Site, inner: int, branch: Branch) -> Split:
-    """Return the same features are key and value."""
+    """The same features are key and value."""
     return dict.fromkeys(("key", "value"), OutputSlice(1, site.d_out, 0, site.d_out))
 
 
@@ -153,7 +153,7 @@ def _gated_linear_attention(site: Site, inner: int, branch: Branch) -> Split:
 
 
 def _levit(site: Site, inner: int, branch: Branch) -> Split:
-    """Narrow keys and wide values for each head; queries may have a layer of their own."""
+    """Narrow keys and wide values for each head; queries may have a separate layer."""
     owner = branch.by_path[site.path.split(".")[0] if "module" in site.path else ""]
     heads, size = getattr(owner, "num_attention_heads", 0), getattr(owner, "key_dim", 0)
     if not heads or not size:
@@ -165,7 +165,7 @@ def _levit(site: Site, inner: int, branch: Branch) -> Split:
 
 
 def _gate_in_by_turns(site: Site, inner: int, branch: Branch) -> Split:
-    """Gate and input alternate feature by feature."""
+    """Gate and input features alternate."""
     return _consecutive(("mlp_gate", "mlp_in"), (1, 1), site.d_out // 2)
 
 

@@ -1,4 +1,4 @@
-"""How names are matched, and how near two paths are."""
+"""Matching of names and comparison of paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def tail(*names: str) -> re.Pattern[str]:
-    """Matches paths that end in one of the names (each a regular expression)."""
+    """Return a pattern for paths that end in one of the names, each a regular expression."""
     # some models wrap each linear in a module of its own: `q_proj.linear`
     return re.compile(rf"(?:^|\.)(?:{'|'.join(names)})(?:\.linear)?$")
 
@@ -21,8 +21,13 @@ def leaf(path: str) -> str:
     return path.rpartition(".")[2]
 
 
+def joined(owner: str, path: str) -> str:
+    """Return the path below the root of a path below an owner; either may be empty."""
+    return f"{owner}.{path}" if owner and path else owner or path
+
+
 def below(path: str, root: str) -> bool:
-    """Return whether the path is the root's or leads through it."""
+    """Return whether the path is the root or below it."""
     return not root or path == root or path.startswith(f"{root}.")
 
 
@@ -37,6 +42,6 @@ def common(one: str, other: str) -> str:
 
 
 def nearness(one: str, other: str) -> int:
-    """Return how many names the two paths have in common from the start."""
+    """Return how many names two paths share at the start."""
     shared = common(one, other)
     return shared.count(".") + 1 if shared else 0

@@ -1,4 +1,4 @@
-"""How the norms around the sub-layers are called, and what else stands on the way to the stream.
+"""Names of the norms around sub-layers, and of other modules between a sub-layer and the stream.
 
 Names are read as paths below the block; a pattern must match the end of the path.
 """
@@ -14,8 +14,8 @@ from .sites import SubLayerKind
 NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
 NORM_NAME = re.compile(r"(norm|(^|_)ln)(_?\d+)?$|^ln_|^norm|layer_?norm", re.IGNORECASE)
 
-# where a norm stands: in front of its sub-layer, on the sub-layer's output, behind the
-# addition; "at": in front or behind, which only the block's style decides
+# the place of a norm: before its sub-layer, on the sub-layer's output, or after the addition;
+# "at": before or after, depending on the style of the block; "after": depending on other norms
 Place = Literal["pre", "branch", "post", "at", "after"]
 
 NORM_PLACES: tuple[tuple[re.Pattern[str], Place, SubLayerKind], ...] = (
@@ -65,23 +65,23 @@ NORM_PLACES: tuple[tuple[re.Pattern[str], Place, SubLayerKind], ...] = (
 
 NUMBERED = re.compile(r"^(?!post)\w*(?:norm|ln)_?[1-4]$")
 
-# norms inside of attention or of the feed-forward part: not of the stream
+# norms inside attention or the feed-forward part, which are not on the stream
 INNER_NORM = re.compile(
     r"^(q|k|kv|q_a|kv_a|o|v|inner_attn|ffn|attn_sub|ffn_sub|multihead)_|^norm$|expert"
 )
 
-# what changes a sub-layer's output in front of the addition, beside norms: learned gains and
-# short convolutions
+# other modules that change a sub-layer's output before the addition: learned gains and short
+# convolutions
 SCALES: tuple[tuple[re.Pattern[str], SubLayerKind], ...] = (
     (tail("layer_scale1", "self_attn_layer_scale", "post_attention_convolution"), "attention"),
     (tail("layer_scale2", "mlp_layer_scale", "post_mlp_convolution"), "mlp"),
 )
 
-# a projection that carries the stream itself to another width, beside attention (Hiera)
+# a projection of the stream itself to another width, parallel to attention (Hiera)
 WIDENING = re.compile(r"^proj$")
 WIDENED = "the residual path beside attention is a projection to another width"
 
-# a norm behind the last block: beside the stack, and not one of the embedding
+# a norm after the last block: next to the stack, and not part of the embeddings
 FINAL_NORM = re.compile(
     r"^(?!.*emb)(?!.*(pre|input))(\w*layer_?norm\w*|\w*norm|ln_f|ln_post|norm_f|final_\w*norm)$",
     re.IGNORECASE,

@@ -1,4 +1,4 @@
-"""The tables of anatomy: how layers are called, and the architectures that differ.
+"""The tables of anatomy: the usual names of layers, and the architectures that differ.
 
 Names are read as paths below the block, e.g. `attention.self.query`. A pattern must match the
 end of the path; dimensions then confirm what the name says. `ARCHITECTURES` holds one row for
@@ -15,7 +15,7 @@ from .names import tail
 from .norms import Place
 from .sites import Role, SubLayerKind
 
-# layers that steer, gate, route or encode positions: never a role, whatever their last name
+# layers that steer, gate, route or encode positions: they have no role, whatever their last name
 ASIDE = re.compile(
     r"(^|\.)(\w*indexer|compressor|forget_gate|router\w*|gateway|altup|laurel|ple_block|\w+_hc"
     r"|\w*rel\w*_pos\w*|relative\w*|continuous_position_bias_mlp|adapter_modules"
@@ -23,7 +23,7 @@ ASIDE = re.compile(
     r"|per_layer_\w+|\w+_sconv|shared_expert_gate|prompt_encoder|bottleneck)(\.|$)"
 )
 
-# projections of attention: these names are unambiguous, and tell where attention is
+# input projections of attention: these names are unambiguous and show where attention is
 ATTENTION_IN: tuple[tuple[Role, re.Pattern[str]], ...] = (
     (
         "query",
@@ -56,14 +56,14 @@ ATTENTION_IN: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ),
 )  # fmt: skip
 
-# the way out of attention, looked for only where attention was found; the first match wins
+# output projections of attention, sought only in modules with attention; the first match wins
 ATTENTION_OUT: tuple[re.Pattern[str], ...] = (
     tail("o", "o_proj", "o_b_proj", "out_proj", "out_lin", "linear_out", "to_out", "attention_out",
           "Wo", "wo", "c_proj", "projection_layer", "output_proj", "final"),
     tail("output", r"\w*output\.dense", "projection", "dense", "proj", "post"),
 )  # fmt: skip
 
-# the feed-forward part, looked for only outside of attention
+# the feed-forward part, sought only outside of attention
 MLP: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ("mlp_gate", tail("gate_proj", "w1", "wi_0", r"w_in\.w_0", "proj_up_gate")),
     (
@@ -87,7 +87,7 @@ MLP: tuple[tuple[Role, re.Pattern[str]], ...] = (
     ),
 )  # fmt: skip
 
-# fused projections of attention, by name, to the layout of `layouts.LAYOUTS`
+# names of fused projections of attention → a layout of `layouts.LAYOUTS`
 FUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (tail("query_key_value", r"attention\.self\.in_proj"), "q, k, v per head"),
     (tail("in_proj_qkv"), "q, k, v of linear attention"),
@@ -111,31 +111,30 @@ CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is special about one architecture; everything else is read by the patterns.
+    """How one architecture differs from the patterns.
 
     Keys of the mappings are regular expressions for whole paths below the block.
 
     Attributes:
-        roles: layer to role.
-        absent: roles that a block may lack, since it takes the values from elsewhere.
-        functional: layers whose weights are read without the layer being called.
-        overwritten: layers into whose output the model writes in place.
-        experts: modules with a 3-D `weight` that holds all experts, to role.
-        layouts: fused layer to the name of a layout of `layouts.LAYOUTS`.
-        post_norm: whether ambiguous norms follow the addition; the name of a config flag says
-            it per model, with `!` in front when the flag means the opposite.
-        norms: norm to its place and the sub-layer it belongs to; None: not of the stream.
-        outs: output projection to the path of the module whose output is added to the stream,
-            where something comes in between; empty when nothing adds it to the stream.
-        lists: names of parallel lists that hold the parts of the blocks, where a block is no
-            module of its own.
-        mixed: sub-layers whose source does not read only the stream; `note` says what it reads.
-        apart: sub-layers whose output is not plainly added to the stream; `note` says what
-            becomes of it.
-        states: what the output of a block is, where it is not one state for each token of each
-            row.
+        roles: layer → role.
+        absent: roles that a block may lack because it takes the values from elsewhere.
+        functional: layers whose weights the model reads without calling the layer.
+        overwritten: layers whose output the model changes in place.
+        experts: module with a 3-D `weight` that holds all experts → role.
+        layouts: fused layer → name of a layout in `layouts.LAYOUTS`.
+        post_norm: whether ambiguous norms follow the addition, or the name of the config flag that
+            says so, with `!` in front if the flag means the opposite.
+        norms: norm → its place and its sub-layer; None: it is not on the stream.
+        outs: output projection → path of the module whose output is added to the stream, if that
+            is another module; empty if the output is not added to the stream.
+        lists: names of parallel lists that hold the parts of the blocks, if a block is not a
+            module.
+        mixed: sub-layers whose source reads more than the stream; `note` says what it reads.
+        apart: sub-layers whose output is not simply added to the stream; `note` says how the two
+            meet.
+        states: what the output of a block is, if not one state for each token of each row.
         outside: whether the class only looks like a block.
-        note: why there are no stream sites, or what is mixed.
+        note: why there are no stream sites, or an explanation of `mixed` and `apart`.
     """
 
     roles: Mapping[str, Role] = field(default_factory=dict)
@@ -207,7 +206,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "ClvpEncoderLayer": Row(layouts={r"mlp\.fc1\.proj": "in, gate"}),
     "ClvpSelfAttention": Row(outside=True),
     "codegen": Row(layouts={r"attn\.qkv_proj": "codegen"}),
-    "cpmant": Row(states="led by a prompt of the model's own, which is cut off at the end"),
+    "cpmant": Row(states="preceded by the model's own prompt, which is removed at the end"),
     "data2vec-audio": _POST,
     "deepseek_v4": _HYPER,
     "EdgeTamVideoTwoWayAttentionBlock": _QUERIES,
@@ -240,7 +239,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     ),
     "hubert": _STABLE,
     "hy_v4": _HYPER,
-    "ibert": Row(note="quantized layers that pass scaling factors beside their output"),
+    "ibert": Row(note="quantized layers that return scaling factors with their output"),
     "inkling2_text": Row(
         mixed=_BOTH, note="each sub-layer reads a mix of the outputs of earlier blocks"
     ),
@@ -277,12 +276,12 @@ ARCHITECTURES: Mapping[str, Row] = {
     "megatron-bert": Row(norms={r"attention\.ln": ("pre", "attention"), r"ln": ("pre", "mlp")}),
     "minimax": Row(
         layouts={r"self_attn\.qkv_proj": "q, k, v per head"},
-        # the normalized stream is what is carried on
+        # the normalized stream becomes the stream
         norms={"input_layernorm": None, "post_attention_layernorm": None},
     ),
     "MMGroundingDinoDecoderLayer": _QUERIES,
     "MMGroundingDinoEncoderLayer": _GROUNDING,
-    "mobilebert": Row(mixed=_ATTENTION, note="attention reads a bottleneck of the stream"),
+    "mobilebert": Row(mixed=_ATTENTION, note="attention reads a narrow projection of the stream"),
     "MoonshineDecoderLayer": Row(layouts={r"mlp\.fc1": "in, gate"}),
     "MoonshineStreamingDecoderLayer": Row(layouts={r"mlp\.fc1": "in, gate"}),
     "neomme": Row(mixed=_ATTENTION, note="attention reads a mix of the stream and the embeddings"),
@@ -315,7 +314,7 @@ ARCHITECTURES: Mapping[str, Row] = {
     "pp_doclayout_v3": _POST,
     "ProphetNetDecoderLayer": Row(
         outs={r"self_attn\.out_proj": "self_attn"},
-        states="the main stream with those that predict after it",
+        states="the main stream, followed by the predicting streams",
     ),
     "pvt_v2": Row(norms={r"attention\.layer_norm": None}),
     "reformer": Row(

@@ -1,7 +1,7 @@
 """Position sites: modules that turn the numbers of tokens into embeddings or rotations.
 
-A table of positions is called with the numbers, a rotary embedding with `position_ids`. A module
-that computes positions itself cannot be given others.
+A position table is called with the numbers, a rotary embedding with `position_ids`. A module that
+computes positions itself does not accept others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def positions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...],
         blocks: its blocks.
 
     Returns:
-        Their sites; and the stacks whose tokens cannot be given other numbers, with the reason.
+        Their sites; and the stacks whose positions cannot be changed, with the reason.
     """
     stacks = list(dict.fromkeys(block.stack for block in blocks))
     found: list[Site] = []
@@ -43,13 +43,13 @@ def positions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...],
         stack = _stack_of(path, stacks)
         is_table = isinstance(module, nn.Embedding)
         if stack is None or (is_table and takes) or not (is_table or takes):
-            reason = f"{path!r}, a {type(module).__name__}, counts the tokens by itself"
+            reason = f"{path!r}, a {type(module).__name__}, counts the tokens itself"
             unmovable |= dict.fromkeys(stacks if stack is None else [stack], reason)
             continue
         found.append(Site(path, "other", -1, stack, "positions", d_in=0, d_out=0))
     for stack in stacks:
         if not any(site.stack == stack for site in found) and not _is_relative(tree, stack):
-            unmovable.setdefault(stack, "no module is known to be given the numbers of tokens")
+            unmovable.setdefault(stack, "no module is known that takes position numbers")
     return tuple(found), unmovable
 
 
@@ -59,7 +59,7 @@ def _takes_numbers(cls: Any) -> bool:
 
 
 def _stack_of(path: str, stacks: list[str]) -> str | None:
-    """Return the one stack whose positions these can be."""
+    """Return the only stack that a module of positions can belong to; None if several can be."""
     near = stacks if len(stacks) == 1 else [s for s in stacks if below(path, parent(s))]
     return near[0] if len(near) == 1 else None
 

@@ -1,4 +1,4 @@
-"""What anatomy says about a model: sites, sub-layers, blocks, and the questions they answer."""
+"""The anatomy of a model: its sites, sub-layers and blocks."""
 
 from __future__ import annotations
 
@@ -107,65 +107,22 @@ class Site:
 
     @property
     def shared_input(self) -> str | None:
-        """Of the inputs of the module around it the one that it reads with others, None if alone.
+        """Which input of its module the layer shares with other layers; None if none.
 
-        Query, key and value of self-attention read one, key and value of cross-attention another;
-        gate and up of a feed-forward part a third.
+        Query, key and value of self-attention share the input of attention, as do key and value of
+        cross-attention; gate and up share that of the feed-forward part.
         """
         if self.kind != "linear" or self.parameter is not None or self.output_slice is not None:
             return None
         if self.role in ("mlp_in", "mlp_gate"):
             return "mlp"
-        asks = self.role == "query" and not self.cross
-        return "attention" if asks or self.role in ("key", "value") else None
+        is_shared = self.role in ("key", "value") or (self.role == "query" and not self.cross)
+        return "attention" if is_shared else None
 
     @property
     def is_routed(self) -> bool:
-        """Whether the layer gets what is routed to experts, or computes with its parameters.
-
-        Its input is then no batch of rows.
-        """
+        """Whether the layer belongs to experts or is a parameter, so that it gets no batch."""
         return self.parameter is not None or "experts" in self.path.split(".")
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """An attention module that can take keys and values beside those that it computes.
-
-    Attributes:
-        path: of the module.
-        layer: number of its block.
-        stack: path of the container of blocks.
-        cross: whether it is cross-attention.
-        d_model: width of its input.
-        heads: number of heads of its keys and values.
-        key_width: features of a key in one head.
-        value_width: the same of a value.
-    """
-
-    path: str
-    layer: int
-    stack: str
-    cross: bool
-    d_model: int
-    heads: int
-    key_width: int
-    value_width: int
-
-    def site(self) -> Site:
-        """Return the site of an adapter there."""
-        return Site(
-            path=self.path,
-            role="other",
-            layer=self.layer,
-            stack=self.stack,
-            kind="attention",
-            d_in=self.d_model,
-            d_out=self.d_model,
-            cross=self.cross,
-            heads=self.heads,
-            head_widths=(self.key_width, self.value_width),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +130,7 @@ class SubLayer:
     """Attention or feed-forward part of a block, and where it meets the residual stream.
 
     With `inp` the first input of `source` and `h` the output of `out`, the stream becomes
-    `inp + h`; where the architecture scales the branch by a constant, `inp + c h`.
+    `inp + h`, or `inp + c h` if the architecture scales the branch by a constant.
 
     Attributes:
         kind: self-attention (also its linear relatives), cross-attention or feed-forward.
@@ -202,12 +159,12 @@ class Block:
         parts: the parts of the fused layers among them.
         sublayers: attention, cross-attention and feed-forward parts, in the block's order.
         post_norm: whether norms follow the residual additions (post-LN).
-        absent: roles that the block lacks since it takes the values from elsewhere, such as
+        absent: roles that the block lacks because it takes the values from elsewhere, such as
             keys and values that several blocks share.
-        mixed: sub-layers whose source reads something else beside the stream.
-        apart: sub-layers whose output meets the stream in another way than by an addition.
-        states: what its output is, where it is not one state for each token of each row.
-        note: what that is, or why there are no stream sites; empty for almost all models.
+        mixed: sub-layers whose source reads more than the stream.
+        apart: sub-layers whose output is not simply added to the stream.
+        states: what its output is, if not one state for each token of each row.
+        note: explains `mixed` and `apart`, or missing stream sites; empty for almost all models.
     """
 
     path: str
@@ -226,7 +183,7 @@ class Block:
 
     @property
     def output(self) -> str | None:
-        """Path of the module whose output is that of the block, None where there is none.
+        """Path of the module that returns the block's output; None if there is none.
 
         XLM keeps the layers of all blocks in parallel lists; a norm comes last in each block.
         """
@@ -238,7 +195,7 @@ class Block:
         """Return the block's sites of a role: whole layers, and parts of fused ones.
 
         Args:
-            role: the role asked for.
+            role: of the sites.
             cross: only (True) or without (False) cross-attention; None: both.
         """
         return tuple(
@@ -248,9 +205,9 @@ class Block:
         )
 
     def has(self, role: Role, cross: bool | None = None) -> bool:
-        """Return whether the block should have the role, since it has that kind of sub-layer.
+        """Return whether the block has the kind of sub-layer that the role belongs to.
 
-        A Mamba layer among attention layers has no attention and needs no query.
+        A Mamba layer among attention layers needs no query.
         """
         family = ATTENTION_ROLES if role in ATTENTION_ROLES else MLP_ROLES
         if role not in family or role in self.absent:
@@ -267,20 +224,20 @@ class Anatomy:
         blocks: the transformer blocks, stack after stack in model order.
         outside: embeddings and linear layers outside of blocks.
         reason: why there are no blocks; empty when there are.
-        attentions: the attention modules that take keys and values beside their own.
-        unreachable: why some attention of a block does not; empty when all do.
-        entry: the site at the input of the first block that the embeddings feed; `d_in` and `d_out`
-            are the width there. None without one.
-        no_entry: why there is none; empty when there is.
-        positions: the modules that are given the numbers of tokens.
-        unmovable: stacks whose tokens cannot be given other numbers, with the reason.
-        tokens: where tokens are embedded; None without blocks.
+        attentions: the attention modules that accept additional keys and values.
+        unreachable: why the attention of some block does not; empty if all do.
+        entry: the site at the input of the first block after the embeddings; `d_in` and `d_out` are
+            the width there. None if there is none.
+        no_entry: why there is none.
+        positions: the modules that take position numbers.
+        unmovable: stacks whose positions cannot be changed → the reason.
+        tokens: where tokens are embedded; None if that is unknown.
     """
 
     blocks: tuple[Block, ...]
     outside: tuple[Site, ...]
     reason: str = ""
-    attentions: tuple[Attention, ...] = ()
+    attentions: tuple[Site, ...] = ()
     unreachable: str = ""
     entry: Site | None = None
     no_entry: str = ""
@@ -300,11 +257,11 @@ class Anatomy:
         return tuple(dict.fromkeys(block.stack for block in self.blocks))
 
     def linears(self) -> tuple[Site, ...]:
-        """Return every whole linear layer that is a module of its own, in blocks and outside."""
+        """Return every whole linear layer that is a module, in blocks and outside."""
         return tuple(s for s in self if s.kind == "linear" and s.parameter is None)
 
     def parts(self, path: str) -> tuple[Site, ...]:
-        """Return the parts of the fused layer at a path; empty when the layer is not fused."""
+        """Return the parts of the fused layer at a path; empty if the layer is not fused."""
         return tuple(part for block in self.blocks for part in block.parts if part.path == path)
 
     def select(
@@ -312,13 +269,13 @@ class Anatomy:
     ) -> tuple[Site, ...]:
         """Return the sites of the roles, block after block.
 
-        Whole layers where the role has a layer of its own, parts of a fused layer elsewhere.
+        These are whole layers if the role has its own layer, else parts of a fused layer.
 
         Args:
             roles: what to adapt.
-            cross: only (True) or without (False) cross-attention; None: both. Feed-forward
-                roles are not concerned.
-            layers: block numbers to look at; all when None.
+            cross: only (True) or without (False) cross-attention; None: both. Does not affect
+                feed-forward roles.
+            layers: numbers of blocks; None: all.
 
         Raises:
             SiteError: a block has attention (or a feed-forward part) but not the role, or no
@@ -334,7 +291,7 @@ class Anatomy:
         blocks = [b for b in self.blocks if wanted is None or b.layer in wanted]
         chosen: list[Site] = []
         for block in blocks:
-            # a role asked for twice has its sites once
+            # a repeated role gets its sites once
             for role in dict.fromkeys(roles):
                 filtered = cross if role in ATTENTION_ROLES else None
                 found = block.named(role, filtered)
@@ -356,13 +313,13 @@ class Anatomy:
         return (
             f"the block at {block.path!r} has no layer with the role {role!r}. Its layers:\n"
             f"{lines}\n"
-            "If one of them has that role, its name is not known yet: write a row such as\n"
+            "If one of them has that role, its name is not known yet: add an entry such as\n"
             f"  ARCHITECTURES['<config.model_type>'] = Row(roles={{r'<layer>': {role!r}}})\n"
             "in adapterzoo/anatomy/patterns.py."
         )
 
     def _nowhere(self, role: Role, blocks: list[Block]) -> str:
-        searched = self.reason or f"none of the {len(blocks)} blocks asked has it"
+        searched = self.reason or f"none of the {len(blocks)} selected blocks has it"
         known = sorted({site.role for block in blocks for site in (*block.sites, *block.parts)})
         return (
             f"no layer with the role {role!r}: {searched}. "
@@ -371,13 +328,13 @@ class Anatomy:
 
 
 def part_names(sites: Sequence[Site]) -> list[str]:
-    """Return what the adapters of several sites at one layer are called there, and in checkpoints.
+    """Return the names of the adapters of several sites at one layer, which checkpoints use too.
 
     Args:
         sites: of one layer, in order.
 
     Returns:
-        The role of each, with its number behind it where another has the same role.
+        The role of each, followed by its number if another has the same role.
     """
     roles = [str(site.role) for site in sites]
     return [r if roles.count(r) == 1 else f"{r}_{i}" for i, r in enumerate(roles)]

@@ -26,12 +26,12 @@ from .patterns import Row
 from .sites import MLP_ROLES, Site, SubLayer, SubLayerKind
 from .tree import Branch
 
-# path of a norm, its position, and the sub-layer that it belongs to
+# path of a norm, its place, and its sub-layer
 _Placed: TypeAlias = tuple[str, Place, SubLayerKind]
 
 
 class Streams(NamedTuple):
-    """The stream sites of a block, as in `Block`."""
+    """The stream sites of a block; for the attributes see `Block`."""
 
     sublayers: tuple[SubLayer, ...] = ()
     post_norm: bool = False
@@ -42,7 +42,7 @@ class Streams(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """A sub-layer in the making; all paths are below the block."""
+    """A sub-layer while its norms are being found; all paths are below the block."""
 
     kind: SubLayerKind
     out: str
@@ -67,8 +67,8 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
 
     Args:
         branch: the block.
-        sites: its layers, with roles and with paths below the block.
-        row: what the table says of the architecture.
+        sites: its layers, with roles, and with paths below the block.
+        row: the table's entry for the architecture.
     """
     away = [pattern for pattern, out in row.outs.items() if not out]
     parts = [
@@ -84,7 +84,7 @@ def sublayers_of(branch: Branch, sites: tuple[Site, ...], row: Row) -> Streams:
     names = [path for path, module in branch.modules if path and _is_norm(path, module)]
     placed, numbered = _placed(names, parts, row)
     own = [n for n in names if "." not in n or not INNER_NORM.search(leaf(n))]
-    _hand_out(placed, numbered, parts, alone=own[0] if len(own) == 1 else None)
+    _assign(placed, numbered, parts, alone=own[0] if len(own) == 1 else None)
     for path, _ in branch.modules:
         for pattern, kind in SCALES:
             near = _candidates(path, kind, parts) if pattern.search(path) else []
@@ -127,21 +127,21 @@ def _mlps(sites: tuple[Site, ...]) -> Iterator[_Part]:
         if site.role != "mlp_out" or any(site.path.startswith(f"{root}.") for root in moes):
             continue
         inputs = [s for s in sites[: sites.index(site)] if s.role in ("mlp_in", "mlp_gate")]
-        # of those equally near by path the last: `lang_output` follows `lang_inter`
+        # the last of equally near ones: `lang_output` follows `lang_inter`
         near = max(reversed(inputs), key=lambda s: nearness(s.path, site.path), default=site)
         yield _Part("mlp", site.path, near.path, common(near.path, site.path))
 
 
 def _is_norm(path: str, module: nn.Module) -> bool:
     by_class = NORM_CLASS.search(type(module).__name__) is not None
-    # an identity instead of a norm reads the stream as well (the first ModernBERT block)
+    # an identity in place of a norm also reads the stream (the first ModernBERT block)
     return by_class or (
         isinstance(module, nn.Identity) and NORM_NAME.search(leaf(path)) is not None
     )
 
 
 def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Placed], list[str]]:
-    """Return the norms whose names tell their place, and those that are numbered."""
+    """Return the norms whose names show their place, and the names of numbered norms."""
     placed: list[_Placed] = []
     numbered: list[str] = []
     for name in names:
@@ -154,7 +154,7 @@ def _placed(names: list[str], parts: list[_Part], row: Row) -> tuple[list[_Place
             numbered.append(name)
             continue
         placed += _by_name(name) or _by_owner(name, parts)
-    return _settled(placed, parts), numbered
+    return _resolved(placed, parts), numbered
 
 
 def _by_name(name: str) -> list[_Placed]:
@@ -162,7 +162,7 @@ def _by_name(name: str) -> list[_Placed]:
 
 
 def _by_owner(name: str, parts: list[_Part]) -> list[_Placed]:
-    """Return a norm inside of a sub-layer's module, or beside it in a module of their own (T5)."""
+    """Return the place of a norm in a sub-layer's module, or in the module around both (T5)."""
     owner = parent(name)
     own = [part for part in parts if part.root and owner in (parent(part.root), part.root)]
     if not own or not owner or INNER_NORM.search(leaf(name)):
@@ -171,8 +171,8 @@ def _by_owner(name: str, parts: list[_Part]) -> list[_Placed]:
     return [(name, places.get(leaf(name).partition("_")[0], "at"), own[0].kind)]
 
 
-def _settled(placed: list[_Placed], parts: list[_Part]) -> list[_Placed]:
-    """Give `post_attention_layernorm` and its like their place, which the others decide."""
+def _resolved(placed: list[_Placed], parts: list[_Part]) -> list[_Placed]:
+    """Decide the place of norms such as `post_attention_layernorm` by the other norms."""
     leaves = {leaf(name) for name, _, _ in placed}
     crossing = {"attention", "cross"} <= {part.kind for part in parts}
     before = {kind for _, place, kind in placed if place == "pre"}
@@ -197,9 +197,10 @@ def _settled(placed: list[_Placed], parts: list[_Part]) -> list[_Placed]:
     return out
 
 
-def _hand_out(
+def _assign(
     placed: list[_Placed], numbered: list[str], parts: list[_Part], alone: str | None
 ) -> None:
+    """Assign the norms to the sub-layers; `alone`: the only norm of the block, if it has one."""
     for name, place, kind in placed:
         for part in _candidates(name, kind, parts):
             part.norms.setdefault(place, name)
@@ -224,7 +225,7 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
 
 
 def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part]:
-    """Return the sub-layers of a kind that a norm may belong to: those nearest to it by path."""
+    """Return the sub-layers of a kind that are nearest to a norm by path."""
     same = [p for p in parts if p.kind == kind]
     if not same and kind == "attention":
         same = [p for p in parts if p.kind == "cross"]
@@ -235,7 +236,7 @@ def _candidates(name: str, kind: SubLayerKind, parts: list[_Part]) -> list[_Part
 
 
 def _named_after(name: str, part: _Part) -> int:
-    """Return how much of a sub-layer's name the norm has, as in `ffn2_layer_norm`."""
+    """Return the length of a sub-layer's name if the norm has it too, as in `ffn2_layer_norm`."""
     owner = part.out.partition(".")[0]
     return len(owner) if owner in name else 0
 

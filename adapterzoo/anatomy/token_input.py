@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenInput:
-    """The part of a model that turns tokens into what the first block is given.
+    """The part of a model that turns tokens into the input of the first block.
 
     Attributes:
         stack: path of the model whose forward takes the tokens.
-        table: path of the embedding of tokens; None where the model reads none.
+        table: path of the embedding of tokens; None if the model reads none.
         table_width: its features.
-        embeddings: path of the module that adds positions, norms and what else there is; None
-            where no module has the result.
-        width: features of what that module returns.
-        embeds_positions: whether it is given the positions of tokens.
-        positions: how many tokens the learned positions are for; None without such.
+        embeddings: path of the module that adds positions, norms and the like; None if no module
+            returns the result.
+        width: output features of that module.
+        embeds_positions: whether that module takes the positions of tokens.
+        positions: number of learned positions; None if positions are not learned.
         is_encoder: whether another stack attends to this one.
-        closed: why tokens cannot join what the embeddings return; empty if they can.
+        closed: why tokens cannot join the output of the embeddings; empty if they can.
     """
 
     stack: str

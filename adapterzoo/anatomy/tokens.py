@@ -1,4 +1,4 @@
-"""Where a model takes its tokens in: the table that it looks them up in, and what is around it."""
+"""Where a model takes its tokens in: the embedding table and the module around it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, cast
 from torch import nn
 
 from .closed import NO_TOKENS, reason
-from .names import below, parent
+from .names import below, joined, parent
 from .sites import Block, Site
 from .token_input import TokenInput
-from .tree import Tree
+from .tree import Tree, number
 
 _LENGTHS = ("max_position_embeddings", "n_positions")
 # rows that a table of positions may have beside those of tokens
@@ -20,7 +20,7 @@ _EXTRA = 8
 
 
 def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
-    """Return where a model reads its tokens; without any, where it embeds what it reads.
+    """Return where a model embeds its tokens, or its other inputs if it reads no tokens.
 
     Args:
         tree: of the model.
@@ -37,14 +37,14 @@ def tokens_of(tree: Tree, blocks: Sequence[Block]) -> TokenInput | None:
         whole = input_embeddings_of(tree.modules[""])
         weight = getattr(whole, "weight", None)
         own = [table for table in reading if _weight(tree, table) is weight]
-        # a part may read tokens of its own that are not those of the model
+        # a part of the model may read other tokens than the model
         alone = whole is None and len(reading) == 1
         return reading[own[0]] if own else next(iter(reading.values())) if alone else None
     return found[0] if len(found) == 1 and found[0].stack == "" else None
 
 
 def token_site(tokens: TokenInput | None, joins: str) -> Site | None:
-    """Return the site of tokens that join "inputs" or "embeddings"; None without one."""
+    """Return the site of tokens that join "inputs" or "embeddings"; None if there is none."""
     if tokens is None:
         return None
     path, d = tokens.table, tokens.table_width
@@ -83,7 +83,7 @@ def _input(tree: Tree, stack: str, blocks: Sequence[Block]) -> TokenInput:
 
 
 def input_embeddings_of(model: object) -> nn.Module | None:
-    """Return the module that embeds the inputs, None if transformers knows none."""
+    """Return transformers' input embeddings of a model; None if it has none."""
     try:
         return cast("nn.Module | None", cast("Any", model).get_input_embeddings())
     except (AttributeError, NotImplementedError):
@@ -99,7 +99,7 @@ def _table(tree: Tree, module: Any, owner: str) -> str | None:
     embedding = input_embeddings_of(module)
     paths = (path for path, found in tree.branch(owner).modules if found is embedding)
     path = next(paths, None) if isinstance(embedding, nn.Embedding) else None
-    return None if path is None else _joined(owner, path)
+    return None if path is None else joined(owner, path)
 
 
 def _embeddings(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block]) -> str | None:
@@ -115,7 +115,7 @@ def _embeddings(tree: Tree, owner: str, table: str | None, blocks: Sequence[Bloc
         path = parent(path)
     if path not in before:
         return None
-    # what stands between it and the blocks may project, and not add anything to a token's place
+    # modules between it and the blocks may project a token, but not add anything at its place
     between = [tree.modules[c] for c in before if c != path]
     return path if all(isinstance(m, nn.Dropout | nn.Linear) for m in between) else None
 
@@ -131,12 +131,12 @@ def _width(tree: Tree, embeddings: str | None, width: int) -> int:
 
 
 def _positions(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block]) -> int | None:
-    """Return how many tokens the learned positions are for."""
+    """Return the number of learned positions; None if positions are not learned."""
     paths = [block.path for block in blocks]
     branch = tree.branch(owner)
-    length = next((n for c in branch.configs for k in _LENGTHS if (n := _number(c, k))), None)
+    length = next((n for c in branch.configs for k in _LENGTHS if (n := number(c, k))), None)
     for path, module in branch.modules:
-        whole = _joined(owner, path)
+        whole = joined(owner, path)
         if not isinstance(module, nn.Embedding) or whole == table or length is None:
             continue
         rows = module.num_embeddings
@@ -145,12 +145,3 @@ def _positions(tree: Tree, owner: str, table: str | None, blocks: Sequence[Block
         skipped = getattr(module, "offset", 0) if module.padding_idx is None else None
         return rows - (cast("int", module.padding_idx) + 1 if skipped is None else int(skipped))
     return None
-
-
-def _number(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else None
-
-
-def _joined(owner: str, path: str) -> str:
-    return f"{owner}.{path}" if owner and path else owner or path

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from .names import below
+
 
 class Tree:
-    """All modules of a model, each once, with the questions that discovery asks of them."""
+    """All modules of a model, each once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
@@ -23,17 +25,17 @@ class Tree:
         self._known: dict[tuple[str, str], bool] = {}
 
     def children(self, path: str) -> list[str]:
-        """Return paths of the children of a module that are not met earlier in the model."""
+        """Return the paths of a module's children that do not occur earlier in the model."""
         prefix = f"{path}." if path else ""
         names = (f"{prefix}{name}" for name, _ in self.modules[path].named_children())
         return [name for name in names if name in self.modules]
 
     def branch(self, path: str, only: tuple[str, ...] = ()) -> Branch:
-        """Return the modules below a path; `only` those below some of its descendants, if given."""
+        """Return the modules below a path; if `only` is given, those below some descendants."""
         return Branch(self, path, only)
 
     def below(self, path: str) -> Iterator[tuple[str, nn.Module]]:
-        """(path below `path`, module), in model order; the module itself has path ''."""
+        """Yield (path below `path`, module) in model order; the module itself has path ''."""
         prefix = f"{path}." if path else ""
         for name in self._order[self._place[path] :]:
             if name == path:
@@ -44,7 +46,7 @@ class Tree:
                 return
 
     def known(self, path: str, question: str, answer: Callable[[], bool]) -> bool:
-        """Return the answer to a question about a path, worked out once."""
+        """Return the answer to a question about a path, which is computed once."""
         if (path, question) not in self._known:
             self._known[path, question] = answer()
         return self._known[path, question]
@@ -58,7 +60,7 @@ class Tree:
 
 
 class Branch:
-    """One module of a tree with all that is below it, by paths that start at that module."""
+    """A module of a tree and all modules below it, by paths that start at that module."""
 
     def __init__(self, tree: Tree, path: str, only: tuple[str, ...] = ()) -> None:
         self.tree = tree
@@ -66,7 +68,7 @@ class Branch:
         self.modules = [
             (name, module)
             for name, module in tree.below(path)
-            if not only or any(name == o or name.startswith(f"{o}.") for o in only)
+            if not only or any(below(name, o) for o in only)
         ]
         self.by_path = dict(self.modules)
 
@@ -80,27 +82,27 @@ class Branch:
 
     @property
     def configs(self) -> list[Any]:
-        """The configurations of this branch, the nearest first."""
+        """The configurations of the branch and the modules around it, the nearest first."""
         owners = (self.tree.modules[self.path], *self.tree.owners(self.path))
         found = (getattr(module, "config", None) for module in owners)
         return [config for config in found if config is not None]
 
     @property
     def model_types(self) -> list[str]:
-        """The model types that this branch is part of, the nearest first."""
+        """The model types of these configurations, the nearest first."""
         types = (getattr(config, "model_type", None) for config in self.configs)
         return list(dict.fromkeys(t for t in types if isinstance(t, str)))
 
     def setting(self, path: str, *names: str) -> int:
-        """Return the first of these settings: at a layer's owners, then in the nearest config.
+        """Return a setting from a layer's owners or, if they have none, from the nearest config.
 
         Args:
-            path: the layer, below this branch; the modules that hold it are asked first, since
-                a configuration may differ from layer to layer.
-            names: what the setting may be called.
+            path: the layer, below this branch; its owners come first because a configuration may
+                differ from layer to layer.
+            names: possible names of the setting.
 
         Returns:
-            The number (a flag counts as 0 or 1); 0 when none has it.
+            The number (a flag counts as 0 or 1); 0 if the setting is unknown.
         """
         owners = []
         while path:
@@ -108,6 +110,12 @@ class Branch:
             owners.append(self.by_path[path])
         owners.append(self.tree.modules[self.path])
         values = [getattr(owner, name, None) for owner in owners for name in names]
-        # `vars`: a configuration with per-layer values refuses to be asked for them by name
+        # `vars`, because a configuration with values per layer refuses `getattr`
         values += [vars(config).get(name) for config in self.configs for name in names]
         return next((value for value in values if isinstance(value, int)), 0)
+
+
+def number(owner: Any, *names: str) -> int | None:
+    """Return the first of some attributes that is an integer; None if none is."""
+    found = (getattr(owner, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)

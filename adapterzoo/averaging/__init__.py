@@ -1,8 +1,7 @@
-"""Arithmetic for combining adapters into one: on tensors, without knowledge of methods.
+"""Arithmetic for combining adapters into one: on tensors, independent of methods.
 
-An operation prunes each tensor (`pruning`) and joins them (`joining`). A strategy chooses the
-tensors: parameters, low-rank factors, or whole changes of a weight, which `splitting` factorises
-again.
+Operations prune each tensor (`pruning`) and join the tensors (`joining`). A strategy chooses the
+tensors: parameters, low-rank factors, or changes of a weight, which `splitting` factorizes again.
 """
 
 from __future__ import annotations

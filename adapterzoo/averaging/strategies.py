@@ -1,4 +1,4 @@
-"""The strategies by name: what is combined, by which operation, with which options."""
+"""The strategies by name: what they combine, by which operations and with which options."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .joining import elected, weighted_sum
 from .pruning import largest, random
 
 Target: TypeAlias = Literal["parameters", "only_b", "factors", "ranks", "change"]
-"""What is combined: all parameters; the same with the sign of a weight on B only; the factors A and
-B, each times the root of its weight; the factors side by side; the change of the weight."""
+"""What is combined: all parameters; the same with a weight's sign only on B; the factors A and B,
+each times the root of its weight; the concatenated factors; the change of the layer's weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ _OPTIONS = {
 
 
 def combination(name: str, **options: Any) -> Combination:
-    """Return the combination that a user asks for, checked.
+    """Check a user's strategy and options, and return them as a `Combination`.
 
     Args:
         name: of the strategy.
@@ -158,13 +158,13 @@ class Combination:
     Attributes:
         name: of the strategy.
         strategy: what it combines, and how.
-        density: share of the entries that are kept; None: all.
+        density: share of the entries to keep; None: all.
         majority_sign_method: how signs are elected.
         rank: of the result; None: the largest of those combined.
-        clamp: quantile at which factors are cut; None: they are not.
-        full_matrices: an option of `torch.linalg.svd`.
-        driver: the same.
-        source: of random numbers; None: torch's default generator.
+        clamp: quantile at which factors are clamped; None: not at all.
+        full_matrices: argument of `torch.linalg.svd`.
+        driver: argument of `torch.linalg.svd`.
+        source: random number generator; None: torch's default.
     """
 
     name: str
@@ -184,7 +184,7 @@ class Combination:
 
     @property
     def keeps_scaling(self) -> bool:
-        """Whether the result keeps the scaling of what is combined, instead of 1."""
+        """Whether the result keeps the scaling of the adapters, instead of 1."""
         return self.target in ("parameters", "only_b")
 
     def drawing(self, source: torch.Generator | None) -> Combination:
@@ -238,7 +238,7 @@ class Combination:
         Args:
             configs: at least one, as dicts of JSON types.
             but: fields that may differ.
-            hint: what to write then.
+            hint: what to write instead.
 
         Raises:
             CompositionError: they differ in another field.
@@ -261,7 +261,7 @@ class Combination:
         """Make the error for an adapter that lacks what the strategy combines.
 
         Args:
-            why: what it has instead.
+            why: the reason, for the message.
         """
         return CompositionError(
             f"{self.name!r} combines low-rank factors, and {why}. Write "

@@ -16,7 +16,7 @@ def weighted(
 
     Args:
         names: at least one; or a dict from names to weights.
-        weights: one for each name; None for those of the dict, or equal ones with sum 1.
+        weights: one for each name; None: those of the dict, or equal weights of sum 1.
         normalize: whether to divide them by their sum.
 
     Raises:

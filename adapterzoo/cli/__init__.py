@@ -1,7 +1,7 @@
-"""The command line: what the library does to adapters on disk and on the Hub, without a script.
+"""The command line: work with adapters on disk and on the Hub without a script.
 
-The modules of commands declare options and import fast; the modules that do the work, and with them
-torch and transformers, are imported when a command runs.
+Modules with commands declare options and import fast. The modules that do the work are imported
+when a command runs, and with them torch and transformers.
 """
 
 from __future__ import annotations

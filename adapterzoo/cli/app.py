@@ -1,6 +1,6 @@
-"""`adapterzoo` itself: its commands, their examples, and its exit codes.
+"""The command `adapterzoo`: its subcommands, their examples, and exit codes.
 
-0: success; 1: an error, with one message on standard error; 2: a wrong command line.
+0: success; 1: an error, with one message on standard error; 2: invalid usage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .output import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# commands to modules, in the order in which users need them
+# commands → modules, in the order in which users need them
 _HOMES = {
     "train": "learning",
     "predict": "learning",
@@ -50,7 +50,7 @@ class RefusedError(click.ClickException):
 
 
 class ExampleCommand(click.Command):
-    """A command whose epilog is an example, in lines as a user types them."""
+    """A command whose epilog is an example, in the lines that a user types."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the example.
@@ -115,7 +115,7 @@ def command(name: str, example: str) -> Callable[[Callable[..., None]], ExampleC
 
     Args:
         name: of the command.
-        example: lines as a user types them.
+        example: the lines that a user types.
     """
     settings = {"help_option_names": ["-h", "--help"], "show_default": True}
 
@@ -130,14 +130,14 @@ def command(name: str, example: str) -> Callable[[Callable[..., None]], ExampleC
 
 
 def json_option(function: F) -> F:
-    """`--json`, for programs."""
+    """Add the option `--json`, for programs."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(
         function
     )
 
 
 def model_option(function: F) -> F:
-    """`--model`, where the checkpoint may name its base model."""
+    """Add the option `--model`, for commands whose checkpoint may name its base model."""
     return click.option(
         "--model",
         metavar="MODEL",

@@ -32,8 +32,8 @@ class CheckpointFolder:
         kind: `"adapter"` or `"head"`.
         format: name of the format.
         metadata: its config; native configs hold that of the head too.
-        head: description of the head; None where only a model can give it.
-        meta: metadata of the author.
+        head: description of the head; None if only a model can give it.
+        meta: the author's metadata.
         tensors: all tensors by their keys in the file.
         sizes: bytes of each file.
     """
@@ -50,13 +50,13 @@ class CheckpointFolder:
 
     @property
     def base(self) -> str | None:
-        """The base model that it names."""
+        """The name of its base model; None if the files do not have it."""
         names = (self.metadata.get(key) for key in ("model_name", "base_model_name_or_path"))
         return next((name for name in names if isinstance(name, str) and name), None)
 
     @property
     def method(self) -> str | None:
-        """The method by the format's name for it."""
+        """The format's name of the method."""
         config = self.metadata.get("config")
         own = config.get("architecture") if isinstance(config, Mapping) else None
         return _text(own or self.metadata.get("peft_type"))
@@ -68,13 +68,13 @@ class CheckpointFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most tensors; torch's default where there are none."""
+        """The dtype of most tensors; torch's default if there are none."""
         dtypes = Counter(t.dtype for t in self.tensors.values() if t.is_floating_point())
         return dtypes.most_common(1)[0][0] if dtypes else torch.get_default_dtype()
 
     @property
     def fingerprint(self) -> str | None:
-        """The `adapter_fingerprint`; None where only a model can give it."""
+        """The `adapter_fingerprint`; None if only a model can give it."""
         if self.format != "native" or self.kind == "head":
             return None
         stored = native.load(self.folder, self.kind)
@@ -114,7 +114,7 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFolder:
         HubError: it cannot be downloaded.
     """
     folder = hub.resolve(path, revision)
-    # a killed save is completed first; a running one is waited for
+    # this completes a killed save and waits for a running one
     with folders.reading(folder):
         return _opened(path, folder)
 

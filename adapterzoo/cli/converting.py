@@ -22,11 +22,10 @@ from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
 
 from .checkpoints import CheckpointFolder
-from .early import unwritable
+from .early import PART, unwritable
 from .models import Fitted, base_of, config_of, fitted, load_into, plain_tokenizer, with_weights
 
 _NAME = "merged"
-_PART = ".adapterzoo-part-"
 _HINT = "To keep it, write --as with a class that has such a head."
 
 
@@ -37,8 +36,8 @@ class _Target:
     Attributes:
         name: class of transformers; None: the base model alone.
         head: description of the adapter's head if it becomes that of the class.
-        tensors: its tensors by their keys in the class; empty if the file has them by these keys.
-        lost: why the adapter's head is left out.
+        tensors: its tensors by their keys in the class; empty if the file has the same keys.
+        lost: why the adapter's head is left out; None if it is not.
     """
 
     name: str | None
@@ -69,12 +68,18 @@ def convert(
         CheckpointError: the format cannot express it, it does not fit the base model, or the
             folder cannot be written.
     """
-    found = fitted(checkpoint, base_of(checkpoint, model), name=name, writes=to)
+    base = base_of(checkpoint, model)
+    found = fitted(checkpoint, base, name=name, writes=to)
     if checkpoint.kind == "head":
         found.model.save_head(folder, found.name, format=to)
         return
-    meta = checkpoint.meta
-    found.model.save_adapter(folder, found.name, with_head=with_head, meta_dict=meta, format=to)
+    options: dict[str, Any] = {"with_head": with_head, "meta_dict": checkpoint.meta, "format": to}
+    try:
+        found.model.save_adapter(folder, found.name, **options)
+    except NotImplementedError:
+        # the format needs values of weights that are on the meta device
+        found = fitted(checkpoint, base, name=name, whole=True)
+        found.model.save_adapter(folder, found.name, **options)
 
 
 def merge(
@@ -91,8 +96,8 @@ def merge(
         with_head: whether the adapter's head becomes that of the class.
 
     Returns:
-        The class of transformers; why the adapter's head was left out, and why there is no
-        tokenizer, None where they are there.
+        The class of transformers; the reason if the adapter's head was left out, else None; the
+        reason if there is no tokenizer, else None.
 
     Raises:
         CheckpointError: the adapter or its head does not fit, or the folder cannot be written.
@@ -152,9 +157,9 @@ def _whole(out: Path) -> Iterator[Path]:
     home.mkdir(parents=True, exist_ok=True)
     if empty:
         for litter in out.iterdir():
-            # from a killed merge; the caller has checked that there is nothing else
+            # from a killed merge; the caller has checked that there is nothing else in it
             shutil.rmtree(litter, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PART, dir=home) as private:
+    with tempfile.TemporaryDirectory(prefix=PART, dir=home) as private:
         part = Path(private, out.name)
         # with the mode of a new folder, unlike the private one around it
         part.mkdir()
@@ -200,7 +205,7 @@ def _tokenizer(base: str) -> tuple[Any, str | None]:
     try:
         cached_file(base, "tokenizer_config.json")
     except OSError as error:
-        # an answer of the Hub is the cause of the error; a missing file has no cause
+        # an error of the Hub has a cause; a missing file does not
         if error.__cause__ is None and error.errno is None:
             return None, f"No tokenizer of {base!r} was found"
         reason = " ".join(str(error).split())

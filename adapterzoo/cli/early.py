@@ -1,4 +1,4 @@
-"""What a command checks before torch and transformers are imported: names, folders, files."""
+"""Checks of names, folders and files that a command makes before it imports torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from adapterzoo.errors import CheckpointError, ConfigError, argument, listing
 from adapterzoo.hub.files import known_files, nearest
 from adapterzoo.hub.repo_ref import check_repo_id, is_repo_id, locate
 
-# the names in checkpoint.formats and heads.Pooling, whose import needs torch; a test compares them
+# copies of names in checkpoint.formats and heads.Pooling, which import torch; a test compares them
 FORMATS = ("native", "adapterhub", "peft")
 POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
-# prefixes of the folders that a killed save or merge leaves
+# prefixes of folders left by a killed save or merge
 _HIDDEN = ".adapterzoo-"
-_PART = ".adapterzoo-part-"
+PART = ".adapterzoo-part-"
 
 
 def check_adapter(path: str) -> None:
-    """Check that a path can be that of an adapter, here or on the Hub.
+    """Check that a path can be that of an adapter, local or on the Hub.
 
     Args:
         path: a folder, `user/repository` or `user/repository/folder`.
@@ -37,18 +37,18 @@ def check_folder(path: str, on_hub: bool = False) -> None:
 
     Args:
         path: a local folder.
-        on_hub: whether the command takes adapters of the Hub too.
+        on_hub: whether the command accepts adapters on the Hub.
 
     Raises:
-        CheckpointError: it does not exist or holds none.
+        CheckpointError: it does not exist, or holds no such file.
     """
     if not os.access(path, os.F_OK) or not Path(path).is_dir():
         raise CheckpointError(f"there is no folder {path!r}. Write the folder of an adapter.")
     if not os.access(path, os.R_OK | os.X_OK):
-        # reading it will say why it cannot be read
+        # the read itself raises an error with the reason
         return
     names = [file.name for file in Path(path).iterdir()]
-    # reading completes a save that was killed, and then finds its files
+    # a read completes a killed save, and then finds its files
     if not {*names} & {*known_files()} and not any(n.startswith(_HIDDEN) for n in names):
         raise no_adapter(path, names, on_hub)
 
@@ -59,7 +59,7 @@ def no_adapter(path: str, names: Iterable[str], on_hub: bool = True) -> Checkpoi
     Args:
         path: the folder.
         names: its files.
-        on_hub: whether the command takes adapters of the Hub too.
+        on_hub: whether the command accepts adapters on the Hub.
     """
     other = ", or 'user/repository' for an adapter on the Hub" if on_hub else ""
     return CheckpointError(
@@ -69,7 +69,7 @@ def no_adapter(path: str, names: Iterable[str], on_hub: bool = True) -> Checkpoi
 
 
 def check_base(base: str | None) -> None:
-    """Check, without asking the Hub, that a base model can exist.
+    """Check, without a request to the Hub, that a base model can exist.
 
     Args:
         base: folder or name on the Hub; None: not known yet.
@@ -89,7 +89,7 @@ def no_base(base: str, reason: str, what: str = "base model") -> CheckpointError
     Args:
         base: folder or name on the Hub.
         reason: why.
-        what: the part of it that cannot be loaded.
+        what: the part that cannot be loaded.
     """
     return CheckpointError(
         f"the {what} {base!r} cannot be loaded ({reason}). Write {argument('model', 'MODEL')}, the "
@@ -102,10 +102,10 @@ def check_can_write(folder: str, option: str = "") -> None:
 
     Args:
         folder: to write to.
-        option: that names it, for messages.
+        option: the option with the folder, for messages.
 
     Raises:
-        CheckpointError: they cannot.
+        CheckpointError: they cannot be written.
     """
     there = nearest(Path(folder))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -123,13 +123,13 @@ def check_new(out: str) -> None:
 
     Raises:
         CheckpointError: it cannot be read.
-        ConfigError: it holds something.
+        ConfigError: it is not empty.
     """
     folder = Path(out)
     try:
         there = folder.is_file() or (
             # a killed merge leaves parts
-            folder.is_dir() and any(not file.name.startswith(_PART) for file in folder.iterdir())
+            folder.is_dir() and any(not file.name.startswith(PART) for file in folder.iterdir())
         )
     except OSError as error:
         raise unwritable(out, error) from error
@@ -152,7 +152,7 @@ def unwritable(out: str, error: Exception) -> CheckpointError:
 
 
 def check_push(path: str, repo: str) -> None:
-    """Check what can be checked locally before a push.
+    """Make the local checks before a push.
 
     Args:
         path: the adapter's folder.
@@ -160,7 +160,7 @@ def check_push(path: str, repo: str) -> None:
 
     Raises:
         CheckpointError: there is no adapter.
-        HubError: the name is not legal, or the Hub may not be asked.
+        HubError: the name is not legal, or offline mode is on.
     """
     check_folder(path)
     check_repo_id(repo)

@@ -72,10 +72,10 @@ def _problems() -> list[str]:
 
 
 def _obstacle(name: str) -> str | None:
-    """Return why a package cannot be imported with this transformers; None if it can."""
+    """Return why a package cannot be imported; None if it can."""
     try:
         importlib.import_module(name)
-    # a package for another release may fail in any way
+    # a package for another release of transformers may raise any of these
     except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0] or type(error).__name__
     return None
@@ -116,7 +116,7 @@ def _computes(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _kernels(device: torch.device) -> str:
-    """Return what runs the kernels on a device."""
+    """Return the implementation of the kernels on a device."""
     x = torch.zeros(1, device=device)
     if mode.is_reference():
         return "their definitions (mode 'reference')"

@@ -1,16 +1,16 @@
-"""How a command calls itself, and how it writes what the library's hints name.
+"""Hints in terms of the command line: the current command, and options in place of arguments.
 
-The library names arguments by `errors.argument`; `spell` gives the option that sets it here.
+The library's hints name arguments by `errors.argument`; `spell` returns the matching option.
 """
 
 from __future__ import annotations
 
 import click
 
-# arguments of Python whose options have another name
+# Python arguments whose options have other names
 _OPTIONS = {"format": ("to",), "load_as": ("name",), "model": ("model", "base"),
             "with_head": ("head",)}  # fmt: skip
-# arguments that environment variables replace
+# Python arguments that are set by environment variables
 _VARIABLES = {"cache_dir": "HF_HUB_CACHE=…", "token": "HF_TOKEN=…"}
 _NO_TOKEN = "HF_HUB_DISABLE_IMPLICIT_TOKEN=1"
 
@@ -29,11 +29,11 @@ def this_call() -> str:
 
 
 def spell(name: str, value: object) -> str:
-    """Write an argument of Python as an option of the current command.
+    """Return a Python argument as an option of the current command.
 
     Args:
         name: of the argument.
-        value: to write for it.
+        value: of the argument.
     """
     context = click.get_current_context()
     if (own := _option(context.command, name)) is not None:
@@ -41,7 +41,7 @@ def spell(name: str, value: object) -> str:
     if name in _VARIABLES:
         return _NO_TOKEN if value is False else _VARIABLES[name]
     app = context.find_root().command
-    # it writes an adapter that has what the hint asks for
+    # `convert` writes an adapter that follows the hint
     convert = app.get_command(context, "convert") if isinstance(app, click.Group) else None
     if convert is not None and (other := _option(convert, name)) is not None:
         return f"`adapterzoo convert {_written(other, value)}`"

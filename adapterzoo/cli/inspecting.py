@@ -1,4 +1,4 @@
-"""`info` and `verify`: what an adapter is, and whether it is intact."""
+"""`info` and `verify`: describe an adapter, and check that it is intact."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _check_finite(checkpoint: CheckpointFolder) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # torch.isfinite takes no 8-bit dtype
+    # torch.isfinite does not support 8-bit dtypes
     asked = tensor.float() if tensor.element_size() == 1 else tensor
     return bool(asked.isfinite().all())
 

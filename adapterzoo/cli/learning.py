@@ -74,7 +74,7 @@ def train_command(
     files = Path(train_file), None if eval_file is None else Path(eval_file)
     rows, tested, classes = read_classes(*files, text_column, label_column)
 
-    # these need torch, and no transformers yet
+    # these import torch, but not transformers
     from adapterzoo.configs import AdapterConfig
     from adapterzoo.names import check_name
 
@@ -160,7 +160,7 @@ def predict_command(
 
 
 def _can_be_written(file: Path) -> bool:
-    # unlike Path.exists, it raises nothing where a folder above may not be entered
+    # unlike Path.exists, os.access does not raise if a parent folder is not accessible
     if os.access(file, os.F_OK):
         return not file.is_dir() and os.access(file, os.W_OK)
     return os.access(file.absolute().parent, os.W_OK | os.X_OK)

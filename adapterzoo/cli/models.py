@@ -48,11 +48,11 @@ class Fitted:
 
 
 def base_of(checkpoint: CheckpointFolder, model: str | None) -> str:
-    """Return the base model: the user's choice, or the one that the checkpoint names.
+    """Return the base model: the user's choice, or the one named in the checkpoint.
 
     Args:
         checkpoint: of an adapter.
-        model: the user's choice.
+        model: the user's choice; None: none.
 
     Raises:
         ConfigError: there is neither.
@@ -86,13 +86,13 @@ def with_weights(base: str, cls: Any = AutoAdapterModel, **kwargs: Any) -> Any:
     Args:
         base: folder or name on the Hub.
         cls: `AutoAdapterModel`, or a class of transformers to initialize for adapters.
-        **kwargs: of `from_pretrained`.
+        **kwargs: arguments of `from_pretrained`.
 
     Raises:
         CheckpointError: it cannot be loaded.
     """
     with _one_error(base):
-        # by default, transformers would ask at the terminal whether to run the code
+        # with the default, transformers would ask at the terminal whether to run code
         model = cls.from_pretrained(base, trust_remote_code=False, **kwargs)
     return init(model).eval()
 
@@ -131,11 +131,11 @@ def tokenizer_of(base: str) -> Any:
 
 
 def tokens_of_text(model: Any, tokenizer: Any, wanted: int | None) -> int:
-    """Return the number of tokens at which to cut texts.
+    """Return the maximum number of tokens per text.
 
     Args:
-        model: limits it.
-        tokenizer: limits it.
+        model: limits the number.
+        tokenizer: limits the number.
         wanted: the user's choice; None: 128, or the limit if that is smaller.
 
     Raises:
@@ -153,7 +153,7 @@ def tokens_of_text(model: Any, tokenizer: Any, wanted: int | None) -> int:
 
 
 def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
-    """Yield the lengths that RoBERTa and similar models take: positions start after padding."""
+    """Yield the lengths that RoBERTa and the like support: positions start after padding."""
     words = model.get_input_embeddings()
     tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words)
     for table in tables:
@@ -162,18 +162,24 @@ def _places_after_padding(model: Any, positions: int | None) -> Iterator[int]:
 
 
 def fitted(
-    checkpoint: CheckpointFolder, base: str, *, name: str | None = None, writes: str | None = None
+    checkpoint: CheckpointFolder,
+    base: str,
+    *,
+    name: str | None = None,
+    writes: str | None = None,
+    whole: bool = False,
 ) -> Fitted:
     """Load a checkpoint into a model of the base model's structure, without weights if possible.
 
-    Weights are read if a head's output layer is an embedding of the base model, or if the
-    checkpoint holds copies of weights to compare.
+    Weights are read only if a head's output layer is the base model's embedding, or if the
+    checkpoint has copies of weights to compare.
 
     Args:
         checkpoint: of an adapter or a head.
         base: folder or name on the Hub.
         name: new name; None: its own.
-        writes: the format to save it in; None: it is not saved.
+        writes: the format in which it will be saved; None: it will not.
+        whole: whether to read the weights in any case.
 
     Raises:
         CheckpointError: it does not fit the model, with every difference, or the base model
@@ -181,17 +187,14 @@ def fitted(
     """
     foreign = {checkpoint.format, writes} - {None, "native"}
     left_out = FIELD in (checkpoint.head or {})
-    if not (left_out or (foreign and _is_onto_vocabulary(checkpoint))):
+    if not (whole or left_out or (foreign and _is_onto_vocabulary(checkpoint))):
         try:
-            found = _filled(checkpoint, _structure(checkpoint, base), name)
-            if writes != "peft" or not _has_part_magnitudes(found.stored):
-                return found
+            return _filled(checkpoint, _structure(checkpoint, base), name)
         except NotImplementedError:
-            # torch raises it for a read of a weight on the meta device
+            # torch raises it when a weight on the meta device is read
             pass
-    cls = _class_of(checkpoint)
-    whole = with_weights(base, cls, dtype=checkpoint.dtype)
-    return _filled(checkpoint, whole, name)
+    model = with_weights(base, _class_of(checkpoint), dtype=checkpoint.dtype)
+    return _filled(checkpoint, model, name)
 
 
 def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any) -> None:
@@ -201,7 +204,7 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
         checkpoint: of an adapter.
         model: with adapters.
         name: of the adapter in the model.
-        **kwargs: of `load_adapter`.
+        **kwargs: arguments of `load_adapter`.
 
     Raises:
         CheckpointError: it does not fit the model.
@@ -209,7 +212,7 @@ def load_into(checkpoint: CheckpointFolder, model: Any, name: str, **kwargs: Any
     try:
         model.load_adapter(checkpoint.folder, load_as=name, **kwargs)
     except CheckpointError:
-        # nothing has been loaded; any other difference raises again
+        # nothing has been loaded; differences other than dtypes raise again
         model.load_adapter(checkpoint.folder, load_as=name, dtype=model.dtype, **kwargs)
         theirs, own = checkpoint.dtype, model.dtype
         if torch.promote_types(theirs, own) != own:
@@ -220,7 +223,7 @@ def _structure(checkpoint: CheckpointFolder, base: str) -> Any:
     config = config_of(base)
     cls = _class_of(checkpoint)
     make = cls.from_config if cls is AutoAdapterModel else cls._from_config
-    # other implementations of attention need more than the meta device has
+    # other attention implementations do not support the meta device
     with _one_error(base), torch.device("meta"):
         model = make(config, dtype=checkpoint.dtype, attn_implementation="eager")
     return init(model).eval()
@@ -230,7 +233,7 @@ def _filled(checkpoint: CheckpointFolder, model: Any, name: str | None) -> Fitte
     stored = formats.read(checkpoint.folder, checkpoint.kind, info_of(model))
     fetched = checkpoint.folder != Path(checkpoint.path)
     if name is None and fetched and stored.metadata.get("name") is None:
-        # the folder in the cache is named after a commit
+        # in the cache, folders have the names of commits
         name = Path(checkpoint.path).name
     if checkpoint.kind == "head":
         return Fitted(model, model.load_head(checkpoint.folder, load_as=name), stored)
@@ -246,14 +249,9 @@ def _class_of(checkpoint: CheckpointFolder) -> Any:
 
 
 def _is_onto_vocabulary(checkpoint: CheckpointFolder) -> bool:
-    """Return whether the head ends in an embedding of the base model, which files copy."""
+    """Return whether the head ends in the base model's embedding, which files copy."""
     head = head_types.get(checkpoint.head_type or "")
     return head is not None and head.scores_vocabulary
-
-
-def _has_part_magnitudes(stored: Checkpoint) -> bool:
-    """Return whether magnitudes cover parts of layers: PEFT has them for all rows."""
-    return any(key.partition("/")[2].endswith(".m") for key in stored.adapter)
 
 
 @contextlib.contextmanager
@@ -261,7 +259,7 @@ def _one_error(base: str, what: str = "base model") -> Iterator[None]:
     """Turn errors of transformers about a model into one error of this library."""
     try:
         yield
-    # `fitted` handles the second
+    # `fitted` handles NotImplementedError
     except (AdapterZooError, NotImplementedError):
         raise
     # an unknown name, a folder without config, an unknown model type, truncated weights, a config

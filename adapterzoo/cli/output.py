@@ -22,7 +22,7 @@ def print_json(value: Any) -> None:
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
-    """Print names and values in two columns, without those that are None.
+    """Print names and values in two columns; leave out values of None.
 
     Args:
         facts: in the order to show them.
@@ -34,7 +34,7 @@ def print_facts(facts: Mapping[str, object]) -> None:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; columns of numbers are aligned right.
+    """Print a table, with columns of numbers aligned right.
 
     Args:
         titles: of the columns.
@@ -108,10 +108,10 @@ def _shown(value: object) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape the characters that a terminal would obey.
+    """Escape unprintable characters, such as a terminal's control sequences.
 
     Args:
-        text: from any source.
+        text: not trusted.
         kept: unprintable characters to keep.
     """
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)

@@ -28,8 +28,9 @@ class Prediction:
 
     Attributes:
         text: the text.
-        label: the likeliest class; all likely classes for several labels; None for a number.
-        values: probability of each class; the number under "value" for a regression.
+        label: the most likely class; for multi-label heads, all likely classes; None for a
+            regression.
+        values: the probability of each class; for a regression, the number as "value".
     """
 
     text: str
@@ -49,7 +50,7 @@ def device_named(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-    # an unknown name, a device without a driver, a build of torch without the device
+    # unknown names, devices without a driver, builds of torch without the device
     except (RuntimeError, AssertionError) as error:
         raise _unusable(name, str(error).partition("\n")[0]) from error
     if device.type == "meta":
@@ -79,10 +80,10 @@ def predict(
     Args:
         checkpoint: of an adapter with a head.
         texts: any number of texts.
-        model: base model; None: the one that the checkpoint names.
+        model: base model; None: the one named in the checkpoint.
         batch_size: texts per batch.
-        max_length: tokens of a text; None: as in training.
-        device: None for the best one.
+        max_length: maximum tokens per text; None: as in training.
+        device: None: CUDA if available.
         progress: whether to show a bar.
 
     Raises:
@@ -125,11 +126,11 @@ def logits_of(
     """Return the logits of the active head, `[texts, labels]`, in float32 on the CPU.
 
     Args:
-        model: is put into evaluation mode.
+        model: is set to evaluation mode.
         tokenizer: of its base model.
         texts: any number of texts.
-        max_length: tokens of a text.
-        batch_size: texts per batch; texts of similar length go together.
+        max_length: maximum tokens per text.
+        batch_size: texts per batch; texts of similar length are batched together.
         progress: whether to show a bar.
     """
     model.eval()

@@ -22,8 +22,8 @@ class Rows:
     """Texts with their labels.
 
     Attributes:
-        texts: none is empty.
-        labels: one for each text; none if no labels were read.
+        texts: not empty.
+        labels: one for each text; an empty list if no labels were read.
     """
 
     texts: list[str]
@@ -36,7 +36,7 @@ def read_rows(file: Path, text: str, label: str | None) -> Rows:
     Args:
         file: `.csv`, `.tsv`, or `.jsonl` with an object in each line.
         text: name of the column of texts.
-        label: name of the column of labels; None: do not read labels.
+        label: name of the column of labels; None: read no labels.
 
     Raises:
         ConfigError: the file cannot be read, has no rows, or a row lacks a column.
@@ -74,7 +74,7 @@ def read_classes(
         label: name of the column of labels.
 
     Raises:
-        ConfigError: a file cannot be read, there is one class only, or a test label is unknown.
+        ConfigError: a file cannot be read, there is only one class, or a test label is unknown.
     """
     rows = read_rows(file, text, label)
     names = class_names(file, rows.labels)
@@ -104,19 +104,19 @@ def class_names(file: Path, labels: list[str]) -> list[str]:
 
 
 def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield rows with the numbers of the lines in which they end."""
+    """Yield rows with the numbers of their last lines."""
     ending = file.suffix.lower()
     if ending not in _SEPARATORS and ending not in _LINES:
         raise ConfigError(
             f"{str(file)!r} ends in {ending!r}; legal are {listing([*_SEPARATORS, *_LINES])}. "
             f"Write --help for the format of a file."
         )
-    # spreadsheets write a byte order mark, which is not part of the first name
+    # spreadsheets write a byte order mark before the first name
     with file.open(encoding="utf-8-sig", newline="") as stream:
         if ending in _SEPARATORS:
             reader = csv.DictReader(stream, delimiter=_SEPARATORS[ending], strict=True)
             for row in reader:
-                # values without a column: an unquoted text holds a separator
+                # more values than columns: an unquoted text contains a separator
                 if any(row.get(reader.restkey) or ()):
                     raise ConfigError(
                         f"line {reader.line_num} of {str(file)!r} has more values than columns: "

@@ -44,11 +44,11 @@ class TrainOptions:
         epochs: passes over the training data.
         lr: initial learning rate.
         batch_size: examples per step.
-        max_length: tokens of a text; None for the default.
+        max_length: maximum tokens per text; None: the default.
         pooling: of the head.
         layers: of the head.
         seed: of weights, dropout and order.
-        device: None for the best one.
+        device: None: CUDA if available.
         progress: whether to show a bar.
     """
 
@@ -71,7 +71,7 @@ class TrainOptions:
 
 
 class _Bar(TrainerCallback):
-    """A progress bar on standard error; only results go to standard output."""
+    """A progress bar on standard error, as standard output is for results."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
@@ -143,7 +143,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
 
 
 def _check(options: TrainOptions) -> None:
-    """Check what can be checked before anything is read."""
+    """Check the options before anything is loaded."""
     device_named(options.device)
     held = formats.of(options.output, "adapter") if options.output.is_dir() else None
     if held not in (None, "native"):

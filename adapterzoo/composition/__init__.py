@@ -5,9 +5,10 @@ Semantics: https://docs.adapterhub.ml/adapter_composition.html.
 A composition names adapters (`nodes`, by the `rules`). `compile_site` prunes it to the adapters
 that are present at one site; the result, a `Step`, is what the site evaluates in each forward. An
 adapter is a function around its layer, so `Stack(a, b)` is function composition at a site: the
-deltas of weight adapters add, bottlenecks chain. Whatever gives the rows of a batch to different
-adapters (`BatchSplit`, `Parallel`, the argument `adapter_names`) has one form: each row has a
-composition without rows (`_rows`), and a site gets one step for each of these.
+deltas of weight adapters add, bottlenecks chain. `BatchSplit`, `Parallel`, `MultiTask` with
+`task_ids` and the argument `adapter_names` all give rows of a batch to different adapters, and are
+compiled alike: `_rows` assigns a composition to each row, and a site gets one step for each
+distinct one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ._prompts import Joined, Prompts, prompts_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
 from ._steps import Step, evaluate, fold
 from ._views import Around, Nested
-from .nodes import Average, BatchSplit, Fuse, Parallel, Split, Stack
+from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
 from .rules import from_json, fusions_of, last_adapter, parse, to_json, without
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Copies",
     "Fuse",
     "Joined",
+    "MultiTask",
     "Nested",
     "Parallel",
     "Prompts",

@@ -39,7 +39,7 @@ def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) 
     parts: list[str | Tree] = []
     for step in steps:
         parts += step if isinstance(step, tuple) else [step] if step is not None else []
-    # an adapter of the input acts before all that it encloses: the first is outermost
+    # the first adapter of a stack acts first: of those that change the input, the outermost
     outer = [part for part in parts if _acts_on(part, adapter_of) == "input"]
     inner = [part for part in parts if _acts_on(part, adapter_of) != "input"]
     nested = (*inner, *reversed(outer))
@@ -80,7 +80,7 @@ def _fused(setup: Fuse, steps: Sequence[Step | None], adapter_of: AdapterOf) -> 
 
 
 def fusion_key(name: str) -> str:
-    """Return a site's key of the fusion layer of a name; no adapter can have such a name."""
+    """Return the key under which a site keeps a fusion layer; no adapter can have this name."""
     return f"fusion:{name}"
 
 
@@ -98,7 +98,7 @@ def compile_rows(
 
 
 def join_rows(steps: Sequence[Step | None], adapter_of: AdapterOf) -> Step | None:
-    """Return the steps of a site for different rows as one step."""
+    """Join a site's steps for different rows to one step."""
     if all(step == steps[0] for step in steps):
         return steps[0]
     return RowSteps(tuple(steps), _layers(steps, adapter_of))

@@ -21,7 +21,7 @@ class Copies(Tree):
     """The copy of a layer that runs, for each part of the batch.
 
     Attributes:
-        names: for each part under which name the layer keeps the copy; None for the layer itself.
+        names: the name of the copy for each part; None for the layer itself.
     """
 
     acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
@@ -42,8 +42,8 @@ class Copies(Tree):
             copies: by name.
             layer: the layer's own forward.
             args: of the layer.
-            kwargs: the same.
-            rows: of the batch; None where all rows take the same copy.
+            kwargs: of the layer.
+            rows: of the batch; None if all rows take the same copy.
 
         Raises:
             CompositionError: the rows that the layer got, or its output, cannot be identified.
@@ -73,7 +73,7 @@ class Copies(Tree):
     def run(
         self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
     ) -> Tensor:
-        """As `call`, of a layer with one argument."""
+        """Return the output for a layer with one argument; see `call`."""
         output: Tensor = self.call(adapters, base, (x,), {}, rows)
         return output
 

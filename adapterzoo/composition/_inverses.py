@@ -1,4 +1,4 @@
-"""The inverse of what the step of an entry evaluates to."""
+"""The inverse of the function that the step of an entry computes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def inverse_of(
     Adapters without an inverse are skipped.
 
     Args:
-        step: of the entry; None for nothing.
+        step: of the entry; None if no adapter acts there.
         adapters: at the entry, by name.
         y: `[rows, tokens, d_model]`.
-        base: gives the adapters what they share.
-        rows: of the batch, where the step divides it.
+        base: provides the modules that the adapters share.
+        rows: of the batch, if the step divides it.
 
     Raises:
         CompositionError: the step has no inverse.
@@ -45,7 +45,7 @@ def inverse_of(
         return y
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
-            f"{step!r}: it has no inverse. Activate invertible adapters in a Stack, or for "
+            f"{step!r} has no inverse. Activate invertible adapters in a Stack, or for "
             f"different rows of a batch."
         )
     layout = rows.layout(y.shape[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,8 +12,7 @@ from adapterzoo.contracts import Adapter, AttentionAdapter, BaseLayer, Prefix
 from adapterzoo.errors import CompositionError
 
 from ._rows import RowMap
-from ._steps import RowSteps, Step, share
-from ._views import PartOf, Whole
+from ._steps import RowSteps, Step, parts_of_call
 
 _ALONE = "Activate them in a Stack, or for different rows of a batch."
 
@@ -42,23 +40,19 @@ def prefix_of(
         return _chained([_own(adapters[name])(x, base) for name in step])
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
-            f"{step!r}: keys and values of prefixes cannot be joined so. {_ALONE}"
+            f"{step!r}: keys and values of prefixes cannot be joined this way. {_ALONE}"
         )
     layout = rows.layout_of(x)
-    whole = Whole(base, x, lambda t: rows.layout(t.shape[0]).arranged(t))
-    ordered = layout.arranged(x)
     parts: list[Prefix | None] = []
     sizes: list[int] = []
-    for part, start, size in layout.runs:
-        take = functools.partial(share, start=start, size=size, of=len(layout.index))
-        own = take(ordered)
-        parts.append(_of_part(step.steps[part], adapters, own, PartOf(whole, own, take, part)))
-        sizes.append(own.shape[0])
-    keys, values, mask = _side_by_side(parts, sizes)
-    first = next(part for part in parts if part is not None)
-    restored = [layout.restored(t) for t in (keys, values, mask)]
-    in_window = any(part.in_window for part in parts if part is not None)
-    return Prefix(restored[0], restored[1], restored[2], first.distances, in_window)
+    for part, view in parts_of_call(layout, rows, x, base):
+        own = step.steps[part]
+        parts.append(None if own is None else prefix_of(own, adapters, view.x, view))
+        sizes.append(view.x.shape[0])
+    found = [part for part in parts if part is not None]
+    keys, values, mask = (layout.restored(t) for t in _padded(parts, sizes, found[0]))
+    in_window = any(part.in_window for part in found)
+    return Prefix(keys, values, mask, found[0].distances, in_window)
 
 
 def _own(adapter: Adapter) -> AttentionAdapter:
@@ -70,32 +64,26 @@ def _own(adapter: Adapter) -> AttentionAdapter:
     return adapter
 
 
-def _of_part(
-    step: Step | None, adapters: Mapping[str, Adapter], x: Tensor, base: BaseLayer
-) -> Prefix | None:
-    return None if step is None else prefix_of(step, adapters, x, base)
-
-
 def _chained(prefixes: Sequence[Prefix]) -> Prefix:
+    """Return one prefix, `[rows or 1, kv_heads, length, width]`, whose length is the sum."""
     if len(prefixes) == 1:
         return prefixes[0]
     if len({prefix.distances for prefix in prefixes}) > 1:
         raise CompositionError(
             "Stack: one of the prefixes was trained with shifted distances between tokens and "
-            "another without, so that no attention computes both. Activate them one by one."
+            "another without, and an attention cannot compute both. Activate them one by one."
         )
     count = max(prefix.keys.shape[0] for prefix in prefixes)
-    keys = [p.keys.expand(count, -1, -1, -1) for p in prefixes]
-    values = [p.values.expand(count, -1, -1, -1) for p in prefixes]
+    keys = torch.cat([p.keys.expand(count, -1, -1, -1) for p in prefixes], 2)
+    values = torch.cat([p.values.expand(count, -1, -1, -1) for p in prefixes], 2)
     in_window = any(prefix.in_window for prefix in prefixes)
-    return Prefix(torch.cat(keys, 2), torch.cat(values, 2), None, prefixes[0].distances, in_window)
+    return Prefix(keys, values, None, prefixes[0].distances, in_window)
 
 
-def _side_by_side(
-    parts: Sequence[Prefix | None], sizes: Sequence[int]
+def _padded(
+    parts: Sequence[Prefix | None], sizes: Sequence[int], one: Prefix
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys and values `[rows, heads, longest, width]` and a mask, false for padding."""
-    one = next(part for part in parts if part is not None)
+    """Return keys and values `[rows, kv_heads, longest, width]` and a mask, false for padding."""
     longest = max(part.keys.shape[2] for part in parts if part is not None)
     keys: list[Tensor] = []
     values: list[Tensor] = []
@@ -109,8 +97,8 @@ def _side_by_side(
         ):
             empty = like.new_zeros(1, like.shape[1], 0, like.shape[3])
             t = (empty if own is None else own).expand(size, -1, -1, -1)
-            # pad at the start: a relative bias counts positions, which must not change after it
-            found.append(pad(t, (0, 0, missing, 0)))  # [size, heads, longest, width]
+            # pad at the start, so that the positions which a relative bias counts do not change
+            found.append(pad(t, (0, 0, missing, 0)))  # [size, kv_heads, longest, width]
         mask = one.keys.new_ones(size, length, dtype=torch.bool)
         masks.append(pad(mask, (missing, 0)))  # [size, longest]
     return torch.cat(keys), torch.cat(values), torch.cat(masks)

@@ -40,11 +40,11 @@ class Prompts:
     """The tokens that a plan adds.
 
     Attributes:
-        parts: what the rows of each part of the composition get, in order.
-        joins: what they join.
+        parts: the tokens that the rows of each part of the composition get, in order.
+        joins: where they join.
         tokens: where the model takes its tokens in.
         filler: a token without special meaning to the model, as a placeholder.
-        places: arguments of the whole model that are numbers of tokens, such as "start_positions".
+        places: arguments of the whole model that are indices of tokens, such as "start_positions".
     """
 
     parts: tuple[tuple[Added, ...], ...]
@@ -54,27 +54,32 @@ class Prompts:
     places: tuple[str, ...] = ()
 
     def longest(self, index: Sequence[int] | None) -> int:
-        """Return how many tokens the row with the most gets.
+        """Return the largest number of tokens that a row gets.
 
         Args:
-            index: the part of each row; None where there is one part.
+            index: the part of each row; None if there is one part.
         """
         return max(self.length(part) for part in set(index or (0,)))
 
     def length(self, part: int, after_first: bool | None = None) -> int:
-        """Return the number of tokens of a part's rows; `after_first`: of this kind only."""
-        wanted = (after_first,) if after_first is not None else (False, True)
-        return sum(added.length for added in self.parts[part] if added.after_first in wanted)
+        """Return the number of tokens that each row of a part gets.
+
+        Args:
+            part: number of the part.
+            after_first: only those after (True) or before (False) the first real token; None: all.
+        """
+        kinds = (False, True) if after_first is None else (after_first,)
+        return sum(added.length for added in self.parts[part] if added.after_first in kinds)
 
 
 def prompts_of(
     parts: Sequence[Child], adapters: Mapping[str, Sequence[PromptAdapter]]
 ) -> tuple[tuple[Added, ...], ...]:
-    """Return the tokens that each part of a composition adds, those of a stack in its order.
+    """Return the tokens that each part of a composition adds, in the order of its stack.
 
     Args:
-        parts: compositions without rows.
-        adapters: name to those of its adapters that add tokens.
+        parts: compositions that do not divide rows.
+        adapters: name → its adapters that add tokens.
     """
     return tuple(tuple(_added(part, adapters)) for part in parts)
 
@@ -94,10 +99,10 @@ class Joined:
     """The sequences of one call with the tokens that adapters add.
 
     Attributes:
-        prompts: what the plan adds.
-        adds: whether this call gets the tokens, and not one before it.
-        count: how many the longest row gets.
-        length: tokens of a row, with those that are added and those in the cache.
+        prompts: the tokens that the plan adds.
+        adds: whether this call gets the tokens, rather than an earlier one.
+        count: the largest number of tokens that a row gets.
+        length: tokens of a row, including those that are added and those in the cache.
         is_laid_out: whether the places are known.
     """
 
@@ -105,15 +110,15 @@ class Joined:
         """Describe the call; `lay_out` follows where the tokens are known.
 
         Args:
-            prompts: what the plan adds.
-            index: the part of each row; None where there is one part.
-            adds: whether this call gets the tokens, and not one before it.
+            prompts: the tokens that the plan adds.
+            index: the part of each row; None if there is one part.
+            adds: whether this call gets the tokens, rather than an earlier one.
         """
         self.prompts, self.adds = prompts, adds
         self.count = prompts.longest(index)
         self.is_laid_out = False
         self._index = index
-        # the input of the layer that the tokens join, by which other calls of it are told apart
+        # the input of the layer that the tokens join, which identifies the call of the layer
         self._x: Tensor | None = None
 
     def lay_out(
@@ -128,7 +133,7 @@ class Joined:
 
         Args:
             rows: of the batch.
-            tokens: of a row, those in the cache with them.
+            tokens: of a row, including those in the cache.
             mask: `[rows, tokens]`, 0 at padding; None: all are real.
             device: of the input.
             filler_first: whether filler comes first, so that the last token stays the last.
@@ -149,7 +154,7 @@ class Joined:
         self.is_laid_out = True
 
     def _of_rows(self, values: Sequence[int]) -> Any:
-        """Return each row's number from each part's: `[rows, 1]`, or one number if all agree."""
+        """Return the value of each row's part: `[rows, 1]`, or one number if all are equal."""
         own = [values[part] for part in self._index or (0,)]
         if len(set(own)) == 1:
             return own[0]
@@ -166,20 +171,21 @@ class Joined:
         return isinstance(self._missing, int)
 
     def extended(self, t: Tensor, fill: float) -> Tensor:
-        """Return a tensor `[rows, tokens, …]` with room for what is added, filled with a number."""
+        """Return a tensor `[rows, tokens, …]` with `fill` at the places of added tokens."""
         count, tokens = t.shape[:2]
-        places = self._places.reshape(count, tokens, *(1 for _ in t.shape[2:])).expand(t.shape)
+        places = self._places.reshape(count, tokens, *(1 for _ in t.shape[2:]))
+        places = places.expand(t.shape)  # [rows, tokens, …]
         wide = t.new_full((count, self.length, *t.shape[2:]), fill)
         return wide.scatter(1, places, t)  # [rows, length, …]
 
     def own(self, t: Tensor) -> Tensor:
         """Return the model's own tokens of a tensor `[rows, length, …]`."""
         count, tokens = self._places.shape
-        places = self._places.reshape(count, tokens, *(1 for _ in t.shape[2:]))
+        places = self._places.reshape(count, tokens, *(1 for _ in t.shape[2:]))  # [rows, tokens, …]
         return t.gather(1, places.expand(count, tokens, *t.shape[2:]))  # [rows, tokens, …]
 
     def mask(self) -> Tensor | None:
-        """Return the mask `[rows, length]`: ones at what is added, zeros at filler."""
+        """Return the mask `[rows, length]`: ones at added tokens, zeros at filler."""
         if self.is_even and self._mask is None:
             return None
         given = self._mask
@@ -198,42 +204,51 @@ class Joined:
 
         Args:
             given: of the model's own, `[…, rows or 1, tokens]`.
-            shifted: whether what is added counts; else its positions mean nothing.
+            shifted: whether added tokens have positions of their own; if not, theirs are 0.
+
+        Returns:
+            `[…, rows, length]`.
         """
         tokens = self._places.shape[1]
         own = given.expand(*given.shape[:-2], self._places.shape[0], tokens)
         wide = own.new_zeros((*own.shape[:-1], self.length))
         places = self._places.expand(own.shape)
         if not shifted:
-            return wide.scatter(-1, places, own)
+            return wide.scatter(-1, places, own)  # […, rows, length]
         first = torch.as_tensor(self._first, device=own.device).expand(own.shape[-2], 1)
         start = own.gather(-1, first.expand(*own.shape[:-1], 1))  # […, rows, 1]
         steps = torch.arange(self.length, device=own.device)
         wide = start + (steps - self._start).clamp(min=0)  # […, rows, length]
         shifted_by: Tensor = own + self._shift
-        return wide.scatter(-1, places, shifted_by)
+        return wide.scatter(-1, places, shifted_by)  # […, rows, length]
 
     def later_positions(self, given: Tensor) -> Tensor:
-        """Return positions `[…, rows or 1, new]` of tokens after the prompt, which counts."""
+        """Return positions `[…, rows or 1, new]` of later tokens, shifted by the added ones."""
         later: Tensor = given + self._shift[:, -given.shape[-1] :]
         return later
 
     def places_of(self, numbers: Tensor) -> Tensor:
-        """Return the places of the tokens of these numbers, `[rows, …]`; outside stays outside."""
+        """Return the new indices `[rows, …]` of the model's own tokens from their old ones.
+
+        Indices outside of the sequence stay outside.
+        """
         tokens = self._places.shape[1]
-        flat = numbers.reshape(numbers.shape[0], -1)
+        flat = numbers.reshape(numbers.shape[0], -1)  # [rows, numbers]
         at = self._places.gather(1, flat.clamp(0, tokens - 1))
         at = torch.where(flat < tokens, at, flat + self.count)
-        return torch.where(flat < 0, flat, at).reshape(numbers.shape)
+        return torch.where(flat < 0, flat, at).reshape(numbers.shape)  # [rows, …]
 
     def at(self, key: Key | None, x: Tensor) -> Tensor | None:
         """Return the places `[rows, length]` of the tokens of an adapter.
 
-        Rows without the adapter have places that mean nothing.
+        The places are meaningless in rows without the adapter.
 
         Args:
             key: of the adapter.
-            x: the input of the layer that they join; None is returned for a second call of it.
+            x: the input of the layer that they join.
+
+        Returns:
+            None if the layer has already been called with another input.
         """
         if self._x is None and self._fits(x):
             self._x = x
@@ -253,10 +268,11 @@ class Joined:
         behind = self._before + 1 if found.after_first else 0
         steps = torch.arange(found.length, device=self._device)
         at: Tensor = self._start + behind + self._of_rows(offsets) + steps  # [rows or 1, length]
-        return at.clamp(max=self.length - 1).expand(self._places.shape[0], found.length)
+        at = at.clamp(max=self.length - 1)
+        return at.expand(self._places.shape[0], found.length)  # [rows, length]
 
     def _fits(self, x: Tensor) -> bool:
-        """Whether the input of a table are the tokens of the rows; that of a module may be any."""
+        """Return whether the input holds the rows' tokens; unchecked at an embedding module."""
         if self.prompts.joins == "embeddings":
             return True
         return x.dim() > 1 and x.shape[0] == self._places.shape[0] and x.shape[1] >= self.length
@@ -266,7 +282,7 @@ class Joined:
         at = self.at(key, embeds if self._x is None else self._x)
         if at is None:
             return embeds
-        at = at.unsqueeze(-1).expand(-1, -1, embeds.shape[-1])
+        at = at.unsqueeze(-1).expand(-1, -1, embeds.shape[-1])  # [rows, added, d]
         wide = embeds.scatter(1, at, prompt.to(embeds).expand(at.shape))
         has = self._of_rows([any(a.key == key for a in part) for part in self.prompts.parts])
         return wide if has is True else torch.where(has.unsqueeze(-1), wide, embeds)

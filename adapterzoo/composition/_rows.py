@@ -1,14 +1,15 @@
-"""Rows: which row of a batch takes which composition.
+"""Which row of a batch takes which composition.
 
-`BatchSplit`, `Parallel` and a list of names for each row all assign a composition to each row,
-itself without rows. `rows_of` finds it, wherever in the tree the rows are divided.
+`BatchSplit`, `Parallel`, `MultiTask` and `adapter_names` all assign a composition to each row.
+`rows_of` finds the composition of each, wherever in the tree the batch is divided; it no longer
+divides rows. The tasks of the rows of a `MultiTask` are arguments of the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,14 +18,15 @@ from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.kernels.grouped import Groups
 
 from ._node import Child, Node
-from .nodes import Average, BatchSplit, Fuse, Parallel
+from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel
 
 
 def has_rows(node: Child) -> bool:
     """Return whether the composition divides the rows of the batch."""
     if not isinstance(node, Node) or isinstance(node, Fuse):
         return False
-    return isinstance(node, (BatchSplit, Parallel)) or any(map(has_rows, node.children))
+    divides = isinstance(node, (BatchSplit, MultiTask, Parallel))
+    return divides or any(map(has_rows, node.children))
 
 
 def has_tokens(node: Child) -> bool:
@@ -34,15 +36,15 @@ def has_tokens(node: Child) -> bool:
     )
 
 
-def rows_of(setup: Node) -> tuple[list[Child], int, bool]:
+def rows_of(setup: Child) -> tuple[list[Child], int, bool]:
     """Return the composition of each row of a batch.
 
     Returns:
-        The compositions; how often the batch is to be repeated before that; whether it must have
-        just these rows then. As for `Parallel`, they may stand for that many equal parts of it.
+        One composition per row; how often the batch must be repeated first; and whether it must
+        then have exactly these rows. If not, as in `Parallel`, each stands for an equal part of it.
 
     Raises:
-        CompositionError: two divisions of the batch in it do not fit each other.
+        CompositionError: the composition divides the batch in two ways that do not fit.
     """
     count, exact = _need(setup)
     return [_at_row(setup, row, count) for row in range(count)], _repeats(setup), exact
@@ -56,7 +58,7 @@ def _repeats(node: Child) -> int:
 
 
 def _need(node: Child) -> tuple[int, bool]:
-    """Return how many rows the composition distinguishes, and whether the batch must have them."""
+    """Return how many rows the composition distinguishes, and whether the batch has just these."""
     if not isinstance(node, Node) or not has_rows(node):
         return 1, False
     if isinstance(node, BatchSplit):
@@ -76,14 +78,14 @@ def _need(node: Child) -> tuple[int, bool]:
     if len(counts) > 1 or any(count % other for other, _ in found):
         raise CompositionError(
             f"{node!r}: its parts divide the batch into {sorted({c for c, _ in found})} rows. "
-            f"Let all of them divide as many rows."
+            f"Let all of them divide the same number of rows."
         )
     fixed = any(fixed for _, fixed in found)
     return (count * len(node), fixed) if isinstance(node, Parallel) else (count, fixed)
 
 
 def _at_row(node: Child, row: int, count: int) -> Child:
-    """Return the composition that one row of `count` rows sees."""
+    """Return the composition of one row of `count` rows."""
     if not isinstance(node, Node) or not has_rows(node):
         return node
     if isinstance(node, Parallel):
@@ -94,16 +96,37 @@ def _at_row(node: Child, row: int, count: int) -> Child:
             if row < size:
                 return _at_row(child, row, size)
             row -= size
+    return _seen(node, lambda child: _at_row(child, row, count))
+
+
+def _at_task(node: Child, task: int) -> Child:
+    """Return the composition that a row of a task sees, which may divide the batch otherwise."""
+    if isinstance(node, MultiTask):
+        return node.children[task]
+    return _seen(node, lambda child: _at_task(child, task)) if isinstance(node, Node) else node
+
+
+def _multi_tasks(node: Child) -> Iterator[MultiTask]:
+    """Yield the compositions inside that divide the batch by tasks."""
+    if isinstance(node, MultiTask):
+        yield node
+    elif isinstance(node, Node):
+        for child in node.children:
+            yield from _multi_tasks(child)
+
+
+def _seen(node: Node, see: Callable[[Child], Child]) -> Child:
+    """Return a composition as a row sees it, from what the row sees of each child."""
     children: list[Child] = []
     options = dict(node.options)
     kept = []
     for number, child in enumerate(node.children):
-        seen = _at_row(child, row, count)
-        # the plain layer: nothing acts in a stack, and an average has nothing to add
+        seen = see(child)
+        # None is the base layer: it changes nothing in a stack and adds nothing to an average
         if seen is None and not node.takes_none:
             continue
         kept.append(number)
-        # a stack in a stack is one stack
+        # flatten a stack within a stack
         inner = isinstance(seen, Node) and type(seen) is type(node) and not options
         children += seen.children if inner and isinstance(seen, Node) else [seen]
     if not children:
@@ -115,12 +138,12 @@ def _at_row(node: Child, row: int, count: int) -> Child:
 
 @dataclass(slots=True)
 class Layout:
-    """A batch, by the part of the composition that each row takes.
+    """The rows of a batch, sorted by the part of the composition that they take.
 
     Attributes:
         index: the part of each row.
-        runs: (part, first row, number of rows) of the batch in which equal parts stand together.
-        order: rows in that order; None where they stand together already.
+        runs: (part, first row, number of rows) in the sorted batch.
+        order: the row at each place of the sorted batch; None if the batch is sorted.
     """
 
     index: tuple[int, ...]
@@ -142,15 +165,15 @@ class Layout:
         return cls(index, tuple(runs), None if order == tuple(range(len(index))) else order)
 
     def arranged(self, t: Tensor) -> Tensor:
-        """Return the rows of a tensor `[rows, …]` in the order of the runs."""
+        """Return a tensor `[rows, …]` with its rows sorted."""
         return t if self.order is None else t.index_select(0, self._orders(t.device)[0])
 
     def restored(self, t: Tensor) -> Tensor:
-        """Return the rows of a tensor `[rows, …]` in the order of the batch again."""
+        """Return a sorted tensor `[rows, …]` in the order of the batch."""
         return t if self.order is None else t.index_select(0, self._orders(t.device)[1])
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        # they live as long as the forward does, like what they order
+        # kept as long as the layout, which lives for one forward
         if device not in self._tensors:
             there = list(self.order or ())
             back = sorted(range(len(there)), key=there.__getitem__)
@@ -161,14 +184,31 @@ class Layout:
         return self._tensors[device]
 
     def groups(self, numbers: tuple[int | None, ...]) -> Groups:
-        """Return the rows for a kernel.
+        """Return the groups of rows for a kernel.
 
         Args:
-            numbers: of the adapter that each part has, None for the base layer.
+            numbers: the number of each part's adapter; None for the base layer.
         """
         if numbers not in self._groups:
             self._groups[numbers] = Groups.of([numbers[part] for part in self.index])
         return self._groups[numbers]
+
+
+class Tasks(NamedTuple):
+    """The tasks that rows of a batch can have.
+
+    Attributes:
+        names: what the tasks are called; None for the base model, and a task whose composition
+            has no name.
+        parts: for each task, the part of each row of the composition.
+    """
+
+    names: tuple[tuple[str | None, ...], ...]
+    parts: tuple[tuple[int, ...], ...]
+
+    def number(self, name: object) -> int | None:
+        """Return the number of the task of a name; None: there is none."""
+        return next((own.index(name) for own in self.names if name in own), None)
 
 
 @dataclass(slots=True)
@@ -177,16 +217,18 @@ class RowMap:
 
     Attributes:
         index: the part of each row.
-        repeats: how often the batch is to be repeated at the model's input; 1 once it is.
-        exact: whether the batch must have just these rows, not several of each.
-        together: whether heads that answer alike give one answer for the whole batch.
-        heads: the head of each part; empty where the active heads answer all rows, None where
-            they answer a part each if they are as many.
-        copies: how often the batch was repeated.
-        tokens: lengths of the model's input sequences, by which a layer is found that gets tokens
-            before rows; None: any length tells.
-        entered: whether the model has seen that the batch has these rows. Beams and tokens that
-            come as rows make several consecutive rows of one, which could not be known before.
+        repeats: how often the model must still repeat the batch; 1 once it has.
+        exact: whether the batch must have exactly these rows, not a multiple of each.
+        together: whether outputs of heads with equal shapes are joined to one for the batch.
+        heads: the head of each part; empty if the active heads run on all rows, None if each runs
+            on one part, provided that there are as many heads as parts.
+        copies: how often the model has repeated the batch.
+        tokens: lengths of the model's input sequences, which identify layers whose input has tokens
+            before rows; None: any length may be one.
+        entered: whether the model has checked the batch. Only then may a layer get several
+            consecutive rows for each, as with beams or with tokens flattened into rows.
+        tasks: the tasks from which `enter` makes the rows; None: there are none.
+        known: number of parts, of which a batch may lack some.
     """
 
     index: tuple[int, ...]
@@ -197,50 +239,65 @@ class RowMap:
     copies: int = 1
     tokens: frozenset[int] | None = frozenset()
     entered: bool = False
+    tasks: Tasks | None = None
+    known: int = 0
     _layouts: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def parts(self) -> int:
         """How many parts there are."""
-        return max(self.index, default=-1) + 1
+        return max(self.known, max(self.index, default=-1) + 1)
 
     def enter(
-        self, count: int, together: bool, tokens: frozenset[int] | None = frozenset()
+        self,
+        count: int,
+        together: bool,
+        tokens: frozenset[int] | None = frozenset(),
+        task_ids: Sequence[int] = (),
     ) -> RowMap:
-        """Return the rows of one call, whose input has been checked and is repeated.
+        """Return the rows of one call whose batch has been checked.
 
         Args:
-            count: rows of the batch when it is repeated.
-            together: whether heads that answer alike give one answer for the whole batch.
-            tokens: lengths of sequences that no layer can have as its number of rows; None: any.
+            count: rows of the repeated batch.
+            together: see `RowMap`.
+            tokens: see `RowMap`.
+            task_ids: the task of each row of the batch that is not repeated, if there are tasks.
         """
         times = count // len(self.index)
-        index = tuple(part for part in self.index for _ in range(times))
+        if self.tasks is None:
+            index = tuple(part for part in self.index for _ in range(times))
+        else:
+            of, batch = self.tasks.parts, len(task_ids)
+            index = tuple(of[task_ids[row % batch]][row // times] for row in range(count))
         return replace(
             self, index=index, repeats=1, together=together, copies=self.repeats, tokens=tokens,
-            entered=True, _layouts={},
+            entered=True, tasks=None, _layouts={},
         )  # fmt: skip
 
     def renumbered(self, numbers: Sequence[int]) -> RowMap:
-        """Return the same rows where parts have other numbers, several the same perhaps."""
-        return replace(self, index=tuple(numbers[part] for part in self.index), _layouts={})
+        """Return the same rows with another number for each part; parts may get equal numbers."""
+        index = tuple(numbers[part] for part in self.index)
+        return replace(self, index=index, known=0, _layouts={})
 
     def of(self, other: RowMap, part: int) -> RowMap:
-        """Return the rows of a part of another division of the batch, in the order of `take`."""
+        """Return how this divides the rows of one part of another, in the order of `take`."""
         index = tuple(own for own, p in zip(self.index, other.index, strict=True) if p == part)
         return replace(self, index=index, _layouts={})
 
     def layout(self, count: int) -> Layout:
-        """Return the layout of a batch of so many rows.
+        """Return the layout of a batch.
+
+        Args:
+            count: its rows.
 
         Raises:
-            CompositionError: they are not these rows, or several of each.
-            StateError: the model did not repeat its input.
+            CompositionError: the number of rows does not fit.
+            StateError: the model has not repeated its input.
         """
         layout = self._layouts.get(count)
         if layout is None:
             layout = Layout.of(self._index(count))
-            # what lives longer than a call shall hold no tensors
+            # others outlive the call and must not keep its tensors
             if self.entered:
                 self._layouts[count] = layout
         return layout
@@ -249,22 +306,27 @@ class RowMap:
         """Return the layout of a layer's input.
 
         Raises:
-            CompositionError: its rows are not these, or its first dimension is tokens.
+            CompositionError: the number of rows does not fit, or the first dimension is tokens.
         """
         is_length = self.tokens is None or x.shape[0] in self.tokens
         if is_length and x.dim() > 2 and x.shape[1] == len(self.index):
             raise CompositionError(
                 f"rows of a batch: an adapted layer got {list(x.shape)}, tokens before rows. "
-                f"Activate one adapter for all rows, or add adapters that do not sit at such "
-                f"layers: 'seq_bn'."
+                f"Activate one adapter for all rows, or add adapters at the outputs of blocks: "
+                f"'seq_bn'."
             )
         return self.layout(x.shape[0])
 
     def _index(self, count: int) -> tuple[int, ...]:
         if self.repeats > 1:
             raise StateError(
-                "Parallel: the batch is repeated where the model is called, and a part of it was "
-                "called alone. Call model(…) itself, not model.base_model(…)."
+                "Parallel: the model repeats the batch, but a part of the model was called alone. "
+                "Call model(…) itself, not model.base_model(…)."
+            )
+        if self.tasks is not None:
+            raise StateError(
+                "MultiTask: a part of the model was called alone, and the tasks of rows are known "
+                "to the whole model only. Write model(…, task_ids=[…])."
             )
         times, rest = divmod(count, len(self.index))
         if rest or (times > 1 and not self.entered):
@@ -276,31 +338,57 @@ class RowMap:
         return tuple(part for part in self.index for _ in range(times))
 
     def take(self, part: int, t: Tensor) -> Tensor:
-        """Return the rows of a tensor `[rows, …]` that take the part."""
+        """Return the rows of a part from a tensor `[rows, …]`."""
         layout = self.layout(t.shape[0])
         _, start, size = next(run for run in layout.runs if run[0] == part)
-        return layout.arranged(t).narrow(0, start, size)
+        return layout.arranged(t).narrow(0, start, size)  # [size, …]
 
     def put(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the tensor of which `take` gives these, one for each part."""
+        """Return the tensor `[rows, …]` from the rows of each part; the inverse of `take`."""
         whole = torch.cat(list(parts))
-        return self.layout(whole.shape[0]).restored(whole)
+        return self.layout(whole.shape[0]).restored(whole)  # [rows, …]
 
 
 def numbered(parts: Sequence[Child]) -> tuple[tuple[Child, ...], tuple[int, ...]]:
-    """Return the different ones among the rows' compositions, and the number of each row's."""
+    """Return the distinct compositions of the rows, and the number of each row's."""
     numbers: Mapping[Child, int] = {p: i for i, p in enumerate(dict.fromkeys(parts))}
     return tuple(numbers), tuple(numbers[p] for p in parts)
 
 
 def parts_of(setup: Node) -> tuple[tuple[Child, ...], RowMap | None]:
-    """Return the distinct compositions of a batch and each row's; None: all rows have one.
+    """Return the distinct compositions of a batch and the rows of each; None if all rows take one.
 
     Raises:
-        CompositionError: two divisions of the batch in it do not fit each other.
+        CompositionError: the composition divides the batch in two ways that do not fit.
     """
     if not has_rows(setup):
         return (setup,), None
-    found, repeats, exact = rows_of(setup)
-    parts, index = numbered(found)
-    return parts, RowMap(index, repeats, exact=exact)
+    names = tuple(node.tasks for node in _multi_tasks(setup))
+    if not names:
+        found, repeats, exact = rows_of(setup)
+        parts, index = numbered(found)
+        return parts, RowMap(index, repeats, exact=exact)
+    _check_tasks(setup, names)
+    # the row of each task; all tasks divide the batch alike
+    each = [rows_of(_at_task(setup, task)) for task in range(len(names[0]))]
+    parts, numbers = numbered([part for found, _, _ in each for part in found])
+    (found, repeats, exact), size = each[0], len(each[0][0])
+    table = tuple(numbers[i : i + size] for i in range(0, len(numbers), size))
+    rows = RowMap(table[0], repeats, exact=exact, tasks=Tasks(names, table), known=len(parts))
+    return parts, rows
+
+
+def _check_tasks(setup: Node, names: Sequence[tuple[str | None, ...]]) -> None:
+    """Check that one task_ids can serve several divisions of a batch by tasks.
+
+    Raises:
+        CompositionError: they have other numbers of tasks, or a name has two numbers.
+    """
+    numbers = {name: number for own in names for number, name in enumerate(own)}
+    clash = [n for own in names for i, n in enumerate(own) if n is not None and numbers[n] != i]
+    if len({len(own) for own in names}) > 1 or clash:
+        what = f"{clash[0]!r} has two numbers in them" if clash else "they have other numbers of"
+        raise CompositionError(
+            f"{setup!r}: one task_ids says the task of a row for each MultiTask, and "
+            f"{what}{'' if clash else ' tasks'}. Write as many children in each, in one order."
+        )

@@ -39,7 +39,7 @@ def evaluate(
         adapters: at the site, by name.
         x: the input.
         base: the layer.
-        rows: of the batch, where the step divides it.
+        rows: of the batch, if the step divides it.
     """
     if not isinstance(step, tuple):
         return step.run(adapters, x, base, rows)
@@ -50,15 +50,15 @@ def evaluate(
 
 
 def fold(step: Step | str, w: Tensor, change: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """Return a weight as a step changes it, where a module computes with its parameters.
+    """Return the weight under a step, for a module that computes with its parameters.
 
     Args:
         step: of the site.
         w: the weight.
-        change: gives the weight with one adapter, of its name and the weight so far.
+        change: returns the weight with one adapter, from its name and the weight so far.
 
     Raises:
-        CompositionError: the step divides batch or sequence, which no weight can express.
+        CompositionError: the step divides the batch or the sequence, which a weight cannot express.
     """
     if isinstance(step, str):
         return change(step, w)
@@ -78,7 +78,7 @@ class Tree(ABC):
     """Base of the steps that are not a chain.
 
     Attributes:
-        acts_on: as of an adapter.
+        acts_on: see `Adapter`.
     """
 
     acts_on: Literal["output", "input"]
@@ -87,7 +87,7 @@ class Tree(ABC):
     def run(
         self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
     ) -> Tensor:
-        """The output of the site; arguments as of `evaluate`."""
+        """Return the output of the site; for the arguments see `evaluate`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Nest(Tree):
     def run(
         self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
     ) -> Tensor:
-        """One part around the other."""
+        """Nest the parts."""
         for part in self.parts[:-1]:
             base = Nested(_bound(part, adapters), base)
         return _bound(self.parts[-1], adapters)(x, base)
@@ -121,7 +121,7 @@ class Tokens(Tree):
     def run(
         self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
     ) -> Tensor:
-        """The parts one after the other. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`."""
+        """Return the concatenated outputs. `x` `[batch, tokens, d_in]`, or `[batch, tokens]`."""
         if x.dim() < (3 if x.is_floating_point() else 2) or x.shape[1] != sum(self.sizes):
             raise CompositionError(
                 f"Split(…, splits={list(self.sizes)}): an adapted layer got an input "
@@ -133,17 +133,17 @@ class Tokens(Tree):
         start = 0
         for step, size in zip(self.steps, self.sizes, strict=True):
             take = functools.partial(torch.narrow, dim=1, start=start, length=size)
-            found.append(_on_part(step, adapters, whole, take(x), take, start))
+            found.append(_on_part(step, adapters, PartOf(whole, take(x), take, start)))
             start += size
         return torch.cat(found, 1)  # [batch, tokens, d_out]
 
 
 @dataclass(frozen=True)
 class Mean(Tree):
-    """The base plus the weighted sum of what the steps change of it.
+    """The base plus the weighted sum of the changes that the steps make.
 
-    Where all steps change the layer's input, their inputs are averaged: a norm behind them then
-    norms the average.
+    If all steps change the layer's input, the inputs are averaged, so that a norm after them
+    normalizes the average.
     """
 
     steps: tuple[Step | None, ...]
@@ -153,7 +153,7 @@ class Mean(Tree):
     def run(
         self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
     ) -> Tensor:
-        """The average."""
+        """Return the average of the outputs, or the output of the average input."""
         if self.acts_on == "input":
             probe = Probe(base)
             return base(self.averaged(x, [self._at(s, adapters, x, probe) for s in self.steps]))
@@ -165,7 +165,7 @@ class Mean(Tree):
         return None if step is None else evaluate(step, adapters, x, base)
 
     def averaged(self, y: Tensor, changed: Sequence[Tensor | None]) -> Tensor:
-        """`y` + Σ w (changed − y)."""
+        """Return y + Σ w (changed − y)."""
         total = y
         for weight, z in zip(self.weights, changed, strict=True):
             if z is not None:
@@ -179,8 +179,8 @@ class Fused(Tree):
 
     Attributes:
         chains: of the children.
-        last_adapters: the name in each chain that acts last: the fusion attends to its update.
-        key: under which the site keeps the fusion layer.
+        last_adapters: the name that acts last in each chain; the fusion attends to its update.
+        key: the site's key of the fusion layer.
     """
 
     chains: tuple[Chain, ...]
@@ -191,7 +191,7 @@ class Fused(Tree):
     def run(
         self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
     ) -> Tensor:
-        """The output of the site."""
+        """Return the last adapter's output with the fusion in place of its update."""
 
         def update(z: Tensor) -> Tensor:
             outputs = [
@@ -210,11 +210,11 @@ class Fused(Tree):
         """Return the last adapter's update, given the output of the rest of its chain."""
         adapter = cast("FusibleAdapter", adapters[last])
         if len(chain) == 1:
-            return adapter.update(z)
+            return adapter.update(z, base)
         recorded: list[Tensor] = []
 
         def record(z: Tensor) -> Tensor:
-            recorded.append(adapter.update(z))
+            recorded.append(adapter.update(z, base))
             return recorded[-1]
 
         def recording(x: Tensor, base: BaseLayer) -> Tensor:
@@ -230,15 +230,15 @@ class BatchedAdapters:
     """One adapter for each part of the batch, of one class, in one call.
 
     Attributes:
-        names: the different adapters.
-        numbers: which of them each part takes, None for none.
+        names: the distinct adapters.
+        numbers: the number of each part's adapter; None if it has none.
     """
 
     names: tuple[str, ...]
     numbers: tuple[int | None, ...]
 
     def run(self, adapters: Adapters, layout: Layout, x: Tensor, base: BaseLayer) -> Tensor:
-        """The output of all rows."""
+        """Return the output of all rows."""
         found = [adapters[name] for name in self.names]
         if len(found) == 1 and None not in self.numbers:
             alone: Tensor = found[0](x, base)
@@ -251,9 +251,9 @@ class RowSteps(Tree):
     """Each step on its rows of the batch.
 
     Attributes:
-        steps: one for each part that the rows are divided in, None for the base layer.
-        layers: the same as layers of adapters that act in one call each, innermost first; None
-            where they cannot.
+        steps: one for each part of the rows; None for the base layer.
+        layers: the same as layers that each apply their adapters in one call, innermost first;
+            None if that is impossible.
     """
 
     acts_on: ClassVar[Literal["output", "input"]] = "output"  # type: ignore[misc]
@@ -264,40 +264,55 @@ class RowSteps(Tree):
     def run(
         self, adapters: Adapters, x: Tensor, base: BaseLayer, rows: RowMap | None = None
     ) -> Tensor:
-        """All rows. `x` `[rows, …]`."""
+        """Return the output of all rows. `x` `[rows, …]`."""
         if rows is None:
             raise CompositionError(
-                "rows of a batch: nothing says which they are. Call the model itself."
+                "rows of a batch: a layer was called alone, so it is unknown which rows it got. "
+                "Call the model itself."
             )
         layout = rows.layout_of(x)
         if self.layers is not None:
             for layer in self.layers[:-1]:
                 base = Nested(functools.partial(layer.run, adapters, layout), base)
             return self.layers[-1].run(adapters, layout, x, base)
-        # the residual may come in sequences where x comes in tokens
-        whole = Whole(base, x, lambda t: rows.layout(t.shape[0]).arranged(t))
-        ordered = layout.arranged(x)
-        found: list[Tensor] = []
-        for part, start, size in layout.runs:
-            take = functools.partial(share, start=start, size=size, of=len(layout.index))
-            step = self.steps[part]
-            found.append(_on_part(step, adapters, whole, take(ordered), take, part))
-        return layout.restored(torch.cat(found))  # [rows, …]
+        views = parts_of_call(layout, rows, x, base)
+        outputs = [_on_part(self.steps[part], adapters, view) for part, view in views]
+        return layout.restored(torch.cat(outputs))  # [rows, …]
 
 
-def _on_part(
-    step: Step | None,
-    adapters: Adapters,
-    whole: Whole,
-    x: Tensor,
-    take: Callable[[Tensor], Tensor],
-    key: int,
-) -> Tensor:
-    view = PartOf(whole, x, take, key)
-    return view(x) if step is None else evaluate(step, adapters, x, view)
+def parts_of_call(
+    layout: Layout, rows: RowMap, x: Tensor, base: BaseLayer
+) -> list[tuple[int, PartOf]]:
+    """Return the number of each part of the batch, with the layer as the part sees it.
+
+    Args:
+        layout: of the layer's input.
+        rows: of the batch.
+        x: the input, `[rows, …]`.
+        base: the layer.
+    """
+    # the residual may come in sequences where x comes in tokens
+    whole = Whole(base, x, lambda t: rows.layout(t.shape[0]).arranged(t))
+    ordered = layout.arranged(x)
+    views = []
+    for part, start, size in layout.runs:
+        take = functools.partial(share, start=start, size=size, of=len(layout.index))
+        views.append((part, PartOf(whole, take(ordered), take, part)))
+    return views
+
+
+def _on_part(step: Step | None, adapters: Adapters, view: PartOf) -> Tensor:
+    return view(view.x) if step is None else evaluate(step, adapters, view.x, view)
 
 
 def share(t: Tensor, *, start: int, size: int, of: int) -> Tensor:
-    """Return the rows of a part of the batch, of any tensor with equally many rows for each."""
+    """Return the rows of a part from a sorted tensor with equally many rows for each row of x.
+
+    Args:
+        t: `[rows, …]`, or a multiple of the rows.
+        start: first row of the part.
+        size: its rows.
+        of: rows of the batch.
+    """
     count = t.shape[0]
-    return t.narrow(0, start * count // of, size * count // of)
+    return t.narrow(0, start * count // of, size * count // of)  # [size · count / of, …]

@@ -1,4 +1,4 @@
-"""How an adapter sees its layer in a composition: with others around it, or a part of the batch."""
+"""The layer as an adapter sees it: with earlier adapters, or for a part of the batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 
 
 class Around(BaseLayer):
-    """Base of the views: what they do not change is that of the layer inside."""
+    """Base of the views: passes on to the layer inside what a view does not change."""
 
     __slots__ = ("_inner",)
 
     def __init__(self, inner: BaseLayer) -> None:
-        """Look at a layer.
+        """Wrap a layer.
 
         Args:
             inner: the layer, with the adapters before.
@@ -68,12 +68,12 @@ class Around(BaseLayer):
         return self._inner.shared(adapter)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
-        """Return what the adapter needs of x."""
+        """Return the adapter's projection of x."""
         return self._inner.from_input(adapter, x)
 
 
 class Nested(Around):
-    """A layer with an adapter, or several, around it, as the base of the next one."""
+    """A layer together with an adapter, as the base of the next adapter."""
 
     __slots__ = ("_adapter",)
 
@@ -94,52 +94,52 @@ class Nested(Around):
 
 
 class Whole:
-    """One input of a layer, and what the layer makes of it, computed once for all its parts."""
+    """One call of a layer; its outputs are computed once for all parts of the input."""
 
-    __slots__ = ("_output", "_plain", "_residual", "base", "order", "x")
+    __slots__ = ("_original", "_output", "_residual", "base", "order", "x")
 
     def __init__(self, base: BaseLayer, x: Tensor, order: Callable[[Tensor], Tensor]) -> None:
-        """Look at a call.
+        """Record the call; nothing is computed yet.
 
         Args:
             base: the layer, with the adapters before.
             x: its input.
-            order: brings rows of an input or output in the order in which parts are taken.
+            order: sorts the rows of an input or output, so that each part is contiguous.
         """
         self.base = base
         self.x = x
         self.order = order
         self._output: Tensor | None = None
-        self._plain: Tensor | None = None
+        self._original: Tensor | None = None
         self._residual: Tensor | None = None
 
     @property
     def output(self) -> Tensor:
-        """The layer's output, ordered."""
+        """The layer's output, sorted."""
         if self._output is None:
             self._output = self.order(self.base(self.x))
         return self._output
 
     @property
-    def plain(self) -> Tensor:
-        """The untouched layer's output, ordered; the same object as `output` where it is so."""
-        if self._plain is None:
-            output, plain = self.base(self.x), self.base.original(self.x)
+    def original(self) -> Tensor:
+        """The untouched layer's output, sorted; `output` itself if no earlier adapter acts."""
+        if self._original is None:
+            output, original = self.base(self.x), self.base.original(self.x)
             if self._output is None:
                 self._output = self.order(output)
-            self._plain = self._output if plain is output else self.order(plain)
-        return self._plain
+            self._original = self._output if original is output else self.order(original)
+        return self._original
 
     @property
     def residual(self) -> Tensor:
-        """The residual stream, ordered."""
+        """The residual stream, sorted."""
         if self._residual is None:
             self._residual = self.order(self.base.residual)
         return self._residual
 
 
 class PartOf(Around):
-    """Some rows of a batch, or some tokens of its sequences, as all that the layer is given."""
+    """The layer's call restricted to some rows of the batch, or some tokens of its sequences."""
 
     __slots__ = ("_key", "_output", "_take", "_whole", "x")
 
@@ -151,15 +151,15 @@ class PartOf(Around):
         Args:
             whole: the call of the layer.
             x: the part of its input.
-            take: gives the part of what is ordered as `whole` is.
-            key: tells the part from the others of the call.
+            take: returns the part of a tensor that is sorted like `whole`.
+            key: identifies the part within the call.
         """
         super().__init__(whole.base)
         self._whole = whole
         self._take = take
         self._key = key
         self.x = x
-        # taken once: what is the same object of the layer is so of its part
+        # taken once, so that outputs which are one object of the layer are one of the part
         self._output: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -174,10 +174,9 @@ class PartOf(Around):
         """Return the untouched output for the part."""
         if x is not self.x:
             return self._inner.original(x)
-        whole = self._whole
-        # the whole plain output comes first: it may be the output itself
-        plain = whole.plain
-        return self(x) if plain is whole.output else self._take(plain)
+        # read before `output`, which it may set
+        original = self._whole.original
+        return self(x) if original is self._whole.output else self._take(original)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """Return the adapter's projection of the part, which other layers do not share."""
@@ -196,7 +195,7 @@ class PartOf(Around):
 
 
 class Probe(Around):
-    """A layer that gives back what it is given, to see to what an adapter changes its input."""
+    """A layer that returns its input, which shows how an adapter changes that input."""
 
     __slots__ = ()
 

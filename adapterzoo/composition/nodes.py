@@ -1,8 +1,8 @@
-"""The compositions as data: immutable, compared as a whole, checked when they are written.
+"""The compositions as data: immutable, compared by value, checked when they are made.
 
 A child is the name of an adapter or another composition; where the batch or the sequence is
-divided it may be None, the plain base model. Which one may stand in which is AdapterHub's table,
-`NESTINGS`.
+divided, it may also be None, the base model. Any composition can contain any other,
+except those in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from ._node import Child, Node
 
 @dataclass(frozen=True, init=False, repr=False)
 class Stack(Node):
-    """Adapters one on top of the other: `Stack("language", "task")`; the first acts first."""
+    """Adapters that act one after another: `Stack("language", "task")`; the first acts first."""
 
     def __init__(self, *children: Child) -> None:
-        """Put the adapters on top of each other.
+        """Stack the adapters.
 
         Args:
-            children: names of adapters, each once, and compositions.
+            children: names of adapters, each once, and compositions; a stack among them is
+                part of this one.
 
         Raises:
-            CompositionError: no child, a name twice, or something not legal in a stack.
+            CompositionError: no child, a name twice, or a child that is neither.
         """
+        inside = [c.children if isinstance(c, Stack) else (c,) for c in children]
+        children = tuple(child for part in inside for child in part)
         super().__init__(*children)
         names = [c for c in children if isinstance(c, str)]
         if len(set(names)) != len(names):
@@ -41,12 +44,12 @@ class Stack(Node):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Fuse(Node):
-    """AdapterFusion: attention over what the adapters say, `Fuse("a", "b")`.
+    """AdapterFusion: attention over the outputs of the adapters, `Fuse("a", "b")`.
 
     Pfeiffer et al. 2021, arXiv:2005.00247.
 
     Attributes:
-        fusion: the name of the fusion layers, where it is not made of the children's names.
+        fusion: the name of the fusion layers; None if it consists of the children's names.
     """
 
     fusion: str | None
@@ -56,10 +59,10 @@ class Fuse(Node):
 
         Args:
             children: names of adapters, or stacks of them.
-            name: of the fusion layers; None: the names of the children with commas between.
+            name: of the fusion layers; None: the names of the children, joined by commas.
 
         Raises:
-            CompositionError: no child, or something that cannot be fused.
+            CompositionError: no child, or one that cannot be fused.
         """
         object.__setattr__(self, "fusion", name)
         super().__init__(*children)
@@ -72,7 +75,7 @@ class Fuse(Node):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The name, where it was given."""
+        """The name, if one was given."""
         return {} if self.fusion is None else {"name": self.fusion}
 
 
@@ -92,8 +95,8 @@ class Split(Node):
         """Divide the sequence.
 
         Args:
-            children: names of adapters and compositions; None: the plain base model.
-            splits: tokens of each child; one number holds for all.
+            children: names of adapters and compositions; None: the base model.
+            splits: tokens of each child; one number applies to all.
 
         Raises:
             CompositionError: no child, one that is not legal here, or lengths that do not fit.
@@ -123,8 +126,8 @@ class BatchSplit(Node):
         """Divide the batch.
 
         Args:
-            children: names of adapters and compositions; None: the plain base model.
-            batch_sizes: rows of each child; one number holds for all.
+            children: names of adapters and compositions; None: the base model.
+            batch_sizes: rows of each child; one number applies to all.
 
         Raises:
             CompositionError: no child, one that is not legal here, or sizes that do not fit.
@@ -141,17 +144,33 @@ class BatchSplit(Node):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Parallel(Node):
-    """Each adapter on a copy of the whole batch: `Parallel("a", "b")`, one answer from each."""
+    """Each adapter on a copy of the whole batch: `Parallel("a", "b")`, one output for each."""
 
     takes_none: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, init=False, repr=False)
+class MultiTask(Node):
+    """Each row of the batch to the adapter of its task: `MultiTask("a", "b")`.
+
+    `model(…, task_ids=[0, 1, 1, 0])` says the task of each row, by the number or the name of a
+    child.
+    """
+
+    takes_none: ClassVar[bool] = True
+
+    @property
+    def tasks(self) -> tuple[str | None, ...]:
+        """The names of the tasks: that of each child, or of the adapter that acts last in it."""
+        return tuple(c.last() if isinstance(c, Node) else c for c in self.children)
+
+
+@dataclass(frozen=True, init=False, repr=False)
 class Average(Node):
-    """The weighted average of what the adapters make of the input: `Average("a", "b")`.
+    """The weighted average of the adapters' outputs: `Average("a", "b")`.
 
     Attributes:
-        weights: one for each child; they sum up to 1 unless they were not to be normalized.
+        weights: one for each child; their sum is 1 unless `normalize_weights` was False.
     """
 
     weights: tuple[float, ...]
@@ -166,9 +185,9 @@ class Average(Node):
 
         Args:
             children: names of adapters and compositions.
-            weights: one for each child; None: all the same.
-            normalize_weights: whether they are divided by their sum. Without it the changes that
-                the adapters make are added with these weights.
+            weights: one for each child; None: equal weights.
+            normalize_weights: whether to divide them by their sum. If not, the adapters' changes
+                are added with these weights.
 
         Raises:
             CompositionError: no child, one that is not legal here, or weights that do not fit.
@@ -178,12 +197,12 @@ class Average(Node):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The weights as they act."""
+        """The normalized weights."""
         return {"weights": list(self.weights), "normalize_weights": False}
 
     @property
     def shown(self) -> Mapping[str, Any]:
-        """The weights as they act, where they are not those of an average without any."""
+        """The normalized weights, unless they are all equal."""
         if self.weights == _weights(self.children, None, True):
             return {}
         total = sum(self.weights)
@@ -196,7 +215,7 @@ def _sizes(
     kind: str, option: str, children: tuple[Child, ...], given: Sequence[int] | int
 ) -> tuple[int, ...]:
     if not children:
-        # that there are none is the error, and the node's own check says it
+        # the node's own check refuses this
         return ()
     sizes = tuple(given) if isinstance(given, Iterable) else (given,) * len(children)
     legal = all(isinstance(s, Integral) and not isinstance(s, bool) and s > 0 for s in sizes)
@@ -218,13 +237,13 @@ def _weights(
         return ()
     if given is None:
         return (1.0 / len(children),) * len(children)
-    # numbers of numpy too; keys of a dict are none
+    # accepts NumPy's numbers
     weights = tuple(given) if isinstance(given, Iterable) else ()
     legal = all(isinstance(w, Real) and not isinstance(w, bool) for w in weights)
     if len(weights) != len(children) or not legal or not all(abs(w) < 1e30 for w in weights):
         what = f"weights are {len(children)} numbers, one for each child"
     elif normalize and not sum(weights):
-        what = "the weights sum up to 0 and cannot be normalized"
+        what = "the weights sum to 0 and cannot be normalized"
     else:
         total = sum(weights) if normalize else 1.0
         return tuple(float(w) / float(total) for w in weights)

@@ -1,4 +1,4 @@
-"""From what users write to a composition, to JSON and back, and without names that are gone."""
+"""Parse compositions, convert them to JSON and back, and remove deleted adapters from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS: Mapping[str, type[Node]] = {
 
 
 def parse(setup: object) -> Node | None:
-    """Whatever a user may pass as a set of active adapters, as a composition.
+    """Return the composition that a user's argument describes.
 
     Args:
         setup: a name, a list of names (a stack), a composition, or None for no adapter.
@@ -63,16 +63,16 @@ def last_adapter(setup: Child) -> str | None:
 def without(
     setup: Node | None, gone: Collection[str], fusions: Collection[str] = ()
 ) -> Node | None:
-    """Return the composition without some of its adapters; None when nothing is left of it.
+    """Return the composition without some of its adapters; None if nothing is left.
 
-    If the batch or the sequence is divided, the base model takes the part of a removed adapter; an
-    average of sum 1 keeps the proportions of the others and its sum, any other one their weights;
-    a fusion is kept whole or removed.
+    If the batch or the sequence is divided, the base model takes the part of a removed adapter. An
+    average whose weights sum to 1 is normalized again; any other average keeps the remaining
+    weights. A fusion is kept whole or removed.
 
     Args:
         setup: the composition.
-        gone: names of adapters.
-        fusions: names of fusions that are gone too.
+        gone: names of adapters to remove.
+        fusions: names of fusions to remove.
     """
     left = _without(setup, gone, fusions)
     return Stack(left) if isinstance(left, str) else left
@@ -94,15 +94,15 @@ def _without(child: Child, gone: Collection[str], fusions: Collection[str]) -> C
     if isinstance(child, Average):
         weights = [w for w, c in zip(child.weights, left, strict=True) if c is not None]
         total = sum(weights)
-        # weights of another sum were not to be normalized, and say what each one adds
-        normalised = math.isclose(sum(child.weights), 1.0, rel_tol=1e-9)
-        scale = 1.0 / total if normalised and total else 1.0
+        # weights with another sum were given with normalize_weights=False
+        normalized = math.isclose(sum(child.weights), 1.0, rel_tol=1e-9)
+        scale = 1.0 / total if normalized and total else 1.0
         return Average(*kept, weights=[w * scale for w in weights], normalize_weights=False)
     return child.with_children(kept)
 
 
 def to_json(setup: Node | None) -> Any:
-    """Return the composition as JSON values: names of a stack as a list, others as objects."""
+    """Return the composition as JSON values: a stack of names as a list, others as objects."""
     if setup is None:
         return []
     if isinstance(setup, Stack) and all(isinstance(c, str) for c in setup):
@@ -112,7 +112,7 @@ def to_json(setup: Node | None) -> Any:
 
 
 def from_json(values: Any) -> Node | None:
-    """Return what `to_json` wrote.
+    """Return the composition that `to_json` wrote.
 
     Raises:
         CompositionError: it is not a composition.

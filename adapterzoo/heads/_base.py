@@ -241,6 +241,10 @@ class PredictionHead(Head):
         """The linear layer onto the vocabulary; None without one."""
         return None
 
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """Return the layer with a row for each token of the vocabulary, None without one."""
+        return self.output_embeddings
+
     @property
     def output_key(self) -> str | None:
         """The key of that layer's weight in the head's `state_dict`; None without one."""

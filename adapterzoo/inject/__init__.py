@@ -83,7 +83,7 @@ def put(
     layer: nn.Module,
     name: str,
     adapter: nn.Module,
-    selection: ActiveState,
+    active: ActiveState,
     path: str,
     overwritten: bool = False,
 ) -> None:
@@ -93,7 +93,7 @@ def put(
         layer: any module of the model; its class changes to a subclass of itself.
         name: its key in `layer.adapters`.
         adapter: on its final device and in its dtype; or the module that adapters there share.
-        selection: the model's.
+        active: the model's.
         path: of the layer, as plans name it.
         overwritten: whether the model writes into the layer's output in place.
 
@@ -109,7 +109,7 @@ def put(
             f"first, or another name."
         )
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
-    swap(layer, selection, path, parameters, kind=_kind_for(adapter))
+    swap(layer, active, path, parameters, kind=_kind_for(adapter))
     cast("Adapted", layer)._link.overwritten |= overwritten
     adapters = cast(
         "AdapterDict", layer._modules.setdefault("adapters", AdapterDict().train(layer.training))
@@ -173,20 +173,20 @@ def take(layer: nn.Module, name: str) -> Adapter:
 
 
 def capture_input(
-    module: nn.Module, reader: str, name: str, selection: ActiveState, path: str
+    module: nn.Module, reader: str, name: str, active: ActiveState, path: str
 ) -> None:
-    """Make a module pass its input to the site `reader` when a plan requests it.
+    """Make a module pass its first input to a site when a plan requests it.
 
-    It passes its first input to the site, or lets the site share results with the layers beside it.
+    The same preparation lets layers of the module share results.
 
     Args:
         module: of the model.
-        reader: path of the site.
+        reader: path of the site that reads the input.
         name: of the adapter.
-        selection: the model's.
+        active: the model's.
         path: of the module, as plans name it.
     """
-    swap(module, selection, path)
+    swap(module, active, path)
     cast("Adapted", module)._link.helps.add((reader, name))
 
 
@@ -292,7 +292,7 @@ def combine(
 def _beside(
     layer: nn.Module, adapters: Sequence[Adapter], originals: Mapping[str, Tensor]
 ) -> Iterator[tuple[tuple[Adapter, ...], BaseLayer]]:
-    """Yield the parts of adapters that belong together, and what they see of the layer."""
+    """Yield the parts of adapters that belong together, each with the layer as they see it."""
 
     def shown(parameter: str) -> Tensor | None:
         kept = originals.get(parameter)

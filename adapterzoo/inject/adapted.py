@@ -1,7 +1,7 @@
-"""The class swap: how a layer gets the class for adapters, and its own class back.
+"""The class swap: giving a layer the class for adapters, and restoring its own.
 
-The subclass is created once for each class of layers, so that equal layers share a class, and a
-pickle finds it again by the layer's own class.
+The subclass is created once for each class of layers, so that equal layers share it, and unpickling
+finds it by the layer's own class.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -103,7 +103,7 @@ class Adapted(nn.Module):
         """Run the plain forward of a module whose layers read one input."""
         active = self._link.active
         members = []
-        # found below the module and not kept: replicas and copies have their own
+        # looked up in each call, because replicas and copies have their own
         for layer, names in active.plan.shared_inputs[self._link.path]:
             adapters = cast("Any", below_wrappers(self._modules[layer])._modules["adapters"])
             members += [adapters._modules[name] for name in names]
@@ -204,10 +204,10 @@ def recorded(
         context.stacks.pop()
 
 
-def positions_of(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Return the arguments of a forward that can be given by position, without `self`."""
+def positions_of(method: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the arguments of a method that can be given by position, without `self`."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = inspect.signature(cls.forward).parameters.values()
+    parameters = inspect.signature(method).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)[1:]
 
 
@@ -253,7 +253,7 @@ def base_of(
 
 def swap(
     layer: nn.Module,
-    selection: ActiveState,
+    active: ActiveState,
     path: str,
     parameters: tuple[str, ...] = (),
     kind: type[Adapted] | None = None,
@@ -262,14 +262,14 @@ def swap(
 
     Args:
         layer: any module of the model.
-        selection: the model's.
+        active: the model's.
         path: of the layer, as plans name it.
         parameters: names of those that adapters change.
         kind: the mixin of its class, if not just `Adapted`.
     """
     if not isinstance(layer, Adapted):
         set_class(layer, _adapted_class(type(layer), parameters, kind))
-        cast("Adapted", layer)._link = _Link(selection, path)
+        cast("Adapted", layer)._link = _Link(active, path)
         return
     read = (*layer._read, *(p for p in parameters if p not in layer._read))
     kind = kind or _kind_of(layer)
@@ -318,7 +318,7 @@ def _adapted_class(
 ) -> type[Adapted]:
     key = (cls, parameters, kind)
     if key not in _classes:
-        members: dict[str, Any] = {"_read": parameters, "_positions": positions_of(cls)}
+        members: dict[str, Any] = {"_read": parameters, "_positions": positions_of(cls.forward)}
         for parameter in parameters:
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),
@@ -366,7 +366,7 @@ def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
         return adapter.changed(parameter, w, base) if isinstance(adapter, ExpertAdapters) else w
 
     w = fold(step, w, change).to(plain.dtype)
-    # in memory as well: products of equal numbers differ in the last bit with another layout
+    # restore the memory layout too: with another one, products differ in the last bit
     return w.mT.contiguous() if stores_transposed(layer, parameter) else w
 
 

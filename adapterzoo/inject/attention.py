@@ -22,7 +22,7 @@ from adapterzoo.composition import prefix_of
 from adapterzoo.contracts import Prefix
 from adapterzoo.errors import CompositionError, StateError
 
-from .adapted import Adapted
+from .adapted import Adapted, plain_class
 from .inline import causal_mask, extended, fit, with_prefix
 from .views import LayerCall
 
@@ -74,7 +74,7 @@ class AdaptedAttention(Adapted):
             forward = self._gathering
         if self._is_inline:
             prefix = prefix_of(step, adapters, x, base, plan.rows)
-            return with_prefix(_plain(self).__name__, prefix, forward, args, kwargs)
+            return with_prefix(plain_class(self).__name__, prefix, forward, args, kwargs)
         implementation = vars(self)["config"]._attn_implementation
         if implementation not in _SUPPORTED:
             raise StateError(
@@ -111,20 +111,20 @@ def _attend(
     Args:
         module: the attention.
         query: `[rows, heads, queries, width]`.
-        key: `[rows, kv_heads, keys, width]`, those in the cache with it.
+        key: `[rows, kv_heads, keys, width]`, including those in the cache.
         value: `[rows, kv_heads, keys, value_width]`.
         attention_mask: `[rows or 1, heads or 1, queries, keys]`, bool or added to the scores.
         **kwargs: as transformers passes them.
     """
     prefix = module._link.active.call.prefixes[-1][1]
     name = vars(module)["config"]._attn_implementation
-    own: Any = getattr(sys.modules[_plain(module).__module__], "eager_attention_forward", None)
+    own: Any = getattr(sys.modules[plain_class(module).__module__], "eager_attention_forward", None)
     run = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
     rows, queries, keys = key.shape[0], query.shape[2], key.shape[2]
     if prefix.keys.shape[1] != key.shape[1] or prefix.keys.shape[3] != key.shape[3]:
         raise StateError(
-            f"{_plain(module).__name__}: its keys are {list(key.shape)}, and the prefix was made "
-            f"for {prefix.keys.shape[1]} heads of {prefix.keys.shape[3]} features."
+            f"{plain_class(module).__name__}: its keys are {list(key.shape)}, but the prefix was "
+            f"made for {prefix.keys.shape[1]} heads of {prefix.keys.shape[3]} features."
         )
     window, length = kwargs.get("sliding_window"), prefix.keys.shape[2]
     if prefix.in_window and window is not None and length + keys > window:
@@ -142,16 +142,11 @@ def _attend(
     if bias is not None:
         kwargs["position_bias"] = _bias(module, bias, prefix, queries, keys)
     key = torch.cat([fit(prefix.keys, key), key], 2)  # [rows, kv_heads, length + keys, width]
-    value = torch.cat([fit(prefix.values, value), value], 2)
+    value = torch.cat([fit(prefix.values, value), value], 2)  # [rows, kv_heads, …, value_width]
     return run(module, query, key, value, mask, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
-
-
-def _plain(module: nn.Module) -> type:
-    mro = type(module).__mro__
-    return mro[mro.index(Adapted) + 1]
 
 
 def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) -> Tensor:
@@ -164,15 +159,15 @@ def _bias(module: Any, bias: Tensor, prefix: Prefix, queries: int, keys: int) ->
     if prefix.distances == "shifted":
         if prefix.mask is not None and not bool(prefix.mask.all()):
             raise CompositionError(
-                "rows of a batch: their prefixes have different lengths, and shift the distances "
-                "of tokens by them. Call the model with the rows of one prefix at a time."
+                "rows of a batch: their prefixes have different lengths, which shift the distances "
+                "between tokens. Call the model with the rows of one prefix at a time."
             )
         return cast("Tensor", owner.compute_bias(queries, length + keys, bias.device, past)).to(
             bias
         )
     # key p of the prefix is at position p − length
     own = owner.compute_bias(queries, length, bias.device, past + length)
-    return torch.cat([own.to(bias), bias], -1)
+    return torch.cat([own.to(bias), bias], -1)  # [1, heads, queries, length + keys]
 
 
 def _bias_owner(module: Any) -> Any:

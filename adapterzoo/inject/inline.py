@@ -165,7 +165,7 @@ def fit(own: Tensor, like: Tensor) -> Tensor:
     own = own.repeat_interleave(here // heads, 1)
     rows = math.prod(lead) // here
     own = own.repeat_interleave(rows // count, 0) if count > 1 else own.expand(rows, -1, -1, -1)
-    return own.reshape(*lead, length, width).to(like)
+    return own.reshape(*lead, length, width).to(like)  # [*lead, length, width]
 
 
 def _attend(
@@ -184,7 +184,7 @@ def _attend(
         attn_mask = causal_mask(query, keys)
     mask = extended(attn_mask, prefix, rows, queries, keys, query.dtype)
     key = torch.cat([fit(prefix.keys, key), key], -2)  # […, length + keys, width]
-    value = torch.cat([fit(prefix.values, value), value], -2)
+    value = torch.cat([fit(prefix.values, value), value], -2)  # […, length + keys, value_width]
     return functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p=dropout_p, **kwargs
     )
@@ -205,7 +205,7 @@ def extended(
     if mask is None:
         if prefix.mask is None:
             return None
-        # eager attention adds what it is given
+        # eager attention adds the mask, so it must not be bool
         mask = torch.zeros(rows, 1, queries, keys, dtype=dtype, device=prefix.mask.device)
     shape = (*mask.shape[:-1], length)
     if prefix.mask is None:
@@ -217,7 +217,7 @@ def extended(
     if mask.dtype is not torch.bool:
         lowest = torch.finfo(mask.dtype).min
         own = torch.zeros(own.shape, dtype=mask.dtype, device=mask.device).masked_fill(~own, lowest)
-    return torch.cat([own, mask], -1)
+    return torch.cat([own, mask], -1)  # [rows, heads or 1, queries, length + keys]
 
 
 def with_prefix(
@@ -250,7 +250,7 @@ def with_prefix(
     if not mode.has_acted:
         raise StateError(
             f"{name}: no product of queries and keys of {prefix.keys.shape[-1]} features was seen "
-            f"in its forward, so that it has no prefix. Use a method at layers, such as "
+            f"in its forward, so it cannot have a prefix. Use a method at layers, such as "
             f"LoRAConfig()."
         )
     return out

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from adapterzoo.anatomy.names import below
 from adapterzoo.call import Generation, Places
 from adapterzoo.composition import Joined, Prompts, RowMap
 from adapterzoo.contracts import PromptAdapter
@@ -36,21 +37,21 @@ def join(
     """Make room in the arguments of a call.
 
     Args:
-        prompts: what the plan adds.
-        rows: which rows take which part of the composition; None where all take all.
-        path: of what is called; the whole model has that of its base model.
+        prompts: the tokens that the plan adds.
+        rows: which rows take which part of the composition; None if all take all.
+        path: of the called module; that of the base model for the whole model.
         given: arguments of the call, by name.
         generation: the running `generate`, None outside.
 
     Returns:
-        The longer sequences, None if the call does not get the tokens; and the arguments.
+        The longer sequences, or None if the call does not get the tokens; and the arguments.
 
     Raises:
         CompositionError: rows get different numbers of tokens, which the model cannot handle.
         StateError: the mask does not show which tokens are real, or there are too many.
     """
     tokens = prompts.tokens
-    if not _inside(tokens.stack, path):
+    if not below(tokens.stack, path):
         return None, {}
     encoded = given.get("encoder_outputs")
     if tokens.is_encoder and encoded is not None:
@@ -63,7 +64,7 @@ def join(
         _check_even(joined, "have no mask")
         return joined, dict(given)
     if not isinstance(t, Tensor) or t.dim() != (2 if t is ids else 3):
-        # a model inside gets them in rows
+        # an inner model gets the tokens in rows
         return None, {}
     cache = None if tokens.is_encoder else given.get("past_key_values")
     cached = 0 if cache is None else int(cache.get_seq_length())
@@ -117,7 +118,7 @@ def join(
 def _check_past(
     given: Mapping[str, Any], count: int, cached: int, generation: Generation | None
 ) -> None:
-    """Check that a model does not keep the tokens of earlier calls where they are not counted."""
+    """Check that a model does not keep earlier tokens in a form that cannot be counted."""
     again = given.get("cache_params") is not None
     if generation is not None and not cached:
         # without a cache each step of `generate` has more tokens than the one before
@@ -125,17 +126,13 @@ def _check_past(
         generation.first = count
     if again:
         raise StateError(
-            "an adapter adds tokens at the start of a sequence, and this model keeps the past "
-            "where its tokens are not counted. Write use_cache=False."
+            "an adapter adds tokens at the start of a sequence, but this model keeps earlier "
+            "tokens in a state that does not count them. Write use_cache=False."
         )
 
 
 def _index(rows: RowMap | None, count: int) -> tuple[int, ...] | None:
     return None if rows is None else rows.layout(count).index
-
-
-def _inside(stack: str, path: str) -> bool:
-    return not path or stack == path or stack.startswith(f"{path}.")
 
 
 def _names(prompts: Prompts) -> str:
@@ -175,7 +172,7 @@ def _check_even(joined: Joined, why: str) -> None:
 
 
 def _check_uneven(joined: Joined, given: Mapping[str, Any], generates: bool) -> None:
-    """Check that filler in some rows cannot move the tokens of these rows."""
+    """Check that filler in some rows does not change the positions of their tokens."""
     tokens = joined.prompts.tokens
     if tokens.is_encoder:
         return
@@ -195,7 +192,7 @@ def _extended(joined: Joined, name: str, value: Any, shape: torch.Size) -> Any:
         return joined.places_of(value)
     is_label = "label" in name
     if is_label and joined.prompts.tokens.is_encoder:
-        # those of the decoder
+        # labels of the decoder
         return value
     return (
         joined.extended(value, _IGNORED if is_label else 0) if value.shape[:2] == shape else value
@@ -205,7 +202,7 @@ def _extended(joined: Joined, name: str, value: Any, shape: torch.Size) -> Any:
 def _after_encoder(
     prompts: Prompts, rows: RowMap | None, given: Mapping[str, Any], hidden: Tensor
 ) -> tuple[Joined | None, dict[str, Any]]:
-    """Return the mask of an encoder's output with the added tokens."""
+    """Return the arguments of a decoder with the mask of the encoder's output extended."""
     mask = _mask(given, hidden)
     joined = Joined(prompts, _index(rows, hidden.shape[0]), adds=False)
     tokens = hidden.shape[1] - joined.count
@@ -220,9 +217,9 @@ def places_in(joined: Joined, path: str) -> Places | None:
 
     Args:
         joined: the longer sequences.
-        path: of what is called.
+        path: of the inner model.
     """
-    return joined.at if joined.adds and _inside(joined.prompts.tokens.stack, path) else None
+    return joined.at if joined.adds and below(joined.prompts.tokens.stack, path) else None
 
 
 def entered(
@@ -260,8 +257,8 @@ def check_called(joined: Joined) -> None:
     """
     if joined.adds and not joined.is_called:
         raise StateError(
-            f"{_names(joined.prompts)} adds tokens, and the model has embedded its own in another "
-            f"way than by {joined.prompts.tokens.table or joined.prompts.tokens.embeddings!r}. "
+            f"{_names(joined.prompts)} adds tokens, but the model has embedded its own without "
+            f"calling {joined.prompts.tokens.table or joined.prompts.tokens.embeddings!r}. "
             f"Activate an adapter of another method."
         )
 

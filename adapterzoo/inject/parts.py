@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 class FusedAdapters(WeightAdapter):
     """Several adapters of one name at one layer: for the parts of a fused layer, or of a union.
 
-    Each child adapts its rows of the output, all rows where it has none; earlier ones act first.
+    Each child adapts its slice of the output features, or all of them; earlier ones act first.
     """
 
     def __init__(self, parts: list[tuple[str, OutputSlice | None, Adapter]]) -> None:
         """Join the adapters.
 
         Args:
-            parts: label (the role of the rows, unique), rows, adapter.
+            parts: label (unique, the role of the features), slice (None: all), and adapter.
         """
         super().__init__()
-        self.rows = {label: rows for label, rows, _ in parts}
+        self.slices = {label: features for label, features, _ in parts}
         for label, _, adapter in parts:
             self.add_module(label, adapter)
         self.is_additive = all(is_additive(adapter) for _, _, adapter in parts)
 
     def init_from_layer(self, base: BaseLayer) -> None:
-        """Show each child its rows of the layer."""
-        for label, rows in self.rows.items():
+        """Initialize each child from its slice of the layer."""
+        for label, features in self.slices.items():
             adapter = cast("Adapter", self._modules[label])
-            adapter.init_from_layer(base if rows is None else SlicedLayer(base, rows))
+            adapter.init_from_layer(base if features is None else SlicedLayer(base, features))
 
     def combine(
         self,
@@ -52,48 +52,48 @@ class FusedAdapters(WeightAdapter):
         strategy: Combination,
         base: BaseLayer,
     ) -> None:
-        """Set each child to a combination of the children of its rows."""
-        if any(adapter.rows != self.rows for adapter in adapters):
+        """Set each child to a combination of the children with the same label."""
+        if any(adapter.slices != self.slices for adapter in adapters):
             raise CompositionError(
                 f"the adapters have different parts at one layer: "
-                f"{', '.join(str(list(adapter.rows)) for adapter in adapters)}. Add them with the "
+                f"{', '.join(str([*adapter.slices]) for adapter in adapters)}. Add them with the "
                 f"same targets, or write set_active_adapters(Stack('a', 'b'))."
             )
         for label, children in _by_label(adapters).items():
-            rows, own = self.rows[label], cast("Adapter", self._modules[label])
-            shown = base if rows is None else SlicedLayer(base, rows)
+            features, own = self.slices[label], cast("Adapter", self._modules[label])
+            shown = base if features is None else SlicedLayer(base, features)
             own.combine(children, weights, strategy, shown)
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the fused layer's output. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        family = SharedInput([cast("Adapter", adapter) for adapter in self._modules.values()])
-        return self._first(len(self.rows), x, base, family)
+        shared = SharedInput([cast("Adapter", adapter) for adapter in self._modules.values()])
+        return self._first(len(self.slices), x, base, shared)
 
-    def _first(self, count: int, x: Tensor, base: BaseLayer, family: SharedInput) -> Tensor:
+    def _first(self, count: int, x: Tensor, base: BaseLayer, shared: SharedInput) -> Tensor:
         """Return the output with the first adapters only."""
         y = untouched = base(x)
-        labels = list(self.rows)
+        labels = list(self.slices)
         for i, label in enumerate(labels[:count]):
-            rows = self.rows[label]
+            features = self.slices[label]
             # an adapter that changes its input calls its base again, with those before it
-            met = any(_overlap(rows, self.rows[other]) for other in labels[:i])
-            before = Nested(functools.partial(self._first, i, family=family), base) if met else base
+            met = any(_overlap(features, self.slices[other]) for other in labels[:i])
+            before = Nested(functools.partial(self._first, i, shared=shared), base) if met else base
             adapter = cast("Adapter", self._modules[label])
             so_far = y if met else untouched
-            part = adapter(x, SlicedLayer(before, rows or _all_rows(y), x, so_far, family))
-            y = part if rows is None else put_slice(y, part, rows, -1)
+            view = SlicedLayer(before, features or _all_features(y), x, so_far, shared)
+            part = adapter(x, view)
+            y = part if features is None else put_slice(y, part, features, -1)
         return y
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether all have the same disjoint parts that can be batched."""
-        rows = adapters[0].rows
-        if any(a.rows != rows for a in adapters):
+        if any(a.slices != adapters[0].slices for a in adapters):
             return False
-        own = list(rows.values())
+        own = list(adapters[0].slices.values())
         if any(_overlap(one, other) for i, one in enumerate(own) for other in own[:i]):
             return False
-        # a child that changes its input would call the whole layer for its rows
+        # a child that changes the input would call the whole layer for its slice
         return all(
             children[0].acts_on == "output" and can_batch(children)
             for children in _by_label(adapters).values()
@@ -106,26 +106,26 @@ class FusedAdapters(WeightAdapter):
         """Return the fused layer's output, each row of the batch with its own adapters."""
         y = untouched = base(x)
         for label, children in _by_label(adapters).items():
-            rows = adapters[0].rows[label] or _all_rows(y)
-            kind = type(children[0])
-            part = kind.forward_batched(children, groups, x, SlicedLayer(base, rows, x, untouched))
-            y = put_slice(y, part, rows, -1)
+            features = adapters[0].slices[label] or _all_features(y)
+            view = SlicedLayer(base, features, x, untouched)
+            part = type(children[0]).forward_batched(children, groups, x, view)
+            y = put_slice(y, part, features, -1)
         return y
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged weight of all rows, `[*experts, d_out, d_in]`."""
-        for label, rows in self.rows.items():
+        """Return the merged weight of all features, `[*experts, d_out, d_in]`."""
+        for label, features in self.slices.items():
             adapter = mergeable(self._modules[label])
-            whole = rows or _all_rows(w, -2)
+            whole = features or _all_features(w, -2)
             part = adapter.weight(take_slice(w, whole, -2), SlicedLayer(base, whole))
             w = put_slice(w, part, whole, -2)
         return w
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged bias of all rows, `[d_out]`."""
-        for label, rows in self.rows.items():
+        """Return the merged bias of all features, `[d_out]`."""
+        for label, features in self.slices.items():
             adapter = mergeable(self._modules[label])
-            whole = rows or _all_rows(b)
+            whole = features or _all_features(b)
             part = adapter.bias(take_slice(b, whole, 0), SlicedLayer(base, whole))
             b = put_slice(b, part, whole, 0)
         return b
@@ -134,8 +134,7 @@ class FusedAdapters(WeightAdapter):
 class ExpertAdapters(Adapter):
     """The adapters of one name at a module that computes with its parameters: fused experts.
 
-    There is no layer to add an output to: while the adapters are active, the parameters that the
-    module reads are the changed ones.
+    While the adapters are active, the module reads the changed parameters.
     """
 
     def __init__(self, parts: dict[str, FusedAdapters]) -> None:
@@ -169,7 +168,7 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
     """Return the adapter, if it equals a changed weight.
 
     Raises:
-        StateError: it is a function that no weight can express.
+        StateError: a weight cannot express it.
     """
     if isinstance(adapter, WeightAdapter):
         return adapter
@@ -180,10 +179,9 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
 
 
 def _by_label(parts: Sequence[FusedAdapters]) -> dict[str, list[Adapter]]:
-    """Return the children of several adapters that adapt the same rows."""
-    return {
-        label: [cast("Adapter", each._modules[label]) for each in parts] for label in parts[0].rows
-    }
+    """Return the children of several adapters by label."""
+    labels = parts[0].slices
+    return {n: [cast("Adapter", each._modules[n]) for each in parts] for n in labels}
 
 
 def _overlap(one: OutputSlice | None, other: OutputSlice | None) -> bool:
@@ -193,6 +191,6 @@ def _overlap(one: OutputSlice | None, other: OutputSlice | None) -> bool:
     return not alike or (one.start < other.stop and other.start < one.stop)
 
 
-def _all_rows(t: Tensor, dim: int = -1) -> OutputSlice:
+def _all_features(t: Tensor, dim: int = -1) -> OutputSlice:
     size = t.shape[dim]
     return OutputSlice(1, size, 0, size)

@@ -1,7 +1,7 @@
-"""Quantized weights: how to read those of each library.
+"""Reading the quantized weights of each library.
 
-Their libraries are optional and never imported here: the class of a weight identifies its library,
-which is then installed.
+The libraries are optional and imported only for their own weights: the class of a weight shows that
+its library is installed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Packing:
 
 
 class FourBit(Packing):
-    """bitsandbytes' `Params4bit`: two numbers a byte, `[d_out · d_in / 2, 1]`, and block scales.
+    """bitsandbytes' `Params4bit`: two numbers per byte, `[d_out · d_in / 2, 1]`, and block scales.
 
     On a CPU with bfloat16 instructions, the first forward without gradients reorders the weight
     permanently: `dequantize_4bit` misreads that order, and gradients do not pass.
     """
 
     def is_packed(self, weight: Any) -> bool:
-        """Return whether scales exist; the dtype is no sign, bytes may be stored as bfloat16."""
+        """Return whether scales exist; the dtype can be bfloat16 for packed bytes too."""
         return weight.quant_state is not None
 
     def read(self, layer: nn.Module, weight: Any) -> Tensor:
@@ -61,7 +61,7 @@ class FourBit(Packing):
         return plain
 
     def count(self, weight: Any) -> int:
-        """d_out · d_in."""
+        """Return d_out · d_in."""
         return math.prod(weight.quant_state.shape)
 
     def unpack(self, layer: nn.Module, weight: Any) -> None:
@@ -72,7 +72,7 @@ class FourBit(Packing):
 
 
 class EightBit(Packing):
-    """bitsandbytes' `Int8Params`: `[d_out, d_in]` in int8, with one scale a row."""
+    """bitsandbytes' `Int8Params`: `[d_out, d_in]` in int8, with one scale per row."""
 
     def is_packed(self, weight: Any) -> bool:
         """Return whether the numbers are integers."""
@@ -88,7 +88,7 @@ class EightBit(Packing):
         return plain
 
 
-# by package and class, the class itself or one that it derives from
+# by package and class of a weight, or a base of its class
 PACKINGS: Mapping[str, Packing] = {
     "bitsandbytes.Int8Params": EightBit(),
     "bitsandbytes.Params4bit": FourBit(),
@@ -154,8 +154,8 @@ def _in_first_order(weight: Any) -> tuple[Tensor, Any]:
     state = copy.copy(state)
     # do not quantize the scales again: that would cost precision
     state.original_nested = False
-    turned, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
+    reordered, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
     if state.absmax.dim() == 2:
         # bitsandbytes 0.50 leaves them in the other order, [d_in / block, d_out]
         state.absmax = state.absmax.T.reshape(-1).float()  # [d_in / block · d_out]
-    return turned, state
+    return reordered, state

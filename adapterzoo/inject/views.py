@@ -1,4 +1,4 @@
-"""Layers as passed to adapters: one call of a layer, some of its rows, its weight.
+"""Layers as passed to adapters: one call of a layer, some of its features, its weight.
 
 Only this module knows the layout of weights: GPT-2's Conv1D and embeddings store theirs as `[d_in,
 d_out]`, fused experts keep one tensor for all, and quantized ones are packed.
@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adapterzoo.anatomy import OutputSlice
-from adapterzoo.anatomy.experts import stores_turned
+from adapterzoo.anatomy import OutputSlice, experts
 from adapterzoo.anatomy.patterns import EXPERTS
 from adapterzoo.call import LayerStackCall, StackCall
 from adapterzoo.composition import Around
@@ -114,7 +113,7 @@ class LayerCall(BaseLayer):
         """The residual stream before the sub-layer.
 
         Raises:
-            StateError: the module whose input it is has not run.
+            StateError: the module that reads it has not run.
         """
         if self._residual is None:
             raise StateError(
@@ -125,8 +124,8 @@ class LayerCall(BaseLayer):
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """Return the adapter's projection of x, computed together with layers that share x."""
-        family = None if self._context is None else self._context.shared_input
-        return super().from_input(adapter, x) if family is None else family.from_input(adapter, x)
+        shared = None if self._context is None else self._context.shared_input
+        return super().from_input(adapter, x) if shared is None else shared.from_input(adapter, x)
 
     @property
     def call(self) -> StackCall:
@@ -153,7 +152,7 @@ class LayerCall(BaseLayer):
         if adapter.shared_key is None:
             raise StateError(
                 f"{type(adapter).__name__}: its config shares no module between layers. "
-                f"Return one from shared(sites, device, dtype) of the config."
+                f"Return one from shared(placements, device, dtype) of the config."
             )
         return self._in_model().shared(adapter.shared_key)
 
@@ -169,61 +168,61 @@ class LayerCall(BaseLayer):
 class SlicedLayer(Around):
     """Some output features of a fused layer, as a separate layer."""
 
-    __slots__ = ("_family", "_rows", "_taken", "_x", "_y")
+    __slots__ = ("_features", "_shared_input", "_taken", "_x", "_y")
 
     def __init__(
         self,
         base: BaseLayer,
-        rows: OutputSlice,
+        features: OutputSlice,
         x: Tensor | None = None,
         y: Tensor | None = None,
-        family: SharedInput | None = None,
+        shared_input: SharedInput | None = None,
     ) -> None:
         """Take a part of a layer.
 
         Args:
             base: the layer.
-            rows: the part.
+            features: of the part.
             x: an input whose output is known.
             y: the layer's output for `x`.
-            family: the adapters of all parts, which share projections of an input.
+            shared_input: the adapters of all parts, which share projections of their input.
         """
         self._inner = base
-        self._family = family
-        self._rows = rows
+        self._shared_input = shared_input
+        self._features = features
         self._x = x
         self._y = y
-        # the last output and its rows: the same output object gives the same rows object
+        # the last output and its part: the same output object gives the same part object
         self._taken: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """These rows of the layer's output."""
+        """Return these features of the layer's output."""
         return self._take(self._y if x is self._x and self._y is not None else self._inner(x))
 
     def original(self, x: Tensor) -> Tensor:
-        """Return the untouched layer's output for these rows."""
+        """Return the untouched layer's output for these features."""
         return self._take(self._inner.original(x))
 
     def _take(self, y: Tensor) -> Tensor:
         if self._taken is None or self._taken[0] is not y:
-            self._taken = y, take_slice(y, self._rows, -1)
+            self._taken = y, take_slice(y, self._features, -1)
         return self._taken[1]
 
     @property
     def weight(self) -> Tensor:
         """The untouched weight."""
-        return take_slice(self._inner.weight, self._rows, -2)
+        return take_slice(self._inner.weight, self._features, -2)
 
     @property
     def bias(self) -> Tensor | None:
         """The untouched bias."""
         bias = self._inner.bias
-        return None if bias is None else take_slice(bias, self._rows, 0)
+        return None if bias is None else take_slice(bias, self._features, 0)
 
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """Return the adapter's projection of x, computed together with the other parts."""
-        asked = self._inner if self._family is None else self._family
-        return asked.from_input(adapter, x)
+        shared = self._inner if self._shared_input is None else self._shared_input
+        return shared.from_input(adapter, x)
 
 
 def own(layer: nn.Module, parameter: str) -> Tensor | None:
@@ -239,7 +238,7 @@ def stores_transposed(layer: nn.Module, parameter: str = "weight") -> bool:
     if parameter != "weight":
         found = {name: own(layer, name) for name in EXPERTS}
         shapes = {n: tuple(t.shape) for n, t in found.items() if t is not None and t.dim() == 3}
-        return stores_turned(layer, shapes)
+        return experts.stores_transposed(layer, shapes)
     if isinstance(layer, nn.Linear):
         return False
     names = {cls.__name__ for cls in type(layer).__mro__}
@@ -265,23 +264,23 @@ def matrix(layer: nn.Module, parameter: str = "weight") -> Tensor:
     return weight.mT if stores_transposed(layer, parameter) else weight
 
 
-def take_slice(t: Tensor, rows: OutputSlice, dim: int) -> Tensor:
-    """Return the features of the rows along a dimension, in the order of a separate layer."""
-    if rows.groups == 1:
-        return t.narrow(dim, rows.start, rows.stop - rows.start)
+def take_slice(t: Tensor, features: OutputSlice, dim: int) -> Tensor:
+    """Return some features along a dimension, in the order of a separate layer."""
+    if features.groups == 1:
+        return t.narrow(dim, features.start, features.stop - features.start)
     dim %= t.dim()
-    grouped = t.unflatten(dim, (rows.groups, rows.width))  # [.., groups, width, ..]
-    taken: Tensor = grouped.narrow(dim + 1, rows.start, rows.stop - rows.start)
+    grouped = t.unflatten(dim, (features.groups, features.width))  # [.., groups, width, ..]
+    taken: Tensor = grouped.narrow(dim + 1, features.start, features.stop - features.start)
     return taken.flatten(dim, dim + 1)  # [.., groups · size, ..]
 
 
-def put_slice(t: Tensor, part: Tensor, rows: OutputSlice, dim: int) -> Tensor:
+def put_slice(t: Tensor, part: Tensor, features: OutputSlice, dim: int) -> Tensor:
     """Return `t` with the part in the place that `take_slice` reads."""
     dim %= t.dim()
-    size = rows.stop - rows.start
-    grouped = t.unflatten(dim, (rows.groups, rows.width))  # [.., groups, width, ..]
-    before = grouped.narrow(dim + 1, 0, rows.start)
-    after = grouped.narrow(dim + 1, rows.stop, rows.width - rows.stop)
-    middle = part.unflatten(dim, (rows.groups, size))  # [.., groups, size, ..]
+    size = features.stop - features.start
+    grouped = t.unflatten(dim, (features.groups, features.width))  # [.., groups, width, ..]
+    before = grouped.narrow(dim + 1, 0, features.start)
+    after = grouped.narrow(dim + 1, features.stop, features.width - features.stop)
+    middle = part.unflatten(dim, (features.groups, size))  # [.., groups, size, ..]
     whole = torch.cat([before, middle, after], dim + 1)  # [.., groups, width, ..]
     return whole.flatten(dim, dim + 1)  # [.., groups · width, ..]

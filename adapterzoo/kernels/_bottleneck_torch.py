@@ -14,10 +14,10 @@ from adapterzoo.activations import ACTIVATIONS, Activation
 
 from ._low_rank_torch import rows_of
 
-# elements of x: up to here the little that autograd keeps costs less than an operator
+# up to so many elements of x, what autograd keeps costs less than an operator
 SMALL = 1 << 18
 
-# a plain dict: what compiles a caller looks into it
+# a plain dict, which torch.compile can trace
 FUNCTIONS: dict[str, Activation] = dict(ACTIVATIONS)
 _ATEN = torch.ops.aten
 
@@ -46,7 +46,7 @@ def _gelu_10(du: Tensor, h: Tensor) -> Tensor:
 
 
 def _mish(du: Tensor, h: Tensor) -> Tensor:
-    # neither is this
+    # torch's own is not differentiable
     t = torch.tanh(F.softplus(h))
     return du * (t + h * torch.sigmoid(h) * (1.0 - t * t))
 
@@ -62,12 +62,12 @@ def _laplace(du: Tensor, h: Tensor) -> Tensor:
 
 
 def _sqrtsoftplus(du: Tensor, h: Tensor) -> Tensor:
-    # with torch's constants: from 20 on, softplus is straight
+    # torch's constants: above 20, softplus is linear
     inner: Tensor = _ATEN.softplus_backward(du, h, 1.0, 20.0)
     return 0.5 * inner / F.softplus(h).sqrt()
 
 
-# dh from du and h, u = φ(h); each differentiable in its turn
+# dh from du and h, u = φ(h); all are differentiable again
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": _gelu,
     "gelu_10": _gelu_10,
@@ -119,7 +119,7 @@ def bottleneck(
         torch.add(to, up_bias, alpha=scaling, out=out)
         rows_of(out).addmm_(rows_of(u), up.T, alpha=scaling)  # [rows, d_model]
     else:
-        # `to` is neither rounded to the dtype of the products nor twice to its own
+        # rounds `to` neither to the dtype of the products nor twice to its own
         torch.add(to, linear(u, up, up_bias), alpha=scaling, out=out)
     return out, h if keeps else h.new_empty(0)
 
@@ -136,10 +136,10 @@ def bottleneck_backward(
     *needs: bool,
     dh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of x (plus `dy` with `adds`), down, bias, up, bias; empty: not needed.
+    """Return the gradients of x (plus `dy` with `adds`), down, bias, up, bias; empty: not needed.
 
-    Differentiable in its turn, for which `dh` `[*batch, width]` is what reaches h from outside.
-    Without `needs_down`, `x` may be empty: only its dtype is looked at.
+    Differentiable again; for that, `dh` `[*batch, width]` is the gradient of the output h. Without
+    `needs_down`, `x` may be empty: only its dtype is read.
     """
     needs_x, needs_down, needs_down_bias, needs_up, needs_up_bias = needs or (True,) * 5
     of_down, of_down_bias, of_up, of_up_bias = (h.new_empty(0) for _ in range(4))
@@ -147,7 +147,7 @@ def bottleneck_backward(
     dx = x.new_empty(0)
     if needs_up:
         u = FUNCTIONS[activation](inner)
-        # with uᵀ dy and not dyᵀ u, and upᵀ in rows: several times as fast on the CPU
+        # uᵀ dy instead of dyᵀ u, with upᵀ in rows, is several times as fast on the CPU
         of_up = _scaled(scaling, down, u.T, flat).T.contiguous()  # [d_model, width]
     if needs_up_bias:
         of_up_bias = flat.sum(0)

@@ -11,17 +11,16 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
     `x` `[*experts, *batch, d_in]`, `blocks` `[*experts, chunks, width, width]` → shape and dtype
     of `x`; under autocast its dtype.
     """
-    turned = _parts(x, blocks) @ blocks.to(x.dtype)  # [*experts, chunks, rows, width]
-    return turned.transpose(-3, -2).reshape(x.shape)
+    rotated = _parts(x, blocks) @ blocks.to(x.dtype)  # [*experts, chunks, rows, width]
+    return rotated.transpose(-3, -2).reshape(x.shape)  # [*experts, *batch, d_in]
 
 
 def rotate_backward(
     dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool = True, needs_blocks: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of blocks; empty where not needed.
+    """Return the gradients of x and of blocks; empty if not needed.
 
-    Differentiable in its turn. Without `needs_blocks`, `x` may be empty: only its dtype is looked
-    at.
+    Differentiable again. Without `needs_blocks`, `x` may be empty: only its dtype is read.
     """
     dx, dblocks = x.new_empty(0), blocks.new_empty(0)
     if needs_x:
@@ -33,6 +32,7 @@ def rotate_backward(
 
 
 def _parts(x: Tensor, blocks: Tensor) -> Tensor:
-    """`x` `[*experts, *batch, d_in]` as `[*experts, chunks, rows, width]`."""
+    """Return `x` `[*experts, *batch, d_in]` as `[*experts, chunks, rows, width]`."""
     *experts, chunks, width, _ = blocks.shape
+    # [*experts, rows, chunks, width] before the transposition
     return x.reshape(*experts, -1, chunks, width).transpose(-3, -2)

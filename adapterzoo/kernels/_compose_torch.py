@@ -12,7 +12,7 @@ from ._low_rank_torch import is_small, rows_of
 def compose(
     y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
 ) -> Tensor:
-    """Return the sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once, at its end.
+    """Return the sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once.
 
     `y` `[*batch, d_out]`, `gain` and `bias` `[d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]`
     → shape and dtype of `y`.
@@ -23,7 +23,7 @@ def compose(
         t = None
     out = wide * gain if bias is None else addcmul((1 - gain) * bias, wide, gain)
     if t is not None and b is not None:
-        # the gain of an output feature is that of its row of b
+        # apply the gain of each output feature to its row of b
         b = gain.unsqueeze(-1) * b.to(gain.dtype)  # [d_out, rank]
         out = rows_of(out).addmm_(rows_of(t).to(gain.dtype), b.T, alpha=scaling)  # [rows, d_out]
     return out.view(y.shape).to(y.dtype)  # [*batch, d_out]
@@ -40,10 +40,10 @@ def compose_backward(
     tells: bool,
     *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of y, gain, bias, t and b; empty where not needed.
+    """Return the gradients of y, gain, bias, t and b; empty if not needed.
 
-    Differentiable in its turn. `kept` is y, or with `tells` the output, from which a gain without
-    zeros lets find what was before it. Without `needs_gain` it may be empty.
+    Differentiable again. `kept` is y or, with `tells`, the output, from which y + scaling · t bᵀ is
+    recovered by dividing by the gain. Without `needs_gain` it may be empty.
     """
     needs_y, needs_gain, needs_bias, needs_t, needs_b = needs
     wide = rows_of(dy).to(gain.dtype)  # [rows, d_out]
@@ -58,10 +58,10 @@ def compose_backward(
         of_bias = (wide.sum(0) * (1 - gain)).to(bias.dtype)
     if t is not None and b is not None:
         s = scaling * gain.unsqueeze(-1)  # [d_out, 1]
-        # few rows by many: several times as fast as many by few
+        # [rank, rows] is several times as fast as [rows, rank]
         if needs_t:
             of_t = ((s * b.to(s.dtype)).T @ wide.T).T.to(t.dtype).contiguous().view(t.shape)
-        # what the update adds to y is not in y: Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b)
+        # y lacks the update: Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b)
         hidden = needs_gain and not tells
         if needs_b or hidden:
             dyt = (rows_of(t).T.to(wide.dtype) @ wide).T  # [d_out, rank]

@@ -1,7 +1,7 @@
-"""Dropout that the backward pass can repeat: a bit for each feature, or a seed.
+"""Dropout that the backward pass can repeat: one bit for each feature, or a seed.
 
-On the torch path the mask is drawn bit by bit and kept packed, a 32nd of a float32 input; in
-Triton it is a function of the seed and of the position, and nothing is kept.
+The torch path draws the mask bit by bit and keeps it packed, in a 32nd of the size of a float32
+input. In Triton the mask is a function of seed and position, so that only the seed is kept.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-# a probability is a multiple of 2⁻¹⁶; the scale is that of the multiple, so that the mean is right
+# probabilities are rounded to multiples of 2⁻¹⁶; the scale uses the multiple, to keep the mean
 PLANES = 16
 
 
 def threshold(p: float) -> int:
-    """Return how many of 2¹⁶ equally likely numbers drop a feature; never all of them.
+    """Return how many of 2¹⁶ equally likely numbers drop a feature; always fewer than all.
 
     Args:
         p: probability, 0 to below 1.
@@ -25,20 +25,20 @@ def threshold(p: float) -> int:
 
 
 def kept_scale(p: float) -> float:
-    """Return what the kept features are multiplied by, 1 / (1 − p)."""
+    """Return the factor of the kept features, 1 / (1 − p)."""
     return 1 / (1 - threshold(p) / (1 << PLANES))
 
 
 def seed(x: Tensor) -> Tensor:
-    """Return a seed from the generator of the device of `x`: int64 `[1]`, not read by the host."""
+    """Return a seed from the generator of `x`'s device, int64 `[1]`; the host does not read it."""
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
 def bits(x: Tensor, p: float) -> Tensor:
-    """Return a mask for `x` from torch's generator of its device, eight features a byte; 1 keeps.
+    """Return a mask for `x`, drawn on its device, with eight features in a byte; 1 keeps.
 
-    All bits of a number are drawn at once: u < p is decided from the lowest bit of p upwards,
-    where a bit of 1 in p means "or below here", one of 0 "and below there".
+    One bit of each feature's random number u is drawn at a time, for all features at once. u < p is
+    decided from the lowest bit of p upwards: a 1 in p is an "or" with the drawn bit, a 0 an "and".
 
     Args:
         x: `[*batch, d_in]`.
@@ -53,7 +53,7 @@ def bits(x: Tensor, p: float) -> Tensor:
     words = (x.numel() + 63) // 64
     if not level:
         return torch.full((8 * words,), 255, dtype=torch.uint8, device=x.device)
-    # of all 2⁶⁴ numbers one is never drawn
+    # randint's upper bound excludes one of the 2⁶⁴ numbers
     drawn = torch.randint(-(2**63), 2**63 - 1, (planes, words), device=x.device)
     dropped = drawn[0]
     for i in range(1, planes):
@@ -67,6 +67,6 @@ def mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
     byte = torch.arange(256, device=packed.device).unsqueeze(1)  # [256, 1]
     bit = torch.arange(8, device=packed.device)
     unpacked = (byte >> bit & 1).to(torch.uint8)  # [256, 8]
-    # the eight features of a byte are looked up as one number of eight bytes
+    # look up the eight features of a byte as one number of eight bytes
     found = unpacked.view(torch.int64).flatten().index_select(0, packed.int())  # [bytes]
-    return found.view(torch.uint8)[: math.prod(shape)].view(shape)
+    return found.view(torch.uint8)[: math.prod(shape)].view(shape)  # [*batch, d_in]

@@ -1,7 +1,7 @@
-"""The operators of the grouped low-rank update; `grouped` says what they compute.
+"""The operators of the grouped low-rank update; see `grouped` for what they compute.
 
-Each takes the groups as one tensor: on the host for torch, int64, the adapter of each row; on the
-device for Triton, int32, the plan.
+Each takes the groups as one tensor: for torch the adapter of each row, int64 on the host; for
+Triton the plan, int32 on the device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _LEGAL = "Stacked factors are a [n, rank, d_in] and b [n, d_out, rank]"
 def _prepared(in_triton: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments with the plan on the device for Triton, with the `Groups` for torch.
 
-    As in `low_rank`, a backward takes the mode of its own time.
+    A backward uses the mode that is set when it runs, so the forward's tensor may be the other one.
     """
-    # the groups are the last tensor, and the factors the last with three dimensions
+    # the groups are the last tensor, the factors the last one before with three dimensions
     at = max(i for i, v in enumerate(args) if isinstance(v, Tensor))
     x, plan = args[0], args[at]
     if in_triton and plan.dtype is torch.int32:

@@ -1,7 +1,7 @@
 """The grouped low-rank update in torch operations, with the signatures of `grouped_triton`.
 
-All of it is two products: `project`, each row by its adapter's factor, and `outer`, the sum of
-the rows of each adapter. Rows become blocks of equal size, and a product of all blocks is one call.
+It consists of two products: `_project` multiplies each row by its adapter's factor, and `_outer`
+sums over the rows of each adapter. Rows form blocks of equal size, whose product is one call.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ._low_rank_torch import SMALL
 
 
 class Blocks(NamedTuple):
-    """How rows of the batch become blocks of equal size, each of one adapter.
+    """How rows of the batch form blocks of equal size, each of one adapter.
 
     Attributes:
-        size: rows of the batch in each.
-        rows: attribute of the groups, the rows in the order of the blocks; None: all, as they are,
-            and what becomes of those without adapter is to be put right.
-        adapters: attribute of the groups, that of each block; None: the stack as it is.
+        size: rows of the batch in each block.
+        rows: the attribute of the groups with the rows in the order of the blocks; None: all rows
+            in the order of the batch, after which the rows without an adapter must be restored.
+        adapters: the attribute of the groups with each block's adapter; None: blocks are in the
+            order of the stack.
     """
 
     size: int
@@ -34,23 +35,23 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(groups: Groups, n: int, tokens: int, rank: int) -> Blocks | None:
-    """Return the cheapest blocks; None where a product for each adapter is cheaper.
+    """Return the cheapest blocks; None if one product per adapter is cheaper.
 
     Args:
         groups: of the batch.
         n: number of adapters.
         tokens: of each row.
-        rank: the narrow side of the factors.
+        rank: the smaller dimension of the factors.
     """
     used, active = len(groups.adapters), len(groups.rows)
     adapters = None if groups.whole and used == n else "adapters"
     if groups.even and groups.sorted:
         return Blocks(groups.lengths[0], None, adapters)
-    # either rows are copied or factors, whichever is less
+    # copy rows or factors, whichever is smaller
     if groups.even and tokens < rank and (adapters is None or active > used):
         return Blocks(groups.lengths[0], "order", adapters)
     if tokens >= rank or active <= 4 * used:
-        # rows without adapter cost less than to leave them out, if they are few
+        # if few rows have no adapter, computing them costs less than leaving them out
         few = 2 * active >= len(groups.index)
         return Blocks(1, None, "of_all") if few else Blocks(1, "rows", "of_rows")
     return None
@@ -59,9 +60,9 @@ def blocks_of(groups: Groups, n: int, tokens: int, rank: int) -> Blocks | None:
 def low_rank(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Sequence[float], groups: Groups
 ) -> Tensor:
-    """`expand` of `shrink`, all of one dtype and without dropout; differentiable.
+    """Return `expand` of `shrink` for operands of one dtype, without dropout; differentiable.
 
-    The usual cases on a CPU, where each call of Python counts, are computed here.
+    Computes the usual cases here: on a CPU each call in Python counts.
     """
     batch, n, rank = len(groups.index), a.shape[0], a.shape[1]
     usual = x.dim() == 3 and y.dim() == 3 and _is_one(scaling)
@@ -82,7 +83,7 @@ def low_rank(
     t = torch.bmm(x, a.mT)  # [blocks, rows, rank]
     if groups.base:
         t = _restored(t, None, groups)
-    # as in `low_rank`: the products of a backward by autograd are faster
+    # contiguous for large operands: autograd's products of the backward are then faster
     up = b.mT if y.numel() <= SMALL else b.mT.contiguous()  # [blocks, rank, d_out]
     if blocks.rows is None:
         out = torch.baddbmm(target, t, up, alpha=scaling[0]).view(y.shape)
@@ -95,7 +96,7 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups)
     """Project down: t = dropout(x) aᵀ; `noise` as `_dropout.bits` drew it.
 
     `x` `[batch, *tokens, d_in]`, `a` `[n, rank, d_in]` → `[batch, *tokens, rank]` in the dtype
-    of `a`; zero for a row without adapter.
+    of `a`; zero for a row without an adapter.
     """
     if noise is None:
         return _project(x.to(a.dtype), a.mT, groups)
@@ -106,9 +107,9 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups)
 def shrink_backward(
     dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, groups: Groups, *needs: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, in its dtype, and of a; empty where not needed.
+    """Return the gradients of x, in its dtype, and of a; empty if not needed.
 
-    Differentiable in its turn. Without `needs_a`, `x` may be empty: only its dtype is looked at.
+    Differentiable again. Without `needs_a`, `x` may be empty: only its dtype is read.
     """
     needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
@@ -121,7 +122,7 @@ def shrink_backward(
         dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)
     if needs_a:
         if noise is not None:
-            # a large temporary less, unless its gradient is asked for
+            # in place, to save a large temporary, unless gradients are needed
             kept = kept * x if torch.is_grad_enabled() else kept.mul_(x)
         da = _outer(dt, kept.to(a.dtype), groups, a.shape[0])  # [n, rank, d_in]
     return dx, da
@@ -133,7 +134,7 @@ def expand(
     """Add the update: y + scaling · t bᵀ.
 
     `y` `[batch, *tokens, d_out]`, `t` `[batch, *tokens, rank]`, `b` `[n, d_out, rank]` → shape and
-    dtype of `y`; a row without adapter keeps its bits.
+    dtype of `y`; a row without an adapter keeps its bits.
     """
     t, s = _scaled(t, scaling, groups)
     if groups.base:
@@ -151,9 +152,9 @@ def expand_backward(
     groups: Groups,
     *needs: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of t and b; empty where not needed.
+    """Return the gradients of t and b; empty if not needed.
 
-    Differentiable in its turn. Without `needs_b`, `t` may be empty: only its dtype is looked at.
+    Differentiable again. Without `needs_b`, `t` may be empty: only its dtype is read.
     """
     needs_t, needs_b = needs or (True,) * 2
     dy = dy.to(t.dtype)
@@ -165,7 +166,7 @@ def expand_backward(
         dt = dt * s  # [batch, *tokens, rank]
     if needs_b:
         t, s = _scaled(t, scaling, groups)
-        # tᵀ dy and not dyᵀ t: twice as fast on the CPU
+        # tᵀ dy is twice as fast on the CPU as dyᵀ t
         db = _outer(t * s, dy, groups, b.shape[0]).mT.to(b.dtype).contiguous()  # [n, d_out, rank]
     return dt, db
 
@@ -173,10 +174,10 @@ def expand_backward(
 def _project(
     x: Tensor, factors: Tensor, groups: Groups, onto: Tensor | None = None, s: float = 1.0
 ) -> Tensor:
-    """Return each row by its adapter's factor, `x f`, or `onto + s · x f`; differentiable.
+    """Return x · f with each row's factor f, or `onto + s · x · f`; differentiable.
 
     `x` `[batch, *tokens, wide]`, `factors` `[n, wide, narrow]` → `[batch, *tokens, narrow]`. A row
-    without adapter is that of `onto`, bit by bit, or zero.
+    without an adapter has the bits of `onto`, or is zero.
     """
     n, wide, narrow = factors.shape
     shape = (*x.shape[:-1], narrow)
@@ -191,18 +192,19 @@ def _project(
         moved = moved.index_select(0, groups.numbers(rows, x.device))
     active = moved.shape[0]
     if blocks is None:
-        # rows by adapter, each adapter's [length · tokens, wide]
+        # one part for each adapter: [length · tokens, wide]
         parts = moved.flatten(0, 1).split([tokens * length for length in groups.lengths])
         pairs = zip(parts, groups.adapters, strict=True)
         own = torch.cat([part @ factors[adapter] for part, adapter in pairs])
     else:
         if blocks.adapters is not None:
             factors = _taken(factors, blocks.adapters, groups)
+        # [blocks, rows · tokens, wide]
         moved = moved.reshape(active // blocks.size, blocks.size * tokens, wide)
         dtype = factors.dtype
-        # one pass, unless the sum would round what it is added to
+        # one pass, unless the sum would round `target`
         if rows is None and target is not None and promote_types(target.dtype, dtype) is dtype:
-            onto = target.to(dtype).reshape(*moved.shape[:2], narrow)  # [blocks, rows, narrow]
+            onto = target.to(dtype).reshape(*moved.shape[:2], narrow)  # [blocks, .., narrow]
             own = torch.baddbmm(onto, moved, factors, alpha=s)
             return _restored(own.view(target.shape).to(target.dtype), target, groups).view(shape)
         own = torch.bmm(moved, factors)  # [blocks, rows · tokens, narrow]
@@ -222,10 +224,10 @@ def _project(
 
 
 def _restored(out: Tensor, target: Tensor | None, groups: Groups) -> Tensor:
-    """`out` with the rows that have no adapter written over in place: those of `target`, or 0.
+    """Return `out` with its rows without an adapter overwritten by those of `target`, or by 0.
 
-    Their update was a product with rows of t that are 0, and all that it can have changed is the
-    sign of a zero: of that autograd need not know, and to tell it costs copies of the gradient.
+    This is hidden from autograd, to save copies of the gradient: the update of these rows is a
+    product with rows of zeros, which can only have changed the sign of a zero.
     """
     if groups.base:
         places = groups.numbers("base", out.device)
@@ -238,7 +240,7 @@ def _restored(out: Tensor, target: Tensor | None, groups: Groups) -> Tensor:
 
 
 def _outer(u: Tensor, v: Tensor, groups: Groups, n: int) -> Tensor:
-    """Return the sum of uᵀ v over each adapter's rows, zero without rows; differentiable.
+    """Return the sum of uᵀ v over each adapter's rows, zero if it has none; differentiable.
 
     `u` `[batch, *tokens, narrow]`, `v` `[batch, *tokens, wide]` → `[n, narrow, wide]`.
     """
@@ -267,18 +269,18 @@ def _outer(u: Tensor, v: Tensor, groups: Groups, n: int) -> Tensor:
 
 
 def _taken(factors: Tensor, adapters: str, groups: Groups) -> Tensor:
-    """Return the factors of blocks in their layout: a product with another costs twice."""
+    """Return the factors of the blocks, in their memory layout: another would double the cost."""
     if factors.stride(-1) != 1:
         return _taken(factors.mT, adapters, groups).mT
     own = factors.index_select(0, groups.numbers(adapters, factors.device))
     if adapters == "of_all" and groups.base and own.requires_grad:
-        # a row without adapter may be inf or NaN: the factor that it borrows hears nothing of it
+        # a row without an adapter may hold inf or NaN, which must not reach the factor it borrows
         own = own.index_fill_(0, groups.numbers("base", own.device), 0.0)
     return own
 
 
 def _scaled(t: Tensor, scaling: Sequence[float] | Tensor, groups: Groups) -> tuple[Tensor, float]:
-    """`t` and the one factor that is left; adapters of unequal scaling take theirs here."""
+    """Return `t` and a factor for all rows; unequal scalings are multiplied into `t`."""
     if isinstance(scaling, Tensor):
         scaling = scaling.tolist()
     if _is_one(scaling):
@@ -288,5 +290,5 @@ def _scaled(t: Tensor, scaling: Sequence[float] | Tensor, groups: Groups) -> tup
 
 
 def _is_one(scaling: Sequence[float]) -> bool:
-    """Return whether all adapters have the same."""
+    """Return whether all adapters have the same scaling."""
     return not scaling or scaling.count(scaling[0]) == len(scaling)

@@ -1,4 +1,4 @@
-"""Which adapter each row of a batch takes, as facts of Python and as tensors of a device.
+"""Which adapter each row of a batch takes, as Python numbers and as tensors on a device.
 
 Papers: Chen et al. 2023 (Punica), arXiv:2310.18547; Sheng et al. 2023 (S-LoRA), arXiv:2311.03285:
 rows are sorted by adapter once for a batch, and all layers of a forward share the plan.
@@ -19,30 +19,30 @@ from ._ops import register
 
 T = TypeVar("T")
 
-# of the index: no adapter
+# in the index: no adapter
 BASE = -1
-# numbers of a chunk in the plan: its adapter, its first row and the one after its last
+# numbers per chunk in the plan: its adapter, its first row, and one past its last row
 CHUNK = 3
 
 
 class Groups:
     """The rows of one batch by adapter; made once, immutable, and shared by all layers.
 
-    Nothing of it depends on a layer. Its tensors are made on first use, one for each device, and
-    belong to the batch: no device is asked for a value, and no layer copies one to a device.
+    It does not depend on a layer. Its tensors are made on first use, once for each device, so that
+    layers neither read values from a device nor copy values to one.
 
     Attributes:
-        index: the adapter of each row, -1 for none.
-        adapters: those that some row takes, ascending.
-        lengths: rows of each of these.
-        rows: those with an adapter, ascending.
-        order: the same, by adapter.
-        inverse: where each of `rows` stands in `order`.
+        index: the adapter of each row; -1: none.
+        adapters: those that at least one row takes, ascending.
+        lengths: the number of rows of each of `adapters`.
+        rows: the rows with an adapter, ascending.
+        order: the same rows, sorted by adapter.
+        inverse: the place of each of `rows` in `order`.
         of_rows: the adapter of each of `rows`.
-        of_all: the same of all rows, where those without adapter are given some other's.
-        base: rows without adapter.
-        even: whether all of `adapters` have as many rows.
-        sorted: whether every row has an adapter and the batch is in the order of them.
+        of_all: the adapter of each row of the batch; the first of `adapters` for rows without one.
+        base: the rows without an adapter.
+        even: whether all of `adapters` have equally many rows.
+        sorted: whether every row has an adapter and the batch is sorted by adapter.
         whole: whether `adapters` are 0, 1, … without a gap.
         host: `index` as a tensor on the CPU, int64 `[batch]`.
     """
@@ -74,8 +74,8 @@ class Groups:
         """Return the plan of a batch.
 
         Args:
-            index: for each row which adapter it takes, from 0; None or -1 for none. A tensor
-                `[batch]` of integers is read by the host, once.
+            index: the number of each row's adapter, from 0; None or -1 for none. The host reads a
+                tensor `[batch]` of integers once.
 
         Raises:
             KernelError: an entry is not such a number.
@@ -84,7 +84,7 @@ class Groups:
             if index.dim() != 1 or index.is_floating_point() or index.dtype is torch.bool:
                 raise KernelError(
                     f"Groups.of(index): index is {index.dtype} {list(index.shape)}. Legal is a "
-                    f"tensor of integers [batch], -1 for rows without adapter. Write "
+                    f"tensor of integers [batch], -1 for rows without an adapter. Write "
                     f"Groups.of([0, 1, None])."
                 )
             given: Sequence[int | None] = index.tolist()
@@ -95,14 +95,14 @@ class Groups:
             if type(value) is not int or value < BASE:
                 raise KernelError(
                     f"Groups.of(index): index[{row}]={value!r} is not the number of an adapter. "
-                    f"Legal are 0, 1, … and None or -1 for rows without adapter. Write "
+                    f"Legal are 0, 1, … and None or -1 for rows without an adapter. Write "
                     f"Groups.of([0, 1, None])."
                 )
         with torch.inference_mode(False):
             return cls(values, torch.tensor(values, dtype=torch.int64))
 
     def check(self, kernel: str, x: Tensor, n: int) -> None:
-        """That the plan fits operands.
+        """Check that the plan fits the operands.
 
         Args:
             kernel: its name, for the message.
@@ -116,15 +116,14 @@ class Groups:
         if x.dim() < 2 or x.shape[0] != batch:
             raise KernelError(
                 f"{kernel}: the groups are of {batch} rows, x is {list(x.shape)}. Legal is "
-                f"x [batch, *tokens, width] of as many rows. Write Groups.of(index) with an entry "
-                f"for each row."
+                f"x [{batch}, *tokens, width]. Write Groups.of(index) with an entry for each row."
             )
-        # a compiler would compile anew for other numbers; they are looked at when it runs
+        # compiled code would be specialized to the numbers; it checks them when it runs
         if not torch.compiler.is_compiling():
             self.check_adapters(kernel, n)
 
     def check_adapters(self, kernel: str, n: int) -> None:
-        """The part of `check` that is about the adapters."""
+        """Check that all adapters of the plan exist; see `check`."""
         if self.adapters and self.adapters[-1] >= n:
             raise KernelError(
                 f"{kernel}: the groups name adapter {self.adapters[-1]}, and there are {n} "
@@ -136,12 +135,12 @@ class Groups:
 
         Args:
             name: of the attribute.
-            device: where.
+            device: of the tensor.
         """
         return self._kept((name, device), device, torch.int64, lambda: getattr(self, name))
 
     def kept_blocks(self, n: int, tokens: int, rank: int, decide: Callable[..., T]) -> T:
-        """Return what `decide(groups, n, tokens, rank)` says, asked once for a batch."""
+        """Return `decide(groups, n, tokens, rank)`, computed once for a batch."""
         key = (n, tokens, rank)
         if key not in self._ways:
             self._ways[key] = decide(self, n, tokens, rank)
@@ -151,7 +150,7 @@ class Groups:
     def row_scales(
         self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
-        """Return the scaling of each row, `[batch]`; 1 without adapter."""
+        """Return the scaling of each row, `[batch]`; 1 for rows without an adapter."""
         key = ("rows", scaling, device, dtype)
         return self._kept(
             key, device, dtype, lambda: [1.0 if i == BASE else scaling[i] for i in self.index]
@@ -160,18 +159,18 @@ class Groups:
     def scales(
         self, scaling: tuple[float, ...], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
-        """Return the scaling of each adapter, `[n]`; layers of equal scaling share the tensor."""
+        """Return the scaling of each adapter, `[n]`; layers with equal scalings share it."""
         if torch.compiler.is_compiling():
             return torch.tensor(scaling, dtype=dtype, device=device)
         return self._kept((scaling, device, dtype), device, dtype, lambda: scaling)
 
     def plan(self, tokens: int, n: int, device: torch.device) -> Tensor:
-        """Return what the Triton kernels read; see `plan_of`.
+        """Return the plan for the Triton kernels, int32; see `plan_of`.
 
         Args:
             tokens: of each row.
             n: number of adapters.
-            device: where.
+            device: of the plan.
         """
         if torch.compiler.is_compiling():
             made: Tensor = _plan(self.host, tokens, n, device)
@@ -186,26 +185,26 @@ class Groups:
         dtype: torch.dtype,
         values: Callable[[], Sequence[float]],
     ) -> Tensor:
-        """Return a tensor of the batch, made once; two threads may make the same one twice."""
+        """Return a tensor of the batch, made once (or twice, by two threads)."""
         found = self._made.get(key)
         if found is None:
-            # one of inference mode could not be saved for a backward
+            # an inference tensor could not be saved for a backward
             with torch.inference_mode(False):
                 found = self._made[key] = torch.tensor(values(), dtype=dtype, device=device)
         return found
 
 
 def chunk_rows(tokens: int) -> int:
-    """Return how many rows of one adapter a program takes; a decoding step has few of each."""
+    """Return how many rows of an adapter a program takes; a decoding step has few rows."""
     return 64 if tokens >= 64 else 16
 
 
 def plan_of(groups: Groups, tokens: int, n: int) -> list[int]:
-    """Return rows by adapter and chunks of them: `[batch + n + 1 + CHUNK · chunks]`.
+    """Return the rows sorted by adapter, and their chunks: `[batch + n + 1 + CHUNK · chunks]`.
 
-    First the rows of the batch, those without adapter before the others, which are by adapter;
-    then for each adapter where its rows begin there, and the end; then the chunks, in rows of
-    x flattened in that order.
+    First the rows of the batch, those without an adapter before the others, which are sorted by
+    adapter; then the place at which each adapter's rows begin, and the end; then the chunks, whose
+    rows are those of x flattened in that order.
 
     Args:
         groups: of the batch.
@@ -222,7 +221,7 @@ def plan_of(groups: Groups, tokens: int, n: int) -> list[int]:
 
 
 def groups_of(plan: Tensor, n: int, batch: int) -> Groups:
-    """Return the groups that a plan was made of; of one on a device the host has to wait for it.
+    """Return the groups of a plan; the host waits for a plan on a device.
 
     Args:
         plan: from `Groups.plan`, or `Groups.host`.
@@ -243,7 +242,7 @@ def groups_of(plan: Tensor, n: int, batch: int) -> Groups:
 
 
 def _run_plan(index: Tensor, tokens: int, n: int, device: torch.device) -> Tensor:
-    """Return the plan with empty chunks at its end, so that its length is known beforehand."""
+    """Return the plan, padded with empty chunks to a length that is known in advance."""
     values = plan_of(groups_of(index, n, index.shape[0]), tokens, n)
     values += [BASE, 0, 0] * ((_plan_size(index, tokens, n) - len(values)) // CHUNK)
     return torch.tensor(values, dtype=torch.int32, device=device)
@@ -255,12 +254,12 @@ def _fake_plan(index: Tensor, tokens: int, n: int, device: torch.device) -> Tens
 
 def _plan_size(index: Tensor, tokens: int, n: int) -> int:
     batch = index.shape[0]
-    # whole chunks, and one begun for each adapter and the base
+    # whole chunks, and one partial chunk for each adapter and for the base
     chunks = batch * tokens // chunk_rows(tokens) + n + 1
     return batch + n + 1 + CHUNK * chunks
 
 
-# only under a compiler, which would make constants of the groups and compile each batch anew
+# only for compiled code, which would otherwise be specialized to the groups of one batch
 _plan = register(
     "grouped_plan(Tensor index, SymInt tokens, SymInt n, Device device) -> Tensor",
     _run_plan,

@@ -1,8 +1,8 @@
-"""The one place where Triton kernels are launched.
+"""Launching Triton kernels on the device of their operands.
 
-Triton launches on the *current* device and never looks where its operands are: a pointer into
-another GPU's memory is read without order, and gives zeros, old values or an illegal access. So
-every launch of this package goes through `launch`, and a test finds those that do not.
+Triton launches on the *current* device without checking where the operands are: reading a pointer
+into another GPU's memory gives zeros, old values or an illegal access. So every launch of this
+package goes through `launch`; a test finds those that do not.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from adapterzoo.errors import KernelError, listing
 
-# decided once, as Triton does: it reads the variable where a kernel is declared
+# read once, like Triton does when a kernel is declared
 INSTALLED = find_spec("triton") is not None
 INTERPRETED = INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
 
-# the interpreter keeps the number of the running program in a global
+# the interpreter keeps the number of the running program in a global variable
 _INTERPRETER = threading.Lock()
 
 
 def obstacle(x: Tensor) -> str | None:
-    """Return why Triton cannot run on the device of `x`; None where it can."""
+    """Return why Triton cannot run on the device of `x`; None if it can."""
     if not INSTALLED:
         return "triton is not installed"
     if INTERPRETED:
@@ -45,7 +45,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: object, **constants: o
 
     Args:
         kernel: a function under `triton.jit`.
-        grid: number of programs along each axis; nothing runs where one is 0.
+        grid: number of programs along each axis; nothing runs if one is 0.
         operands: tensors and numbers, in the kernel's order.
         constants: its constant expressions and Triton's own options.
 

@@ -1,7 +1,7 @@
 """The low-rank update in torch operations, with the signatures of `low_rank_triton`.
 
-A product with few rows and many columns is about twice as fast on a CPU as its transpose, so that
-t and its gradient are computed, and kept, as `[rank, rows]`.
+On a CPU a product with few rows and many columns is about twice as fast as its transpose, so t and
+its gradient are computed and kept as `[rank, rows]`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from . import _dropout
 from ._ops import differentiated
 
-# up to here two small operations cost less than the views that make them one
+# up to so many elements, two small operations cost less than one with the views that it needs
 SMALL = 1 << 14
 
 
@@ -34,9 +34,9 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 def shrink_backward(
     dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, *needs: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, in its dtype, and of a; empty where not needed.
+    """Return the gradients of x, in its dtype, and of a; empty if not needed.
 
-    Differentiable in its turn. Without `needs_a`, `x` may be empty: only its dtype is looked at.
+    Differentiable again. Without `needs_a`, `x` may be empty: only its dtype is read.
     """
     needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
@@ -51,7 +51,7 @@ def shrink_backward(
         dx = (dx if noise is None else dx.mul_(kept)).to(x.dtype)
     if needs_a:
         if noise is not None:
-            # a large temporary less, unless its gradient is asked for
+            # in place, to save a large temporary, unless gradients are needed
             kept = kept * x if torch.is_grad_enabled() else kept.mul_(x)
         da = flat.T @ rows_of(kept.to(a.dtype))  # [rank, d_in]
     return dx, da
@@ -64,9 +64,9 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     """
     if is_small(y) and y.dtype is t.dtype is b.dtype:
         return torch.add(y, linear(t, b), alpha=scaling)
-    # y is not rounded to the dtype of the products: of the two halves each loses bits of the other
+    # do not round y to the dtype of the products: float16 and bfloat16 each lose the other's bits
     dtype = y.dtype if y.dtype is t.dtype else torch.promote_types(y.dtype, t.dtype)
-    # no view at the end: a model may write into its layer's output in place
+    # not a view, because a model may change its layer's output in place
     out = y.to(dtype, copy=True, memory_format=torch.contiguous_format)
     rows_of(out).addmm_(rows_of(t).to(dtype), b.T.to(dtype), alpha=scaling)  # [rows, d_out]
     return out.to(y.dtype)
@@ -75,9 +75,9 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 def expand_backward(
     dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool = True, needs_b: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of t and b; empty where not needed.
+    """Return the gradients of t and b; empty if not needed.
 
-    Differentiable in its turn. Without `needs_b`, `t` may be empty: only its dtype is looked at.
+    Differentiable again. Without `needs_b`, `t` may be empty: only its dtype is read.
     """
     flat = rows_of(dy.to(t.dtype))  # [rows, d_out]
     dt, db = t.new_empty(0), b.new_empty(0)
@@ -90,12 +90,12 @@ def expand_backward(
 
 
 class Shrink(torch.autograd.Function):
-    """`shrink` by several factors at once that keeps x, the factors and what `noise` holds."""
+    """`shrink` by several factors at once; keeps x, the factors and `noise`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, noise: Tensor | None, *factors: Tensor) -> Any:
         """`x` `[*batch, d_in]`, factors `[rank, d_in]` → `[*batch, sum of ranks]`, one dtype."""
-        # of an x that only passes the gradient on, the dtype is enough
+        # without gradients of the factors, only the dtype of x is needed
         learns = any(ctx.needs_input_grad[3:])
         ctx.save_for_backward(x if learns else x.new_empty(0), noise, *factors)
         ctx.p = p
@@ -126,7 +126,7 @@ def project(x: Tensor, factors: Sequence[Tensor], p: float, noise: Tensor | None
 
 def added(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
     """`expand`, differentiable, for operands of one dtype."""
-    # autograd over few small operations keeps as little, and costs less
+    # for few small operations, autograd keeps as little and costs less
     if is_small(y) or not torch.is_grad_enabled():
         return expand(y, t, b, scaling)
     out: Tensor = Expand.apply(y, t, b, scaling)
@@ -134,20 +134,20 @@ def added(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 def joined(factors: Sequence[Tensor]) -> Tensor:
-    """Factors `[rank, d_in]`, one below the other: `[sum of ranks, d_in]`."""
+    """Concatenate factors `[rank, d_in]` to `[sum of ranks, d_in]`."""
     return factors[0] if len(factors) == 1 else torch.cat(tuple(factors))
 
 
 def is_small(x: Tensor) -> bool:
-    """Return whether fewer operations beat faster ones; compilers need the plain ones."""
+    """Return whether to use fewer rather than faster operations, as compilers need."""
     return x.numel() <= SMALL or torch.compiler.is_compiling()
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """`[*batch, width]` as `[rows, width]`."""
+    """Return `x` `[*batch, width]` as `[rows, width]`."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _transposed(t: Tensor, like: Tensor) -> Tensor:
-    """`t` `[rank, rows]` as `[*batch, rank]`, with the batch of `like`."""
+    """Return `t` `[rank, rows]` as `[*batch, rank]`, with the batch of `like`."""
     return t.T.view(*like.shape[:-1], t.shape[0])

@@ -1,6 +1,6 @@
 """Registration of the operators: one call for definition, shapes, autocast and gradients.
 
-Through the dispatcher `torch.compile`, FakeTensor, autocast, DDP and FSDP2 see the operators.
+Registered operators work with `torch.compile`, fake tensors, autocast, DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from adapterzoo.errors import KernelError, listing
 from . import mode
 
 _LIBRARY = torch.library.Library("adapterzoo", "FRAGMENT")
-# where views are noted
+# the dispatch key that tracks views
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-# the device types whose autocast the dispatcher knows by name
+# the device types that have an autocast dispatch key
 _AUTOCAST = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 
 Operator: TypeAlias = Callable[..., Any]
-"""An operator, or what computes it: of tensors, numbers and texts."""
+"""An operator, or a function that computes it, of tensors, numbers and strings."""
 
 Prepare: TypeAlias = Callable[[bool, tuple[Any, ...]], tuple[Any, ...]]
-"""Whether Triton computes, and an operator's arguments, to those of the function that computes."""
+"""From whether Triton computes, and an operator's arguments, to the arguments of the function."""
 
 
 def register(
@@ -38,19 +38,19 @@ def register(
 ) -> Operator:
     """Define an operator `adapterzoo::name`; no output may share memory with an input.
 
-    A call costs what its Python costs: 6 µs above `run` without gradients, 13 with them, where a
-    product of two small matrices costs 3.
+    A call costs 6 µs more than `run` without gradients and 13 µs more with them; a product of two
+    small matrices costs 3 µs.
 
     Args:
         schema: `"name(Tensor x, …) -> Tensor"`.
-        run: computes it, on every device; not seen by autograd, and never under autocast.
-        shapes: the same on fake tensors: empty outputs of the right shape, dtype and device.
+        run: computes it, on every device, below autograd and autocast.
+        shapes: the same for fake tensors: empty outputs of the right shape, dtype and device.
         function: its `forward` saves for the backward pass and returns `below(op, …)`; None for
             an operator that is not differentiated.
         narrows: positions of the tensors that autocast casts to its dtype, float64 excepted.
 
     Returns:
-        The operator, to be called.
+        The operator.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -62,7 +62,7 @@ def register(
     if function is not None:
         apply = function.apply
 
-        # without gradients a Function would only cost
+        # without gradients a Function would only add cost
         def differentiable(*args: Any) -> Any:
             return apply(*args) if torch.is_grad_enabled() else below(op, *args)
 
@@ -83,23 +83,24 @@ def product(
     narrows: tuple[int, ...] = (),
     width: Callable[[Tensor], int] = lambda factor: factor.shape[-1],
 ) -> tuple[Operator, Operator]:
-    """Define an operator that multiplies x with a factor, and the operator of its backward.
+    """Define an operator that multiplies x by a factor, and the operator of its backward.
 
-    Each of the two gradients needs the other operand. The backward gets the gradient, all
-    arguments but what the product is added to, and which of the two gradients are needed; it
-    gives both, empty where not needed.
+    Each of the two gradients needs the other operand. The backward gets the gradient, all arguments
+    except the one that the product is added to, and which of the two gradients are needed; it
+    returns both, empty if not needed.
 
     Args:
-        schema: as of `register`; x and the factor come first, after what the product is added to.
+        schema: see `register`; x and the factor come first, or after the argument that the product
+            is added to.
         kernel: its name, for messages.
-        triton: the module with functions of the names of `in_torch`.
+        triton: the module with functions of the same names as `in_torch`.
         in_torch: the product in torch operations, and its backward.
-        shapes: as of `register`.
+        shapes: see `register`.
         added: whether the product is added to the first argument.
-        noise: the position of dropout's noise.
-        prepare: the operator's arguments to those of the functions.
-        narrows: as of `register`.
-        width: the width of x, from the factor.
+        noise: the position of dropout's noise; None: no dropout.
+        prepare: converts the operator's arguments to those of the functions.
+        narrows: see `register`.
+        width: returns the width of x from the factor.
 
     Returns:
         Both operators.
@@ -139,11 +140,11 @@ def product(
 def differentiated(
     forward: Operator, backward: Operator, added: bool = False
 ) -> type[torch.autograd.Function]:
-    """Return a product with its backward as a `Function`; see `product` for what they take.
+    """Return a product with its backward as a `Function`; see `product` for their arguments.
 
     Args:
         forward: the product.
-        backward: gives the gradients of x and of the factor.
+        backward: returns the gradients of x and of the factor.
         added: whether the product is added to the first argument.
     """
 
@@ -151,7 +152,7 @@ def differentiated(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             x, factor, *rest = args[added:]
-            # of an x that only passes the gradient on, the dtype is enough
+            # without a gradient of the factor, only the dtype of x is needed
             x = x if ctx.needs_input_grad[added + 1] else x.new_empty(0)
             tensors = [v if isinstance(v, Tensor) else None for v in rest]
             ctx.save_for_backward(x, factor, *tensors)
@@ -178,17 +179,16 @@ def computed(
     noise: int | None = None,
     prepare: Prepare | None = None,
 ) -> Operator:
-    """Return what computes an operator: Triton where it takes the operands, else torch operations.
+    """Return a function that runs Triton if it takes the operands, else torch operations.
 
     Args:
         kernel: its name, for messages.
-        triton: the module with a function of the name of `in_torch`; imported when it is needed.
+        triton: the module with a function of the same name as `in_torch`, imported when needed.
         in_torch: the same in torch operations.
-        operands: how many of the arguments, from the first, Triton has to take; those that are
-            None do not count.
+        operands: how many of the first arguments Triton must be able to take; None is ignored.
         noise: the position of dropout's noise: a seed is for Triton and bits are for torch, so
-            that a backward sees the mask of its forward.
-        prepare: the operator's arguments to those of the functions.
+            that a backward uses the mask of its forward.
+        prepare: converts the operator's arguments to those of the functions.
     """
 
     def run(*args: Any) -> Any:
@@ -203,7 +203,7 @@ def computed(
             module = importlib.import_module(f".{triton}", __package__)
             return getattr(module, in_torch.__name__)(*args)
         out = in_torch(*args)
-        # in the layout that fake tensors have
+        # the memory layout of the fake outputs
         if isinstance(out, Tensor):
             return out.contiguous()
         return tuple(each.contiguous() for each in out)
@@ -214,7 +214,7 @@ def computed(
 def below(op: Operator, *args: Any) -> Any:
     """Call an operator from its own `Function.forward`.
 
-    No output is a view there, whatever reshapes it: a model may write into it in place.
+    No output is tracked as a view, even if it was reshaped: a model may change it in place.
     """
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         return op(*args)
@@ -228,15 +228,15 @@ def check(
     fits: bool,
     legal: str = "Factors are a [rank, d_in] and b [d_out, rank]",
 ) -> None:
-    """For the fake side of an operator: what the real side would find out too late.
+    """Check the operands of an operator on fake tensors, before the real ones are computed.
 
     Args:
         kernel: its name, for the message.
-        left: name of one operand whose shape counts.
+        left: name of an operand whose shape is checked.
         right: name of the other.
         operands: by name; None: not given.
         fits: whether the shapes fit.
-        legal: what they would have to be.
+        legal: the legal shapes, for the message.
 
     Raises:
         KernelError: the operands are on several devices, or their shapes do not fit.
@@ -256,7 +256,7 @@ def check(
 
 
 def _exact(op: Operator, kind: str, narrows: tuple[int, ...]) -> Operator:
-    """Return the operator under autocast, which must not reach the operations inside."""
+    """Return the operator for autocast, which must not affect the operations inside."""
     device = torch._C._get_privateuse1_backend_name if kind == "privateuse1" else lambda: kind
 
     def run(*args: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What the Triton kernels share: products of any dtype, dropout from a seed, sizes of tiles.
+"""Functions of all Triton kernels: products of any dtype, dropout from a seed, sizes of tiles.
 
-Addresses are computed in 64 bits: row · stride passes 2³¹ in a tensor of 2³¹ elements.
+Addresses are computed in 64 bits, because row · stride can exceed 2³¹.
 """
 
 # functions under triton.jit have no types to declare
@@ -28,11 +28,11 @@ class Tile(NamedTuple):
     """One configuration of a kernel.
 
     Attributes:
-        rows: of the tile of a program.
+        rows: of a program's tile.
         columns: features read or written at a time.
-        rank: of the factors at a time; the true rank is padded to it or cut into it.
+        rank: of the factors at a time; the true rank is padded to it or split into it.
         warps: of 32 threads.
-        stages: how many tiles are in flight.
+        stages: how many tiles are loaded ahead.
     """
 
     rows: int
@@ -43,16 +43,16 @@ class Tile(NamedTuple):
 
     @property
     def settings(self) -> dict[str, int]:
-        """What a launch is told of it; kernels without ranks have none."""
+        """The keyword arguments of a launch; without `RANK` for kernels without ranks."""
         sizes = {"ROWS": self.rows, "COLUMNS": self.columns}
         sizes |= {"RANK": self.rank} if self.rank else {}
         return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how products of this dtype are computed: float32 as torch's own setting says.
+    """Return the precision of products of a dtype; for float32 it follows torch's setting.
 
-    "tf32x3" adds the products of the rounding errors, and is float32 to its last bits but two.
+    "tf32x3" adds the products of the rounding errors and differs from float32 in the last two bits.
     """
     if dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return "tf32x3"
@@ -60,12 +60,12 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def cut(rank: int) -> int:
-    """Return how much of the rank a program takes at a time; 16 is the least for a matrix unit."""
+    """Return how much of the rank a program takes at a time; matrix units need at least 16."""
     return 16 if rank <= 16 else 64
 
 
 def parted(width: int, columns: int, programs: int) -> tuple[int, int]:
-    """Into how many parts the features are cut to keep the GPU busy, and how wide they are."""
+    """Return into how many parts to split the features to keep the GPU busy, and their width."""
     tiles = triton.cdiv(width, columns)
     parts = max(1, min(_PROGRAMS // max(programs, 1), tiles))
     part = triton.cdiv(tiles, parts) * columns
@@ -95,17 +95,17 @@ def product(left, right, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def keep(seed, rows, first, COLUMNS: tl.constexpr, threshold):
-    """Return which features of a tile dropout keeps: a function of seed, row and column alone.
+    """Return which features of a tile dropout keeps, from seed, row and column alone.
 
     Philox4x32 with 7 rounds (Salmon et al. 2011, table 2), 16 bits for each feature, so that one
-    call serves eight neighbors.
+    call draws eight of them.
 
     Args:
         seed: int64.
         rows: numbers of the rows, `[ROWS]`, below 2³².
         first: number of the first column, a multiple of 8.
         COLUMNS: a power of 2, at least 8.
-        threshold: of 2¹⁶ equally likely numbers those that drop.
+        threshold: how many of 2¹⁶ equally likely numbers drop a feature.
     """
     groups = first // 8 + tl.arange(0, COLUMNS // 8)
     row = rows.to(tl.uint32)[:, None] + tl.zeros_like(groups).to(tl.uint32)[None, :]

@@ -2,9 +2,9 @@
 
 Papers: Houlsby et al. 2019, arXiv:1902.00751, §2.1; He et al. 2021, arXiv:2110.04366, eq. 7.
 
-Saved for the backward are x and h = x W_downᵀ + b_down; φ(h) is computed again. The matrices
-decide in which dtype the products are: h comes in theirs, and a copy of x in it lives no longer
-than a call. Where x is `to` itself, its two gradients are added in the product that makes one.
+Saves x and h = x W_downᵀ + b_down for the backward, which computes φ(h) again. Products and h are
+in the dtype of the matrices; a copy of x in that dtype lives no longer than a call. If x is `to`
+itself, the product that computes one of its gradients adds the other.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def bottleneck_reference(
     """Return the definition, in the dtype of `to`.
 
     Args:
-        to: `[*batch, d_model]`, what the bottleneck's result is added to.
-        x: `[*batch, d_model]`, what it reads, in the dtype of the matrices.
+        to: `[*batch, d_model]`, to which the bottleneck's result is added.
+        x: `[*batch, d_model]`, its input, in the dtype of the matrices.
         down: `[width, d_model]`.
         down_bias: `[width]`.
         up: `[d_model, width]`.
@@ -62,11 +62,11 @@ def bottleneck(
     scaling: float,
     activation: str,
 ) -> Tensor:
-    """`bottleneck_reference` of any `x`, fast and saving little.
+    """Return `bottleneck_reference` for `x` of any dtype, fast and with few saved tensors.
 
     Args:
-        to: `[*batch, d_model]`, what the bottleneck's result is added to.
-        x: `[*batch, d_model]`, what it reads, in any floating dtype; may be `to` itself.
+        to: `[*batch, d_model]`, to which the bottleneck's result is added.
+        x: `[*batch, d_model]`, its input, in any floating dtype; may be `to` itself.
         down: `[width, d_model]`.
         down_bias: `[width]`.
         up: `[d_model, width]`.
@@ -81,7 +81,7 @@ def bottleneck(
         KernelError: the mode is `"triton"`, and Triton cannot take the operands.
     """
     plain = to.dtype is x.dtype is down.dtype and mode.is_plain(x)
-    # the usual case on a CPU, where each call of Python counts
+    # the usual case on a CPU, where each call in Python counts
     if plain and to.numel() <= SMALL:
         inner = FUNCTIONS[activation](linear(x, down, down_bias))
         return torch.add(to, linear(inner, up, up_bias), alpha=scaling)
@@ -122,10 +122,10 @@ class _Bottleneck(torch.autograd.Function):
         to, x, down, _, up, _, ctx.scaling, ctx.activation, _ = args
         out, h = below(_bottleneck, *args[:-1], True)
         read = to if x is None else x
-        # of an x that only passes the gradient on, the dtype is enough
+        # without a gradient of `down`, only the dtype of x is needed
         ctx.save_for_backward(read if ctx.needs_input_grad[2] else read.new_empty(0), h, down, up)
         ctx.adds = x is None
-        # h is an output so that second derivatives find their way through it; a first has none
+        # h is an output for second derivatives; in a first derivative its gradient is None
         ctx.set_materialize_grads(False)
         return out, h
 

@@ -1,13 +1,14 @@
 """The bottleneck in Triton: one pass forward with h on chip, one pass over dy in the backward.
 
-The forward's program of a block of rows makes h of all features of x, then its part of the
-features of the result; programs that share a block make the same h. The backward reads dy once
-for φ(h)'s gradient and those of the up projection and its bias; what is left are the two products
-of a low-rank update, by its kernels. There are no atomics: the same operands give the same bits.
+A program of the forward takes a block of rows: it computes h from all features of x, then its part
+of the result's features; programs with the same block compute the same h. The backward reads dy
+once for the gradients of φ(h), of the up projection and of its bias; the two remaining products are
+those of a low-rank update, by its kernels. There are no atomics: the same operands give the same
+bits.
 
 Products are in the dtype of the matrices, sums and φ are float32; h and φ(h) are rounded to that
-dtype, as in the definition. Widths above what a program keeps, and activations that are not in
-`FUSED`, take the torch path, whose products of that size cuBLAS does well.
+dtype, as in the definition. Widths that a program cannot keep, and activations that are not in
+`FUSED`, take the torch path; cuBLAS is fast for products of that size.
 """
 
 # functions under triton.jit have no types to declare
@@ -24,7 +25,7 @@ from . import _bottleneck_torch, low_rank_triton
 from ._launch import launch
 from ._tiles_triton import FEW, Tile, added, cut, parted, precision, product
 
-# activations to what `phi` calls them; names of one formula share one
+# activations → their names in `phi`; names of one formula share one
 FUSED = {
     "gelu": "gelu",
     "gelu_accurate": "gelu_tanh",
@@ -45,7 +46,7 @@ FUSED = {
 }
 # the widest h that a program keeps
 _WIDEST, _WIDEST_OF_FLOAT32 = 256, 64
-# above, the parts of a matrix's gradient are more bytes than a second look at dy
+# above this, the parts of a matrix's gradient are more bytes than reading dy twice
 _WIDEST_BACKWARD = 64
 
 
@@ -62,7 +63,7 @@ def bottleneck_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
 
 
 def bottleneck_backward_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """As `bottleneck_tile`, of widths whose gradients are made in parts."""
+    """Return the configuration for widths whose gradients are computed in parts."""
     return low_rank_triton.expand_backward_tile(rows, width, dtype)
 
 
@@ -85,7 +86,7 @@ def phi(h, PHI: tl.constexpr):
         series = h * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
         small = tl.exp(-2.0 * tl.abs(h))
         far = (1.0 - small) / (1.0 + small)
-        # far from zero nothing cancels in 1 − e⁻²ʰ, and near it the next term is 6e-9 of the whole
+        # far from zero 1 − e⁻²ʰ does not cancel; near it, the next term of the series is 6e-9
         h = tl.where(square < 0.0225, series, tl.where(h < 0.0, -far, far))
     elif PHI == "gelu":
         h = 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
@@ -125,7 +126,7 @@ def bottleneck_kernel(
     if KEEPS:
         here = h + row.to(tl.int64)[:, None] * width + r[None, :]
         tl.store(here, inner, (row < rows)[:, None] & (r < width)[None, :] & (p == 0))
-    # what φ makes of the padding meets zeros of up
+    # φ of the padding is multiplied by zeros of up
     left = phi(inner.to(tl.float32), PHI).to(dtype)
     to_rows = to + row.to(tl.int64)[:, None] * to_row
     up_cols = up + r.to(tl.int64)[:, None] * up_col
@@ -153,14 +154,14 @@ def bottleneck_backward_kernel(
     NEEDS_H: tl.constexpr, NEEDS_UP: tl.constexpr, NEEDS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of rows and the features of part p, each where it is needed.
+    """Write the gradients of a block of rows and the features of part p, if needed.
 
     du[p] = scaling · dy up, dup[block] = scaling · dyᵀ φ(h), dup_bias[block] = scaling · Σ dy.
     """
     tiles = tl.cdiv(width, RANK)
     block = tl.program_id(0) // tiles
     row = block * ROWS + tl.arange(0, ROWS)
-    # the first of the programs that share a block of rows does what has no width
+    # only the first of the programs that share a block of rows computes the bias
     first_tile = tl.program_id(0) % tiles == 0
     r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
     p = tl.program_id(1)
@@ -247,9 +248,9 @@ def bottleneck_backward(
     adds: bool,
     *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of x (plus `dy` with `adds`), down, bias, up, bias; empty: not needed.
+    """Return the gradients of x (plus `dy` with `adds`), down, bias, up, bias; empty: not needed.
 
-    Without `needs_down`, `x` may be empty: only its dtype is looked at.
+    Without `needs_down`, `x` may be empty: only its dtype is read.
     """
     needs_x, needs_down, needs_down_bias, needs_up, needs_up_bias = needs or (True,) * 5
     width = down.shape[0]
@@ -285,7 +286,7 @@ def _one_pass(
     needs_up: bool,
     needs_up_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the kernel gives, its parts added up: the gradients of φ(h), up and its bias."""
+    """Return the gradients of φ(h), up and its bias: the sums of the kernel's parts."""
     d_model, width = up.shape
     flat, inner = dy.reshape(-1, d_model), h.reshape(-1, width)  # [rows, d_model], [rows, width]
     rows = flat.shape[0]

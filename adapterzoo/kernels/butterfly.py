@@ -1,8 +1,8 @@
 """Block butterfly rotations of features, without permutation matrices or dense rotations.
 
 Paper: Liu et al. 2023, arXiv:2311.06243, §4. Rot = M_{m−1} ⋯ M_0 with M_i = P_i diag(Q_i) P_iᵀ:
-a block of factor i mixes two halves of b / 2 features, 2ⁱ halves apart. So no factor leaves its
-chunk of b · 2^(m−1) features, and permutations are views.
+a block of factor i mixes two halves of b / 2 features, 2ⁱ halves apart. So each factor mixes only
+features within chunks of b · 2^(m−1), and permutations are views.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from . import _butterfly_torch, mode
 from ._ops import check, product
 from .exact import exactly
 
-# products of narrower blocks waste a matrix unit, and a batch of them costs more than its FLOPs
+# products of narrower blocks waste matrix units, and a batch of them costs more than its FLOPs
 _NARROWEST = 16
-# from here on m products with blocks of b cost less than one with chunks of b · 2^(m−1)
+# for wider chunks, m products with blocks of b cost less than one with chunks of b · 2^(m−1)
 _WIDEST = 256
 _LEGAL = "x is [*experts, *batch, chunks · width], blocks [*experts, chunks, width, width]"
 
@@ -48,21 +48,21 @@ def butterfly_reference(x: Tensor, Q: Tensor, transposed: bool = False) -> Tenso
 
 
 def butterfly(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
-    """`butterfly_reference` with all factors folded into one: a single pass over x.
+    """Return `butterfly_reference` with all factors folded into one: a single pass over x.
 
     Args:
         x: `[*batch, d_in]`, or `[*experts, *batch, d_in]` where Q has experts.
-        Q: `[*experts, m, d_in / b, b, b]`, best in float32 also where x is narrower.
+        Q: `[*experts, m, d_in / b, b, b]`, preferably in float32 even if x is narrower.
         transposed: whether to multiply by Rotᵀ.
 
     Returns:
         Shape and dtype of x; under autocast its dtype.
     """
-    return turned(x, folded(Q), transposed)
+    return rotated(x, folded(Q), transposed)
 
 
-def turned(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
-    """`butterfly_reference`, in which a single factor is one pass over x.
+def rotated(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
+    """Return `butterfly_reference`, which for a single factor is one pass over x.
 
     Args:
         x: `[*batch, d_in]`, or `[*experts, *batch, d_in]` where Q has experts.
@@ -86,19 +86,19 @@ def turned(x: Tensor, Q: Tensor, transposed: bool = False) -> Tensor:
 
 
 def in_layout_of(y: Tensor, x: Tensor) -> Tensor:
-    """`y` with the strides of `x`, so that a product takes the operations that it takes for `x`.
+    """Return `y` with the strides of `x`, so that a layer computes both with the same operations.
 
-    A linear layer rounds differently for an input of other strides: a rotation by nothing would
-    change the last bits of its output.
+    A linear layer rounds differently for an input with other strides: a rotation by the identity
+    would change the last bits of its output.
 
     Args:
         y: `[*batch, d_in]`.
-        x: of the same shape; one row that stands for many (stride 0) is copied once.
+        x: of the same shape; an expanded row (stride 0) is copied once.
     """
     if y.stride() == x.stride():
         return y
     steps = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1 and step)
-    # windows that overlap hold fewer numbers than y
+    # overlapping windows hold fewer numbers than y
     if any(wider < step * n for (step, n), (wider, _) in pairwise(steps)):
         return y
     once = tuple(slice(None) if step else slice(1) for step in x.stride())
@@ -107,9 +107,9 @@ def in_layout_of(y: Tensor, x: Tensor) -> Tensor:
 
 
 def folded(Q: Tensor) -> Tensor:
-    """Return the same rotation in one factor, or in all m where one is too wide to pay.
+    """Return the same rotation in one factor, or in all m if one would be too wide to be faster.
 
-    A layer saves x and these blocks for the backward, `d_in · b · 2^(m−1)` numbers.
+    A layer saves x and these blocks for the backward: `d_in · b · 2^(m−1)` numbers.
 
     Args:
         Q: `[*experts, m, d_in / b, b, b]`.
@@ -132,7 +132,7 @@ def fold(Q: Tensor) -> Tensor:
     """
     m, blocks, b = Q.shape[-4:-1]
     chunk = b << (m - 1)
-    # neighbors share one wider block, whose other parts are zero
+    # put narrow neighbors into one wider block, whose other parts are zero
     width = chunk * gcd(blocks * b // chunk, max(1, _NARROWEST // chunk))
     if m == 1:
         together = width // b
@@ -148,7 +148,7 @@ def fold(Q: Tensor) -> Tensor:
 
 
 def _swapped(y: Tensor, chunks: int, outer: int, inner: int) -> Tensor:
-    """`y` `[.., d_in]`: each chunk's half-blocks, an `[outer, inner]` table, read by columns."""
+    """Return `y` `[.., d_in]` with the `[outer, inner]` half-blocks of each chunk transposed."""
     table: Tensor = y.unflatten(-1, (chunks, outer, inner, -1))  # [.., chunks, outer, inner, b/2]
     return table.transpose(-3, -2).flatten(-4)  # [.., d_in]
 

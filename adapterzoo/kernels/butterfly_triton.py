@@ -1,9 +1,9 @@
 """Rotation of features by chunks in Triton: y = x · blockdiag(blocks), by index arithmetic alone.
 
-A program has one chunk: its rotation stays on the multiprocessor while blocks of rows pass by.
-So the forward reads x once and writes y, and the backward reads x and dy once for both gradients,
-of which that of the rotation is added up in registers: what programs leave for a reduction is as
-large as a few rotations. There are no atomics: the same operands give the same bits.
+A program takes one chunk and keeps its rotation on the multiprocessor while it loops over blocks of
+rows. The forward reads x once and writes y; the backward reads x and dy once for both gradients and
+sums that of the rotation in registers, so that only a few rotations are left to reduce. There are
+no atomics: the same operands give the same bits.
 
 Products are in the dtype of x, as in the definition; sums are float32.
 """
@@ -22,9 +22,9 @@ from . import _butterfly_torch
 from ._launch import launch
 from ._tiles_triton import FEW, Tile, added, precision, product
 
-# wider chunks leave no registers, and are a product for cuBLAS
+# wider chunks do not fit the registers; cuBLAS is fast for them
 _WIDEST = 128
-# of the backward in float32, whose products keep both operands in two parts
+# for the backward in float32, whose products split both operands in two parts
 _WIDEST_FLOAT32 = 32
 # programs that keep the multiprocessors of a large GPU busy, several on each
 _PROGRAMS = 512
@@ -36,7 +36,7 @@ _PROGRAMS = 512
 def rotate_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
     """Return the configuration for rows, chunk width (padded to a power of 2) and dtype.
 
-    Its columns are the padded width; of ranks there are none.
+    Its columns are the padded width; it has no rank.
     """
     columns = max(16, triton.next_power_of_2(width))
     warps = 8 if columns == 128 or (columns == 64 and dtype is torch.float32) else 4
@@ -47,7 +47,7 @@ def rotate_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
 
 
 def rotate_backward_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
-    """As `rotate_tile`."""
+    """Return the configuration of the backward; see `rotate_tile`."""
     columns = max(16, triton.next_power_of_2(width))
     warps = 8 if columns in (32, 128) else 4
     if rows <= FEW:
@@ -78,9 +78,9 @@ def rotate_kernel(
         inside = (row < rows)[:, None] & (k < width)[None, :]
         tile = tl.load(x_columns + row.to(tl.int64)[:, None] * x_row, inside, other=0.0)
         none = tl.zeros((ROWS, COLUMNS), tl.float32)
-        turned = product(tile, rotation, none, PRECISION)
+        rotated = product(tile, rotation, none, PRECISION)
         here = y_columns + row.to(tl.int64)[:, None] * total
-        tl.store(here, turned.to(y.dtype.element_ty), inside)
+        tl.store(here, rotated.to(y.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -98,7 +98,7 @@ def rotate_backward_kernel(
     dtype = dx.dtype.element_ty
     if NEEDS_X:
         at = blocks + expert * of_expert + chunk.to(tl.int64) * of_chunk
-        turned = tl.load(
+        rotated = tl.load(
             at + k.to(tl.int64)[:, None] * of_col + k.to(tl.int64)[None, :] * of_row,
             square,
             other=0.0,
@@ -116,7 +116,7 @@ def rotate_backward_kernel(
         of_row_y = of_row_y.to(dtype)
         if NEEDS_X:
             none = tl.zeros((ROWS, COLUMNS), tl.float32)
-            back = product(of_row_y, turned, none, PRECISION)
+            back = product(of_row_y, rotated, none, PRECISION)
             tl.store(dx_columns + row.to(tl.int64)[:, None] * total, back.to(dtype), inside)
         if NEEDS_BLOCKS:
             tile = tl.load(x_columns + row.to(tl.int64)[:, None] * x_row, inside, other=0.0)
@@ -152,9 +152,9 @@ def rotate(x: Tensor, blocks: Tensor) -> Tensor:
 def rotate_backward(
     dy: Tensor, x: Tensor, blocks: Tensor, needs_x: bool = True, needs_blocks: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of blocks; empty where not needed.
+    """Return the gradients of x and of blocks; empty if not needed.
 
-    Without `needs_blocks`, `x` may be empty: only its dtype is looked at.
+    Without `needs_blocks`, `x` may be empty: only its dtype is read.
     """
     left, own = _shaped(dy, blocks)
     if own.shape[-1] > (_WIDEST_FLOAT32 if x.dtype is torch.float32 else _WIDEST):
@@ -175,13 +175,13 @@ def rotate_backward(
 
 
 def _shaped(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` as `[experts, rows, d_in]`, `blocks` as `[experts, chunks, width, width]`."""
+    """Return `x` as `[experts, rows, d_in]`, `blocks` as `[experts, chunks, width, width]`."""
     own = blocks.reshape(-1, *blocks.shape[-3:])  # [experts, chunks, width, width]
     return x.reshape(own.shape[0], -1, x.shape[-1]), own  # [experts, rows, d_in]
 
 
 def _parts(rows: int, tall: int, programs: int) -> tuple[int, int]:
-    """Into how many parts the rows are cut to keep the GPU busy, and how many rows each has."""
+    """Return into how many parts to split the rows to keep the GPU busy, and the rows of each."""
     tiles = triton.cdiv(rows, tall)
     parts = max(1, min(triton.cdiv(_PROGRAMS, programs), tiles))
     part = triton.cdiv(max(tiles, 1), parts) * tall

@@ -1,4 +1,4 @@
-"""The Cayley transform: square matrices without constraints to rotations.
+"""The Cayley transform, from unconstrained square matrices to rotations.
 
 Source: Cayley 1846; Liu et al. 2023, arXiv:2311.06243, §3.
 """
@@ -16,18 +16,18 @@ from . import mode
 from ._ops import below, check, register
 from .exact import exactly
 
-# MPS has no float64, and of the others it is not known
+# MPS has no float64, and others may lack it
 _HAVE_FLOAT64 = ("cpu", "cuda", "meta")
 
 
 def cayley_reference(R: Tensor) -> Tensor:
     """Return the definition: Q = (I − S) (I + S)⁻¹ with S = (R − Rᵀ) / 2.
 
-    Q is orthogonal with determinant 1, and exactly I where R is symmetric. I + S cannot be
-    singular: the eigenvalues of S are imaginary. Q Qᵀ = I holds to 1e-6 in float32 at every
-    angle, because it is solved in float64 and rounded once, at the end: a solve in float32 loses
-    as many digits as S is large, which is infinite at 180 degrees, and is no faster. A device
-    without float64 has to lose them: there it holds to 3e-6 up to 150 degrees.
+    Q is orthogonal with determinant 1, and exactly I if R is symmetric. I + S cannot be singular,
+    because the eigenvalues of S are imaginary. Q Qᵀ = I holds to 1e-6 in float32 at every angle:
+    the system is solved in float64 and rounded once. A solve in float32 is not faster, and loses
+    digits in proportion to S, which is infinite at 180 degrees; on devices without float64,
+    Q Qᵀ = I holds to 3e-6 up to 150 degrees.
 
     Args:
         R: `[*batch, b, b]`.
@@ -37,18 +37,18 @@ def cayley_reference(R: Tensor) -> Tensor:
     """
     wide = R.device.type in _HAVE_FLOAT64
     whole = R.to(torch.float64 if wide else compute_dtype(R.dtype))
-    # solve_ex writes columns: transposed, which is −S, it gives the rows of what S gives
+    # solve_ex returns columns; for the transpose, Sᵀ = −S, these are the rows of the result for S
     St = (whole.mT - whole) / 2  # [*batch, b, b]
     eye = torch.eye(St.shape[-1], device=St.device, dtype=St.dtype)
-    # (I − S) (I + S)⁻¹ = I − 2 (I + S)⁻¹ S: no product that autocast could round, and small
-    # rotations, the usual ones, are orthogonal to the last bits, which 2 (I + S)⁻¹ − I is not;
-    # solve_ex does not wait for a GPU to say whether I + S was singular
+    # (I − S) (I + S)⁻¹ = I − 2 (I + S)⁻¹ S: it has no product that autocast could round, and small
+    # rotations are orthogonal to the last bits, unlike with 2 (I + S)⁻¹ − I; solve_ex does not wait
+    # for a GPU to report whether I + S was singular
     half: Tensor = torch.linalg.solve_ex(eye + St, St).result.mT  # [*batch, b, b]
     return torch.sub(eye, half, alpha=2).to(R.dtype)
 
 
 def cayley(R: Tensor) -> Tensor:
-    """`cayley_reference` that keeps nothing for the backward but Q itself.
+    """Return `cayley_reference`; keeps only Q for the backward.
 
     Args:
         R: `[*batch, b, b]`.
@@ -74,7 +74,7 @@ def _backward(dQ: Tensor, Q: Tensor) -> Tensor:
     with exactly(Q.device):
         eye = torch.eye(Q.shape[-1], device=Q.device, dtype=dtype)
         twice = (Q.to(dtype) + eye).mT  # 2 Xᵀ [*batch, b, b]
-        dS = twice @ dQ.to(dtype) @ twice  # −2 of it
+        dS = twice @ dQ.to(dtype) @ twice  # −2 dS
         # S = (R − Rᵀ) / 2, so that R gets the antisymmetric part
         return ((dS.mT - dS) / 4).to(Q.dtype)
 

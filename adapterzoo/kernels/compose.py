@@ -1,11 +1,10 @@
 """The composition of a rescaled layer: gain ∘ (y + s · t Bᵀ − bias) + bias.
 
-DoRA's output (Liu et al. 2024, arXiv:2402.09353, eq. 5) with gain = magnitude over norm, and
-without the low-rank part that of BOFT, whose gain is its scale. For the backward it keeps one
-large tensor. On a CPU that is its own output, which the next operation of a model often keeps
-anyway; where a gain is so small that the output does not tell what was before it, autograd keeps
-y. Asking a GPU for the smallest gain would be a wait, so that there it is y: as many bytes, not
-shared with the model, but no gain is too small.
+This is DoRA's output (Liu et al. 2024, arXiv:2402.09353, eq. 5), with gain = magnitude / norm. BOFT
+uses it without the low-rank part, with its scale as the gain. For the backward it keeps one large
+tensor. On a CPU this is its own output, which the next operation of a model often keeps anyway,
+unless a gain is too small to recover the value before it; then autograd keeps y. On a GPU it is
+always y, because reading the smallest gain would make the host wait.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from . import _compose_torch, mode
 from ._ops import below, check, computed, register
 from .exact import exactly
 
-# the output tells what was there before it only where the gain has not made it small; what is
-# rounded to half precision is off by 1 / gain times as much as what was there
+# the value before the gain can be recovered from the output only if the gain is not too small: the
+# rounding error of the output grows by 1 / gain
 _LEAST_GAIN = 1 / 16
 _LEAST_GAIN_OF_HALF = 1 / 2
 _LEGAL = "y is [*batch, d_out], gain and bias [d_out], t [*batch, rank], b [d_out, rank]"
@@ -33,13 +32,13 @@ def compose_reference(
 ) -> Tensor:
     """Return the definition: `gain · (y + scaling · update − bias) + bias`.
 
-    Computed in the dtype of `gain` and given back in that of `y`; the bits of `y` where `gain` is
-    1 and `update` 0.
+    Computed in the dtype of `gain` and returned in that of `y`, with the bits of `y` where `gain`
+    is 1 and `update` 0.
 
     Args:
         y: `[*batch, d_out]`, the layer's output.
         gain: `[d_out]`, float32 or float64.
-        bias: `[d_out]`, the part of `y` that keeps its size; None: there is none.
+        bias: `[d_out]`, the part of `y` that is not scaled; None: there is none.
         update: `[*batch, d_out]`, t Bᵀ; None: there is none.
         scaling: the factor s.
     """
@@ -58,12 +57,12 @@ def compose(
     b: Tensor | None = None,
     scaling: float = 1.0,
 ) -> Tensor:
-    """`compose_reference` with the update t Bᵀ, in as few passes over y as there can be.
+    """Return `compose_reference` with the update t Bᵀ, in as few passes over y as possible.
 
     Args:
         y: `[*batch, d_out]`, the layer's output.
         gain: `[d_out]`, float32 or float64.
-        bias: `[d_out]`, the part of `y` that keeps its size; None: there is none.
+        bias: `[d_out]`, the part of `y` that is not scaled; None: there is none.
         t: `[*batch, rank]`, x Aᵀ from `low_rank.shrink`; None: there is no update.
         b: `[d_out, rank]`, given with `t`.
         scaling: the factor s.
@@ -86,10 +85,10 @@ def compose(
 
 
 def _output_tells(gain: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the backward can find what was before the gain from what is after it.
+    """Return whether the backward can recover the value before the gain from the output.
 
-    Where it cannot, autograd keeps `y` too. Asking costs a look at the numbers: nothing on a CPU,
-    a wait on a GPU; fake ones have none.
+    If it cannot, autograd keeps `y` too. This reads the gain, which is cheap on a CPU only; fake
+    tensors have no values.
     """
     plain = type(gain) in (Tensor, torch.nn.Parameter) and gain.device.type == "cpu"
     if torch.compiler.is_compiling() or not plain or not gain.numel():
@@ -118,7 +117,7 @@ class _Compose(torch.autograd.Function):
         out = below(_compose, *args)
         y, gain, bias, t, b, ctx.scaling, ctx.tells = args
         kept = out if ctx.tells else y
-        # only the gradient of the gain looks at it
+        # only the gradient of the gain reads it
         kept = kept if ctx.needs_input_grad[1] else y.new_empty(0)
         ctx.save_for_backward(kept, gain, bias, t, b)
         return out
@@ -131,7 +130,7 @@ class _Compose(torch.autograd.Function):
         except RuntimeError as error:
             raise KernelError(
                 f"compose: its backward pass cannot read what its forward has kept ({error}). "
-                f"Where the model writes in place into the output of this layer, write "
+                f"If the model changes the output of this layer in place, write "
                 f"adapterzoo.kernels.use('reference'), which keeps the layer's own output, or "
                 f"leave the layer out by exclude_modules."
             ) from error

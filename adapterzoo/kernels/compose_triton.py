@@ -1,15 +1,15 @@
 """The composition of a rescaled layer in Triton: gain ∘ (y + s · t bᵀ − bias) + bias, one pass.
 
-The backward reads dy and y once and gives all five gradients: the program of a block of rows
-writes dy ∘ gain, keeps dt, and writes its parts of the sums over rows, which one reduction adds
-up afterwards. There are no atomics: the same operands give the same bits.
+The backward reads dy and y once and computes all five gradients: the program of a block of rows
+writes dy ∘ gain, keeps dt, and writes its parts of the sums over rows, which a reduction then adds.
+There are no atomics: the same operands give the same bits.
 
-It needs the layer's output y from before the gain, not what came out: nothing is divided by the
-gain, so a gain of zero is not a special case, and the host does not wait for the GPU to rule it
-out. What t bᵀ adds to the gradient of the gain follows from dyᵀ t, which b needs anyway:
+It needs the layer's output y from before the gain, not the result: nothing is divided by the gain,
+so that a gain of zero is not a special case and the host need not wait for the GPU to exclude it.
+The share of t bᵀ in the gain's gradient follows from dyᵀ t, which b needs anyway:
 Σ dy ∘ (t bᵀ) = rowsum((dyᵀ t) ∘ b).
 
-The gain, sums and what is in between are float32; products are in the wider dtype of the factors.
+The gain, sums and intermediate values are float32; products are in the wider dtype of the factors.
 """
 
 # functions under triton.jit have no types to declare
@@ -25,7 +25,7 @@ from torch import Tensor
 from ._launch import launch
 from ._tiles_triton import FEW, Tile, added, cut, loaded, parted, precision, product
 
-# above, the parts of dyᵀ t are more bytes than a second look at dy
+# above this, the parts of dyᵀ t are more bytes than reading dy twice
 _WIDEST_RANK = 64
 
 
@@ -42,7 +42,7 @@ def compose_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
 
 
 def compose_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """As `compose_tile`."""
+    """Return the configuration of the backward; see `compose_tile`."""
     if not rank:
         return Tile(16 if rows <= FEW else 64, 64, 16, 4, 2)
     if dtype is torch.float32:
@@ -78,7 +78,7 @@ def compose_kernel(
         whole += scaling * acc
     factors = tl.load(gain + n, n < width, other=0.0).to(tl.float32)[None, :]
     if BIASED:
-        # not (whole − bias) · gain + bias: a gain of 1 has to give back the bits
+        # not (whole − bias) · gain + bias, so that a gain of 1 keeps the bits
         own = tl.load(bias + n, n < width, other=0.0).to(tl.float32)[None, :]
         whole = whole * factors + (1.0 - factors) * own
     else:
@@ -95,7 +95,7 @@ def compose_backward_kernel(
     WIDE: tl.constexpr, NEEDS_Y: tl.constexpr, NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr,
     NEEDS_DOTS: tl.constexpr, NEEDS_SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of rows and the features of part p, each where it is needed.
+    """Write the gradients of a block of rows and the features of part p, if needed.
 
     of_y = dy ∘ gain, of_t[p] = scaling · of_y b, of_b[block] = dyᵀ t,
     dots[block] = Σ dy ∘ (y − bias) and sums[block] = Σ dy.
@@ -103,7 +103,7 @@ def compose_backward_kernel(
     tiles = tl.cdiv(rank, RANK)
     block = tl.program_id(0) // tiles
     row = block * ROWS + tl.arange(0, ROWS)
-    # the first of the programs that share a block of rows does what has no rank
+    # only the first of the programs that share a block of rows computes what has no rank
     first_tile = tl.program_id(0) % tiles == 0
     r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
     p = tl.program_id(1)
@@ -152,7 +152,7 @@ def compose_backward_kernel(
 def compose(
     y: Tensor, gain: Tensor, bias: Tensor | None, t: Tensor | None, b: Tensor | None, scaling: float
 ) -> Tensor:
-    """Return the sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once, at its end.
+    """Return the sum gain ∘ (y + scaling · t bᵀ − bias) + bias, rounded once.
 
     `y` `[*batch, d_out]`, `gain` and `bias` `[d_out]`, `t` `[*batch, rank]`, `b` `[d_out, rank]`
     → shape and dtype of `y`.
@@ -184,16 +184,15 @@ def compose_backward(
     tells: bool,
     *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of y, gain, bias, t and b; empty where not needed.
+    """Return the gradients of y, gain, bias, t and b; empty if not needed.
 
-    `kept` is y, or with `tells` the output, if no gain has made it small. Without `needs_gain` it
-    may be empty.
+    `kept` is y or, with `tells`, the output. Without `needs_gain` it may be empty.
     """
     needs_y, needs_gain, needs_bias, needs_t, needs_b = needs
     of_y, of_gain, of_bias, of_t, of_b = (gain.new_empty(0) for _ in range(5))
     updates = t is not None and b is not None
     fused = b is not None and b.shape[1] <= _WIDEST_RANK
-    # what the update adds to y is not in y, but it is in the output
+    # the output includes the update, y does not
     hidden = needs_gain and updates and not tells
     scaled, dots, sums, dt, dyt = _one_pass(
         dy, kept, gain, bias, t if fused else None, b if fused else None, scaling,
@@ -231,7 +230,7 @@ def _one_pass(
     needs_t: bool,
     needs_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what the kernel gives, its parts added up; without t and b no products."""
+    """Return the sums of the kernel's parts; without t and b, dt and dyᵀ t are empty."""
     width = dy.shape[-1]
     flat = dy.reshape(-1, width)  # [rows, d_out]
     before = kept.reshape(-1, width) if needs_dots else flat  # [rows, d_out]
@@ -266,7 +265,7 @@ def _one_pass(
 def _products(
     dy: Tensor, scaled: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool, needs_b: bool
 ) -> tuple[Tensor, Tensor]:
-    """For a wide rank: dt `[*batch, rank]` and dyᵀ t `[d_out, rank]` in float32."""
+    """Return dt `[*batch, rank]` and dyᵀ t `[d_out, rank]` in float32, for a large rank."""
     dtype = torch.promote_types(t.dtype, b.dtype)
     dt = dyt = b.new_empty(0)
     if needs_t:
@@ -278,7 +277,7 @@ def _products(
 
 
 def _update(t: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, int, torch.dtype]:
-    """`t` as `[rows, rank]`, the rank and the dtype of products; rank 0: there is no update."""
+    """Return `t` as `[rows, rank]`, the rank (0: no update) and the dtype of products."""
     if t is None or b is None:
         return None, 0, torch.float16
     return t.reshape(-1, b.shape[1]), b.shape[1], torch.promote_types(t.dtype, b.dtype)

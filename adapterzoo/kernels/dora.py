@@ -1,4 +1,4 @@
-"""DoRA's direction W + s · B A, and the norm of each of its rows; `compose` has the output.
+"""DoRA's direction W + s · B A, and the norm of each of its rows; `compose` computes the output.
 
 Paper: Liu et al. 2024, arXiv:2402.09353, eq. 5.
 """
@@ -14,14 +14,14 @@ from . import mode
 from ._ops import check, register
 from .exact import exactly
 
-# elements of W + s B A that exist at one time: 16 MiB in float32
+# elements of W + s · B A in memory at one time: 16 MiB in float32
 TILE = 1 << 22
 
 
 def direction_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return the definition: `w + scaling · b a`, in float32, or float64 for a float64 `w`.
 
-    Autocast does not reach it.
+    Autocast does not affect it.
 
     Args:
         w: `[*experts, d_out, d_in]`.
@@ -38,10 +38,10 @@ def direction_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tens
 def row_norm_reference(w: Tensor, a: Tensor, b: Tensor, scaling: float, tile: int = TILE) -> Tensor:
     """Return ‖w + scaling · b a‖ over `d_in`, by definition; dtype as `direction_reference`.
 
-    Built and reduced some rows at a time, so that at most `tile` elements of the sum exist. The
+    Computed some rows at a time, so that at most `tile` elements of the sum exist at once. The
     factored form ‖w‖² + 2 s · rowsum((w aᵀ) ∘ b) + s² · rowsum((b a aᵀ) ∘ b) reads `w` twice, is
-    no faster and cancels where w ≈ −s · b a; here nothing cancels but the sum itself, and a `b`
-    of zeros gives the bits of ‖w‖.
+    not faster, and cancels if w ≈ −s · b a. Here only the sum itself can cancel, and a `b` of zeros
+    gives the bits of ‖w‖.
 
     Args:
         w: `[*experts, d_out, d_in]`.

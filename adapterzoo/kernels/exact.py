@@ -8,7 +8,7 @@ import torch
 
 
 def exactly(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which autocast changes no dtype; not every kind of device knows autocast.
+    """Return a context in which autocast changes no dtype; some kinds of device have no autocast.
 
     Args:
         device: of the operands.
@@ -17,6 +17,6 @@ def exactly(device: torch.device) -> AbstractContextManager[object]:
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Return whether autocast changes dtypes on a device; not every kind of device knows it."""
+    """Return whether autocast changes dtypes on a device; some kinds of device have none."""
     kind = device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

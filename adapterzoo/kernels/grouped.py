@@ -1,12 +1,12 @@
-"""The low-rank update of a mixed batch: each row y + s · (x Aᵀ) Bᵀ with its own adapter.
+"""The low-rank update of a mixed batch: y + s · (x Aᵀ) Bᵀ for each row, with its own adapter.
 
 Papers: Chen et al. 2023 (Punica), arXiv:2310.18547, §4; Sheng et al. 2023 (S-LoRA),
 arXiv:2311.03285, §5.3; the update is that of Hu et al. 2021, arXiv:2106.09685, eq. 3.
 
-Two operators as in `low_rank`: `grouped_shrink` gives t = x Aᵀ of each row, `grouped_expand` gives
-y + s · t Bᵀ; methods that rescale or rotate rows take them apart. `Groups` says which row takes
-which adapter, and factors of any ranks are stacked, padded with zeros. Saved for the backward are
-x, t, the stacks and, with dropout, a bit for each feature.
+As in `low_rank` there are two operators: `grouped_shrink` computes t = x Aᵀ for each row, and
+`grouped_expand` y + s · t Bᵀ; methods that rescale or rotate rows call them separately. `Groups`
+says which row takes which adapter; factors of different ranks are stacked, padded with zeros. Saves
+x, t, the stacks and, with dropout, one bit for each feature for the backward.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 
 
 class Stack(NamedTuple):
-    """Factors of n adapters as `grouped_low_rank(y, x, *stack, groups)` takes them.
+    """Factors of n adapters, for `grouped_low_rank(y, x, *stack, groups)`.
 
     Attributes:
-        a: `[n, rank, d_in]`, the rows beyond an adapter's own rank zero.
-        b: `[n, d_out, rank]`, the columns beyond it zero.
+        a: `[n, rank, d_in]`; zero beyond an adapter's own rank.
+        b: `[n, d_out, rank]`; zero beyond an adapter's own rank.
         scaling: the factor s of each.
     """
 
@@ -102,7 +102,7 @@ def grouped_low_rank(
     dropout: float = 0.0,
     training: bool = False,
 ) -> Tensor:
-    """`grouped_low_rank_reference` of any `x`, with dropout, in a few calls for the whole batch.
+    """Return `grouped_low_rank_reference` for `x` of any dtype, with dropout, in few calls.
 
     Args:
         y: `[batch, *tokens, d_out]`, the output that gets the update.
@@ -112,15 +112,15 @@ def grouped_low_rank(
         scaling: n factors s.
         groups: which adapter each row of the batch takes.
         dropout: probability, 0 to below 1, of dropping a feature of x on the way to A.
-        training: whether features are dropped at all.
+        training: whether to drop features.
 
     Returns:
-        Shape and dtype of `y`. A row without adapter has the bits of `y`; an adapter without rows
-        gets a gradient of zeros.
+        Shape and dtype of `y`. A row without an adapter has the bits of `y`; an adapter without
+        rows gets a gradient of zeros.
 
     Raises:
-        KernelError: the groups are of another batch or name an adapter that is not there; or
-            the mode is `"triton"`, and Triton cannot take the operands.
+        KernelError: the groups are those of another batch or name an adapter that does not exist;
+            or the mode is `"triton"`, and Triton cannot take the operands.
     """
     groups.check("grouped_low_rank", x, len(a))
     if mode.is_reference():
@@ -144,14 +144,14 @@ def grouped_shrink(
         a: `[n, rank, d_in]`, from `stacked`.
         groups: which adapter each row of the batch takes.
         dropout: probability, 0 to below 1, of dropping a feature of x.
-        training: whether features are dropped at all.
+        training: whether to drop features.
 
     Returns:
         `[batch, *tokens, rank]`, in the dtype of `a`; under autocast in its dtype. Zero beyond an
-        adapter's own rank, and for a row without adapter.
+        adapter's own rank, and for a row without an adapter.
 
     Raises:
-        KernelError: as `grouped_low_rank`.
+        KernelError: see `grouped_low_rank`.
     """
     groups.check("grouped_shrink", x, a.shape[0])
     if mode.is_reference():
@@ -185,10 +185,10 @@ def grouped_expand(
         groups: which adapter each row of the batch takes.
 
     Returns:
-        Shape and dtype of `y`; a row without adapter has its bits.
+        Shape and dtype of `y`; a row without an adapter has its bits.
 
     Raises:
-        KernelError: as `grouped_low_rank`.
+        KernelError: see `grouped_low_rank`.
     """
     groups.check("grouped_expand", y, b.shape[0])
     if mode.is_reference():
@@ -206,10 +206,10 @@ def grouped_expand(
 
 
 def _is_plain(x: Tensor, factor: Tensor, groups: Groups) -> bool:
-    """Return whether autograd over the torch path saves no more than the operator, and runs faster.
+    """Return whether to use the torch path with autograd, which is faster and saves no more.
 
-    Not under a compiler: it would take the groups for constants, and compile each batch anew. Nor
-    where no row has an adapter: factors get gradients of zeros from the operator alone.
+    Not in compiled code, which would be specialized to the groups and recompiled for each batch;
+    and not if no row has an adapter, since only the operator gives factors gradients of zeros.
     """
     return not (
         x.dtype is not factor.dtype

@@ -1,11 +1,11 @@
 """The low-rank update of a mixed batch in Triton: three kernels, one launch for each product.
 
-A program takes a chunk of rows of one adapter, which it looks up in the plan of the batch
-(`_groups.plan_of`), and finds its rows there: nothing is gathered or scattered in memory. Rows
-without adapter are chunks too, so that every output is written. The gradient of a factor is the
-sum over the rows of its adapter, by one program in one order: the same operands give the same bits.
+A program takes a chunk of rows of one adapter. It reads the numbers of its rows from the batch's
+plan (`_groups.plan_of`), so that rows are not gathered or scattered in memory. Rows without an
+adapter form chunks too, so that every output is written. The gradient of a factor is the sum over
+the rows of its adapter, in a fixed order: the same operands give the same bits.
 
-Dtypes are those of `low_rank_triton`: products in that of the factors, sums in float32.
+Dtypes are those of `low_rank_triton`: products in the factors' dtype, sums in float32.
 """
 
 # functions under triton.jit have no types to declare
@@ -39,14 +39,14 @@ def shrink_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
 
 
 def expand_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """As `shrink_tile`."""
+    """Return the configuration; see `shrink_tile`."""
     if dtype is torch.float32:
         return Tile(rows, 64, 32, 4, 2)
     return Tile(rows, 128, cut(rank), 4, 2)
 
 
 def outer_tile(rank: int, dtype: torch.dtype) -> Tile:
-    """As `shrink_tile`; the rows are those of a step of the sum."""
+    """Return the configuration for a rank and dtype; its rows are those of a step of the sum."""
     if dtype is torch.float32:
         return Tile(64, 64, 32, 4, 2)
     return Tile(64, 64, cut(rank), 4, 3)
@@ -54,7 +54,7 @@ def outer_tile(rank: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def rows_of(plan, place, there, tokens):
-    """Return which rows of x stand at some places of the order by adapter; int64."""
+    """Return the rows of x at some places of the order by adapter; int64."""
     return tl.load(plan + place // tokens, there, other=0).to(tl.int64) * tokens + place % tokens
 
 
@@ -65,7 +65,7 @@ def grouped_shrink_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, DROPS: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """t[p] = s · dropout(x) aᵀ over features p · part to (p + 1) · part; 0 without adapter."""
+    """Write t[p] = s · dropout(x) aᵀ over features p · part to (p + 1) · part; 0: no adapter."""
     tiles = tl.cdiv(rank, RANK)
     chunk = plan + batch + n + 1 + (tl.program_id(0) // tiles) * _CHUNK
     adapter, start, stop = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
@@ -105,7 +105,7 @@ def grouped_expand_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, DROPS: tl.constexpr,
     ADDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write out = y + s · t bᵀ, and y itself without adapter; or mask · (t bᵀ), and 0."""
+    """Write out = y + s · t bᵀ (y if no adapter), or out = mask · (t bᵀ) (0 if no adapter)."""
     tiles = tl.cdiv(width, COLUMNS)
     chunk = plan + batch + n + 1 + (tl.program_id(0) // tiles) * _CHUNK
     adapter, start, stop = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
@@ -150,7 +150,7 @@ def grouped_outer_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, DROPS: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """da[p, adapter] = s · dropout(x)ᵀ t over a part of the adapter's rows; 0 without rows."""
+    """Write da[p, adapter] = s · dropout(x)ᵀ t over a part of the adapter's rows; 0: no rows."""
     ranks, tiles = tl.cdiv(rank, RANK), tl.cdiv(width, COLUMNS)
     adapter = tl.program_id(0) // (ranks * tiles)
     r = (tl.program_id(0) % ranks) * RANK + tl.arange(0, RANK)
@@ -193,7 +193,7 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: Tensor) -
     """Project down: t = dropout(x) aᵀ; `noise` is a seed, int64 `[1]`.
 
     `x` `[batch, *tokens, d_in]`, `a` `[n, rank, d_in]` → `[batch, *tokens, rank]` in the dtype
-    of `a`; zero for a row without adapter.
+    of `a`; zero for a row without an adapter.
     """
     return _shrink(x, a, p, noise, plan, None)
 
@@ -201,9 +201,9 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: Tensor) -
 def shrink_backward(
     dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: Tensor, *needs: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, in its dtype, and of a; empty where not needed.
+    """Return the gradients of x, in its dtype, and of a; empty if not needed.
 
-    Without `needs_a`, `x` may be empty: only its dtype is looked at.
+    Without `needs_a`, `x` may be empty: only its dtype is read.
     """
     needs_x, needs_a = needs or (True,) * 2
     dx, da = x.new_empty(0), a.new_empty(0)
@@ -220,7 +220,7 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scales: Tensor, plan: Tensor) -> Ten
     """Add the update: y + scaling · t bᵀ; `scales` float32 `[n]`.
 
     `y` `[batch, *tokens, d_out]`, `t` `[batch, *tokens, rank]`, `b` `[n, d_out, rank]` → shape and
-    dtype of `y`; a row without adapter keeps its bits.
+    dtype of `y`; a row without an adapter keeps its bits.
     """
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     _expand(y, t, b, scales, out, 0.0, None, plan)
@@ -230,9 +230,9 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scales: Tensor, plan: Tensor) -> Ten
 def expand_backward(
     dy: Tensor, t: Tensor, b: Tensor, scales: Tensor, plan: Tensor, *needs: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of t and b; empty where not needed.
+    """Return the gradients of t and b; empty if not needed.
 
-    Without `needs_b`, `t` may be empty: only its dtype is looked at.
+    Without `needs_b`, `t` may be empty: only its dtype is read.
     """
     needs_t, needs_b = needs or (True,) * 2
     dt, db = t.new_empty(0), b.new_empty(0)
@@ -246,7 +246,7 @@ def expand_backward(
 def _shrink(
     x: Tensor, a: Tensor, p: float, noise: Tensor | None, plan: Tensor, scales: Tensor | None
 ) -> Tensor:
-    """`s · dropout(x) aᵀ` of each row, in the dtype of `a`."""
+    """Return `s · dropout(x) aᵀ` of each row, in the dtype of `a`."""
     flat = x.reshape(-1, x.shape[-1])  # [rows, wide]
     (rows, width), (n, rank, _) = flat.shape, a.shape
     chunks, batch, tokens = _sizes(x, n, plan)
@@ -300,13 +300,13 @@ def _outer(
     plan: Tensor,
     scales: Tensor | None,
 ) -> Tensor:
-    """`s · dropout(x)ᵀ t` over the rows of each adapter: float32 `[n, wide, rank]`."""
+    """Return `s · dropout(x)ᵀ t` over the rows of each adapter, float32 `[n, wide, rank]`."""
     flat, right = x.reshape(-1, x.shape[-1]), t.reshape(-1, t.shape[-1])  # [rows, wide], [.., rank]
     (rows, width), rank = flat.shape, right.shape[1]
     _, batch, tokens = _sizes(x, n, plan)
     tile = outer_tile(rank, t.dtype)
     programs = n * triton.cdiv(width, tile.columns) * triton.cdiv(rank, tile.rank)
-    # rows are cut as features are elsewhere; all of them may be one adapter's
+    # split the rows like features elsewhere; one adapter may have all of them
     parts, _ = parted(max(rows, 1), tile.rows, programs)
     da = torch.empty((parts, n, width, rank), dtype=torch.float32, device=x.device)
     launch(
@@ -320,6 +320,6 @@ def _outer(
 
 
 def _sizes(x: Tensor, n: int, plan: Tensor) -> tuple[int, int, int]:
-    """Chunks of the plan, rows of the batch, and tokens of each."""
+    """Return the number of chunks, the rows of the batch, and the tokens of each row."""
     batch = x.shape[0]
     return (plan.shape[0] - batch - n - 1) // CHUNK, batch, math.prod(x.shape[1:-1])

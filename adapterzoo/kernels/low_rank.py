@@ -1,11 +1,11 @@
-"""The low-rank update: y + s · (x Aᵀ) Bᵀ, without ever building B A.
+"""The low-rank update: y + s · (x Aᵀ) Bᵀ, without computing B A.
 
 Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3.
 
-Two operators: `shrink` gives t = x Aᵀ, `expand` gives y + s · t Bᵀ; methods that need x Aᵀ
-elsewhere take the first alone. Saved for the backward are x, t and, with dropout, a bit for each
-feature. The factors decide in which dtype the products are: x and t come in theirs, and a copy
-of x in it lives no longer than a call.
+There are two operators: `shrink` computes t = x Aᵀ, and `expand` y + s · t Bᵀ; methods that need
+x Aᵀ elsewhere call only the first. Saves x, t and, with dropout, one bit for each feature for the
+backward. Products and t are in the dtype of the factors; a copy of x in that dtype lives no longer
+than a call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def low_rank(
     dropout: float = 0.0,
     training: bool = False,
 ) -> Tensor:
-    """`low_rank_reference` of any `x`, with dropout, fast and saving little.
+    """Return `low_rank_reference` for `x` of any dtype, with dropout, with few saved tensors.
 
     Args:
         y: `[*batch, d_out]`, the output that gets the update.
@@ -53,7 +53,7 @@ def low_rank(
         b: `[d_out, rank]`.
         scaling: the factor s.
         dropout: probability, 0 to below 1, of dropping a feature of x on the way to A.
-        training: whether features are dropped at all.
+        training: whether to drop features.
 
     Returns:
         Shape and dtype of `y`.
@@ -71,9 +71,9 @@ def shrink(
 
     Args:
         x: `[*batch, d_in]`, in any floating dtype.
-        a: `[rank, d_in]`, or several of one dtype: A is then all of them, one below the other.
+        a: `[rank, d_in]`, or several of one dtype, which are concatenated to A.
         dropout: probability, 0 to below 1, of dropping a feature of x.
-        training: whether features are dropped at all.
+        training: whether to drop features.
 
     Returns:
         `[*batch, rank]`, in the dtype of `a`; under autocast in its dtype.
@@ -82,9 +82,9 @@ def shrink(
     drops = training and dropout > 0.0
     if x.dtype is factors[0].dtype and mode.is_plain(x):
         if not drops and _low_rank_torch.is_small(x):
-            # autograd keeps as little, and costs less
+            # autograd keeps as little and costs less
             return linear(x, _low_rank_torch.joined(factors))
-        # a compiler would look into the drawing of bits
+        # a compiler would trace the drawing of bits
         if not drops or not torch.compiler.is_compiling():
             noise = _dropout.bits(x, dropout) if drops else None
             return _low_rank_torch.project(x, factors, dropout, noise)

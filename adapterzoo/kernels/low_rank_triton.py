@@ -1,12 +1,11 @@
 """The low-rank update in Triton: shrink t = x Aᵀ and expand y + s · t Bᵀ, with their backwards.
 
-Each kernel reads its large operands once, and each backward gives both of its gradients from one
-pass: the program of a block of rows keeps dt (or writes dx), and writes its part of the factor's
-gradient, which one reduction adds up afterwards. There are no atomics: the same operands give
-the same bits.
+Each kernel reads its large operands once, and each backward computes both of its gradients in one
+pass: the program of a block of rows keeps dt (or writes dx) and writes its part of the factor's
+gradient, which a reduction then adds. There are no atomics: the same operands give the same bits.
 
-Products are in the dtype of the factors, as in the definition: x, y and dy are cast on the way
-in, sums are float32. t and dt are in that dtype too: the next product would round float32 there.
+Products are in the dtype of the factors, as in the definition: x, y and dy are cast when they are
+read, and sums are float32. t and dt are in that dtype too, since the next product would round them.
 """
 
 # functions under triton.jit have no types to declare
@@ -23,7 +22,7 @@ from . import _dropout, _low_rank_torch
 from ._launch import launch
 from ._tiles_triton import FEW, Tile, added, cut, keep, loaded, parted, precision, product
 
-# above, the parts of a factor's gradient are more bytes than a second look at dy or x
+# above this, the parts of a factor's gradient are more bytes than reading dy or x twice
 _WIDEST_RANK = 64
 
 
@@ -38,14 +37,14 @@ def shrink_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
 
 
 def expand_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """As `shrink_tile`."""
+    """Return the configuration; see `shrink_tile`."""
     if dtype is torch.float32:
         return Tile(16 if rows <= FEW else 64, 64, 32, 4, 2)
     return Tile(16 if rows <= FEW else 64, 128, cut(rank), 4, 2)
 
 
 def shrink_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """As `shrink_tile`."""
+    """Return the configuration of the backward; see `shrink_tile`."""
     if dtype is torch.float32:
         return Tile(64, 32, 32, 8, 2)
     if rows <= FEW:
@@ -55,7 +54,7 @@ def shrink_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
 
 
 def expand_backward_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
-    """As `shrink_tile`."""
+    """Return the configuration of the backward; see `shrink_tile`."""
     if dtype is torch.float32:
         return Tile(64, 32, 32, 4, 2)
     if rows <= FEW:
@@ -69,7 +68,7 @@ def shrink_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """t[p] = dropout(x) aᵀ over features p · part to (p + 1) · part."""
+    """Write t[p] = dropout(x) aᵀ over features p · part to (p + 1) · part."""
     tiles = tl.cdiv(rank, RANK)
     row = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
     r = (tl.program_id(0) % tiles) * RANK + tl.arange(0, RANK)
@@ -165,7 +164,7 @@ def expand_backward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
     NEEDS_T: tl.constexpr, NEEDS_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dt[p] = scaling · dy b over the features of p, and db[block] = scaling · dyᵀ t."""
+    """Write dt[p] = scaling · dy b over the features of p, and db[block] = scaling · dyᵀ t."""
     tiles = tl.cdiv(rank, RANK)
     block = tl.program_id(0) // tiles
     row = block * ROWS + tl.arange(0, ROWS)
@@ -205,7 +204,7 @@ def shrink(x: Tensor, a: Tensor, p: float, noise: Tensor | None) -> Tensor:
 def shrunk(
     x: Tensor, a: Tensor, p: float, noise: Tensor | None, dtype: torch.dtype, exact: str
 ) -> Tensor:
-    """`shrink` of rows `[rows, d_in]`, in a dtype and with a precision of products."""
+    """Return `shrink` of rows `[rows, d_in]` in a dtype, with a precision of the products."""
     (rows, width), rank = x.shape, a.shape[0]
     tile = shrink_tile(rows, rank, a.dtype)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(rank, tile.rank)
@@ -222,9 +221,9 @@ def shrunk(
 def shrink_backward(
     dt: Tensor, x: Tensor, a: Tensor, p: float, noise: Tensor | None, *needs: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, in its dtype, and of a; empty where not needed.
+    """Return the gradients of x, in its dtype, and of a; empty if not needed.
 
-    Without `needs_a`, `x` may be empty: only its dtype is looked at.
+    Without `needs_a`, `x` may be empty: only its dtype is read.
     """
     needs_x, needs_a = needs or (True,) * 2
     rank, width = a.shape
@@ -271,9 +270,9 @@ def expand(y: Tensor, t: Tensor, b: Tensor, scaling: float) -> Tensor:
 def expand_backward(
     dy: Tensor, t: Tensor, b: Tensor, scaling: float, needs_t: bool = True, needs_b: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of t and b; empty where not needed.
+    """Return the gradients of t and b; empty if not needed.
 
-    Without `needs_b`, `t` may be empty: only its dtype is looked at.
+    Without `needs_b`, `t` may be empty: only its dtype is read.
     """
     width, rank = b.shape
     if rank > _WIDEST_RANK:

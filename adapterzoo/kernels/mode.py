@@ -1,4 +1,4 @@
-"""Which code computes a kernel: Triton, hand-written torch, or the definition itself."""
+"""Which code computes a kernel: Triton, torch operations, or the definition."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from .exact import is_autocast
 _MODES = ("auto", "reference", "triton")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# a plain global: torch.compile guards it and compiles again after a change, which it cannot do
-# for a ContextVar
+# a plain global, which torch.compile guards, unlike a ContextVar: it recompiles after a change
 _mode = "auto"
 _CHANGE = threading.Lock()
 
@@ -25,19 +24,21 @@ _CHANGE = threading.Lock()
 def use(mode: str) -> contextlib.ExitStack:
     """Choose what computes all kernels, from now on or until a `with` block ends.
 
-    A mode changes time and memory, and results by no more than rounding and the random numbers
-    of dropout. It holds for the whole process: other threads see the change at their next call,
-    and two threads that overlap `with` blocks of different modes disturb one another. A backward
-    pass takes the mode of its own time, not that of its forward; a compiled model is compiled
-    again after a change.
+    A mode changes time and memory; results change only by rounding and by the random numbers of
+    dropout. It applies to the whole process: other threads see the change at their next call, and
+    overlapping `with` blocks of two threads interfere. A backward pass uses the mode that is set
+    when it runs, not that of its forward. A compiled model is recompiled after a change.
 
     Args:
-        mode: `"auto"`: Triton on CUDA where it takes the operands, elsewhere torch operations
-            with hand-written backward passes. `"reference"`: the definitions, differentiated by
+        mode: `"auto"`: Triton on CUDA if it takes the operands, otherwise torch operations with
+            hand-written backward passes. `"reference"`: the definitions, differentiated by
             autograd. `"triton"`: Triton or an error.
 
+    Returns:
+        A context manager that restores the earlier mode at its end.
+
     Raises:
-        KernelError: there is no such mode, or Triton can run nowhere in this process.
+        KernelError: there is no such mode, or Triton cannot run in this process.
     """
     if mode not in _MODES:
         raise KernelError(
@@ -49,7 +50,7 @@ def use(mode: str) -> contextlib.ExitStack:
             what = "triton is not installed" if missing else "torch sees no CUDA device"
             hint = "Install triton" if missing else "Set TRITON_INTERPRET=1 before Python starts"
             raise KernelError(
-                f"use('triton'): {what}. {hint}, or write use('auto'), which takes torch "
+                f"use('triton'): {what}. {hint}, or write use('auto'), which uses torch "
                 f"operations where Triton cannot run."
             )
     block = contextlib.ExitStack()
@@ -60,7 +61,7 @@ def use(mode: str) -> contextlib.ExitStack:
 def is_reference() -> bool:
     """Return whether to compute kernels by their definitions, as for torch.func.
 
-    These look into operations, and operators of our own would be closed to them.
+    Its transforms cannot look into operators of our own.
     """
     if _mode == "reference":
         return True
@@ -70,7 +71,7 @@ def is_reference() -> bool:
 def is_plain(x: Tensor) -> bool:
     """Return whether torch operations compute a kernel of `x`, and no autocast changes a dtype.
 
-    The usual case on a CPU, where each call of Python counts.
+    This is the usual case on a CPU, where each call in Python counts.
     """
     if x.is_cpu and _mode == "auto":
         cast = torch.is_autocast_enabled("cpu")
@@ -93,7 +94,7 @@ def takes_triton(kernel: str, *operands: Tensor) -> bool:
     Raises:
         KernelError: the mode is `"triton"`, and Triton cannot take them.
     """
-    # the interpreter is for those who ask for it
+    # the interpreter runs only in the mode "triton"
     if not may_take_triton(operands[0]):
         return False
     reason = _launch.obstacle(operands[0])
@@ -116,7 +117,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _set(mode: str) -> str:
-    """Change the mode; gives the earlier one."""
+    """Change the mode; return the earlier one."""
     global _mode
     with _CHANGE:
         before, _mode = _mode, mode

@@ -1,11 +1,11 @@
-"""DoRA's norms in Triton: ‖w + s · b a‖ of each row without building the sum, in one pass over w.
+"""DoRA's norms in Triton: ‖w + s · b a‖ of each row without storing the sum, in one pass over w.
 
 ‖w + s · b a‖² = ‖w‖² + 2 s · rowsum(b ∘ (w aᵀ + s/2 · b a aᵀ)): the squares and the product with
-aᵀ share the pass, and a aᵀ is a matrix of the size of the rank. All sums are float32, and products
-keep float32 also where torch is told to round it: a norm divides everything that a layer gives.
+aᵀ share the pass, and a aᵀ is `[rank, rank]`. All sums are float32, and products are float32 even
+if torch is set to round them, because the layer's whole output is divided by the norm.
 
-Where a row of the sum is less than half as long as that of w, the terms cancel and with them
-their digits. Such rows are computed again from the sum itself, by the program that finds them.
+If a row of the sum is less than half as long as the row of w, the terms cancel and digits are lost.
+The program that finds such rows computes them again from the sum itself.
 """
 
 # functions under triton.jit have no types to declare
@@ -22,9 +22,9 @@ from ._launch import launch
 from ._tiles_triton import Tile, product
 from .low_rank_triton import shrunk
 
-# above, a rank is more than one program keeps
+# a program cannot keep a larger rank
 _WIDEST_RANK = 64
-# up to here tall tiles would leave multiprocessors without work
+# up to so many rows, tall tiles would leave multiprocessors idle
 _MANY = 4096
 
 
@@ -33,7 +33,7 @@ _MANY = 4096
 
 def row_norm_tile(rows: int, rank: int, dtype: torch.dtype) -> Tile:
     """Return the configuration for rows of w, the rank and the dtype of the products."""
-    # with 64 rows the compiler fails on sm_100, and memory is what this waits for
+    # with 64 rows the compiler fails on sm_100, and the kernel is bound by memory anyway
     tall = 32 if rows > _MANY or rank > 16 else 16
     columns = 32 if dtype is torch.float32 else 128 if rank <= 16 else 64
     if 16 < rank <= _WIDEST_RANK:

@@ -1,4 +1,4 @@
-"""Rotated blocks of features: the config fields of their size, and the factors of a forward."""
+"""Blocks of features that are rotated: the config fields of their size, and their factors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class BlockConfig(TargetedConfig):
     """Base of the configs whose adapters rotate blocks of features.
 
     Attributes:
-        boft_block_size: features b that a block rotates, at least 2; 0: follows from
-            `boft_block_num`, and is 4 when that is 0 as well.
-        boft_block_num: instead of the size: blocks of each factor, d_in / b.
+        boft_block_size: features b that a block rotates, at least 2; 0: d_in / `boft_block_num`,
+            or 4 if that is 0 too.
+        boft_block_num: instead of the size: number of blocks of each factor, d_in / b.
         boft_n_butterfly_factor: factors m; above 1, b is even and b · 2^(m−1) divides d_in.
     """
 
@@ -89,7 +89,7 @@ def rotation(R: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
 
 
 def _dropped(Q: Tensor, p: float) -> Tensor:
-    """`Q` `[*adapters, m, blocks, b, b]`: int(p · blocks) blocks of one factor replaced by I."""
+    """Return Q `[*adapters, m, blocks, b, b]` with int(p · blocks) blocks of one factor = I."""
     m, blocks, b = Q.shape[-4:-1]
     lead = Q.shape[:-4]
     dropped = torch.rand((*lead, 1, blocks), device=Q.device).argsort(-1) < int(p * blocks)

@@ -19,7 +19,7 @@ _INERT = frozenset(("boft_block_size", "init_weights"))
 
 
 def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
-    """Return the fields of our config at each layer: the tensors tell the factors and the blocks.
+    """Return the fields of our config at each layer; the tensors give the factors and blocks.
 
     Raises:
         CheckpointError: a tensor has another number of dimensions.
@@ -38,7 +38,7 @@ def _read_layers(layers: Sequence[PeftLayer]) -> list[Fields]:
     if odd := sorted({shape[0] for shape in shapes} - {claimed}):
         warnings.warn(
             f"adapter_config.json says boft_n_butterfly_factor={claimed}, and the tensors have "
-            f"{odd[0]}: PEFT trains one factor where its CUDA extension does not build, and saves "
+            f"{odd[0]}: PEFT trains one factor if its CUDA extension does not build, and saves "
             f"the number that was asked for. The factors of the tensors are loaded.",
             stacklevel=2,
         )

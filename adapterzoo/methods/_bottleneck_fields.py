@@ -31,14 +31,15 @@ from adapterzoo.fields import (
 )
 from adapterzoo.registry import Registry
 
-from ._init import DTYPE
+from ._hypercomplex import HypercomplexFields, projections
+from ._init import DTYPE, DTYPES, generator
 
 
 class InvertibleKind(InvertibleAdapter):
     """Base of the invertible functions that `inv_adapter` names.
 
     Attributes:
-        block: holds their parameters; made of a config, the width, a device and a dtype.
+        block: the module with their parameters, built from a config, width, device and dtype.
     """
 
     block: ClassVar[type[nn.Module]]
@@ -47,22 +48,14 @@ class InvertibleKind(InvertibleAdapter):
 invertible_adapters: Registry[type[InvertibleKind]] = Registry("invertible adapter")
 """`inv_adapter` → the class of the adapter at the input of the first block."""
 
-# fields that mean something only when another one is set
+# fields that have an effect only with another one
 _NEEDS = {
     "adapter_residual_before_ln": "ln_after=True",
     "convention": "use_gating=True",
     "inv_adapter_reduction_factor": "inv_adapter='nice'",
-    "phm_dim": "phm_layer=True",
-    "factorized_phm_W": "phm_layer=True",
-    "shared_W_phm": "phm_layer=True",
-    "shared_phm_rule": "phm_layer=True",
-    "factorized_phm_rule": "phm_layer=True",
-    "phm_c_init": "phm_layer=True",
-    "phm_init_range": "phm_layer=True",
-    "learn_phm": "phm_layer=True",
-    "hypercomplex_nonlinearity": "phm_layer=True",
-    "phm_rank": "phm_layer=True",
-    "phm_bias": "phm_layer=True",
+    **{
+        name: "phm_layer=True" for name in HypercomplexFields.__annotations__ if name != "phm_layer"
+    },
 }
 
 
@@ -78,7 +71,7 @@ class Reduction(Check):
         return {str(key): factor for key, factor in value.items()}
 
     def fits(self, value: object) -> bool:
-        """Return whether all numbers are above 0 and all keys mean layers."""
+        """Return whether all numbers are above 0 and all keys are layer numbers or "default"."""
         given = value if isinstance(value, dict) else {"default": value}
         numbers = all(map(Positive().fits, given.values()))
         return numbers and bool(given) and all(k == "default" or k.isdecimal() for k in given)
@@ -89,8 +82,10 @@ class Reduction(Check):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BottleneckFields(AdapterConfig):
-    """Every field of a bottleneck; two configs with equal fields are equal.
+class BottleneckFields(HypercomplexFields):
+    """Every field of a bottleneck but those of `HypercomplexFields`.
+
+    Two configs with equal fields are equal.
 
     h is a sub-layer's output, inp the residual stream before it, s = h + inp, LN the norm that
     follows the addition (post-LN blocks only).
@@ -106,7 +101,8 @@ class BottleneckFields(AdapterConfig):
         ln_before: a new layer norm before the bottleneck.
         ln_after: a new layer norm after it.
         init_weights: "bert": N(0, 0.02), not the identity; "mam_adapter": up projection zero;
-            "houlsby": N(0, 0.01) cut off at two deviations.
+            "houlsby": N(0, 0.01) cut off at two deviations. With `phm_layer` "bert" leaves the
+            drawing to the fields of Compacter, and "houlsby" is not legal.
         init_weights_seed: makes the initial values reproducible; they differ from site to site.
         is_parallel: the bottleneck reads inp, and its result is added to h.
         scaling: factor of the bottleneck's result: a number, "learned", or "channel" for a
@@ -124,19 +120,6 @@ class BottleneckFields(AdapterConfig):
         cross_adapter: adapters after cross-attention.
         leave_out: numbers of blocks without adapters; encoder blocks first, then decoder.
         dropout: probability, 0 to below 1, of dropping a feature of the result.
-        phm_layer: False; Compacter's layers do not exist here. All `phm` fields below, and those
-            with `phm` in their name, are Compacter's and hold their defaults.
-        phm_dim: Compacter's.
-        factorized_phm_W: Compacter's.
-        shared_W_phm: Compacter's.
-        shared_phm_rule: Compacter's.
-        factorized_phm_rule: Compacter's.
-        phm_c_init: Compacter's.
-        phm_init_range: Compacter's.
-        learn_phm: Compacter's.
-        hypercomplex_nonlinearity: Compacter's.
-        phm_rank: Compacter's.
-        phm_bias: Compacter's.
         stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
             the batch during training.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
@@ -167,18 +150,6 @@ class BottleneckFields(AdapterConfig):
     cross_adapter: bool = False
     leave_out: tuple[int, ...] = field((), Layers())
     dropout: float = field(0.0, Share())
-    phm_layer: bool = False
-    phm_dim: int = 4
-    factorized_phm_W: bool = True  # noqa: N815
-    shared_W_phm: bool = False  # noqa: N815
-    shared_phm_rule: bool = True
-    factorized_phm_rule: bool = False
-    phm_c_init: str = "normal"
-    phm_init_range: float = 0.0001
-    learn_phm: bool = True
-    hypercomplex_nonlinearity: str = "glorot-uniform"
-    phm_rank: int = 1
-    phm_bias: bool = True
     stochastic_depth: float = field(0.0, Share())
     dtype: str | None = field(None, DTYPE)
 
@@ -204,11 +175,23 @@ class BottleneckFields(AdapterConfig):
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
-        """Return the parameters of the invertible function; None without one."""
-        if self.inv_adapter is None:
-            return None
-        width = next(p.site.d_in for p in placements if p.site.kind == "entry")
-        return invertible_adapters[self.inv_adapter].block(self, width, device, dtype)
+        """Return the shared modules: "invertible" and "phm", if there are such."""
+        parts = nn.ModuleDict()
+        if self.inv_adapter is not None:
+            width = next(p.site.d_in for p in placements if p.site.kind == "entry")
+            made = invertible_adapters[self.inv_adapter].block
+            parts["invertible"] = made(self, width, device, dtype)
+        if self.shares_matrices:
+            sites = [p.site for p in placements if p.site.kind != "entry"]
+            parts["phm"] = projections["phm"].shared(
+                self,
+                {(site.d_out, self.width_at(site.layer, site.d_out)) for site in sites},
+                zero=self.init_weights == "mam_adapter",
+                source=generator(self.init_weights_seed, "phm"),
+                device=device,
+                dtype=DTYPES[self.dtype] if self.dtype else dtype,
+            )
+        return parts if len(parts) else None
 
     @property
     def averages_shared(self) -> bool:
@@ -216,7 +199,7 @@ class BottleneckFields(AdapterConfig):
         return True
 
     def width_at(self, layer: int, d_model: int) -> int:
-        """Return the bottleneck's width in a block.
+        """Return the bottleneck's width in a block, at least 1, or `phm_dim` with `phm_layer`.
 
         Args:
             layer: number of the block.
@@ -242,10 +225,10 @@ class BottleneckFields(AdapterConfig):
                 f"{MAX_WIDTH} are legal",
                 "reduction_factor=16",
             )
-        return max(1, int(width))
+        return max(self.phm_dim if self.phm_layer else 1, int(width))
 
     def warn_of_idle(self, blocks: int) -> None:
-        """Warn of numbers in the mapping that belong to no block; adapters accepts them.
+        """Warn of layer numbers in the mapping that the model lacks; adapters accepts them.
 
         Args:
             blocks: number of the model's blocks.
@@ -265,27 +248,31 @@ class BottleneckFields(AdapterConfig):
 
     def _check_together(self) -> None:
         self._check_invertible()
-        if self.phm_layer:
+        self._check_hypercomplex()
+        if self.phm_layer and self.init_weights == "houlsby":
             raise self._error(
-                "phm_layer=True",
-                "Compacter shares one matrix between all layers, which bottlenecks here do not "
-                "support",
-                "phm_layer=False with a larger reduction_factor",
+                "phm_layer=True, init_weights='houlsby'",
+                "the numbers of hypercomplex matrices are drawn as hypercomplex_nonlinearity says",
+                "hypercomplex_nonlinearity='normal', init_weights='bert'",
             )
         defaults = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
         without = {
             "ln_after=True": not self.ln_after,
             "use_gating=True": not self.use_gating,
             "inv_adapter='nice'": self.inv_adapter is None,
+            "phm_layer=True": not self.phm_layer,
         }
         for name, need in _NEEDS.items():
             value = getattr(self, name)
-            if value != defaults[name] and without.get(need, True):
-                raise self._error(
-                    f"{name}={value!r}",
-                    f"has an effect only with {need}",
-                    f"{name}={defaults[name]!r}",
-                )
+            if value == defaults[name] or not without[need]:
+                continue
+            idle = self._error(
+                f"{name}={value!r}", f"has an effect only with {need}", f"{name}={defaults[name]!r}"
+            )
+            if name not in HypercomplexFields.__annotations__:
+                raise idle
+            # configs written for adapters give these to any bottleneck
+            warnings.warn(str(idle), stacklevel=5)
         if not (self.mh_adapter or self.output_adapter or self.cross_adapter):
             raise self._error(
                 "mh_adapter=False, output_adapter=False, cross_adapter=False",
@@ -320,6 +307,13 @@ class BottleneckFields(AdapterConfig):
                 "a parallel bottleneck reads the residual stream before the sub-layer, where "
                 "nothing is normalized",
                 "original_ln_before=False",
+            )
+        if self.is_parallel and self.stochastic_depth:
+            raise self._error(
+                f"is_parallel=True, stochastic_depth={self.stochastic_depth}",
+                "stochastic depth drops what a sub-layer adds, and a parallel bottleneck is a part "
+                "of the sub-layer; adapters ignores it there",
+                "stochastic_depth=0.0",
             )
         if self.is_parallel and self.adapter_residual_before_ln:
             raise self._error(

@@ -1,4 +1,4 @@
-"""The inside of a bottleneck, f, and the sum that it ends in; where it acts is said elsewhere."""
+"""The function f of a bottleneck and the sum with its result; see `bottleneck` for its sites."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from typing import NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout
 
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
 from adapterzoo.contracts import BaseLayer, FusibleAdapter
 from adapterzoo.kernels.bottleneck import bottleneck
-from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
+from adapterzoo.kernels.grouped import Groups
 
 from ._bottleneck_fields import BottleneckFields
 from ._gate import Gate
+from ._hypercomplex import Projection, projections
 from ._init import DTYPES, constant, drawn, generator, kaiming, normal
+from ._products import Affine, Product, by_rows, dense_by_rows
 from ._rows import features, gated, normed, restored
 
 Instead: TypeAlias = Callable[[Tensor], Tensor] | None
-"""What acts in the place of a bottleneck's function, if anything."""
+"""A function that replaces a bottleneck's f; None: f itself."""
 
 Added: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""The sum of a bottleneck: of what it reads, and of what its result is added to."""
+"""The sum of a bottleneck, from its input and the tensor that its result is added to."""
 
 
 class Finish(NamedTuple):
-    """What stands between the up projection and the sum; of a bottleneck, or of each row's.
+    """The operations between the up projection and the sum, of a bottleneck or of each row's.
 
     Attributes:
-        scaling: a tensor, or a number, which `factor` then is too.
+        scaling: a tensor; or a number, equal to `factor`.
         factor: of the sum.
         gate: of `use_gating`, or None.
         norm: of `ln_after`, or None.
@@ -45,38 +47,20 @@ class Finish(NamedTuple):
     norm: Callable[[Tensor], Tensor] | None
 
 
-class Affine(nn.Module):
-    """x Wᵀ + b; no `nn.Linear`, so that nothing that walks a model's layers takes it for one."""
-
-    bias: nn.Parameter
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.weight = weight
-        # None for none: a fusion has such, a bottleneck has not
-        self.register_parameter("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        return linear(x, self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        """Return the widths."""
-        return f"d_in={self.weight.shape[1]}, d_out={self.weight.shape[0]}"
-
-
 class BottleneckLayer(FusibleAdapter):
     """f(x) = scaling · gate(x) · (W_up φ(W_down LN(x) + b_down) + b_up); norm and gate optional.
 
     Attributes:
-        adapter_down: the norm of `ln_before` where there is one, then the down projection.
+        adapter_down: the norm of `ln_before` if there is one, then the down projection.
         adapter_up: the up projection.
+        shares: whether layers share tensors of the projections.
         adapter_norm_after: the norm of `ln_after`, or None.
         gate: of `use_gating`, or None.
         scaling: a number, or a parameter of shape `[1]` or `[d_model]`.
         reads_normed: whether there is such a norm in `adapter_down`.
         down_name: of the projection in `adapter_down`.
-        is_plain: whether nothing but a number stands between the up projection and the sum.
+        is_plain: whether the projections are matrices, and nothing but a number stands between the
+            second and the sum.
         drops: whether training drops anything.
     """
 
@@ -95,7 +79,7 @@ class BottleneckLayer(FusibleAdapter):
         """
         super().__init__()
         dtype = DTYPES[config.dtype] if config.dtype else dtype
-        # a forward reads no config: of two classes with equal fields a compiler makes two graphs
+        # forwards do not read the config: torch.compile would make a graph for each config class
         self.config = config
         self.activation = activation(config.non_linearity)
         self.non_linearity = str(config.non_linearity or "linear").lower()
@@ -107,26 +91,14 @@ class BottleneckLayer(FusibleAdapter):
         self.residual_before_ln = config.residual_before_ln
         self.adapter_residual_before_ln = config.adapter_residual_before_ln
         learned = isinstance(config.scaling, str)
-        self.is_plain = not (config.ln_after or config.use_gating or learned)
+        self.shares = config.shares_matrices
+        self.is_plain = not (config.phm_layer or config.ln_after or config.use_gating or learned)
         d_model = site.d_out
         width = config.width_at(site.layer, d_model)
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
-        bert, houlsby, zero = normal(0.02, source), _truncated_normal(0.01, source), constant(0.0)
-        fresh_down, fresh_up = {
-            "bert": (bert, bert),
-            "mam_adapter": (kaiming(source), zero),
-            "houlsby": (houlsby, houlsby),
-        }[config.init_weights]
-        down = Affine(
-            drawn((width, d_model), fresh_down, device, dtype),
-            drawn((width,), zero, device, dtype),
-        )
+        down, self.adapter_up = _projections(config, d_model, width, source, device, dtype)
         norms = [nn.LayerNorm(d_model, device=device, dtype=dtype)] if config.ln_before else []
         self.adapter_down = nn.Sequential(*norms, down)
-        self.adapter_up = Affine(
-            drawn((d_model, width), fresh_up, device, dtype),
-            drawn((d_model,), zero, device, dtype),
-        )
         self.adapter_norm_after: nn.LayerNorm | None = None
         if config.ln_after:
             self.adapter_norm_after = nn.LayerNorm(d_model, device=device, dtype=dtype)
@@ -134,7 +106,7 @@ class BottleneckLayer(FusibleAdapter):
         if config.use_gating:
             self.gate = Gate(site, config.convention, source, device, dtype)
             self.reads_call = self.gate.reads_call
-        # a number is left to the sum at the end, which multiplies without an operation of its own
+        # the final sum multiplies by a number without an extra operation
         self.factor = 1.0
         if isinstance(config.scaling, str):
             shape = (1,) if config.scaling == "learned" else (d_model,)
@@ -145,7 +117,7 @@ class BottleneckLayer(FusibleAdapter):
     def forward(self, x: Tensor, base: BaseLayer, instead: Instead = None) -> Tensor:
         """Return the adapted module. `x` is its input, the result `[*batch, d_model]`."""
         add: Added = self.added
-        if instead is not None or self.gate is not None:
+        if instead is not None or self.gate is not None or self.shares:
             add = partial(self.added, instead=instead, base=base)
         if self.acts_on == "input":
             return base(self.changed(x, base.original(x), base, add))
@@ -153,18 +125,18 @@ class BottleneckLayer(FusibleAdapter):
 
     @abstractmethod
     def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """Return the output of the module, or for one that acts on its input, that.
+        """Return the module's output, or its input if the bottleneck acts on the input.
 
         Args:
             x: the module's input.
-            y: its output `[*batch, d_model]`, the plain one for one that acts on the input.
+            y: its output `[*batch, d_model]`; untouched if the bottleneck acts on the input.
             base: the module.
             add: `added` without its last argument.
         """
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
-        """Return whether they differ in nothing but widths, factors and values."""
+        """Return whether they differ only in widths, factors and values."""
         kinds = set()
         for a in adapters:
             scaling = a.scaling.shape if isinstance(a.scaling, Tensor) else None
@@ -175,7 +147,9 @@ class BottleneckLayer(FusibleAdapter):
                 a.reads_call,
                 a.original_ln_after,
             )
-            drops = a.dropout, a.stochastic_depth, a.non_linearity, a.adapter_up.weight.dtype
+            up = a.adapter_up
+            key = (up.weight.dtype,) if isinstance(up, Affine) else up.batch_key
+            drops = a.dropout, a.stochastic_depth, a.non_linearity, *key
             sums = a.residual_before_ln, a.adapter_residual_before_ln
             kinds.add((scaling, *norms, *drops, *sums))
         return len(kinds) == 1
@@ -201,21 +175,17 @@ class BottleneckLayer(FusibleAdapter):
         x: Tensor,
         to: Tensor,
     ) -> Tensor:
-        """`added`, each row with its own bottleneck; rows without one are to be put right."""
+        """Return `added` for each row with its own bottleneck; rows without one are undefined."""
         one, dim = adapters[0], x.dim()
-        ups = [a.adapter_up for a in adapters]
-        downs = [cast("Affine", getattr(a.adapter_down, a.down_name)) for a in adapters]
-        ones = [1.0] * len(adapters)
-        stack = stacked([down.weight for down in downs], [up.weight for up in ups], ones)
-        x = x.to(stack.a.dtype)
+        downs, ups = zip(*(a.products(base, x.device) for a in adapters), strict=True)
+        x = x.to(ups[0].matrices[0].dtype)
         inner = x
         if one.reads_normed:
             inner = normed([cast("nn.LayerNorm", a.adapter_down[0]) for a in adapters], groups, x)
-        inner = grouped_shrink(inner, stack.a, groups)  # [rows, *tokens, width]
-        inner = inner + features([down.bias for down in downs], groups, dim).to(inner.dtype)
-        inner = one.activation(inner)
-        bias = features([up.bias for up in ups], groups, dim).to(inner.dtype).expand(x.shape)
-        update = grouped_expand(bias, inner, stack.b, ones, groups)  # [rows, *tokens, d_model]
+        if isinstance(one.adapter_up, Affine):
+            update = dense_by_rows(downs, ups, one.activation, groups, inner)
+        else:
+            update = by_rows(ups, groups, one.activation(by_rows(downs, groups, inner)))
         scaling, factor = one.scaling, one.factor
         learned = [a.scaling for a in adapters if isinstance(a.scaling, Tensor)]
         if learned or any(a.factor != factor for a in adapters):
@@ -227,11 +197,40 @@ class BottleneckLayer(FusibleAdapter):
         norm = partial(normed, norms, groups) if norms else None
         return one._finished(update, x, to, Finish(scaling, factor, gate, norm))
 
-    def update(self, x: Tensor) -> Tensor:
+    def products(self, base: BaseLayer | None, device: torch.device) -> tuple[Product, Product]:
+        """Return the down and the up projection.
+
+        Args:
+            base: the module; needed if layers share.
+            device: of what the bottleneck reads.
+        """
+        down: Affine | Projection = getattr(self.adapter_down, self.down_name)
+        up: Affine | Projection = self.adapter_up
+        if isinstance(down, Affine) or isinstance(up, Affine):
+            pair = cast("Affine", down), cast("Affine", up)
+            first, last = (Product((p.weight,), (1,), p.bias) for p in pair)
+            return first, last
+        shared = None
+        if self.shares:
+            shared = cast("nn.ModuleDict", cast("BaseLayer", base).shared(self))["phm"]
+        return down.product(shared, device), up.product(shared, device)
+
+    def transformed(self, x: Tensor, base: BaseLayer | None) -> tuple[Tensor, Tensor]:
+        """Return x in the dtype of the parameters, and W_up φ(W_down LN(x) + b_down) + b_up.
+
+        Args:
+            x: what the bottleneck reads, `[*batch, d_model]`; both results are of its shape.
+            base: the module; needed if layers share.
+        """
+        down, up = self.products(base, x.device)
+        # the parameters may have another dtype than the model
+        x = x.to(up.matrices[0].dtype)
+        inner = cast("nn.LayerNorm", self.adapter_down[0])(x) if self.reads_normed else x
+        return x, up(self.activation(down(inner)))  # inside: [*batch, width]
+
+    def update(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Scaling · (W_up φ(W_down LN(x) + b_down) + b_up); `x` `[*batch, d_model]`."""
-        up = self.adapter_up
-        inner = self.activation(self.adapter_down(x.to(up.weight.dtype)))  # [*batch, width]
-        return linear(inner, up.weight, up.bias) * self.scaling
+        return self.transformed(x, base)[1] * self.scaling
 
     def added(
         self, x: Tensor, to: Tensor, instead: Instead = None, base: BaseLayer | None = None
@@ -240,27 +239,23 @@ class BottleneckLayer(FusibleAdapter):
 
         Args:
             x: what the bottleneck reads, `[*batch, d_model]`.
-            to: what its result is added to, same shape; its dtype is that of the result.
-            instead: acts in the place of f.
-            base: the module, which a gate asks for the call.
+            to: the tensor that the result is added to, same shape; determines the dtype.
+            instead: replaces f.
+            base: the module; needed by a gate, and if layers share.
         """
         if instead is not None:
             return to + instead(x).to(to.dtype)
-        up = self.adapter_up
-        weight = up.weight
         if self.is_plain and not (self.drops and self.training):
-            inside = self.adapter_down
+            inside, up = self.adapter_down, cast("Affine", self.adapter_up)
             # by name: several times as fast as by number
-            down = getattr(inside, self.down_name)
+            down, weight = getattr(inside, self.down_name), up.weight
             if self.reads_normed:
                 x = inside[0](x.to(weight.dtype))
             return bottleneck(
                 to, x, down.weight, down.bias, weight, cast("Tensor", up.bias), self.factor,
                 self.non_linearity,
             )  # fmt: skip
-        # the parameters may have another dtype than the model
-        x = x.to(weight.dtype)
-        update = linear(self.activation(self.adapter_down(x)), weight, up.bias)
+        x, update = self.transformed(x, base)
         gate = None if self.gate is None else partial(self.gate, base=cast("BaseLayer", base))
         parts = Finish(self.scaling, self.factor, gate, self.adapter_norm_after)
         return self._finished(update, x, to, parts)
@@ -284,9 +279,37 @@ class BottleneckLayer(FusibleAdapter):
         return to + parts.norm(update).to(to.dtype)
 
     def extra_repr(self) -> str:
-        """Return what the parameters below do not show."""
+        """Return the activation and the scaling."""
         scaling = self.config.scaling
         return f"non_linearity={self.config.non_linearity!r}, scaling={scaling!r}"
+
+
+def _projections(
+    config: BottleneckFields,
+    d_model: int,
+    width: int,
+    source: torch.Generator | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Affine | Projection, Affine | Projection]:
+    """Return the new down and up projection of a layer."""
+    if config.phm_layer:
+        made, zero = projections["phm"], config.init_weights == "mam_adapter"
+        build = partial(made, config, source=source, device=device, dtype=dtype)
+        down = build("down", d_model, width, zero=False)
+        return down, build("up", width, d_model, zero=zero)
+    bert, houlsby, zeros = normal(0.02, source), _truncated_normal(0.01, source), constant(0.0)
+    fresh_down, fresh_up = {
+        "bert": (bert, bert),
+        "mam_adapter": (kaiming(source), zeros),
+        "houlsby": (houlsby, houlsby),
+    }[config.init_weights]
+
+    def affine(shape: tuple[int, int], fresh: Callable[[Tensor], Tensor]) -> Affine:
+        bias = drawn(shape[:1], zeros, device, dtype)
+        return Affine(drawn(shape, fresh, device, dtype), bias)
+
+    return affine((width, d_model), fresh_down), affine((d_model, width), fresh_up)
 
 
 def drop_rows(x: Tensor, p: float) -> Tensor:

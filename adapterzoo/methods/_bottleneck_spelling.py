@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 
@@ -14,6 +15,7 @@ from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, F
 
 from . import _gate
 from ._bottleneck_fields import BottleneckFields
+from ._hypercomplex import HypercomplexFields
 
 LOCATIONS: Mapping[SubLayerKind, str] = {
     "attention": "mh_adapter",
@@ -40,7 +42,14 @@ def _read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     # in old files task adapters name invertible adapters that they do not have
     if not file.words & _INVERTIBLE and not str(file.version).startswith("adapters."):
         fields |= dict.fromkeys(_NESTED)
-    without_effect = [k for k in fields if "phm" in k or k == "hypercomplex_nonlinearity"]
+    without_effect = []
+    if not fields.get("phm_layer"):
+        without_effect += [*HypercomplexFields.__annotations__]
+    elif not fields.get("factorized_phm_W"):
+        without_effect.append("phm_rank")
+    if fields.get("is_parallel"):
+        # adapters ignores it there
+        without_effect.append("stochastic_depth")
     if not fields.get("ln_after"):
         without_effect.append("adapter_residual_before_ln")
     if not fields.get("original_ln_before"):
@@ -91,12 +100,33 @@ _CONTAINER = Container(
     write=_write,
 )
 
+
+def _put_below(part: str) -> Callable[[Tensors, AdapterConfig], Tensors]:
+    return lambda tensors, _config: {f"{part}.{key}": t for key, t in tensors.items()}
+
+
+def _take_below(part: str) -> Callable[[Tensors, AdapterConfig], Tensors]:
+    start = f"{part}."
+    return lambda tensors, _config: {
+        key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)
+    }
+
+
 _COUPLING = Container(
     "invertible_adapters",
     "model",
     aliases=("invertible_lang_adapters",),
     in_encoder=True,
     held_by=lambda config: config["inv_adapter"] is not None,
+    read=_put_below("invertible"),
+    write=_take_below("invertible"),
+)
+_SHARED = Container(
+    "shared_parameters",
+    "model",
+    held_by=lambda config: cast("BottleneckFields", config).shares_matrices,
+    read=_put_below("phm"),
+    write=_take_below("phm"),
 )
 
 # --- what adapters 1.3 computes otherwise than its documentation says, seen in its outputs ---
@@ -168,10 +198,9 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
     return AdapterHubSpelling(
         config=config,
         architecture=(None, "", "bottleneck"),
-        fixed={"phm_layer": False},
         fields=_FIELDS,
         omitted=("dtype", "convention"),
-        containers=(_CONTAINER, _COUPLING),
+        containers=(_CONTAINER, _COUPLING, _SHARED),
         read_fields=_read_fields,
         unsayable=_unsayable,
         quirk=_quirk,

@@ -20,7 +20,12 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
     return _low_rank_adapterhub.spelling(
         config,
         {"use_dora": True, "use_gating": False},
-        Container("loras", "layer", read=_read_hub, write=_write_hub),
+        Container(
+            "loras",
+            "layer",
+            read=_low_rank_adapterhub.read_magnitudes,
+            write=_low_rank_adapterhub.write_magnitudes,
+        ),
         implied={"convention": "adapterhub"},
         fused="adapters cannot run DoRA in a fused layer",
         unsayable=_unsayable_hub,
@@ -39,37 +44,26 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
     )
 
 
-def _read_hub(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    found = dict(tensors)
-    m = found.pop("m.weight")  # [d_out, 1]
-    return found | {"m": m.squeeze(1) if m.dim() == 2 and m.shape[1] == 1 else m}
-
-
-def _write_hub(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    found = dict(tensors)
-    return found | {"m.weight": found.pop("m").unsqueeze(1)}  # [d_out, 1]
-
-
 def _unsayable_hub(config: AdapterConfig) -> str | None:
     if config.to_dict()["convention"] != "adapterhub":
         return (
-            "adapters computes another DoRA, without the scaling in the norm and with the bias "
-            "scaled, which is convention='adapterhub'"
+            "adapters computes another DoRA, without the scaling in the norm and with a scaled "
+            "bias: convention='adapterhub'"
         )
     return _low_rank_adapterhub.unsayable(config)
 
 
 def _unsayable_peft(placement: Placement) -> str | None:
     if placement.config.to_dict()["convention"] != "paper":
-        return "DoRAConfig(convention='adapterhub'), and PEFT's DoRA is that of the paper"
+        return "DoRAConfig(convention='adapterhub'), but PEFT's DoRA is the paper's"
     return _low_rank_peft.unsayable(placement)
 
 
 def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
-    """Return one adapter of a whole layer; rows that no part has keep the norm of the base weight.
+    """Return one adapter of a whole layer; unadapted rows keep the norm of the base weight.
 
     Raises:
-        CheckpointError: a row has two magnitudes, or the norm of an unadapted one is not known.
+        CheckpointError: a row has two magnitudes, or the norm of an unadapted one is unknown.
     """
     site = parts[0].placement.site
     slices = [part.placement.site.output_slice for part in parts]
@@ -78,8 +72,8 @@ def _join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Ten
     ]
     if None in slices or len(set(rows)) < len(rows):
         raise CheckpointError(
-            f"at {site.path!r} {len(parts)} adapters with magnitudes share rows, and PEFT has one "
-            f"for the whole layer, which cannot compute the same. Write "
+            f"at {site.path!r} {len(parts)} adapters with magnitudes share rows, and PEFT's one "
+            f"adapter for the whole layer cannot compute the same. Write "
             f"{argument('format', 'native')}, or train "
             f"with target_modules={[site.path.rpartition('.')[2]]!r}."
         )

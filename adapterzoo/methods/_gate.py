@@ -1,10 +1,11 @@
-"""The gate of UniPELT: how much of an adapter a sequence gets.
+"""The gate of UniPELT: how strongly an adapter acts on a sequence.
 
-Paper: Mao et al. 2022, arXiv:2110.07577, §3.2: g = σ(W x + b), one number for a sequence; in prefix
-tuning two where keys and values have their own.
+Paper: Mao et al. 2022, arXiv:2110.07577, §3.2: g = σ(W x + b), one number for a sequence; two in
+prefix tuning if keys and values have separate gates.
 
 In the paper's convention g is the mean over the real tokens of the prompt, so that padding, a cache
-and new tokens change nothing. In that of adapters it is the mean over all tokens of the call.
+and new tokens change nothing. In the convention of adapters it is the mean over all tokens of the
+call.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ UNSAYABLE = (
 
 
 class Gate(nn.Module):
-    """σ(W x + b), the mean over the tokens.
+    """g = mean over the tokens of σ(W x + b).
 
     Attributes:
         weight: `[count, d_in]`.
         bias: `[count]`.
-        reads_call: whether it asks the call which tokens are real.
-        reads_encoder: whether its input is the encoder's output, at cross-attention's keys.
-        decided: an identity that each result goes through, for `OutputRecorder`.
+        reads_call: whether it needs to know which tokens are real.
+        reads_encoder: whether its input is the encoder's output, as at the keys of cross-attention.
+        decided: an identity that each result passes through, for `OutputRecorder`.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Gate(nn.Module):
         """Make the parameters: W normal with deviation 0.02, b zero.
 
         Args:
-            site: gives the width and whose tokens are read.
+            site: determines the width and the tokens to read.
             convention: "paper" or "adapterhub".
             source: of random numbers.
             device: of the parameters.
@@ -63,7 +64,7 @@ class Gate(nn.Module):
         super().__init__()
         self.weight = drawn((count, site.d_in), normal(0.02, source), device, dtype)
         self.bias = drawn((count,), constant(0.0), device, dtype)
-        # an expert gets tokens of no sequence, each with a gate of its own
+        # an expert's tokens form no sequence, so each has its own gate
         self.reads_call = convention == "paper" and not site.is_routed
         self.reads_encoder = site.cross and site.role in ("key", "value")
         self.decided = nn.Identity()
@@ -80,10 +81,10 @@ class Gate(nn.Module):
         """Return the mean of σ over the tokens, `[batch, 1, …, count]`.
 
         Args:
-            score: gives W x + b `[batch, *tokens, count]`.
-            x: what it is of, `[batch, *tokens, d_in]`.
+            score: returns W x + b `[batch, *tokens, count]`.
+            x: `[batch, *tokens, d_in]`.
             base: the layer.
-            owner: whose mean it is, from one step of `generate` to the next.
+            owner: identifies the mean in later steps of `generate`.
         """
         if not self.reads_call or x.dim() != 3:
             opened = torch.sigmoid(score())

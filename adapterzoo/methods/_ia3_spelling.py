@@ -27,7 +27,7 @@ from ._low_rank_peft import row_numbers
 
 
 class _IA3Config(Protocol):
-    """What is read of the config."""
+    """The attributes that are read from the config."""
 
     alpha: float
 
@@ -43,9 +43,11 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
             "composition_mode": "scale", "use_dora": False, "use_gating": False,
             "vera_b": None, "vera_d": None,
         },
-        constants={"init_weights": "ia3", "init_weights_seed": None, "dropout": 0.0},
         implied={"convention": "adapterhub"},
-        fields=_layer_flags.FLAGS | same("r", "alpha", "dtype"),
+        # LoRAConfig(composition_mode="scale") names the layers whose outputs are scaled
+        as_another={"convention": "adapterhub", "init_weights": "ia3"},
+        fields=_layer_flags.FLAGS
+        | same("r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"),
         containers=(Container("loras", "layer", read=_read, write=_write),),
         feed_forward=_layer_flags.FEED_FORWARD,
         read_fields=_read_fields,
@@ -62,7 +64,7 @@ def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
     vectors, rest = dict(tensors), {}
     if vectors["lora_B"].dim() > 1:
         rest = {"ia3_l": vectors.pop("lora_B").squeeze(-1)}
-    # what does not belong there is found by the comparison with the model
+    # the comparison with the model finds surplus tensors
     return vectors | rest
 
 
@@ -115,7 +117,7 @@ def _unsayable(placement: Placement) -> str | None:
 
 
 def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Tensors:
-    """Return the product of all vectors, 1 for features that have none.
+    """Return the product of all vectors, with 1 for features without one.
 
     Raises:
         CheckpointError: some scale the input of the layer and others its output.
@@ -124,8 +126,8 @@ def _join(parts: Sequence[PeftPart], _weight: Callable[[], Tensor | None]) -> Te
     inputs = [_config(part.placement).scales_input(site) for part in parts]
     if len({*inputs}) > 1:
         raise CheckpointError(
-            f"at {site.path!r} one adapter scales the input and another the output, and PEFT has "
-            f"one vector for a layer. Write {argument('format', 'native')}."
+            f"at {site.path!r} one adapter scales the input and another the output, but PEFT has "
+            f"one vector per layer. Write {argument('format', 'native')}."
         )
     rows = site.output_slice
     d_out = site.d_out if rows is None else rows.groups * rows.width

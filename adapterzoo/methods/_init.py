@@ -27,7 +27,7 @@ _drawing = _Drawing()
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Leave the parameters that this thread makes without values; a file has them."""
+    """Leave the parameters that this thread makes uninitialized, to be filled from a file."""
     before, _drawing.skipped = _drawing.skipped, True
     try:
         yield
@@ -59,7 +59,7 @@ def drawn(
     Args:
         shape: of the parameter.
         fill: an in-place initializer.
-        device: of the parameter; nothing is drawn for the meta device, nor in `undrawn`.
+        device: of the parameter; on the meta device and in `undrawn` it stays uninitialized.
         dtype: of the parameter.
     """
     if device.type == "meta" or _drawing.skipped:
@@ -70,7 +70,7 @@ def drawn(
 
 
 def kaiming(source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """Return uniform values in ±1/√fan_in, as torch's linear layers do (Kaiming, a = √5)."""
+    """Return torch's initializer of linear layers: uniform in ±1/√fan_in (Kaiming, a = √5)."""
 
     def fill(t: Tensor) -> Tensor:
         bound = 1.0 / math.sqrt(t.shape[-1])
@@ -80,15 +80,15 @@ def kaiming(source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
 
 
 def uniform(bound: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """Uniform in ±bound."""
+    """Return an initializer with uniform values in ±bound."""
     return lambda t: t.uniform_(-bound, bound, generator=source)
 
 
 def normal(std: float, source: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """Return normal values with mean 0."""
+    """Return an initializer with normal values of mean 0."""
     return lambda t: t.normal_(0.0, std, generator=source)
 
 
 def constant(value: float) -> Callable[[Tensor], Tensor]:
-    """Return the same value everywhere."""
+    """Return an initializer with one value everywhere."""
     return lambda t: t.fill_(value)

@@ -1,4 +1,4 @@
-"""Parameters that stay in float32 where the rest of their module is cast to half precision."""
+"""Parameters that stay in float32 when the rest of their module is cast to half precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adapterzoo.contracts import compute_dtype
 
 
 class KeepInFP32(nn.Module):
-    """A module with parameters that move along with it, and that no cast narrows.
+    """A module with parameters that casts to half precision leave in float32.
 
     Attributes:
         wide: names of these parameters, which are in float32 or float64.
@@ -20,7 +20,7 @@ class KeepInFP32(nn.Module):
     wide: ClassVar[tuple[str, ...]]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Every move and cast of the module."""
+        """Move or cast the module."""
 
         def kept_wide(t: Tensor) -> Tensor:
             made = fn(t)
@@ -28,7 +28,7 @@ class KeepInFP32(nn.Module):
             if not any(p is not None and (t is p or t is p.grad) for p in parameters):
                 return made
             dtype = compute_dtype(made.dtype)
-            # what the cast made is rounded already
+            # the result of the cast is already rounded
             return made if made.dtype is dtype else t.to(made.device, dtype)
 
         super()._apply(kept_wide, recurse)  # type: ignore[no-untyped-call]

@@ -20,8 +20,8 @@ MATRICES: dict[Role, str] = {"query": "q", "key": "k", "value": "v"}
 def place(config: AdapterConfig, sites: Sequence[Site], anatomy: Anatomy) -> AdapterConfig:
     """Return the config with the feed-forward layers that a file has tensors for.
 
-    In some families `adapters` calls the first layer the output and the last one intermediate,
-    and some releases adapt the gate: the keys decide.
+    In some families `adapters` calls the first layer the output and the last one intermediate, and
+    some releases adapt the gate, so the keys decide.
     """
     config = cast("TargetedConfig", config)
     roles = {site.role for site in sites}

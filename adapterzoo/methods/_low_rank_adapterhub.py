@@ -1,4 +1,4 @@
-"""What LoRA and its relatives have in common in AdapterHub's files."""
+"""AdapterHub's spelling of methods with low-rank factors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any, cast
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, same
+from adapterzoo.spelling import (
+    AdapterHubFile,
+    AdapterHubSpelling,
+    Container,
+    Fields,
+    Tensors,
+    same,
+)
 
 from . import _gate, _layer_flags
 from ._low_rank_config import LowRankConfig
@@ -15,12 +22,12 @@ from ._low_rank_config import LowRankConfig
 FIELDS = _layer_flags.FLAGS | same(
     "r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"
 )
-"""AdapterHub's LoRAConfig, but for the fields that make another method of it."""
+"""The fields of AdapterHub's LoRAConfig, without those that select another method."""
 
 
 def read_fields(fields: Fields, file: AdapterHubFile) -> Fields:
     """Return the fields of a file in our terms."""
-    # how values were drawn does not matter once they are there
+    # the initialization does not matter for loaded values
     if fields.get("init_weights") not in ("lora", "bert"):
         fields.pop("init_weights", None)
     # adapters before 1.1 scaled by 1, and it multiplies a gated update only by the gate
@@ -55,20 +62,40 @@ def unsayable(config: AdapterConfig) -> str | None:
     return None
 
 
+def read_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Return a file's tensors with its `m.weight` `[d_out, 1]` as `m` `[d_out]`."""
+    found = dict(tensors)
+    m = found.pop("m.weight")
+    # any other shape is found by the comparison with the model
+    found["m"] = m.squeeze(1) if m.shape[1:] == (1,) else m.unsqueeze(0)  # [d_out]
+    return found
+
+
+def write_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
+    """Undo `read_magnitudes`."""
+    found = dict(tensors)
+    return found | {"m.weight": found.pop("m").unsqueeze(1)}  # [d_out, 1]
+
+
 def spelling(
-    config: type[AdapterConfig], fixed: Mapping[str, Any], *containers: Container, **more: Any
+    config: type[AdapterConfig],
+    fixed: Mapping[str, Any],
+    *containers: Container,
+    architecture: str = "lora",
+    **more: Any,
 ) -> AdapterHubSpelling:
-    """Return how AdapterHub spells a method that it calls LoRA.
+    """Return how AdapterHub spells a method of its LoRA layers.
 
     Args:
         config: of the method.
-        fixed: the fields that tell it from the others.
+        fixed: the fields that identify it.
         containers: of its tensors.
-        **more: as in `AdapterHubSpelling`.
+        architecture: its name in AdapterHub.
+        **more: other arguments of `AdapterHubSpelling`.
     """
     return AdapterHubSpelling(
         config=config,
-        architecture=("lora",),
+        architecture=(architecture,),
         fixed={"composition_mode": "add", "vera_b": None, "vera_d": None, **fixed},
         containers=containers,
         **{

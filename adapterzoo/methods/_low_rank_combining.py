@@ -36,14 +36,14 @@ def combined_factors(
     strategy: Combination,
     rank: int,
 ) -> _Factors:
-    """Return a and B of what several adapters become.
+    """Return the factors A and B of a combination of adapters.
 
     Args:
         factors: A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]` of each, float32 or
             float64.
         scalings: s of each.
         weights: w of each.
-        strategy: what is made of them.
+        strategy: the strategy and its options.
         rank: of the result.
     """
     scaled = [weight * s for weight, s in zip(weights, scalings, strict=True)]

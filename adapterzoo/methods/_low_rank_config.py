@@ -1,4 +1,4 @@
-"""The config of low-rank factors, for LoRA and its relatives; and the combination of several.
+"""The config of methods with low-rank factors, and the combination of several configs.
 
 The update is s · B A with A `[rank, d_in]`, B `[d_out, rank]` and s = alpha / rank, or
 alpha / √rank with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732).
@@ -40,7 +40,7 @@ class LowRankConfig(TargetedConfig):
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
         init_weights: "lora": B is zero, so that a fresh adapter changes nothing; "bert": both
             normal with deviation 0.02.
-        init_weights_seed: makes the initial values reproducible, whatever was drawn before.
+        init_weights_seed: makes the initial values independent of earlier random numbers.
         use_rslora: scale by alpha / √r.
         rank_pattern: path endings or regular expressions to the rank of the layers they match.
         alpha_pattern: the same for alpha.
@@ -61,10 +61,10 @@ class LowRankConfig(TargetedConfig):
         """Return one placement for each layer that the config names.
 
         Raises:
-            SiteError: nothing matches, also no layer a key of `rank_pattern` or `alpha_pattern`.
+            SiteError: no layer matches, or none matches a key of `rank_pattern` or `alpha_pattern`.
         """
         placements = super().placements(anatomy)
-        # a key may mean a layer of a block that is left out
+        # a key may match a layer of a block that is left out
         by_layer = self.leave_out or self.layers_to_transform is not None
         sites = list(anatomy) if by_layer else [p.site for p in placements]
         for field_name in ("rank_pattern", "alpha_pattern"):
@@ -115,19 +115,19 @@ _C = TypeVar("_C", bound=LowRankConfig)
 def combined_config(
     configs: Sequence[_C], strategy: Combination, anatomy: Anatomy
 ) -> LowRankConfig:
-    """Return the config of what several adapters become.
+    """Return the config of the combination of several adapters.
 
     Args:
         configs: at least one.
-        strategy: what is made of them.
+        strategy: how the adapters are combined.
         anatomy: of the model.
 
     Raises:
-        CompositionError: what differs between them cannot be combined so.
+        CompositionError: configs that differ in this way cannot be combined.
     """
     first = configs[0]
     trained, dicts = type(first).training_fields, [config.to_dict() for config in configs]
-    # what no strategy takes, before what another one does
+    # first refuse differences that no strategy allows
     strategy.refuse_differing(dicts, trained | _SIZES | TARGETS)
     if strategy.keeps_scaling:
         strategy.refuse_differing(dicts, trained, _ANY_RANK)
@@ -140,7 +140,7 @@ def combined_config(
             ranks.setdefault(path, []).append(config.rank_at(path))
     made = {path: _rank(of_path, strategy, path) for path, of_path in ranks.items()}
     if any(set(sites) != set(made) for sites in places):
-        first = _at_all(configs, tuple(made), strategy, anatomy)
+        first = _at_all(configs, tuple(made), anatomy)
     else:
         strategy.refuse_differing(dicts, trained | _SIZES | _spelled_alike(configs, anatomy))
     return _sized(first, made)
@@ -156,8 +156,8 @@ def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
     if strategy.target == "ranks":
         if sum(ranks) > MAX_WIDTH:
             raise CompositionError(
-                f"{strategy.name!r} puts the ranks side by side, {sum(ranks)} of "
-                f"them at {path!r}, and {MAX_WIDTH} are legal. Write combine_strategy='svd', "
+                f"{strategy.name!r} adds up the ranks, to {sum(ranks)} at {path!r}, but at most "
+                f"{MAX_WIDTH} are legal. Write combine_strategy='svd', "
                 f"svd_rank={max(ranks)}."
             )
         return sum(ranks)
@@ -165,16 +165,14 @@ def _rank(ranks: list[int], strategy: Combination, path: str) -> int:
         return strategy.rank or max(ranks)
     if len(set(ranks)) > 1:
         raise CompositionError(
-            f"{strategy.name!r} takes adapters of one rank, and at {path!r} these "
+            f"{strategy.name!r} takes adapters of one rank, but at {path!r} these "
             f"have {', '.join(map(str, ranks))}. Write {_ANY_RANK}."
         )
     return ranks[0]
 
 
-def _at_all(
-    configs: Sequence[_C], paths: tuple[str, ...], strategy: Combination, anatomy: Anatomy
-) -> _C:
-    """Return a config of the layers of all configs, each written out."""
+def _at_all(configs: Sequence[_C], paths: tuple[str, ...], anatomy: Anatomy) -> _C:
+    """Return a config that lists the layers of all configs by path."""
     whole = configs[0].replace(
         target_modules=paths, exclude_modules=None, leave_out=(), layers_to_transform=None,
         rank_pattern={}, alpha_pattern={},
@@ -184,10 +182,10 @@ def _at_all(
     ]
     found = [p.site.path for p in whole.placements(anatomy)] if not parts else []
     if sorted(found) != sorted(paths):
-        why = f"parts of {parts[0].path!r}" if parts else "layers that no list of names tells apart"
+        why = f"parts of {parts[0].path!r}" if parts else "layers that no list of names selects"
         raise CompositionError(
             f"the adapters are at different sites, among them {why}, so that no "
-            f"config has all of them. Add them with the same targets, or write "
+            f"config describes all of them. Add them with the same targets, or write "
             f"set_active_adapters(Stack('a', 'b'))."
         )
     return whole

@@ -1,4 +1,4 @@
-"""What LoRA and its relatives have in common in PEFT's files."""
+"""PEFT's spelling of methods with low-rank factors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def unsayable(placement: Placement) -> str | None:
 
 
 def _write_layer(layer: PeftOutput) -> Fields:
-    """Return the fields of PEFT's config for a layer, whose adapters must be scaled alike."""
+    """Return the fields of PEFT's config for a layer; its adapters must have equal scalings."""
     parts, rank = layer.parts, layer.tensors["lora_A"].shape[0]
     configs = [cast("LowRankConfig", part.placement.config) for part in parts]
     site, one = parts[0].placement.site, configs[0]
@@ -155,7 +155,7 @@ def spelling(
 def join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tensors:
     """Return one low-rank update of a whole layer that computes what its parts do.
 
-    The factors A lie below each other, the factors B beside each other in the rows of their part.
+    The rows of the factors A are concatenated; each B fills its own columns in its part's rows.
 
     Raises:
         CheckpointError: a row has two magnitudes, or an unadapted one has none.
@@ -178,12 +178,12 @@ def join(parts: Sequence[PeftPart], weight: Callable[[], Tensor | None]) -> Tens
         for name in part.tensors.keys() & {"lora_B_bias", "m"}:
             tensor = part.tensors[name]
             whole = joined.setdefault(name, tensor.new_zeros(d_out))
-            # biases of several adapters of one row add
+            # biases of several adapters at one row add up
             whole[mine] = whole[mine] + tensor
     return joined
 
 
 def row_numbers(rows: OutputSlice) -> Tensor:
-    """Return the numbers of the output features that a part has."""
+    """Return the indices of a part's output features."""
     every = torch.arange(rows.groups * rows.width)
-    return every.view(rows.groups, rows.width)[:, rows.start : rows.stop].reshape(-1)
+    return every.view(rows.groups, rows.width)[:, rows.start : rows.stop].reshape(-1)  # [size]

@@ -1,4 +1,4 @@
-"""Names and regular expressions of layers in configs: the legal ones, and the layers they match."""
+"""Names and regular expressions of layers in configs: their checks, and how they match layers."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Modules(Check):
 
 
 class Patterns(Check):
-    """Layer names or regular expressions to values that another field takes too."""
+    """Layer names or regular expressions → values that are legal for another field."""
 
     legal = "a mapping from layer names or regular expressions to numbers"
 
     def __init__(self, name: str, check: Check, default: object) -> None:
-        """Take the other field's name, check and default."""
+        """Describe the other field by its name, check and default."""
         self.name, self.check, self.default = name, check, default
 
     def convert(self, value: object) -> object:
@@ -100,9 +100,12 @@ def check_patterns(config: str, name: str, patterns: Iterable[str], names: objec
 
 
 def matches(path: str, wanted: str | Iterable[str]) -> bool:
-    """PEFT's rule: a string is a regular expression for the whole path, a list holds endings.
+    """Return whether a layer matches, by PEFT's rule.
 
-    A string may be the last name of a path as well.
+    Args:
+        path: of the layer.
+        wanted: a regular expression for the whole path, or the last name of the path; or a list of
+            ends of paths.
     """
     if isinstance(wanted, str):
         return re.fullmatch(wanted, path) is not None or path.rpartition(".")[2] == wanted
@@ -110,6 +113,7 @@ def matches(path: str, wanted: str | Iterable[str]) -> bool:
 
 
 def matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:
+    """Return the value of the first pattern that fits a path; `otherwise` if none does."""
     for pattern, value in patterns.items():
         if fits_end(pattern, path):
             return value
@@ -117,7 +121,7 @@ def matching(patterns: Mapping[str, _T], path: str, otherwise: _T) -> _T:
 
 
 def fits_end(pattern: str, path: str) -> bool:
-    """PEFT's rule for the keys of patterns: a regular expression for the end of a path."""
-    # from each name on, not behind a prefix: `(?i)` has to stand first, and groups keep numbers
+    """Return whether a key of patterns matches a path: an expression for its end, as in PEFT."""
+    # match from each name on, because a prefix would displace `(?i)` and renumber groups
     expression, starts = re.compile(pattern), [0, *(i + 1 for i, c in enumerate(path) if c == ".")]
     return any(expression.fullmatch(path, start) is not None for start in starts)

@@ -14,17 +14,19 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Ejectable
 
-from ._bottleneck_layer import Affine
 from ._init import drawn, generator, kaiming, normal, uniform
+from ._products import Affine
 
 
 class PrefixTable(nn.Module):
     """T `[P, Σ H (key width + value width)]` of the attentions of one location, in model order.
 
     Attributes:
-        wte: E `[P, d_model]`, None where T is flat.
-        control_trans: W₁, b₁ and W₂, b₂; T itself where it is flat.
-        places: path of an attention to the first column of its keys.
+        table: T itself if it is flat; otherwise None.
+        wte: E `[P, d_model]`, unless T is flat.
+        down: W₁, b₁ `[m, d_model]`, unless T is flat.
+        up: W₂, b₂ `[Σ H (key width + value width), m]`, unless T is flat.
+        places: path of an attention → the first column of its keys.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Prefix tuning in PEFT's files: one table, of the self-attention of the model or its decoder."""
+"""Prefix tuning in PEFT's files: one table, for self-attention of the model or its decoder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.activations import activation
-from adapterzoo.anatomy import Anatomy, Attention
+from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import MAX_WIDTH, Range
@@ -20,7 +20,7 @@ from adapterzoo.spelling import Fields, PeftField, PeftLayer, PeftSpelling, Tens
 def peft(config: type[AdapterConfig]) -> PeftSpelling:
     """Return how PEFT spells prefix tuning: T `[P, 2 N H e]`, the keys and values of a cache.
 
-    The tokens follow the cache: their positions start at P.
+    The tokens follow the cache, so their positions start at P.
     """
     sizes = ("token_dim", "num_attention_heads", "num_layers", "num_virtual_tokens")
     return PeftSpelling(
@@ -32,7 +32,7 @@ def peft(config: type[AdapterConfig]) -> PeftSpelling:
             # 0: the file does not say it
             **{name: PeftField(0, Range(0, MAX_WIDTH)) for name in sizes},
         },
-        # with a projection the file holds what it gave
+        # with a projection, the file holds its result
         inert=frozenset(("encoder_hidden_size", "init_weights", "prefix_projection")),
         read_model=_from_peft,
         unsayable=_unsayable,
@@ -45,7 +45,7 @@ def _from_peft(
 ) -> tuple[Fields, Tensors]:
     table, attentions = tensors["table"], _decoding(anatomy)
     expected = _sizes(attentions, anatomy) | {"num_virtual_tokens": table.shape[0]}
-    width = sum((a.key_width + a.value_width) * a.heads for a in attentions)
+    width = sum(sum(a.head_widths) * a.heads for a in attentions)
     wrong = [f"{n}={fields[n]}, here {v}" for n, v in expected.items() if fields[n] not in (0, v)]
     if table.dim() != 2 or table.shape[1] != width:
         wrong.append(f"prompt_embeddings {list(table.shape)}, here [tokens, {width}]")
@@ -66,15 +66,15 @@ def _from_peft(
 
 def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple[Fields, Tensors]:
     attentions = _decoding(anatomy)
-    if config["leave_out"] or len({(a.heads, a.key_width, a.value_width) for a in attentions}) > 1:
+    if config["leave_out"] or len({(a.heads, a.head_widths) for a in attentions}) > 1:
         raise CheckpointError(
-            f"PEFT has one prefix for all blocks, with heads of one shape, and this one has "
+            f"PEFT has one prefix for all blocks, with heads of one shape, but this one has "
             f"leave_out={list(config['leave_out'])}, or the model's heads differ. Write "
             f"{argument('format', 'native')}."
         )
     if config["positions"] == "kept" and (anatomy.positions or anatomy.unmovable):
         raise CheckpointError(
-            f"the prefix has positions='kept', and PEFT's moves the positions of all tokens behind "
+            f"the prefix has positions='kept', but PEFT's shifts the positions of all tokens after "
             f"it, which this model reads. Write {argument('format', 'native')}, or train with "
             f"positions='shifted'."
         )
@@ -91,24 +91,24 @@ def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple
     }, {"table": table}
 
 
-def _decoding(anatomy: Anatomy) -> list[Attention]:
-    """Return the attention modules of PEFT's cache: self-attention, of a decoder if any."""
+def _decoding(anatomy: Anatomy) -> list[Site]:
+    """Return the attention modules of PEFT's cache: self-attention, only the decoder's if any."""
     crossed = {a.stack for a in anatomy.attentions if a.cross}
     return [a for a in anatomy.attentions if not a.cross and a.stack in (crossed or {a.stack})]
 
 
-def _sizes(attentions: Sequence[Attention], anatomy: Anatomy) -> dict[str, int]:
+def _sizes(attentions: Sequence[Site], anatomy: Anatomy) -> dict[str, int]:
     first = attentions[0]
     return {
         "num_transformer_submodules": 2 if any(a.cross for a in anatomy.attentions) else 1,
-        "token_dim": first.heads * first.key_width,
+        "token_dim": first.heads * first.head_widths[0],
         "num_attention_heads": first.heads,
         "num_layers": len(attentions),
     }
 
 
 def _product(tensors: Tensors, config: AdapterConfig) -> Tensor:
-    """T, also where an MLP makes it."""
+    """Return T `[P, 2 N H e]`, computed by the MLP if it is not flat."""
     if "table" in tensors:
         return tensors["table"]
     inner = linear(tensors["wte"], tensors["down.weight"], tensors["down.bias"])  # [P, m]
@@ -117,10 +117,10 @@ def _product(tensors: Tensors, config: AdapterConfig) -> Tensor:
 
 
 def _reordered(table: Tensor, count: int) -> Tensor:
-    """Return the table of which PEFT gives layer i of a decoder pair 2i mod N.
+    """Return the table from which PEFT gives pair 2i mod N to layer i of a decoder.
 
     Raises:
-        CheckpointError: two layers would get one pair, and have two.
+        CheckpointError: two layers with different pairs would get one pair.
     """
     pairs = table.chunk(count, 1)  # [P, 2 H e] each
     found: dict[int, Tensor] = {}
@@ -131,7 +131,7 @@ def _reordered(table: Tensor, count: int) -> Tensor:
                 f"prefix, and these differ. Write {argument('format', 'native')}."
             )
     unused = torch.zeros_like(pairs[0])
-    return torch.cat([found.get(i, unused) for i in range(count)], 1)
+    return torch.cat([found.get(i, unused) for i in range(count)], 1)  # [P, 2 N H e]
 
 
 def _unsayable(placement: Placement) -> str | None:

@@ -13,7 +13,7 @@ _NAMES = {
     "control_trans.2.bias": "up.bias",
     "control_trans": "table",
 }
-# adapters keeps the attention's own copies of all tables beside the gates
+# next to the gates, adapters saves another copy of all tables for each attention
 _POOL = "prefix_tuning.pool"
 
 

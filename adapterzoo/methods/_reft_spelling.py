@@ -32,7 +32,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
             "layers", "prefix_positions", "suffix_positions", "r", "orthogonality", "tied_weights",
             "dropout", "non_linearity", "dtype", "output_reft", "init_weights_seed",
         ),
-        # files do not say which of NoReFT and DiReFT they are
+        # files do not distinguish NoReFT and DiReFT
         omitted=("subtract_projection",),
         read_fields=_read_fields,
         containers=(Container("refts", "block", below="reft_layer", read=_read, write=_write),),
@@ -40,7 +40,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
 
 
 def _used(config: AdapterConfig) -> tuple[str, ...]:
-    """Return the units that edit something."""
+    """Return the names of the units that edit tokens."""
     values = config.to_dict()
     if values["tied_weights"]:
         return (_PREFIX,)
@@ -49,7 +49,7 @@ def _used(config: AdapterConfig) -> tuple[str, ...]:
 
 
 def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
-    """Return the fields of a file, with a warning where they do not tell which method they mean."""
+    """Return the fields of a file; warn if they fit both NoReFT and DiReFT."""
     if not fields.get("orthogonality", True) and "subtract_projection" not in fields:
         warnings.warn(
             "adapter_config.json does not say whether this adapter is NoReFT or DiReFT, which "
@@ -82,13 +82,13 @@ def _read(tensors: Tensors, config: AdapterConfig) -> Tensors:
         else:
             rows = own.pop("projection.weight")
         found[f"{unit}projection"] = rows
-        # what does not belong there is found by the comparison with the model
+        # the comparison with the model finds surplus tensors
         found |= {f"{unit}{name}": tensor for name, tensor in own.items()}
     return found
 
 
 def _rows(original: Tensor, base: Tensor) -> Tensor:
-    """R `[r, d]` of torch's orthogonal parametrization.
+    """Return R `[r, d]` of torch's orthogonal parametrization.
 
     Raises:
         CheckpointError: the tensors do not fit each other.
@@ -103,7 +103,7 @@ def _rows(original: Tensor, base: Tensor) -> Tensor:
     scale = original.T.diagonal().int().to(below)  # [r]
     tau = 2 / (1 + below.square().sum(0))  # [r]
     Q = torch.linalg.householder_product(below, tau) * scale  # [d, r]
-    rows: Tensor = (base @ Q).T
+    rows: Tensor = (base @ Q).T  # [r, d]
     return rows
 
 
@@ -112,7 +112,7 @@ def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
     units = _units(tensors)
     values = config.to_dict()
     if not values["tied_weights"]:
-        # adapters has a unit also where nothing uses it
+        # adapters saves unused units too
         any_unit = next(iter(units.values()))
         units = {unit: units.get(unit, any_unit) for unit in (_PREFIX, _SUFFIX)}
     for unit, own in units.items():
@@ -122,7 +122,7 @@ def _write(tensors: Tensors, config: AdapterConfig) -> Tensors:
             found[f"{unit}projection.weight"] = own["projection"]
             continue
         R = own["projection"]
-        # as the forward pass makes the rows orthonormal, and completed to a basis
+        # orthonormal rows as in the forward pass, completed to a basis
         wide = R.double()
         L = torch.linalg.cholesky(wide @ wide.T)  # [r, r]
         rows = torch.linalg.solve_triangular(L, wide, upper=False)  # [r, d]

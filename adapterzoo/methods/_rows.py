@@ -1,4 +1,4 @@
-"""What a row of a mixed batch takes of its adapter, or of what there was without one."""
+"""Values for each row of a mixed batch: its adapter's, or those without an adapter."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from ._gate import Gate
 
 
 def taken(tensors: Sequence[Tensor], groups: Groups) -> Tensor:
-    """Return the tensor of each row's adapter, `[rows, …]`; rows without adapter have zeros.
+    """Return the tensor of each row's adapter, `[rows, …]`; zeros for rows without an adapter.
 
-    No gradient comes back from them: what such a row is, also inf or NaN, is lost on no adapter.
+    Rows without an adapter, which may hold inf or NaN, send no gradient to any adapter.
 
     Args:
         tensors: one for each adapter, of one shape; or vectors, padded with zeros to the longest.
         groups: which adapter each row takes.
     """
-    longest = len({t.shape for t in tensors}) == 1
-    stack = torch.stack([*tensors]) if longest else pad_sequence([*tensors], batch_first=True)
+    alike = len({t.shape for t in tensors}) == 1
+    # [n, …]
+    stack = torch.stack([*tensors]) if alike else pad_sequence([*tensors], batch_first=True)
     rows = stack.index_select(0, groups.numbers("of_all", stack.device))
     return rows.index_fill_(0, groups.numbers("base", rows.device), 0.0) if groups.base else rows
 
 
 def features(vectors: Sequence[Tensor], groups: Groups, dim: int) -> Tensor:
-    """`taken` of vectors, `[rows, 1, …, width]` with so many dimensions."""
+    """Return `taken` for vectors, as `[rows, 1, …, width]` with `dim` dimensions."""
     rows = taken(vectors, groups)  # [rows, width]
     return rows.view(len(rows), *(1 for _ in range(dim - 2)), rows.shape[1])  # [rows, 1, …, width]
 
 
 def restored(out: Tensor, plain: Tensor, groups: Groups) -> Tensor:
-    """`out` with the rows of `plain` where there is no adapter; both `[rows, …]`."""
+    """Return `out` with the rows of `plain` where no adapter acts; both `[rows, …]`."""
     if not groups.base:
         return out
     places = groups.numbers("base", out.device)
@@ -45,7 +46,7 @@ def restored(out: Tensor, plain: Tensor, groups: Groups) -> Tensor:
 
 
 def normed(norms: Sequence[nn.LayerNorm], groups: Groups, x: Tensor) -> Tensor:
-    """Return each row by the norm of its adapter; `x` `[rows, *tokens, d_model]`, same shape."""
+    """Normalize each row by its adapter's norm. `x` `[rows, *tokens, d_model]`, same shape."""
     one = norms[0]
     wide = x.to(compute_dtype(x.dtype))
     core = layer_norm(wide, one.normalized_shape, eps=one.eps)
@@ -57,7 +58,7 @@ def normed(norms: Sequence[nn.LayerNorm], groups: Groups, x: Tensor) -> Tensor:
 def gated(gates: Sequence[Gate], groups: Groups, x: Tensor, base: BaseLayer) -> Tensor:
     """Return each row's gate; `x` `[rows, *tokens, d_in]` → `[rows, 1, …, 1]`.
 
-    Rows without adapter have 1/2. Each gate's `decided` gets the results of its rows.
+    It is 1/2 for rows without an adapter. Each gate's `decided` gets the results of its rows.
     """
 
     def score() -> Tensor:

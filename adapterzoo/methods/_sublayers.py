@@ -1,4 +1,4 @@
-"""The sub-layers of a model that a method asks for: once for all methods on the residual stream."""
+"""The sites of methods that act on the residual stream: sub-layers, blocks and the entry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN: Mapping[SubLayerKind, str] = {
     "cross": "cross-attention",
     "mlp": "feed-forward part",
 }
-# the layer whose presence says that a block has the sub-layer, and which attention it counts in
+# sub-layer → the role of a layer that shows that a block has it, and whether in cross-attention
 _SIGN: Mapping[SubLayerKind, tuple[Role, bool | None]] = {
     "attention": ("attention_out", False),
     "cross": ("attention_out", True),
@@ -26,23 +26,18 @@ def sublayers(
 ) -> list[tuple[Block, SubLayer]]:
     """Return the sub-layers of the wanted kinds, block after block, each with its block.
 
-    A block without attention (a Mamba layer, say) is not asked for it; one that has it, but
-    where it meets the residual stream is not known, is an error.
+    Blocks without the kind, such as Mamba layers without attention, are skipped.
 
     Args:
         anatomy: of the model.
-        wanted: the kinds, each with the field that asked for it.
-        leave_out: numbers of blocks to pass over.
+        wanted: kind → the field that requests it.
+        leave_out: numbers of blocks to skip.
         config: its name, for messages.
 
     Raises:
-        SiteError: a block cannot give what is asked, or no block has it.
+        SiteError: it is unknown where a sub-layer meets the residual stream, or no block has one.
     """
-    if not anatomy.blocks:
-        raise SiteError(
-            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
-            f"target_modules, such as LoRAConfig(target_modules=[…])."
-        )
+    _check_blocks(anatomy, config)
     blocks = [block for block in anatomy.blocks if block.layer not in leave_out]
     found: list[tuple[Block, SubLayer]] = []
     for block in blocks:
@@ -90,13 +85,9 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
 
     Raises:
         SiteError: the model has no blocks, none of a number, or one whose output is not one state
-            of a known width for each token.
+            of known width for each token.
     """
-    if not anatomy.blocks:
-        raise SiteError(
-            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
-            f"target_modules, such as LoRAConfig(target_modules=[…])."
-        )
+    _check_blocks(anatomy, config)
     numbers = [block.layer for block in anatomy.blocks]
     if unknown := sorted(set(layers or ()) - set(numbers)):
         raise SiteError(
@@ -110,7 +101,7 @@ def block_sites(anatomy: Anatomy, layers: Collection[int] | None, config: str) -
         if not output:
             why = f"the output of block {block.layer} cannot be reached"
         elif not block.d_model:
-            why = f"the width of the states of {block.path!r} cannot be told"
+            why = f"the width of the states of {block.path!r} is unknown"
         if why:
             raise SiteError(f"{config}: {why}. Write layers=[…] with other blocks, if any differ.")
     return [
@@ -140,7 +131,7 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> S
     path = {"output": sub.out, "norm": sub.norm, "block": block.path}[kind]
     role, width = _SIGN[sub.kind][0], block.d_model
     if kind != "block":
-        # a second stream beside the text's may be narrower (the layout's in LiLT)
+        # a second stream may be narrower than the text's (the layout's in LiLT)
         ways_out = (s for s in block.sites if s.path == sub.out and s.role == role)
         width = next((site.d_out for site in ways_out), width)
     return Site(
@@ -156,11 +147,19 @@ def stream_site(block: Block, sub: SubLayer, kind: Kind, *, captures: bool) -> S
     )
 
 
+def _check_blocks(anatomy: Anatomy, config: str) -> None:
+    if not anatomy.blocks:
+        raise SiteError(
+            f"{config}: this model has no transformer blocks: {anatomy.reason}. Use a method with "
+            f"target_modules, such as LoRAConfig(target_modules=[…])."
+        )
+
+
 def _unreadable(block: Block, kind: SubLayerKind, asked: str) -> str:
     layers = listing(site.path.removeprefix(f"{block.path}.") for site in block.sites)
     return (
         f"{asked}: where the {_SHOWN[kind]} of {block.path!r} meets the residual stream is not "
         f"known{f' ({block.note})' if block.note else ''}. Its layers: {layers}. Write "
-        f"leave_out=[{block.layer}] to pass over this block, or a row for the architecture in "
+        f"leave_out=[{block.layer}] to skip this block, or add the architecture to "
         f"adapterzoo/anatomy/patterns.py."
     )

@@ -1,7 +1,7 @@
-"""A table of tokens of an adapter's own: what `train_adapter(…, train_embeddings=True)` trains.
+"""An adapter's own table of tokens, which `train_adapter(…, train_embeddings=True)` trains.
 
-E'(x) = T[x] · scale with T `[vocab_size, d]`, at first the values of the embedding E. After other
-adapters in a stack it adds what it changes: y + E'(x) − E(x).
+E'(x) = T[x] · scale with T `[vocab_size, d]`, initially the values of the embedding E. After other
+adapters in a stack it adds its change: y + E'(x) − E(x).
 
 Differs from PEFT: `modules_to_save` replaces the layer, so that a second adapter in a call has no
 effect or is refused. Differs from adapters: there `train_embeddings` trains the table of the base
@@ -19,11 +19,11 @@ from adapterzoo.contracts import BaseLayer, WeightAdapter
 
 
 class Table(WeightAdapter):
-    """The embedding with a table of its own.
+    """The embedding with its own table.
 
     Attributes:
-        table: holds the weight `[vocab_size, d]`, in a module of its own: transformers ties it, and
-            would take the method `bias` of an adapter for a tensor.
+        table: holds the weight `[vocab_size, d]`. It is a module because transformers ties it, and
+            would mistake the method `bias` of an adapter for a tensor.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ class Table(WeightAdapter):
         """
         super().__init__()
         values = torch.zeros(rows, width, device=device, dtype=dtype)
-        # from_pretrained draws no numbers
+        # from_pretrained draws no random numbers
         self.table = nn.Embedding.from_pretrained(values, freeze=False)
 
     def init_from_layer(self, base: BaseLayer) -> None:
@@ -51,12 +51,12 @@ class Table(WeightAdapter):
         own = embedding(x, self.table.weight, base.padding_idx)  # [*batch, d]
         scale = base.scale
         if isinstance(scale, Tensor):
-            # as the families with such a scale do it
+            # cast like the families that have such a scale
             own = own * scale.to(own.dtype)
         elif scale != 1.0:
             own = own * scale
         own = own.to(y.dtype)
-        # the same object where no adapter acted before: then the bits are those of the table
+        # if no adapter acted before, return the bits of the table
         return own if y is plain else y + (own - plain)
 
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:

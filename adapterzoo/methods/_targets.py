@@ -1,4 +1,4 @@
-"""Which linear layers get adapters: the fields of both peers, for all such methods.
+"""Which linear layers get adapters: the fields of both peers.
 
 AdapterHub's: `selfattn_lora` with `attn_matrices`, `intermediate_lora`, `output_lora`,
 `leave_out`. PEFT's: `target_modules`, `exclude_modules`, `layers_to_transform`.
@@ -24,6 +24,13 @@ TARGETS = frozenset(
 )  # fmt: skip
 """The fields of a config that choose the layers."""
 
+# keys of `get_adapter`, as in adapters
+_LOCATIONS: dict[Role, str] = {
+    "query": "selfattn_lora", "key": "selfattn_lora", "value": "selfattn_lora",
+    "qkv": "selfattn_lora", "attention_out": "selfattn_lora", "mlp_in": "intermediate_lora",
+    "mlp_gate": "intermediate_lora", "mlp_out": "output_lora",
+}  # fmt: skip
+
 
 class Matrices(Check):
     """Names of attention matrices."""
@@ -40,7 +47,7 @@ class Matrices(Check):
         return all(isinstance(name, str) and name in MATRICES for name in names)
 
     def nearest(self, value: object, default: object) -> object:
-        """Return the usual two."""
+        """Return "q" and "v"."""
         return ["q", "v"]
 
 
@@ -49,9 +56,9 @@ class TargetedConfig(AdapterConfig):
     """Base of the configs whose adapters adapt linear layers.
 
     Attributes:
-        selfattn_lora: adapt the attention matrices named by `attn_matrices`; in cross-attention
-            too. On a fused layer the parts are adapted one by one.
-        intermediate_lora: adapt the first feed-forward layer (in gated ones the up projection).
+        selfattn_lora: adapt the attention matrices named by `attn_matrices`, in cross-attention
+            too. The parts of a fused layer are adapted separately.
+        intermediate_lora: adapt the first feed-forward layer (the up projection of gated ones).
         output_lora: adapt the second feed-forward layer.
         attn_matrices: any of "q", "k", "v", "o".
         leave_out: numbers of blocks that get no adapter; encoder blocks first, then decoder.
@@ -59,7 +66,7 @@ class TargetedConfig(AdapterConfig):
             regular expression for whole paths, or "all-linear" for every linear layer in blocks.
         exclude_modules: names or a regular expression, as above, of layers to leave out; a part
             that matches no layer gives a warning, as in PEFT.
-        layers_to_transform: numbers of the only blocks that get adapters; None for all.
+        layers_to_transform: numbers of the blocks that get adapters; None for all.
     """
 
     selfattn_lora: bool = True
@@ -89,7 +96,7 @@ class TargetedConfig(AdapterConfig):
         """Return one placement for each layer, or part of a fused layer, that the config names.
 
         Raises:
-            SiteError: nothing matches, or a block lacks what is asked for.
+            SiteError: no layer matches, or a block lacks one.
 
         Warns:
             UserWarning: a part of `exclude_modules` matches no layer.
@@ -112,7 +119,7 @@ class TargetedConfig(AdapterConfig):
                 f"{len(anatomy.blocks) - 1}. Write fewer of them in leave_out or exclude_modules."
             )
         self._warn_of_idle(anatomy)
-        return [Placement(site, self) for site in kept]
+        return [Placement(site, self, _LOCATIONS.get(site.role, "")) for site in kept]
 
     def _roles(self) -> list[Role]:
         roles = [MATRICES[m] for m in self.attn_matrices] if self.selfattn_lora else []
@@ -134,16 +141,12 @@ class TargetedConfig(AdapterConfig):
             return
         sites = [s for s in anatomy if s.parameter is None]
         matching = [s for s in sites if matches(s.path, wanted)]
-        # a lone string is a pattern as a whole, the names of a list are endings
-        each = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
-        unmatched = [w for w in each if not any(matches(s.path, w) for s in sites)]
-        missing = [w if isinstance(w, str) else w[0] for w in unmatched]
+        missing = _unmatched(wanted, sites)
         if missing or not matching:
             raise SiteError(
                 f"{self._name}(target_modules={wanted!r}): no layer matches "
                 f"{listing(missing) if matching else repr(wanted)}. Names of layers in this model: "
-                f"{listing(sorted({s.path.rpartition('.')[2] for s in sites}), limit=30)}. "
-                f"Write some of them, or target_modules='all-linear'."
+                f"{_names(sites)}. Write some of them, or target_modules='all-linear'."
             )
         yield from matching
 
@@ -153,15 +156,11 @@ class TargetedConfig(AdapterConfig):
 
     def _warn_of_idle(self, anatomy: Anatomy) -> None:
         """Warn of exclusions without effect; PEFT saves such configs, with a warning."""
-        asked = self.exclude_modules or ()
-        each = [asked] if isinstance(asked, str) else [(name,) for name in asked]
-        idle = [w for w in each if not any(matches(s.path, w) for s in anatomy)]
-        if idle:
-            missing = [w if isinstance(w, str) else w[0] for w in idle]
+        excluded = self.exclude_modules or ()
+        if idle := _unmatched(excluded, [*anatomy]):
             warnings.warn(
-                f"{self._name}(exclude_modules={asked!r}): no layer matches {listing(missing)}, so "
-                f"it excludes nothing. Names of layers in this model: "
-                f"{listing(sorted({s.path.rpartition('.')[2] for s in anatomy}), limit=30)}. Write "
+                f"{self._name}(exclude_modules={excluded!r}): no layer matches {listing(idle)}, so "
+                f"it excludes nothing. Names of layers in this model: {_names(anatomy)}. Write "
                 f"some of them, or leave it out.",
                 stacklevel=2,
             )
@@ -173,3 +172,14 @@ class TargetedConfig(AdapterConfig):
     @property
     def _name(self) -> str:
         return type(self).__name__
+
+
+def _unmatched(wanted: str | tuple[str, ...], sites: Sequence[Site]) -> list[str]:
+    """Return the parts of a field that match no layer."""
+    # a string is one pattern, a list holds endings
+    parts = {wanted: wanted} if isinstance(wanted, str) else {name: (name,) for name in wanted}
+    return [n for n, part in parts.items() if not any(matches(s.path, part) for s in sites)]
+
+
+def _names(sites: Iterable[Site]) -> str:
+    return listing(sorted({site.path.rpartition(".")[2] for site in sites}), limit=30)

@@ -11,43 +11,22 @@ from adapterzoo.anatomy import Anatomy
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.fields import FACTOR, MAX_WIDTH, Range, Share
 from adapterzoo.spelling import (
-    AdapterHubFile,
     AdapterHubSpelling,
-    Container,
     Fields,
     PeftField,
     PeftLayer,
     PeftOutput,
     PeftSpelling,
     Tensors,
-    same,
 )
 
-from . import _layer_flags
-
-_NAMES = {"vera_D": "lambda_d", "vera_B": "lambda_b"}
+from . import _projected_adapterhub
 
 
 def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
     """Return how AdapterHub spells VeRA: dense matrices, times alpha / r."""
-    return AdapterHubSpelling(
-        config=config,
-        architecture=("lora",),
-        fixed={"composition_mode": "add", "use_dora": False, "use_gating": False},
-        constants={"init_weights": "vera", "init_weights_seed": None},
-        required=("vera_d", "vera_b"),
-        implied={"convention": "adapterhub"},
-        fields=_layer_flags.FLAGS | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype"),
-        omitted=("projection_prng_key",),
-        containers=(
-            Container("loras", "layer", read=_read, write=_write),
-            Container("shared_parameters", "model"),
-        ),
-        fused="adapters cannot run VeRA in a fused layer",
-        feed_forward=_layer_flags.FEED_FORWARD,
-        read_fields=_read_fields,
-        place=_layer_flags.place,
-        as_flags=_layer_flags.as_flags,
+    return _projected_adapterhub.spelling(
+        config, "VeRA", {"use_dora": False}, _projected_adapterhub.read, _projected_adapterhub.write
     )
 
 
@@ -101,7 +80,7 @@ def _read_model(
 
 def _unsayable(placement: Placement) -> str | None:
     if placement.config.to_dict()["convention"] != "paper":
-        return "VeraConfig(convention='adapterhub'), and PEFT's VeRA is that of the paper"
+        return "VeraConfig(convention='adapterhub'), but PEFT's VeRA is the paper's"
     if placement.site.parameter is not None:
         return f"an adapter at the parameter {placement.site.parameter!r}"
     return None
@@ -121,16 +100,3 @@ def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
         }
         for config in configs
     ]
-
-
-def _read_fields(fields: Fields, _file: AdapterHubFile) -> Fields:
-    return fields | {"leave_out": fields.get("leave_out") or ()}
-
-
-def _read(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    return {_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
-
-
-def _write(tensors: Tensors, _config: AdapterConfig) -> Tensors:
-    theirs = {ours: name for name, ours in _NAMES.items()}
-    return {theirs[name]: tensor for name, tensor in tensors.items()}

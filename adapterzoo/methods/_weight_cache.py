@@ -1,7 +1,7 @@
-"""A tensor that follows from weights, kept in evaluation for as long as they stay the same.
+"""A tensor computed from weights, kept in evaluation for as long as the weights stay the same.
 
-The norm of DoRA and the folded rotation of BOFT cost more than the layer itself when it is given
-few tokens, and in evaluation they are the same in each call.
+Norms of weights and folded rotations cost more than the layer itself if it gets few tokens, and in
+evaluation they are the same in each call.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# subclasses hide their memory, or compute something else
+# subclasses may hide their memory, or compute differently
 _PLAIN = {Tensor, nn.Parameter}
 
 
 class WeightCache(nn.Module):
-    """Computes a tensor, or gives the one computed before when nothing it came from has changed.
+    """Compute a tensor, or return the one computed before if its sources have not changed.
 
-    A change is another version, which all in-place operations that autograd knows of give:
-    optimizers, `load_state_dict`, merging, writes through `detach()`; or another tensor, memory
-    or layout in the place of the old one: assignments, also to `.data`, and swapped tensors.
+    A source has changed if its version is another, which every in-place operation that autograd
+    tracks increases (optimizers, `load_state_dict`, merging, writes through `detach()`), or if
+    another tensor, memory or layout takes its place (assignments, also to `.data`, and swaps).
 
-    Writes that leave no trace on the tensor are not seen: `p.data.mul_(2)`, NumPy arrays and
-    DLPack capsules over its memory, kernels of others. Only reading all weights would show them,
-    which is what is to be saved. After such a write, call `model.eval()` again: `train`, `eval`
-    and every move or cast forget what was kept.
+    Writes that autograd does not track go unnoticed: `p.data.mul_(2)`, NumPy arrays and DLPack
+    capsules over the memory, foreign kernels. Only reading all weights, the cost to be saved, would
+    show them. After such a write, call `model.eval()` again: `train`, `eval` and every move or cast
+    clear the cache.
 
-    Optimizers with `fused=True` write like this too. So after a forward with gradients nothing is
-    kept until the mode is set again, and never while a source has a gradient that an optimizer
-    may be about to use, or is learning in memory shared with other processes.
+    Optimizers with `fused=True` also write untracked. So nothing is kept after a forward with
+    gradients until the mode is set again, nor while a source has a gradient that an optimizer may
+    be about to use, or is trained in memory shared with other processes.
 
-    Nothing is kept in training, with gradients, inside of compiled, traced, exported, transformed
-    or captured code, and in a process group, where FSDP refills tensors without a new version.
-    Copies, pickles and replicas begin with nothing; state dicts and buffers never have it.
+    Nothing is kept in training; with gradients; in compiled, traced, exported, transformed or
+    captured code; or in a process group, where FSDP refills tensors without a new version. Copies,
+    pickles and replicas start empty; state dicts and buffers never include the value.
     """
 
     def __init__(self) -> None:
-        """Keep nothing yet."""
+        """Start empty."""
         super().__init__()
         self._memory = _Memory()
 
@@ -48,11 +48,11 @@ class WeightCache(nn.Module):
         """Return the tensor.
 
         Args:
-            compute: makes it from the sources and the facts alone.
+            compute: computes it from the sources and the facts alone.
             sources: parameters, or views of parameters.
-            facts: numbers and dtypes that it follows from as well.
+            facts: the numbers and dtypes that it depends on.
         """
-        # what is forgotten meanwhile, by another thread, is forgotten: it has a new memory then
+        # if another thread clears the cache meanwhile, the value goes to the old memory
         memory = self._memory
         if torch.is_grad_enabled():
             memory.learns = True
@@ -71,44 +71,44 @@ class WeightCache(nn.Module):
 
     @property
     def value(self) -> Tensor | None:
-        """What is kept, whether or not it still holds; None: nothing."""
+        """The kept value, even if the sources have changed since; None if there is none."""
         entry = self._memory.entry
         return None if entry is None else entry.value
 
     def forget(self) -> None:
-        """Keep nothing of what was computed until now."""
+        """Clear the cache."""
         self._memory = _Memory()
 
     def train(self, mode: bool = True) -> Self:
-        """Change the mode; what was computed before it is forgotten."""
+        """Change the mode and clear the cache."""
         self.forget()
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Every move and cast of the module: what was computed before it is forgotten."""
+        """Move or cast the module and clear the cache."""
         self.forget()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _replicate_for_data_parallel(self) -> Self:
         replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        # it shares all attributes, and has weights of its own
+        # a replica shares all attributes but has its own weights
         replica.forget()
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles have other weights and begin with nothing."""
+        """Return the state without the cache: copies and pickles have other weights."""
         state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         return {**state, "_memory": _Memory()}
 
 
 class _Entry(NamedTuple):
-    """A value and what it came from, in one object, so that other threads see both or none.
+    """A value with the state of its sources, in one object so that threads see both or neither.
 
     Attributes:
-        value: what was computed.
-        marks: what tells whether the sources are still the same.
-        storages: of the sources, not kept alive: the addresses in the marks hold while they live.
+        value: the computed tensor.
+        marks: the state of the sources, to be compared later.
+        storages: weak references to the sources' memory, whose addresses are in the marks.
     """
 
     value: Tensor
@@ -116,16 +116,16 @@ class _Entry(NamedTuple):
     storages: list[StorageWeakRef]
 
     def is_stale(self) -> bool:
-        """Return whether memory that was looked at is gone: another tensor may have its address."""
+        """Return whether a source's memory was freed, so that another may have its address."""
         return any(storage.expired() for storage in self.storages)
 
 
 class _Memory:
-    """What one period between two changes of mode has left.
+    """The state of the cache between two changes of mode.
 
     Attributes:
-        entry: None while nothing is kept.
-        learns: whether a graph may be waiting for its backward, and a step for its gradients.
+        entry: None if nothing is kept.
+        learns: whether a backward and an optimizer step may follow.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _Memory:
 
 
 def _is_recorded(source: Tensor) -> bool:
-    """Return whether the operations go into something that will run again with other weights."""
+    """Return whether the operations are recorded, to run again with other weights."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -145,26 +145,26 @@ def _is_recorded(source: Tensor) -> bool:
 
 
 def _marks(sources: tuple[Tensor, ...], facts: object) -> list[object] | None:
-    """Return how the sources look; None where a change of them could not be seen."""
+    """Return the state of the sources; None if changes of them could go unnoticed."""
     marks: list[object] = [facts]
     for source in sources:
-        # a view is a new object in each call, what it looks at is not
+        # a view is a new object in each call, its base is not
         whole = source if source._base is None else source._base
         if type(source) not in _PLAIN or type(whole) not in _PLAIN or whole.is_inference():
             return None
         if whole.is_leaf and whole.grad is not None:
             return None
-        # no reference to the tensor itself: it may be swapped with another
+        # not the tensor itself, which may be swapped with another
         marks += (id(whole), whole._version, whole.requires_grad, source.data_ptr(), source.dtype)
         marks += (source.shape, source.stride())
         if source.is_cuda:
-            # what one stream computes is not there yet for another
+            # another stream may read the value before it is computed
             marks.append(torch.cuda.current_stream(source.device).cuda_stream)
     return marks
 
 
 def _is_shared(source: Tensor) -> bool:
     """Return whether another process may be training the tensor: versions are not shared."""
-    # of memory on a GPU torch does not know; memory that is shared later moves to another place
+    # torch does not know this for GPU memory; sharing memory later moves it to another address
     whole = source if source._base is None else source._base
     return whole.requires_grad and source.is_cpu and source.untyped_storage().is_shared()

@@ -26,7 +26,7 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, SharedInputAdapter, WeightAdapter, compute_dtype
 from adapterzoo.errors import ConfigError
 from adapterzoo.fields import SEED, Share, field
-from adapterzoo.kernels.butterfly import butterfly, in_layout_of, turned
+from adapterzoo.kernels.butterfly import butterfly, in_layout_of, rotated
 from adapterzoo.kernels.cayley import cayley
 from adapterzoo.kernels.compose import compose, compose_reference
 from adapterzoo.kernels.exact import exactly
@@ -121,7 +121,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
         `x` `[*batch, d_in]` → `[*batch, d_out]`.
         """
         Q = base.from_input(self, x)
-        y = base(in_layout_of(turned(x, Q), x))  # [*batch, d_out]
+        y = base(in_layout_of(rotated(x, Q), x))  # [*batch, d_out]
         return compose(y, self.boft_s.squeeze(-1).to(Q.dtype), base.bias)  # [*batch, d_out]
 
     @classmethod
@@ -139,7 +139,7 @@ class BOFT(SharedInputAdapter, WeightAdapter):
             return base(x)
         # each row has its own rotation, as each expert has in other layers
         Q = taken(cls.from_input(adapters, x), groups)  # [rows, 1, chunks, width, width]
-        y = base(in_layout_of(restored(turned(x, Q), x, groups), x))  # [rows, *tokens, d_out]
+        y = base(in_layout_of(restored(rotated(x, Q), x, groups), x))  # [rows, *tokens, d_out]
         scales = [a.boft_s.squeeze(-1).to(Q.dtype) for a in adapters]
         gain = features(scales, groups, y.dim())  # [rows, 1, …, d_out]
         return restored(compose_reference(y, gain, base.bias, None, 1.0), y, groups)
@@ -169,8 +169,8 @@ class BOFT(SharedInputAdapter, WeightAdapter):
     def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged weight s ⊙ (w · Rotᵀ), `[d_out, d_in]`, with experts in front."""
         with exactly(w.device):
-            rotated = butterfly(w, self.rotations(w.dtype), transposed=True)
-        return (rotated * self.boft_s).to(w.dtype)
+            merged = butterfly(w, self.rotations(w.dtype), transposed=True)
+        return (merged * self.boft_s).to(w.dtype)
 
     def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
         """Return the merged bias `[d_out]`: the layer's own stays, additions to it are scaled."""

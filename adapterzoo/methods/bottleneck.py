@@ -11,86 +11,35 @@ sub-layer's output, inp the residual stream before it, and s = h + inp:
     original_ln_before, pre-LN  s ← s + f(s)
     parallel                    h ← h + f(inp)
 
+The function of each place is in `_bottleneck_sites.py`, f in `_bottleneck_layer.py`.
+
 Differs from the papers: nothing. Differs from adapters: a seed gives each site values of its own;
-`stochastic_depth` holds for parallel bottlenecks too, and "post_add" in pre-LN blocks, where it
-means the same as elsewhere; a `Stack` of parallel bottlenecks adds all of them, not the last.
+"post_add" holds in pre-LN blocks too, where it means the same as elsewhere; a `Stack` of parallel
+bottlenecks adds all of them, not the last.
 Cost per site: 2 · width · d_model + width + d_model parameters.
-Cannot do: Compacter's shared matrices; configs that lose the model's own residual connection. Not
-the identity at first, except with "mam_adapter". Where h is still scaled or dropped out on its way
-to the sum, f acts before that.
+Cannot do: configs that lose the model's own residual connection. Not the identity at first, except
+with "mam_adapter". Where h is still scaled or dropped out on its way to the sum, f acts before
+that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
-from adapterzoo.configs import Placement, architectures, config_strings
-from adapterzoo.contracts import Adapter, BaseLayer
+from adapterzoo.configs import architectures, config_strings
 from adapterzoo.spelling import spelled
 
 from . import _bottleneck_spelling
-from ._bottleneck_fields import BottleneckFields, invertible_adapters
-from ._bottleneck_layer import Added, BottleneckLayer
-from ._bottleneck_spelling import LOCATIONS
-from ._sublayers import entry_placement, stream_site, sublayers
+from ._bottleneck_sites import BnConfig as BnConfig
 
-
-@architectures.register("bottleneck")
-@spelled(_bottleneck_spelling.adapterhub)
-@dataclass(frozen=True, kw_only=True)
-class BnConfig(BottleneckFields):
-    """Config of a bottleneck; see `BottleneckFields` for its fields."""
-
-    architecture: ClassVar[str] = "bottleneck"
-
-    def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """Return one placement for each sub-layer that the config names."""
-        wanted = {kind: field for kind, field in LOCATIONS.items() if getattr(self, field)}
-        found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
-        self.warn_of_idle(len(anatomy.blocks))
-        entry = [] if self.inv_adapter is None else [entry_placement(self, anatomy)]
-        return entry + [
-            Placement(self._site(block, sub), self, LOCATIONS[sub.kind]) for block, sub in found
-        ]
-
-    def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
-        """Return a fresh bottleneck for the site, or the invertible function."""
-        if site.kind == "entry":
-            return invertible_adapters[str(self.inv_adapter)]()
-        kind: type[BottleneckLayer] = Bottleneck
-        if self.is_parallel:
-            kind = ParallelBottleneck
-        elif site.kind == "norm" and self.original_ln_after:
-            kind = NormBottleneck
-        elif site.kind == "output" and self.original_ln_before:
-            kind = StreamBottleneck
-        return kind(self, site, device, dtype)
-
-    def _site(self, block: Block, sub: SubLayer) -> Site:
-        # whether the result is a function of s alone
-        adds_to_h = self.residual_before_ln is True and not self.adapter_residual_before_ln
-        of_stream = adds_to_h if self.original_ln_after else True
-        if not self.original_ln_before:
-            return stream_site(block, sub, "output", captures=self.is_parallel)
-        if sub.norm is not None:
-            return stream_site(block, sub, "norm", captures=not of_stream)
-        # the output of a block is the stream, in another layout in some models
-        is_stream = not block.states or sub.kind in block.apart
-        if of_stream and is_stream and sub is block.sublayers[-1]:
-            return stream_site(block, sub, "block", captures=False)
-        return stream_site(block, sub, "output", captures=True)
+architectures.register("bottleneck")(spelled(_bottleneck_spelling.adapterhub)(BnConfig))
 
 
 @config_strings.register("seq_bn", "pfeiffer")
 @dataclass(frozen=True, kw_only=True)
 class SeqBnConfig(BnConfig):
-    """Pfeiffer et al. 2020: one bottleneck per block, behind the feed-forward part."""
+    """Pfeiffer et al. 2020: one bottleneck per block, after the feed-forward part."""
 
     mh_adapter: bool = False
     output_adapter: bool = True
@@ -102,7 +51,7 @@ class SeqBnConfig(BnConfig):
 @config_strings.register("double_seq_bn", "houlsby")
 @dataclass(frozen=True, kw_only=True)
 class DoubleSeqBnConfig(BnConfig):
-    """Houlsby et al. 2019: one bottleneck behind attention and one behind the feed-forward part."""
+    """Houlsby et al. 2019: one bottleneck after attention and one after the feed-forward part."""
 
     mh_adapter: bool = True
     output_adapter: bool = True
@@ -151,7 +100,7 @@ def scaled_par_bn() -> ParBnConfig:
 @config_strings.register("adapter_plus")
 @dataclass(frozen=True, kw_only=True)
 class AdapterPlusConfig(BnConfig):
-    """Steitz & Roth 2024: behind the block, a learned scaling per feature, stochastic depth."""
+    """Steitz & Roth 2024: after the block, a learned scaling per feature, stochastic depth."""
 
     mh_adapter: bool = False
     output_adapter: bool = True
@@ -163,58 +112,3 @@ class AdapterPlusConfig(BnConfig):
     init_weights: str = "houlsby"
     scaling: float | str = "channel"
     stochastic_depth: float = 0.1
-
-
-class Bottleneck(BottleneckLayer):
-    """y ← y + f(y), with y the output of the module: h, the block's output, or the norm's."""
-
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
-        return add(y, y)
-
-
-class ParallelBottleneck(BottleneckLayer):
-    """h ← h + f(inp)."""
-
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
-        return add(base.residual, y)
-
-
-class StreamBottleneck(BottleneckLayer):
-    """h ← h + f(h + inp): the stream behind the sub-layer is changed where h is made.
-
-    With `residual_before_ln` other than True the result is added to s, and without
-    `original_ln_after` inp is not added to it again.
-    """
-
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """Return the output. `x` is the input, `y` is h `[*batch, d_model]`."""
-        inp = base.residual
-        s = y + inp
-        if self.residual_before_ln is True:
-            return add(s, y)
-        # under autocast h may be narrower than the stream
-        if self.original_ln_after:
-            return add(s, s).to(y.dtype)
-        if self.adapter_residual_before_ln:
-            return (add(s, s) - inp).to(y.dtype)
-        # (s + f(s)) − inp without its rounding
-        return add(s, y)
-
-
-class NormBottleneck(BottleneckLayer):
-    """LN(s) ← LN(s + f(LN(s))), or as the other values of `residual_before_ln` define it."""
-
-    acts_on: ClassVar[str] = "input"
-
-    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
-        """Return the norm's input. `x` is s, `y` is LN(s); all `[*batch, d_model]`."""
-        if self.residual_before_ln is True and not self.adapter_residual_before_ln:
-            return add(y, x)
-        inp = base.residual
-        if self.residual_before_ln is True:
-            to = x - inp
-        else:
-            to = x if self.residual_before_ln == "post_add" else y
-        return add(y, to) + inp

@@ -16,7 +16,7 @@ Cannot do: layers without a floating-point weight to take norms of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -26,20 +26,16 @@ from torch import Tensor
 from adapterzoo.anatomy import Site
 from adapterzoo.averaging import Combination, weighted_sum
 from adapterzoo.configs import architectures, config_strings
-from adapterzoo.contracts import BaseLayer, compute_dtype
+from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import Choice, field
-from adapterzoo.kernels.compose import compose
-from adapterzoo.kernels.dora import direction_reference, row_norm
-from adapterzoo.kernels.grouped import Groups, grouped_expand, grouped_shrink, stacked
+from adapterzoo.kernels.dora import row_norm
+from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _dora_spelling
-from ._init import constant, drawn
-from ._keep_in_fp32 import KeepInFP32
 from ._low_rank import LowRank
 from ._low_rank_config import LowRankConfig
-from ._rows import features, restored
-from ._weight_cache import WeightCache
+from ._magnitudes import Magnitudes
 
 
 @architectures.register("dora")
@@ -68,19 +64,8 @@ class DoRAConfig(LowRankConfig):
         return DoRA(self, site, device, dtype)
 
 
-class DoRA(KeepInFP32, LowRank):
-    """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖.
-
-    In a `Stack` each adapter adds its change of the untouched layer, (g − 1) W x + g s · B A x.
-
-    Attributes:
-        m: the magnitudes, `[d_out]`, with experts in front where the site has them; no cast to a
-            half-precision dtype reaches them.
-        adapterhub: whether the convention is that of adapters.
-        kept_gain: the factors g of evaluation.
-    """
-
-    wide = ("m",)
+class DoRA(Magnitudes, LowRank):
+    """y = g (W x + s · B A dropout(x)) + bias with g = m / ‖W + s · B A‖."""
 
     def __init__(
         self, config: DoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -97,18 +82,7 @@ class DoRA(KeepInFP32, LowRank):
             ConfigError: there is dropout, and the site has no features to drop.
         """
         super().__init__(config, site, device, dtype)
-        self.adapterhub = config.convention == "adapterhub"
-        # a rounded magnitude would not be the norm, and a fresh adapter not the identity
-        self.m = drawn(self.lora_B.shape[:-1], constant(1.0), device, compute_dtype(dtype))
-        self.kept_gain = WeightCache()
-
-    def init_from_layer(self, base: BaseLayer) -> None:
-        """The magnitudes start as the norms of the layer's rows, ‖W‖."""
-        self.m.copy_(self.identity_values(base)["m"])
-
-    def identity_values(self, base: BaseLayer) -> Mapping[str, Tensor]:
-        """Return the magnitudes that change nothing, ‖W‖."""
-        return {"m": row_norm(base.weight, self.lora_A, torch.zeros_like(self.lora_B), 1.0)}
+        self.make_magnitudes(self.lora_B.shape[:-1], config.convention, device, dtype)
 
     def combine(
         self,
@@ -141,12 +115,7 @@ class DoRA(KeepInFP32, LowRank):
         y, plain = base(x), base.original(x)  # [*batch, d_out]
         looks_up = self.looks_up
         t = self.looked_up(x, base) * base.scale if looks_up else base.from_input(self, x)
-        gain = self.gain(base.weight)
-        bias = None if self.adapterhub else base.bias
-        if plain is y:
-            return compose(y, gain, bias, t, self.lora_B, self.scaling)
-        whole = compose(plain.to(gain.dtype), gain, bias, t, self.lora_B, self.scaling)
-        return (y + (whole - plain)).to(y.dtype)
+        return self.composed(y, plain, t, self.lora_B, base)
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
@@ -159,41 +128,18 @@ class DoRA(KeepInFP32, LowRank):
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
-        one, y, plain = adapters[0], base(x), base.original(x)  # [rows, *tokens, d_out]
-        gains = [a.gain(base.weight) for a in adapters]  # [d_out] each
-        factors = [a.lora_A for a in adapters], [a.lora_B for a in adapters]
-        stack = stacked(*factors, [a.scaling for a in adapters])
-        t = grouped_shrink(x, stack.a, groups, one.dropout, one.training)  # [rows, *tokens, rank]
-        wide = plain.to(gains[0].dtype)
-        whole = grouped_expand(wide, t, stack.b, stack.scaling, groups)  # [rows, *tokens, d_out]
-        change = features(gains, groups, y.dim()) - 1  # [rows, 1, …, d_out]
-        bias = None if one.adapterhub else base.bias
-        whole = whole + change * (whole if bias is None else whole - bias)
-        out = whole if plain is y else y + (whole - plain)
-        return restored(out.to(y.dtype), y, groups)
+        return cls.composed_batched(adapters, groups, x, base)
 
-    def weight(self, w: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged weight w + (g (W + s · B A) − W), `[d_out, d_in]`, experts in front."""
-        own = base.weight
-        direction = direction_reference(own, self.lora_A, self.lora_B, self.scaling)
-        return w + (self.gain(own).unsqueeze(-1) * direction - own)
+    def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return A and B."""
+        return self.lora_A, self.lora_B
 
-    def bias(self, b: Tensor, base: BaseLayer) -> Tensor:
-        """Return the merged bias `[d_out]`: the layer's, times g in the convention of adapters."""
-        if not self.adapterhub or base.bias is None:
-            return b
-        return b + (self.gain(base.weight) - 1) * base.bias
+    def gain_at(self, base: BaseLayer) -> Tensor:
+        """Return g `[*experts, d_out]`."""
+        return self.gain(base.weight)
 
     def gain(self, w: Tensor) -> Tensor:
         """Return g `[*experts, d_out]` for the untouched weight, in float32 or float64."""
-        sources = w, self.lora_A, self.lora_B, self.m
-        return self.kept_gain.get(lambda: self._gain(w), *sources, facts=self.scaling)
-
-    def _gain(self, w: Tensor) -> Tensor:
-        # the norm of adapters leaves out s and is differentiated; the paper's is a constant
-        with torch.set_grad_enabled(self.adapterhub and torch.is_grad_enabled()):
-            s = 1.0 if self.adapterhub else self.scaling
-            norm = row_norm(w, self.lora_A, self.lora_B, s)  # [*experts, d_out]
-        # a row of zeros has no direction to change: it stays as it is
-        zero = norm == 0
-        return torch.where(zero, 1.0, self.m.to(norm.dtype) / norm.masked_fill(zero, 1.0))
+        a, b = self.lora_A, self.lora_B
+        sources = w, a, b, self.m
+        return self.kept_gain.get(lambda: self.gain_of(w, a, b), *sources, facts=self.scaling)

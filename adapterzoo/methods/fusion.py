@@ -1,13 +1,13 @@
 """AdapterFusion — attention over the outputs of several adapters.
 
 Paper: Pfeiffer et al. 2021, arXiv:2005.00247, eq. 3–5.
-o = softmax(Q x · K z_i) over the adapters i, and Σ o_i V z_i takes the place of a bottleneck's f,
-where z_i are the adapters' own f_i(x) and x is their input.
+o = softmax(Q x · K z_i) over the adapters i, and Σ o_i V z_i replaces a bottleneck's f, where x is
+the adapters' input and z_i = f_i(x) are their updates.
 
 Differs from the paper: a dropout on the scores, and z_i without gates and dropouts of the fused
 adapters, as in adapters. Differs from adapters: the temperature decays in training only.
-Cost per site: 3 · d_model² + 2 · d_model parameters. Cannot do: `query_before_ln`,
-`residual_before`, which no published config turns on.
+Cost per site: 3 · d_model² + 2 · d_model parameters. Cannot do: `query_before_ln` and
+`residual_before`, which no published config uses.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from adapterzoo.fields import Choice, Maybe, Share, field
 from adapterzoo.kernels.exact import is_autocast
 from adapterzoo.registry import Registry
 
-from ._bottleneck_layer import Affine
 from ._init import constant, drawn, normal
+from ._products import Affine
 
-# the first temperature, and the number of steps in which it falls by as much
+# the initial temperature, and the number of steps in which it falls by this amount
 _HOT, _STEPS = 50.0, 1000
 
 fusion_configs: Registry[Callable[[], AdapterFusionConfig]] = Registry("fusion config")
@@ -40,15 +40,15 @@ class AdapterFusionConfig(Config):
 
     Attributes:
         key: whether z_i is projected before it is compared.
-        query: whether x is.
+        query: whether x is projected before it is compared.
         value: whether there is a V.
         query_before_ln: must be False.
         regularization: whether the trainer keeps V near the identity.
         residual_before: must be False.
         temperature: whether the scores are divided by a temperature that decays from 50 to 1.
-        value_before_softmax: whether V acts on each z_i, or on their sum.
+        value_before_softmax: whether V acts on each z_i; if not, on their sum.
         value_initialized: whether V starts as the identity.
-        dropout_prob: of the scores; None for that of the model's attention.
+        dropout_prob: of the scores; None: that of the model's attention.
     """
 
     strings: ClassVar[Registry[Any]] = fusion_configs
@@ -86,9 +86,11 @@ class Fusion(nn.Module):
     """Σ o_i V z_i with o = softmax(Q x · K z_i).
 
     Attributes:
-        query: Q; and `key` K, `value` V; None where the config has none.
-        steps: how many steps of training the temperature has decayed; None without one. A whole
-            number, which no cast of the model rounds.
+        query: Q, None if the config has none.
+        key: K, likewise.
+        value: V, likewise.
+        steps: how many training steps the temperature has decayed; None without a temperature. An
+            integer, so that casts of the model do not round it.
     """
 
     steps: Tensor | None
@@ -101,14 +103,14 @@ class Fusion(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Make the parameters, on the device and of the dtype.
+        """Make the parameters.
 
         Args:
             config: of the layer.
             d_model: width of the stream.
             dropout_prob: of the scores.
-            device: where.
-            dtype: which.
+            device: of the parameters.
+            dtype: of the parameters.
         """
         super().__init__()
         self.config, self.dropout_prob = config, dropout_prob
@@ -154,11 +156,11 @@ class Fusion(nn.Module):
 
     @staticmethod
     def temperature(steps: Tensor) -> Tensor:
-        """Return the temperature after so many steps, float32 or float64."""
+        """Return the temperature after a number of steps, float32 or float64."""
         return (_HOT - steps * (_HOT / _STEPS)).clamp(min=1.0)
 
     def distance(self) -> Tensor | None:
-        """Return Σ (V − I)², which regularisation keeps small; None without it."""
+        """Return Σ (V − I)², which regularization keeps small; None without it."""
         if self.value is None or not self.config.regularization:
             return None
         weight = self.value.weight

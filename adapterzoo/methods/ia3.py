@@ -1,13 +1,13 @@
 """(IA)³ — Infused Adapter by Inhibiting and Amplifying Inner Activations.
 
-Paper: Liu et al. 2022, arXiv:2205.05638, §3.3: k ← ℓ_k ⊙ k, v ← ℓ_v ⊙ v, and the inner states of
-the feed-forward part h ← ℓ_ff ⊙ h after their non-linearity, where the last layer reads them.
+Paper: Liu et al. 2022, arXiv:2205.05638, §3.3: k ← ℓ_k ⊙ k, v ← ℓ_v ⊙ v, and h ← ℓ_ff ⊙ h for the
+inner states of the feed-forward part after the non-linearity, at the input of the last layer.
 y = (W x + b) ⊙ ℓ · alpha at a layer's output, y = W (x ⊙ ℓ · alpha) + b at its input.
 
 Differs from the paper: nothing with alpha = 1. Differs from PEFT: nothing; alpha becomes a part of
 ℓ in its files. Differs from adapters: `convention="adapterhub"` scales the first feed-forward
 layer's output, before the non-linearity; merging scales the bias too.
-Cost per site: d_out parameters, d_in where the input is scaled; one product of each activation.
+Cost per site: d_out parameters, or d_in if the input is scaled; one product per activation.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from adapterzoo.anatomy import Role, Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import FACTOR, Choice, Maybe, field
+from adapterzoo.fields import FACTOR, SEED, Choice, Maybe, field
 from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _ia3_spelling
-from ._init import DTYPE, DTYPES, constant, drawn
+from ._init import DTYPE, DTYPES, constant, drawn, generator, normal
 from ._patterns import Modules, matches
 from ._rows import features, restored
 from ._targets import TargetedConfig
@@ -39,14 +39,18 @@ from ._targets import TargetedConfig
 @spelled(_ia3_spelling.adapterhub, _ia3_spelling.peft)
 @dataclass(frozen=True, kw_only=True)
 class IA3Config(TargetedConfig):
-    """Config of (IA)³; `TargetedConfig` says where the adapters sit.
+    """Config of (IA)³; `TargetedConfig` selects the layers.
 
     Attributes:
         r: must be 1.
         alpha: a factor of every vector.
         convention: "paper": the feed-forward vector scales the input of the last layer;
             "adapterhub": the output of the first.
-        feedforward_modules: those of `target_modules` whose input is scaled, by names or a
+        dropout: must be 0: there is no low rank on whose way features could be dropped.
+        init_weights: "ia3": ones, so that a fresh adapter changes nothing; "bert": normal values
+            with deviation 0.02; "lora": zeros.
+        init_weights_seed: makes the initial values reproducible, whatever was drawn before.
+        feedforward_modules: the layers of `target_modules` whose input is scaled, by names or a
             regular expression, as in PEFT.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
@@ -57,6 +61,9 @@ class IA3Config(TargetedConfig):
     intermediate_lora: bool = True
     r: int = field(1, Choice(1))
     alpha: float = field(1, FACTOR)
+    dropout: float = field(0.0, Choice(0.0))
+    init_weights: str = field("ia3", Choice("ia3", "bert", "lora"))
+    init_weights_seed: int | None = field(None, SEED)
     convention: str = field("paper", Choice("paper", "adapterhub"))
     feedforward_modules: str | tuple[str, ...] | None = field(None, Maybe(Modules()))
     dtype: str | None = field(None, DTYPE)
@@ -75,9 +82,14 @@ class IA3Config(TargetedConfig):
                 f"intermediate_lora=True, or convention='adapterhub'."
             )
 
+    @property
+    def starts_as_identity(self) -> bool:
+        """Whether the vectors start as ones."""
+        return self.init_weights == "ia3"
+
     def _roles(self) -> list[Role]:
         roles = super()._roles()
-        # what the non-linearity gives is what the last layer reads
+        # the output of the non-linearity is the input of the last layer
         read_by: Role = "mlp_out" if self.convention == "paper" else "mlp_in"
         return list(dict.fromkeys(read_by if role == "mlp_in" else role for role in roles))
 
@@ -97,15 +109,15 @@ class IA3(WeightAdapter):
     """y = base(x) ⊙ ℓ · alpha, or base(x ⊙ ℓ · alpha).
 
     Attributes:
-        ia3_l: ℓ `[d_out]`, or `[d_in]` where the input is scaled, with experts in front.
-        acts_on: "input" where the input is scaled.
+        ia3_l: ℓ `[*experts, d_out]`, or `[*experts, d_in]` if the input is scaled.
+        acts_on: "input" if the input is scaled.
         alpha: a factor.
     """
 
     def __init__(
         self, config: IA3Config, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the vector of ones.
+        """Make the vector.
 
         Args:
             config: of the adapter.
@@ -126,7 +138,12 @@ class IA3(WeightAdapter):
         self.acts_on = "input" if self.scales_input else "output"  # type: ignore[misc]
         lead = (site.experts,) if site.experts else ()
         width = site.d_in if self.scales_input else site.d_out
-        self.ia3_l = drawn((*lead, width), constant(1.0), device, dtype)
+        fresh = {
+            "ia3": constant(1.0),
+            "bert": normal(0.02, generator(config.init_weights_seed, f"{site.path}{site.role}")),
+            "lora": constant(0.0),
+        }[config.init_weights]
+        self.ia3_l = drawn((*lead, width), fresh, device, dtype)
         self.alpha = config.alpha
 
     def scale(self, dtype: torch.dtype) -> Tensor:

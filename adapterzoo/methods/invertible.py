@@ -1,18 +1,18 @@
-"""Invertible bottlenecks: a function of the embeddings, and its inverse in front of the logits.
+"""Invertible bottlenecks: a function of the embeddings, and its inverse before the logits.
 
 Paper: Pfeiffer et al. 2020 (MAD-X), arXiv:2005.00052, "Invertible Adapters"; the coupling is that
 of NICE, Dinh et al. 2015, arXiv:1410.8516.
-With x₁, x₂ the halves of what enters the first block, and F, G = W₂ φ(W₁ x + b₁) + b₂:
+With x₁, x₂ the halves of the first block's input, and F, G = W₂ φ(W₁ x + b₁) + b₂:
 
     y₁ = x₁ + F(x₂)        y₂ = x₂ + G(y₁)
     x₂ = y₂ − G(y₁)        x₁ = y₁ − F(x₂)
 
-The inverse acts on what enters the last layer of a named language modeling head. φ is that of the
-bottlenecks in the blocks, which are as without it (`methods/bottleneck.py`).
+The inverse acts on the input of the last layer of a named language modeling head. φ is that of the
+bottlenecks in the blocks, which do not change (`methods/bottleneck.py`).
 
-Differs from the paper: nothing. Differs from adapters: all adapters of a `Stack` act, the inverses
-in the opposite order, where adapters takes the first alone; each row of a batch has its own. As in
-adapters, the head of a task class, which is transformers' own, is not given the inverse, and in an
+Differs from the paper: nothing. Differs from adapters: all adapters of a `Stack` act, with their
+inverses in the opposite order, while adapters uses only the first; each row of a batch has its own.
+As in adapters, the head of a task class of transformers does not get the inverse, and in an
 encoder-decoder the function acts in the encoder.
 Cost: 2 · width · (d_model + 1) + d_model parameters, once for all layers, where width is
 (d_model / 2) // inv_adapter_reduction_factor.
@@ -32,12 +32,12 @@ from adapterzoo.contracts import BaseLayer
 from adapterzoo.errors import ConfigError, StateError
 
 from ._bottleneck_fields import BottleneckFields, InvertibleKind, invertible_adapters
-from ._bottleneck_layer import Affine
 from ._init import DTYPES, constant, drawn, generator, normal
+from ._products import Affine
 
 
 class NiceBlock(nn.Module):
-    """The parameters of F and G, and the function that they make.
+    """The parameters of F and G, and the function that they define.
 
     Attributes:
         F: W₁, b₁ as "0" and W₂, b₂ as "2".
@@ -51,9 +51,9 @@ class NiceBlock(nn.Module):
 
         Args:
             config: of the adapter.
-            d: width of what enters the first block.
+            d: input width of the first block.
             device: of the parameters.
-            dtype: of the parameters, where the config has none.
+            dtype: of the parameters, if the config has none.
 
         Raises:
             ConfigError: the width is odd, or nothing is left of half of it.
@@ -93,20 +93,20 @@ class NiceBlock(nn.Module):
         return torch.cat([y1, y2], -1)  # [*batch, d]
 
     def inverse(self, y: Tensor) -> Tensor:
-        """Return the `x` of which `forward` makes `y` `[*batch, d]`."""
+        """Return the `x` for which `forward` returns `y` `[*batch, d]`."""
         y1, y2 = y.chunk(2, -1)  # [*batch, d / 2] each
         x2 = y2 - self._of("G", y1)
         x1 = y1 - self._of("F", x2)
         return torch.cat([x1, x2], -1)  # [*batch, d]
 
     def _of(self, name: str, x: Tensor) -> Tensor:
-        """F or G of `x` `[*batch, d / 2]`, in its dtype."""
+        """Return F(x) or G(x), `[*batch, d / 2]`, in the dtype of `x`."""
         layers = cast("nn.ModuleDict", self._modules[name])
         t = x
         for number in ("0", "2"):
             layer = cast("Affine", layers[number])
             bias = cast("Tensor", layer.bias)
-            # at the head they may be needed on another device than at the embeddings
+            # the head may be on another device than the embeddings
             t = linear(t.to(layer.weight.dtype), layer.weight.to(t.device), bias.to(t.device))
             t = self.activation(t) if number == "0" else t
         return t.to(x.dtype)
@@ -119,11 +119,11 @@ class NiceAdapter(InvertibleKind):
     block = NiceBlock
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return what the first block gets. `x` `[*batch, d]`, same shape."""
+        """Return the first block's input. `x` `[*batch, d]`, same shape."""
         return cast("Tensor", self._block(x, base)(base(x)))
 
     def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
-        """Return what the last layer of the head gets. `y` `[*batch, d]`, same shape."""
+        """Return the input of the head's last layer. `y` `[*batch, d]`, same shape."""
         return self._block(y, base).inverse(y)
 
     def _block(self, x: Tensor, base: BaseLayer) -> NiceBlock:
@@ -132,7 +132,7 @@ class NiceAdapter(InvertibleKind):
         Raises:
             StateError: `x` has another width.
         """
-        block = cast("NiceBlock", base.shared(self))
+        block = cast("NiceBlock", cast("nn.ModuleDict", base.shared(self))["invertible"])
         width = 2 * cast("Affine", cast("nn.ModuleDict", block.F)["0"]).weight.shape[1]
         if x.shape[-1] != width:
             raise StateError(

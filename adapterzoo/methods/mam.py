@@ -5,7 +5,7 @@ a scaled parallel adapter at the feed-forward part.
 
 Differs from the paper: prefix_length is 30 in both; the sizes are those of adapters. Differs from
 adapters: nothing. Not in PEFT.
-Cost: those of prefix tuning and of a parallel bottleneck.
+Cost: that of prefix tuning plus that of a parallel bottleneck.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
 Paper: Li & Liang 2021, arXiv:2101.00190, eq. 3 and §4.3; gates as in UniPELT, Mao et al. 2022,
 arXiv:2110.07577, §3.2.
-A table T = W₂ φ(W₁ E + b₁) + b₂, or T itself where `flat`, holds P keys and values for each
-attention: K' = [Tₖ; K], V' = [Tᵥ; V], after projection and rotation, seen by every query. With a
-gate g = mean over the prompt of σ(W x + b) they are g Tₖ and g Tᵥ, x being the attention's input.
+A table T = W₂ φ(W₁ E + b₁) + b₂, trained directly if `flat`, holds P keys and values for each
+attention: K' = [Tₖ; K], V' = [Tᵥ; V], after projection and rotation, visible to every query. With a
+gate g, the mean of σ(W x + b) over the prompt, they are g Tₖ and g Tᵥ; x is the attention's input.
 
 Differs from the paper: nothing. Differs from adapters: a gate reads the real tokens of the prompt,
-so that padding and a cache change nothing, and a relative position bias keeps the distances of
-tokens; `convention="adapterhub"` is what adapters computes. Differs from PEFT: an encoder-decoder
-has prefixes in all attentions, and tokens keep their positions; `positions="shifted"`, in which
-PEFT's files load, numbers them from P on, as behind a cache.
-Cost: P · 2 · N · H · e numbers for N attentions of H heads of width e; while it is trained, an MLP.
-Cannot do: merging; models whose attention computes scores by itself; shifted positions where a
-model counts the tokens by itself.
+so that padding and a cache change nothing, and a relative position bias keeps the distances between
+tokens; `convention="adapterhub"` computes the same as adapters. Differs from PEFT: an
+encoder-decoder has prefixes in all attentions, and tokens keep their positions; PEFT's files load
+with `positions="shifted"`, which numbers tokens from P on, as after a cache.
+Cost: P · 2 · N · H · e parameters for N attentions of H heads of width e; an MLP in training.
+Cannot do: merging; models whose attention computes its scores itself; shifted positions if a model
+counts the tokens itself.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class PrefixTuningConfig(AdapterConfig):
         encoder_prefix: prefixes in the encoder of an encoder-decoder.
         cross_prefix: prefixes in its cross-attention.
         leave_out: numbers of blocks without a prefix; encoder blocks first, then decoder.
-        flat: whether T itself is trained, without an MLP.
+        flat: whether T is trained directly, without an MLP.
         prefix_length: P, 1 to 65,536.
         bottleneck_size: width inside of the MLP.
         non_linearity: φ.
-        dropout: probability, 0 to below 1, of dropping a number of T.
-        use_gating: a gate for the keys and values of each attention.
-        shared_gating: whether keys and values have one gate.
+        dropout: probability, 0 to below 1, of dropping a value of T.
+        use_gating: whether the keys and values of each attention have a gate.
+        shared_gating: whether keys and values share the gate.
         init_weights_seed: makes the initial values reproducible.
-        convention: "paper"; or "adapterhub": a gate reads padding, and the tokens of one call
-            only; a relative position bias counts keys from the first of the prefix.
+        convention: "paper"; or "adapterhub": a gate reads all tokens of the call, padding
+            included; a relative position bias counts keys from the first of the prefix.
         positions: "kept": tokens are numbered as without a prefix; "shifted": from P on.
         dtype: of the parameters, by name ("float32"); None for that of the model.
     """
@@ -84,19 +84,19 @@ class PrefixTuningConfig(AdapterConfig):
 
     @property
     def averages_shared(self) -> bool:
-        """Whether T itself is trained: averages of an MLP's layers do not give those of T."""
+        """Whether T is trained directly: the average of two MLPs does not give the average T."""
         return self.flat
 
     @property
     def starts_as_identity(self) -> bool:
-        """False: every query sees the keys."""
+        """False: every query attends to the prefix."""
         return False
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
         """Return placements at attention modules, and at modules with shifted positions.
 
         Raises:
-            SiteError: an attention takes no keys, none is left, or positions cannot be shifted.
+            SiteError: an attention cannot take keys, none is left, or positions cannot be shifted.
         """
         if anatomy.unreachable or not anatomy.attentions:
             why = anatomy.unreachable or anatomy.reason or "it has no attention"
@@ -111,7 +111,7 @@ class PrefixTuningConfig(AdapterConfig):
             wanted = self.cross_prefix if attention.cross else self.encoder_prefix or not in_encoder
             if wanted and attention.layer not in self.leave_out:
                 at = "cross" if attention.cross else "encoder" if in_encoder else "self"
-                found.append(Placement(attention.site(), self, f"{at}_prefix"))
+                found.append(Placement(attention, self, f"{at}_prefix"))
         if not found:
             raise SiteError(
                 f"{type(self).__name__}(leave_out={list(self.leave_out)!r}): no attention is left. "
@@ -122,7 +122,7 @@ class PrefixTuningConfig(AdapterConfig):
             raise SiteError(
                 f"{type(self).__name__}(positions='shifted'): the tokens of {stack!r} cannot be "
                 f"given other positions: {anatomy.unmovable[stack]}. Write positions='kept', which "
-                f"is another function than that of PEFT's files."
+                f"computes another function than PEFT's files."
             )
         moved = [site for site in anatomy.positions if site.stack in stacks]
         return found + [Placement(site, self, "positions") for site in moved]
@@ -139,7 +139,7 @@ class PrefixTuningConfig(AdapterConfig):
         return tables
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
-        """Return what takes keys and values out of the table, or moves the tokens."""
+        """Return the adapter of an attention, or of a module with shifted positions."""
         if site.kind == "positions":
             return PositionShift(self.prefix_length)
         return PrefixTuning(self, site, device, DTYPES[self.dtype] if self.dtype else dtype)
@@ -149,7 +149,7 @@ config_strings.register("prefix_tuning_flat")(partial(PrefixTuningConfig, flat=T
 
 
 class PrefixTuning(AttentionAdapter):
-    """The keys and values of one attention, taken out of the adapter's table.
+    """The keys and values of one attention, from the adapter's table.
 
     Attributes:
         gate: of `use_gating`, or None.
@@ -173,13 +173,13 @@ class PrefixTuning(AttentionAdapter):
             self.reads_call = self.gate.reads_call
 
     def forward(self, x: Tensor, base: BaseLayer) -> Prefix:  # type: ignore[override]
-        """The keys `[rows or 1, heads, P, key width]` and values; `x` `[rows, tokens, d_model]`."""
+        """Return keys and values `[rows or 1, heads, P, width]`. `x` `[rows, tokens, d_model]`."""
         tables = cast("nn.ModuleDict", base.shared(self)).values()
         table = next(t for t in tables if self.path in cast("PrefixTable", t).places)
         sizes = [self.heads * width for width in self.widths]
         parts = table(self.path, sum(sizes)).split(sizes, 1)  # [P, heads · width] each
         heads = [part.unflatten(1, (self.heads, -1)) for part in parts]  # [P, heads, width] each
-        keys, values = (part.transpose(0, 1).unsqueeze(0) for part in heads)
+        keys, values = (part.transpose(0, 1)[None] for part in heads)  # [1, heads, P, width]
         if self.gate is not None:
             g = self.gate(x, base).to(keys.dtype)  # [rows, 1, 1 or 2]
             keys = g[..., :1, None] * keys  # [rows, heads, P, key width]
@@ -196,5 +196,5 @@ class PositionShift(PositionAdapter):
         self.length = length
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """`base` of the positions behind the prefix; `x` `[rows or 1, tokens]`."""
+        """Call `base` with the positions after the prefix. `x` `[rows or 1, tokens]`."""
         return base(x + self.length)

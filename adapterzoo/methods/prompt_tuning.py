@@ -1,21 +1,21 @@
 """Prompt tuning.
 
 Paper: Lester et al. 2021, arXiv:2104.08691, §2.
-P trained rows E `[P, d]` stand before the embedded tokens: `[E; x]`, or `[x₀; E; x₁ …]` with
-`combine="prefix_after_bos"`. Encoder-decoders have them at the encoder. They are tokens to all that
-follows: every query sees them, other adapters count them, and outputs have P places more.
+P trained rows E `[P, d]` precede the embedded tokens: `[E; x]`, or `[x₀; E; x₁ …]` with
+`combine="prefix_after_bos"`; in encoder-decoders, those of the encoder. The rest of the model sees
+them as tokens: every query attends to them, other adapters count them, and outputs are P longer.
 
 With `joins="inputs"`, as in the paper and in PEFT, the rows are embedded like words: positions,
 types, norms and scales apply, and tokens have the positions P, P + 1, …. With
-`joins="embeddings"`, as in adapters, they join what the embedding module returns, without any of
-these, and tokens keep their positions; where a model adds positions in its attention, P counts
-there either way.
+`joins="embeddings"`, as in adapters, they join the output of the embedding module, without any of
+these, and tokens keep their positions; if a model adds positions in its attention, they include P
+in both cases.
 
-Differs from the paper: nothing. Differs from PEFT: rows padded on the left have E next to their
-first token; T5's second table, which PEFT saves and never reads, is left out. Differs from
-adapters: `joins`; padding is never seen; a stack concatenates.
-Cost: P · d parameters, and P tokens more in each row.
-Cannot do: merging; models without a table of tokens, but for `joins="embeddings"`.
+Differs from the paper: nothing. Differs from PEFT: in rows padded on the left, E directly precedes
+the first token; T5's second table, which PEFT saves and never reads, is left out. Differs from
+adapters: `joins`; padding is always masked; a stack concatenates.
+Cost: P · d parameters, and P more tokens in each row.
+Cannot do: merging; models without an embedding of tokens, except with `joins="embeddings"`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PromptTuningConfig(AdapterConfig):
         prompt_init: "random_uniform", within ±0.5; or "from_string": the embeddings of the
             tokens of a text, repeated or cut to P.
         prompt_init_text: the text; the tokenizer is that of the model's name.
-        combine: "prefix", before the first token; or "prefix_after_bos", behind it.
+        combine: "prefix", before the first token; or "prefix_after_bos", after it.
         joins: "inputs" or "embeddings", see above.
         init_weights_seed: makes the initial values reproducible.
         dtype: of E, by name ("float32"); None for that of the model.
@@ -85,12 +85,12 @@ class PromptTuningConfig(AdapterConfig):
 
     @property
     def starts_as_identity(self) -> bool:
-        """False: every query sees the rows."""
+        """False: every query attends to the rows."""
         return False
 
     @property
     def averages_shared(self) -> bool:
-        """True: the prompt of an average has the averages of the rows."""
+        """True: the rows are averaged."""
         return True
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
@@ -116,7 +116,7 @@ class PromptTuningConfig(AdapterConfig):
         if self.joins == "inputs" and legal is not None and self.prompt_length >= legal:
             raise ConfigError(
                 f"PromptTuningConfig(prompt_length={self.prompt_length}): the model has positions "
-                f"for {legal} tokens, those of the prompt with them. Write "
+                f"for {legal} tokens, including those of the prompt. Write "
                 f"prompt_length={legal - 1} or less, or joins='embeddings'."
             )
         return [Placement(site, self, "prompt")]
@@ -124,7 +124,7 @@ class PromptTuningConfig(AdapterConfig):
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> Prompt:
-        """E."""
+        """Return the module that holds E."""
         return Prompt(self, placements[0].site.d_out, device, dtype)
 
     def init_from_text(self, shared: nn.Module, embedded: Callable[[str], Tensor]) -> None:
@@ -156,7 +156,7 @@ class Prompt(nn.Module):
             config: of the adapter.
             width: d.
             device: of E.
-            dtype: of E, where the config says none.
+            dtype: of E, if the config has none.
         """
         super().__init__()
         fresh = uniform(0.5, generator(config.init_weights_seed, "prompt"))
@@ -164,10 +164,10 @@ class Prompt(nn.Module):
         self.prompt_embedding = drawn((config.prompt_length, width), fresh, device, dtype)
 
     def start_from(self, rows: Tensor) -> None:
-        """Take rows `[any, d]`, again from the first where they are fewer than P.
+        """Copy rows `[any, d]` into E, repeated if they are fewer than P.
 
         Raises:
-            ConfigError: there are none, or they are of another width.
+            ConfigError: there are none, or they have another width.
         """
         length, width = self.prompt_embedding.shape
         if not len(rows) or rows.shape[1] != width:
@@ -181,10 +181,10 @@ class Prompt(nn.Module):
 
 
 class PromptTuning(PromptAdapter):
-    """The rows of E among those of the tokens."""
+    """Inserts the rows of E among the tokens."""
 
     def __init__(self, config: PromptTuningConfig) -> None:
-        """Keep how many there are, and where.
+        """Record the number of rows and where they join.
 
         Args:
             config: of the adapter.
@@ -195,5 +195,5 @@ class PromptTuning(PromptAdapter):
         self.joins = cast("Joins", config.joins)
 
     def prompt(self, base: BaseLayer) -> Tensor:
-        """E `[P, d]`."""
+        """Return E `[P, d]`."""
         return cast("Prompt", base.shared(self)).prompt_embedding

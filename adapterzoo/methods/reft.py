@@ -6,9 +6,9 @@ At the first and last real tokens of the prompt, in a block's output h, A and R 
     LoReFT, NoReFT    h ← h + (φ(A h + a) − R h) R
     DiReFT            h ← h + φ(A h + a) R
 
-Differs from the paper: nothing. Differs from adapters: a short row edits no padding; decoders count
-in their own mask; `generate` edits no new token; R is made orthonormal in each forward, where one
-step with weight decay sets the `[d_model, d_model]` base of adapters to zero.
+Differs from the paper: nothing. Differs from adapters: padding of short rows is not edited;
+decoders use their own mask; `generate` does not edit new tokens; R is orthonormalized in each
+forward, while adapters keeps a `[d_model, d_model]` base that one step with weight decay zeroes.
 Cost per site: 2 r · d_model + r parameters for each unit, on a few tokens. Cannot do: merging.
 """
 
@@ -33,8 +33,8 @@ from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Either, Layers, Range, Sh
 from adapterzoo.spelling import spelled
 
 from . import _reft_spelling
-from ._bottleneck_layer import Affine
 from ._init import DTYPE, DTYPES, drawn, generator, kaiming, uniform
+from ._products import Affine
 from ._sublayers import block_sites
 
 _COUNT = Range(0, 65_536)
@@ -50,10 +50,10 @@ class ReftConfig(AdapterConfig):
     Attributes:
         layers: "all", or numbers of the blocks whose outputs are edited.
         prefix_positions: how many tokens at the start of the prompt are edited, 0 to 65,536.
-        suffix_positions: how many at its end, 0 to 65,536; these win where the two overlap.
+        suffix_positions: how many at its end, 0 to 65,536; these take precedence if both overlap.
         r: rank of the subspace, 1 to the model's width.
         orthogonality: whether the rows of R are orthonormal.
-        tied_weights: whether prefix and suffix have one unit (A, a and R).
+        tied_weights: whether prefix and suffix share one unit (A, a and R).
         subtract_projection: whether R h is subtracted; False for DiReFT.
         dropout: probability, 0 to below 1, of dropping a feature of an edited token.
         non_linearity: φ; None for the identity.
@@ -88,11 +88,11 @@ class ReftConfig(AdapterConfig):
 
     @property
     def starts_as_identity(self) -> bool:
-        """False: A and R are drawn."""
+        """False: A and R start with random values."""
         return False
 
     def placements(self, anatomy: Anatomy) -> list[Placement]:
-        """One placement for the output of each block in `layers`."""
+        """Return one placement for the output of each block in `layers`."""
         wanted = None if isinstance(self.layers, str) else self.layers
         sites = block_sites(anatomy, wanted, f"{type(self).__name__}(layers={self.layers!r})")
         return [Placement(site, self, "reft_layer") for site in sites]
@@ -105,7 +105,7 @@ class ReftConfig(AdapterConfig):
 @config_strings.register("loreft")
 @dataclass(frozen=True, kw_only=True)
 class LoReftConfig(ReftConfig):
-    """Wu et al. 2024, eq. 2: an edit inside of an orthonormal subspace."""
+    """Wu et al. 2024, eq. 2: an edit in a subspace with an orthonormal basis."""
 
     orthogonality: bool = True
 
@@ -131,7 +131,7 @@ class ReftUnit(nn.Module):
     """One intervention: drop(h + (φ(A h + a) − R h) R), with A and a in `source`."""
 
     def __init__(self, config: ReftConfig, d: int, name: str, new: _New) -> None:
-        """Draw A and a as torch's linear layers do, and R with orthonormal rows if it has them."""
+        """Initialize A and a like torch's linear layers; R with orthonormal rows if required."""
         super().__init__()
         draw, shape = generator(config.init_weights_seed, name), (config.r, d)
         self.source = Affine(new(shape, kaiming(draw)), new(shape[:1], uniform(d**-0.5, draw)))
@@ -150,32 +150,32 @@ class ReftUnit(nn.Module):
         return dropout(h + change @ R, self.config.dropout, self.training).to(dtype)
 
     def rows(self) -> Tensor:
-        """R `[r, d_model]`, with orthonormal rows where the config says so."""
+        """Return R `[r, d_model]`, with orthonormal rows if the config requires them."""
         if not self.config.orthogonality:
             return self.projection
         R = self.projection.to(compute_dtype(self.projection.dtype))
-        # R Rᵀ = L Lᵀ, so that the rows of L⁻¹ R are orthonormal; L = I where those of R are
+        # R Rᵀ = L Lᵀ, so that the rows of L⁻¹ R are orthonormal; L = I if those of R already are
         L = torch.linalg.cholesky(R @ R.T)  # [r, r]
         rows: Tensor = torch.linalg.solve_triangular(L, R, upper=False)  # [r, d_model]
         return rows.to(self.projection.dtype)
 
 
 class Reft(Adapter):
-    """The edit of a block's output; `units` are "0" for the prefix, or both ends, and "1"."""
+    """The edit of a block's output; `units` has "0" for the prefix or both ends, "1" otherwise."""
 
     reads_call = True
 
     def __init__(
         self, config: ReftConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make the units; raise a `ConfigError` where r is larger than the width of the model."""
+        """Make the units; raise a `ConfigError` if r is larger than the width of the model."""
         super().__init__()
         if config.r > (d := site.d_out):
             where = f"{type(config).__name__}(r={config.r}) at {site.path!r}"
             raise ConfigError(f"{where}: the states have {d} features. Write r={d} or less.")
         self.counts = {"0": config.prefix_positions, "1": config.suffix_positions}
         new = partial(drawn, device=device, dtype=DTYPES[config.dtype] if config.dtype else dtype)
-        # what edits nothing would get no gradient
+        # a unit without positions would get no gradient
         names = ["0"] if config.tied_weights else [n for n, count in self.counts.items() if count]
         self.units = nn.ModuleDict({n: ReftUnit(config, d, f"{site.path}/{n}", new) for n in names})
 
@@ -183,9 +183,9 @@ class Reft(Adapter):
         """Return the block's output with the edit. `x` `[rows, tokens, d_model]`, same shape."""
         if not (call := base.call).has_prompt(x):
             return base(x)
-        # asked first: a mask that does not tell raises before the block runs
+        # first, so that an unreadable mask raises before the block runs
         ends, h = self._ends(call, x), base(x)  # h [rows, tokens, d_model]
-        # some blocks have fewer tokens behind them; one more stands for those of no prompt
+        # some blocks return fewer tokens; an extra state receives the edits of missing tokens
         ends = ends if h.shape[:-1] == x.shape[:-1] else self._ends(call, h)
         states = edited = pad(h.flatten(0, -2), (0, 0, 0, 1))  # [rows · tokens + 1, d_model]
         for name, at in zip(self.counts, ends, strict=True):

@@ -1,12 +1,11 @@
 """UniPELT — prefix tuning, a bottleneck and LoRA, each with a gate.
 
-Paper: Mao et al. 2022, arXiv:2110.07577, §3.2: gates decide for each sequence how much of each of
-the three acts.
+Paper: Mao et al. 2022, arXiv:2110.07577, §3.2: for each sequence, a gate scales each of the three.
 
 Differs from the paper: nothing. Differs from adapters: gates read the real tokens of the prompt;
-`"unipelt[convention='adapterhub']"` is what adapters computes, in which a gate replaces
-LoRA's alpha / r, so that it is 1 here. Not in PEFT.
-Cost: those of the three, and d_model + 1 numbers for each gate.
+`"unipelt[convention='adapterhub']"` computes the same as adapters, in which a gate replaces LoRA's
+alpha / r; alpha / r is 1 here. Not in PEFT.
+Cost: that of the three methods, and d_model + 1 parameters for each gate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Activation: plans, how to activate them, and which setups are illegal.
+"""Activation: compile plans, activate them, and refuse illegal setups.
 
-A plan is a composition compiled for a model: the step of each layer, and the heads that run.
-It holds for all threads (`set_active`), or for one thread and task inside an `AdapterSetup`.
+A plan is a composition compiled for a model: the step of each layer, and the active heads.
+It applies to all threads (`set_active`), or to one thread and task inside an `AdapterSetup`.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def make_plan(
     Args:
         model: with adapters.
         setup: the composition to compile.
-        head_setup: the heads to use; None: those named like the adapters where there are
-            any, else those that are active now.
+        head_setup: the heads to use; None: those named like the adapters if there are any, else
+            the active ones.
         skip_layers: numbers of blocks in which no adapter acts.
 
     Raises:
-        UnknownNameError: there is no adapter or head of a name.
+        UnknownNameError: an adapter or head is unknown.
     """
     state = model._adapter_state
     names = setup.flatten() if setup is not None else ()
@@ -122,17 +122,17 @@ def check_setup(
     records: Mapping[str, AdapterRecord] = MappingProxyType({}),
     fusions: Mapping[str, FusionRecord] = MappingProxyType({}),
 ) -> None:
-    """Check that a setup can be active with adapters or fusions that are not yet in the model.
+    """Check that a setup can be active, given adapters or fusions that are not yet in the model.
 
     Args:
-        model: with adapters; it has not changed afterwards.
+        model: with adapters; does not change.
         setup: the composition to compile.
         skip_layers: numbers of blocks in which no adapter acts.
         records: of the adapters, with their `coming` modules.
         fusions: records of the fusions.
 
     Raises:
-        AdapterZooError: it cannot.
+        AdapterZooError: it cannot be active.
     """
     state = model._adapter_state
     before = state.records, state.fusions
@@ -159,8 +159,8 @@ def _prompts(
     joins = dict.fromkeys(adapter.joins for inside in adapters.values() for adapter in inside)
     if len(joins) > 1:
         raise CompositionError(
-            f"{listing(adapters)} add tokens that join {listing(joins)}, and those of one call "
-            f"join one of them. Activate them one by one."
+            f"{listing(adapters)} add tokens that join {listing(joins)}, and all tokens of a call "
+            f"must join the same. Activate them one by one."
         )
     places = model._head_strategy.token_places()
     tokens = cast("TokenInput", model.anatomy.tokens)
@@ -193,7 +193,7 @@ def _shared_inputs(
 def set_active(
     model: AdaptedModel, adapter_setup: object, skip_layers: Iterable[int] | None = None
 ) -> None:
-    """Choose the adapters of all threads, and the heads of their names."""
+    """Activate adapters in all threads, and the heads with their names."""
     setup = parse(adapter_setup)
     default = model._active.default
     # not those of the calling thread, which an AdapterSetup may have changed
@@ -208,7 +208,7 @@ def replan(model: AdaptedModel) -> None:
     """Compile the active composition again, without deleted adapters.
 
     Raises:
-        AdapterZooError: the rest cannot be active; then nothing is.
+        AdapterZooError: the rest cannot be active; nothing is active then.
     """
     model._adapter_state.plans.clear()
     plan = model._active.default.plan
@@ -228,12 +228,12 @@ def check_layers(
     """Return the numbers of blocks that a user gave.
 
     Args:
-        layers: None for no block.
-        blocks: how many the model has.
-        argument: what the user called them.
+        layers: None: no block.
+        blocks: the number of blocks of the model.
+        argument: name of the user's argument.
 
     Raises:
-        ConfigError: they are not a list of numbers of blocks.
+        ConfigError: they are not a list of block numbers.
     """
     if layers is None:
         return ()
@@ -256,17 +256,17 @@ def fused(fuse: Fuse) -> tuple[str, ...]:
 
 
 def refuse_used(model: AdaptedModel, name: str) -> None:
-    """Refuse to change an adapter that is active in a block of this thread, merged or fused.
+    """Refuse to change an adapter that is merged, fused, or active in an `AdapterSetup` here.
 
     Raises:
-        StateError: it is.
+        StateError: it is in use.
     """
     refuse_overridden(model, name)
     refuse_merged(model, name)
     using = [n for n, fusion in model._adapter_state.fusions.items() if name in fusion.adapters]
     if using:
         raise StateError(
-            f"the fusion {using[0]!r} is of {name!r}. "
+            f"the fusion {using[0]!r} fuses {name!r}. "
             f"Write delete_adapter_fusion({using[0]!r}) first."
         )
 
@@ -280,7 +280,7 @@ def refuse_taken(
         model: with adapters.
         name: of an adapter that comes.
         overwrite_ok: whether it may be replaced.
-        rename: how the user gives it another name.
+        rename: hint how to give another name.
 
     Raises:
         DuplicateNameError: the name is taken.
@@ -296,10 +296,10 @@ def refuse_taken(
 
 
 def refuse_overridden(model: AdaptedModel, name: str) -> None:
-    """Refuse to change an adapter or fusion that is active in a block of this thread, or batched.
+    """Refuse to change an adapter or fusion that is active in an `AdapterSetup` or being batched.
 
     Raises:
-        StateError: it is.
+        StateError: it is in use.
     """
     refuse_while_batching(model, name)
     setups = [plan.setup for plan in model._active.overrides if plan.setup]
@@ -311,17 +311,17 @@ def refuse_overridden(model: AdaptedModel, name: str) -> None:
 
 
 def refuse_merged(model: AdaptedModel, name: str) -> None:
-    """Refuse an adapter that is in the base weights.
+    """Refuse an adapter that is merged into the base weights.
 
     Raises:
-        StateError: it is.
+        StateError: it is merged.
     """
     if name in model._adapter_state.merged:
         raise StateError(f"{name!r} is merged into the base weights. Write reset_adapter() first.")
 
 
 def refuse_mixed(model: AdaptedModel, merged: Iterable[str], acting: Iterable[str]) -> None:
-    """Refuse what merging would change: the order in which changes of a weight are made.
+    """Refuse adapters whose result depends on the order, if some are merged and others are not.
 
     Raises:
         StateError: an adapter would act on weights that are merged already.

@@ -1,13 +1,14 @@
 """Adapters by name: make, install and remove them.
 
-`install` and `remove` are the one pair of functions that puts an adapter into a model and takes it
-out; everything else that adds or replaces adapters goes through `bring_in`.
+Only `install` and `remove` put an adapter into a model and take it out; every other function adds
+or replaces adapters with `bring_in`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from adapterzoo import methods as _methods  # noqa: F401  registers the config s
 from adapterzoo.composition import fusion_key, parse
 from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
 from adapterzoo.contracts import Adapter, Ejectable
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, StateError, listing, unknown_name
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
     at_hand,
@@ -33,14 +34,25 @@ from adapterzoo.runtime import Plan
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads.embeddings import refuse_own_size
-from .heads.ties import list_ties
+from .heads.ties import leave_groups, list_ties
 from .hf.continuous_batching import refuse_while_batching
 from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
+from .state import (
+    AdaptedModel,
+    AdapterRecord,
+    modules_of,
+    shared_inputs,
+    stacks_of,
+)
 
-# arguments of `forward` that an inner model would swallow as `**kwargs`
-_WHOLE = ("adapter_names", "output_adapter_gating_scores", "output_adapter_fusion_attentions")
+# arguments of `forward` that an inner model would ignore as `**kwargs`
+_WHOLE = (
+    "adapter_names",
+    "task_ids",
+    "output_adapter_gating_scores",
+    "output_adapter_fusion_attentions",
+)
 
 
 # --- add and delete ---
@@ -70,17 +82,17 @@ def add(
 
 
 def init_values(model: AdaptedModel, path: str, adapter: Adapter) -> None:
-    """Let a fresh adapter take initial values from its layer, where that has values yet."""
+    """Let a fresh adapter take initial values from its layer, if that has values."""
     layer = layer_at(model._backbone, path)
     with at_hand(layer), torch.no_grad():
-        # a model that is being loaded has no values, and the file has the adapter's
+        # while a model is being loaded it has no values; the file has the adapter's
         if not any(p is not None and p.is_meta for p in layer._parameters.values()):
             originals = model._adapter_state.originals.get(path, {})
             inject.init_from_layer(layer, adapter, originals)
 
 
 def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -> None:
-    """Give the modules that layers of a fresh adapter share the initial values of a text.
+    """Initialize the shared modules of a fresh adapter from the embeddings of a text.
 
     Raises:
         ConfigError: the model reads no tokens, or the text has none.
@@ -104,7 +116,7 @@ def init_shared(model: AdaptedModel, config: AdapterConfig, shared: nn.Module) -
 
 
 def delete(model: AdaptedModel, name: str) -> None:
-    """Delete an adapter; what was active beside it stays active."""
+    """Delete an adapter; other active adapters stay active."""
     model._adapter_state.find(name)
     refuse_if_sharded(model, "Write set_active_adapters(None).")
     refuse_used(model, name)
@@ -122,7 +134,7 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
         active: whether to activate it as the only adapter.
 
     Raises:
-        AdapterZooError: it cannot act, or not beside what is merged.
+        AdapterZooError: it cannot be active, or conflicts with merged adapters.
     """
     plan = model._active.default.plan
     setup, skipped = plan.setup, plan.skip_layers
@@ -140,26 +152,22 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
 
 
 def eject(model: AdaptedModel, name: str) -> None:
-    """Replace the network that computes an adapter's shared values by the values.
-
-    Raises:
-        StateError: there is no such network, or the adapter is in use.
-    """
+    """Replace the network that computes an adapter's shared values by the values."""
     record = model._adapter_state.find(name)
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     refuse_used(model, name)
     shared = dict(modules_of(model, name)).get("")
-    is_union = len(record.config.members) > 1
-    ejected: dict[int, AdapterConfig] = {}
-    for number, member in enumerate(record.config.members):
+    old, ejected = record.config.members, dict[int, AdapterConfig]()
+    is_union = len(old) > 1
+    for number, member in enumerate(old):
         own = shared._modules.get(str(number)) if is_union and shared is not None else shared
         changes = own.eject() if isinstance(own, Ejectable) else {}
         ejected[id(member)] = member.replace(**changes) if changes else member
-    members = [ejected[id(member)] for member in record.config.members]
-    if members == list(record.config.members):
+    members = [ejected[id(member)] for member in old]
+    if members == list(old):
         raise StateError(
-            f"the adapter {name!r}, {record.config!r}, has no values that a network computes; "
-            f"only prefixes with flat=False have. Leave it out."
+            f"the adapter {name!r} has no values that a network computes, which a prefix with "
+            f"flat=False has. Leave it out."
         )
     places = {
         path: tuple(
@@ -178,12 +186,12 @@ def eject(model: AdaptedModel, name: str) -> None:
 def make(
     model: AdaptedModel, config: AdapterConfig, device: torch.device | None = None
 ) -> AdapterRecord:
-    """Make all modules of a config; the model has not changed.
+    """Make all modules of a config; the model does not change.
 
     Args:
         model: with adapters.
         config: of the adapter.
-        device: where they are made; None: each on that of its layer.
+        device: of the modules; None: that of each layer.
 
     Raises:
         StateError: a model inside this one has its own adapters.
@@ -219,12 +227,12 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
     """Put an adapter into the model, inactive.
 
     Args:
-        model: that gets it.
+        model: that gets the adapter.
         name: of the adapter.
         record: of the adapter, with its modules.
     """
     backbone, active, modules = model._backbone, model._active, record.coming
-    # visit all of them, as each is told its name
+    # no short-circuit: each module is told its name
     reading = [path for path, adapter in modules.items() if _reads_calls(adapter, name)]
     record = AdapterRecord(
         record.config, record.places, shared_inputs(record.places), bool(reading), record.meta
@@ -251,7 +259,7 @@ def install(model: AdaptedModel, name: str, record: AdapterRecord) -> None:
 
 
 def _reads_calls(adapter: nn.Module, name: str) -> bool:
-    """Return whether any part asks for the call or for shared modules; tell it its name."""
+    """Return whether any part uses the call or shared modules; tell it its name."""
     reads = False
     for module in adapter.modules():
         if isinstance(module, Adapter):
@@ -277,6 +285,7 @@ def remove(model: AdaptedModel, name: str) -> None:
             inject.take(backbone.get_submodule(path), name)
             inject.close_entry(backbone, path)
     inject.take_shared(backbone, name, model._active)
+    leave_groups(model, [name])
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)
         if not state.records:
@@ -301,17 +310,18 @@ def remove_all(model: AdaptedModel) -> None:
 
 
 class _Guard:
-    """A forward pre-hook of the models inside: some arguments only the whole model understands."""
+    """A forward pre-hook of inner models: refuses arguments that only the whole model supports."""
 
     def __init__(self, active: object) -> None:
         self.active = active
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         for name in _WHOLE:
-            if kwargs.get(name):
+            given = kwargs.get(name)
+            if given is not None and given is not False:
                 raise StateError(
                     f"{type(module).__name__}.forward({name}=…): a part of the model was called, "
-                    f"and rows and outputs of adapters are known to the whole model only. "
+                    f"and only the whole model supports this argument. "
                     f"Write model(…, {name}=…)."
                 )
 
@@ -328,15 +338,26 @@ def _unguard(stack: nn.Module) -> None:
 
 
 def is_inside(model: nn.Module) -> bool:
-    """Return whether a model is a part of one that has adapters."""
+    """Return whether a model is part of one that has adapters."""
     return _guard_of(model) is not None
 
 
-# --- look and move ---
+# --- inspect and move ---
+
+
+def blocks_of(model: AdaptedModel) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the number and module of each block."""
+    for block in model.anatomy.blocks:
+        yield block.layer, model._backbone.get_submodule(block.path)
 
 
 def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module]]:
     """Return the modules of an adapter: `{block number: {location: module}}`."""
+    records = model._adapter_state.records
+    if isinstance(name, str) and name not in records:
+        # scripts ask in this way whether an adapter is there
+        warnings.warn(str(unknown_name("", "adapter", name, records)), stacklevel=4)
+        return {}
     places = model._adapter_state.find(name).places
     found: dict[int, dict[str, list[nn.Module]]] = {}
     for path, module in modules_of(model, name):
@@ -359,15 +380,15 @@ def move(
         module.to(device=device, dtype=dtype)
     for layer in model._head_strategy.modules_with(name):
         layer.to(device=device, dtype=dtype)
-    # which adapters can act in one call depends on their dtypes
+    # which adapters can be active together depends on their dtypes
     replan(model)
 
 
 def refuse_at_embedding(model: AdaptedModel) -> None:
-    """Refuse to resize an embedding that has adapters of its size.
+    """Refuse to resize an embedding with adapters, which have its size.
 
     Raises:
-        StateError: it has.
+        StateError: it has adapters.
     """
     embedding = model.get_input_embeddings()
     if isinstance(embedding, inject.Adapted):

@@ -37,16 +37,16 @@ def average(
     active: bool = False,
     **options: Any,
 ) -> None:
-    """Add an adapter that combines several others, which stay as they are.
+    """Add a combination of several adapters, which do not change.
 
     Args:
         model: with adapters.
         name: of the result.
-        adapters: their names, or a dict from names to weights.
-        weights: one for each; None: equal ones, or those of the dict.
-        strategy_name: how they are combined.
-        normalize: whether weights are divided by their sum.
-        overwrite_ok: whether an adapter of the name may be replaced.
+        adapters: names, or a dict from names to weights.
+        weights: one for each; None: equal weights, or those of the dict.
+        strategy_name: how to combine them.
+        normalize: whether to divide the weights by their sum.
+        overwrite_ok: whether an adapter of this name may be replaced.
         active: whether to activate the result as the only adapter.
         **options: of the strategy.
 
@@ -86,8 +86,8 @@ def _combined(
     strategy: Combination,
     seed: int | None,
 ) -> AdapterRecord:
-    """Return the result; the model has not changed."""
-    # values come from other adapters: do not disturb the caller's random numbers
+    """Return the result; the model does not change."""
+    # values come from other adapters: leave the caller's random state unchanged
     with undrawn(), torch.random.fork_rng(devices=()):
         record = make(model, config)
     sources: list[dict[str, Any]] = [dict(modules_of(model, each)) for each in names]
@@ -116,7 +116,7 @@ def _combined(
 def _by_member(
     config: AdapterConfig, made: nn.Module, others: Sequence[nn.Module]
 ) -> Iterator[tuple[AdapterConfig, nn.Module, list[nn.Module]]]:
-    """Yield what the layers of each config share: the one of the result, and those of others."""
+    """Yield each config with its shared module in the result and in the other adapters."""
     if config.members == (config,):
         yield config, made, list(others)
         return
@@ -128,14 +128,15 @@ def _by_member(
 def _average(
     made: nn.Module, others: Sequence[nn.Module], weights: Sequence[float], strategy: Combination
 ) -> None:
-    """Give the average the weighted sum of the parameters that the layers of each adapter share."""
-    for key, target in made.named_parameters():
-        value = weighted_sum([upcast(o.get_parameter(key), target) for o in others], weights)
-        strategy.fill(target.data, value, key)
+    """Set shared tensors of the result to the weighted sum of those of the adapters."""
+    theirs = [other.state_dict() for other in others]
+    for key, target in made.state_dict().items():
+        value = weighted_sum([upcast(each[key], target) for each in theirs], weights)
+        strategy.fill(target, value, key)
 
 
 def _share(made: nn.Module, others: Sequence[nn.Module]) -> None:
-    """Give the average what the layers of each adapter share, which must be the same for all."""
+    """Copy shared tensors to the result; they must be equal in all adapters."""
     first = others[0].state_dict()
     for other in others[1:]:
         state = other.state_dict()
@@ -158,7 +159,7 @@ def average_head(
     overwrite_ok: bool,
     set_active: bool,
 ) -> None:
-    """Add a head whose parameters are Σ wᵢ θᵢ of several others; they stay as they are.
+    """Add a head with the parameters Σ wᵢ θᵢ of several others, which do not change.
 
     Raises:
         CompositionError: the heads differ in more than dropout, or the result is not finite.

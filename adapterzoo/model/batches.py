@@ -1,14 +1,15 @@
-"""Batches whose rows take different adapters: what happens where the model is called.
+"""Batches whose rows use different adapters: what a call of the model does.
 
-The names are checked, the batch is counted and, for `Parallel`, repeated; then a plan that assigns
-a composition to each row is active in the calling thread until the call returns. The adapted layers
-ask that plan and count nothing themselves.
+The names are checked, rows are counted, and for `Parallel` the batch is repeated. Then a plan that
+assigns a composition to each row is active in the calling thread until the call returns. Adapted
+layers read the plan and do not count rows themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -22,11 +23,12 @@ from .activation import make_plan
 from .state import AdaptedModel
 
 RowNames: TypeAlias = "Sequence[str | Composition | None]"
+TaskIds: TypeAlias = "Tensor | Sequence[int | str | None]"
 
 BASE = "__base__"
 """PEFT's name for a row without an adapter; None means the same."""
 
-# possible inputs of models with one entry for each row of the batch
+# inputs with one entry for each row of the batch
 _PER_ROW = (
     "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features",
     "attention_mask", "decoder_input_ids", "decoder_inputs_embeds",
@@ -35,39 +37,46 @@ _PER_ROW = (
 _NO_ROWS = ("cache_position", "logits_to_keep", "num_items_in_batch")
 # families with layers whose input has tokens before rows
 _TOKENS_FIRST = ("fsmt", "led", "longformer", "xlnet")
-# how many mixed plans are kept: a server sees the same sets of adapters again and again
+# number of cached plans: a server gets the same sets of adapters again and again
 _KEPT_PLANS = 64
 
 
-def starts(model: AdaptedModel, adapter_names: RowNames | None) -> bool:
-    """Return whether a call has rows to tell apart, and is the outermost one that does it."""
-    rows = model._active.plan.rows
-    return adapter_names is not None or not (rows is None or rows.entered)
+def starts(
+    model: AdaptedModel, adapter_names: RowNames | None, task_ids: TaskIds | None = None
+) -> bool:
+    """Return whether a call has to distinguish rows, and is the outermost call that does."""
+    given = adapter_names is not None or task_ids is not None
+    return given or model._active.plan.divides_batch
 
 
 def plan_of_call(
     model: AdaptedModel,
     inputs: Mapping[str, Any],
     adapter_names: RowNames | None,
+    task_ids: TaskIds | None = None,
     one_head: bool = False,
     generates: bool = False,
     copies: int = 1,
 ) -> tuple[Plan, int]:
-    """Return the plan for one call, and how often its inputs must be repeated.
+    """Return the plan for one call, and how often to repeat its inputs.
 
     Args:
         model: that is called.
-        inputs: as they were given.
+        inputs: by name.
         adapter_names: the adapter of each row; None: those of the active composition.
+        task_ids: the task of each row, where the active composition has a `MultiTask`.
         one_head: whether the caller chooses one head for all rows.
         generates: whether the output has one sequence of tokens for each row.
-        copies: of each row that the call itself makes, as beam search does.
+        copies: number of copies of each row that the call itself makes, as in beam search.
 
     Raises:
         CompositionError: the rows do not fit the batch.
-        StateError: an adapter is merged, or an `AdapterSetup` is in force.
-        UnknownNameError: there is no adapter of a name.
+        StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`.
+        UnknownNameError: an adapter is unknown.
     """
+    tasks: tuple[int, ...] = ()
+    if task_ids is not None or adapter_names is None:
+        tasks = _tasks(model, adapter_names, task_ids)
     if adapter_names is not None:
         plan = _plan_of_names(model, adapter_names, one_head)
         what = f"adapter_names=… names {len(adapter_names)} rows"
@@ -77,27 +86,82 @@ def plan_of_call(
     rows = cast("RowMap", plan.rows)
     batch = _batch_of(inputs, what)
     count = batch * rows.repeats
+    if rows.tasks is not None and len(tasks) != batch:
+        raise CompositionError(
+            f"task_ids=…: it has the tasks of {len(tasks)} rows, and the batch has {batch}. Write "
+            f"one task for each row."
+        )
     if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
         legal = len(rows.index) // rows.repeats
         raise CompositionError(
             f"{what}: the batch has {batch} rows, legal are {legal}. "
             f"Write {'one name, or None, for each row' if adapter_names else 'other sizes'}."
         )
-    # the output of a call that names rows, or generates, has as many rows
-    together = adapter_names is not None or generates
-    entered = rows.enter(count, together, _lengths(model, inputs, count, copies))
+    # in calls that name rows, or generate, the output has as many rows
+    by_task = rows.tasks is not None and rows.repeats == 1 and not rows.exact
+    together = adapter_names is not None or generates or by_task
+    entered = rows.enter(count, together, _lengths(model, inputs, count, copies), tasks)
     return dataclasses.replace(plan, rows=entered), rows.repeats
+
+
+def _tasks(
+    model: AdaptedModel, adapter_names: RowNames | None, task_ids: TaskIds | None
+) -> tuple[int, ...]:
+    """Return the number of each row's task; empty where no tasks are active, and none are given.
+
+    Raises:
+        CompositionError: `task_ids` is missing, is not needed, or has what is no task.
+    """
+    plan = model._active.plan
+    tasks = None if plan.rows is None else plan.rows.tasks
+    if task_ids is None:
+        if tasks is not None:
+            raise CompositionError(
+                f"{plan.setup!r} is active, and nothing says which task each row has. Write "
+                f"task_ids=[0, 1, …], with the number or the name of a task for each row."
+            )
+        return ()
+    if adapter_names is not None:
+        raise CompositionError(
+            "adapter_names=… and task_ids=… both say what acts on each row. Write one of them."
+        )
+    if tasks is None:
+        raise CompositionError(
+            f"task_ids=…: {plan.setup!r} is active, which has no MultiTask. Write "
+            f"set_active_adapters(MultiTask('a', 'b')), or adapter_names=['a', …]."
+        )
+    if isinstance(task_ids, Tensor) and task_ids.dim() == 1:
+        task_ids = task_ids.tolist()
+    if isinstance(task_ids, (str, Tensor)) or not isinstance(task_ids, Iterable):
+        shown = list(task_ids.shape) if isinstance(task_ids, Tensor) else repr(task_ids)
+        raise CompositionError(
+            f"task_ids={shown}: it is a tensor [rows] of numbers, or a list of numbers or names. "
+            f"Write task_ids=[0, 1]."
+        )
+    count = len(tasks.parts)
+    found = []
+    for task in task_ids:
+        is_number = isinstance(task, Integral) and not isinstance(task, bool)
+        number = int(cast("int", task)) if is_number else tasks.number(task)
+        if number is None or not 0 <= number < count:
+            raise CompositionError(
+                f"task_ids=…: there is no task {task!r}. Tasks of {plan.setup!r} are 0 to "
+                f"{count - 1}, or {listing(n for n in tasks.names[0] if n is not None)}. Write one "
+                f"of these for each row."
+            )
+        found.append(number)
+    return tuple(found)
 
 
 def _lengths(
     model: AdaptedModel, inputs: Mapping[str, Any], count: int, copies: int
 ) -> frozenset[int] | None:
-    """Return the lengths of sequences that no layer can have as its number of rows."""
+    """Return the sequence lengths that cannot be mistaken for a number of rows."""
     if model.config.model_type in _TOKENS_FIRST:
         return None
     ids = (inputs.get(name) for name in ("input_ids", "decoder_input_ids"))
     found = {t.shape[-1] for t in ids if isinstance(t, Tensor) and t.dim() > 1}
-    # a batch as long as its sequences is taken for one in the usual order
+    # if both are equal, assume rows before tokens
     return frozenset(found - {count, count * copies})
 
 
@@ -125,7 +189,7 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
             state.find(name)
     parts, index = numbered([None if name == BASE else name for name in given])
     plan = state.plans.get(parts) or _compiled(model, parts)
-    # a compiler would trace anew after each change of the cache
+    # in compiled code, each change of the cache would recompile
     if parts not in state.plans and not torch.compiler.is_compiling():
         while len(state.plans) >= _KEPT_PLANS:
             del state.plans[next(iter(state.plans))]
@@ -136,26 +200,13 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
 
 def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
     for part in parts:
-        if isinstance(part, Composition):
-            if has_rows(part):
-                raise CompositionError(
-                    f"adapter_names=…: {part!r} divides the batch, and it is given to one row. "
-                    f"Write a name, or Stack('a', 'b')."
-                )
-            _check_row(part)
+        if isinstance(part, Composition) and has_rows(part):
+            raise CompositionError(
+                f"adapter_names=…: {part!r} divides the batch, and it is given to one row. "
+                f"Write a name, or Stack('a', 'b')."
+            )
     setup = BatchSplit(*parts, batch_sizes=1)
     return make_plan(model, setup, []) if setup.flatten() else Plan()
-
-
-def _check_row(part: Composition) -> None:
-    try:
-        BatchSplit(part, batch_sizes=1)
-    except CompositionError as error:
-        # that message names a BatchSplit that the user did not write
-        raise CompositionError(
-            f"adapter_names=…: {part!r} cannot be given to one row. Names can, and Stack, Split "
-            f"and Average of names. Write a name, or Stack('a', 'b')."
-        ) from error
 
 
 def repeated(value: Any, times: int, batch: int, name: str = "") -> Any:
@@ -164,7 +215,7 @@ def repeated(value: Any, times: int, batch: int, name: str = "") -> Any:
     Args:
         value: a tensor, or a container of tensors.
         times: how many copies.
-        batch: rows of the batch; what has another number of rows stays as it is.
+        batch: rows of the batch; inputs with another number of rows do not change.
         name: of the input.
     """
     if isinstance(value, Tensor):
@@ -185,9 +236,9 @@ def named_inputs(
     """Return the inputs of a model, all of them by name.
 
     Args:
-        names: of those that have a position, in order.
-        args: what was given by position.
-        kwargs: what was given by name.
+        names: of positional inputs, in order.
+        args: inputs given by position.
+        kwargs: inputs given by name.
 
     Raises:
         ConfigError: there are more inputs than positions, or one is given twice.
@@ -204,7 +255,7 @@ def named_inputs(
 
 
 def batch_size(inputs: Mapping[str, Any]) -> int:
-    """Return the number of rows of a model's inputs; 1 where nothing tells."""
+    """Return the number of rows of a model's inputs; 1 if it is unknown."""
     return next(iter(_rows_of_inputs(inputs).values()), 1)
 
 

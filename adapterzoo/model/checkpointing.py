@@ -35,7 +35,7 @@ from adapterzoo.names import check_name
 
 from . import adapters, fusion, sharding
 from .activation import check_layers, refuse_taken
-from .heads import tables
+from .heads import tables, ties
 from .heads.interface import HeadRecord, LoadOptions
 from .hf.info import info_of
 from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
@@ -95,8 +95,8 @@ def load_adapter(
         version: the same as `revision`.
         revision: branch, tag or commit on the Hub.
         source: "hf" for the Hub, "ah" for an old id.
-        hub_options: as `hub.resolve` takes them.
-        asked: what to load, and how.
+        hub_options: arguments of `hub.resolve`.
+        asked: the other arguments of the public method.
 
     Raises:
         ConfigError: an argument is not legal.
@@ -112,6 +112,7 @@ def load_adapter(
     theirs = None if wanted is None else AdapterConfig.load(wanted).to_dict()
     if theirs is not None and asked.leave_out is None and theirs != own.to_dict():
         _LOG.warning("The checkpoint has another config than %r, and is loaded as %r.", wanted, own)
+    ties.share_equal(model, [name])
     return name
 
 
@@ -132,7 +133,7 @@ def one_revision(version: str | None, revision: str | None) -> str | None:
 def fitting(
     model: AdaptedModel, path: StrPath, asked: LoadOptions, hub_name: str | None = None
 ) -> tuple[str, Callable[[], None]]:
-    """Read what `load_adapter` loads and check it; return its name and what enters it."""
+    """Read and check an adapter; return its name and a function that puts it into the model."""
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     info = info_of(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)
@@ -185,6 +186,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         )
     for _, enter in loads:
         enter()
+    ties.share_equal(model, names)
     return names
 
 
@@ -230,7 +232,7 @@ def _filled(
 
 
 def _leaving_out(config: AdapterConfig, layers: tuple[int, ...]) -> AdapterConfig:
-    """Return the config without these blocks, and without those that it left out already."""
+    """Return the config with these blocks added to its `leave_out`."""
     if isinstance(config, ConfigUnion):
         return ConfigUnion(*(_leaving_out(member, layers) for member in config.configs))
     own = tuple(config.to_dict().get("leave_out", ()))
@@ -248,13 +250,13 @@ def _by_path(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def _with_memory(
     model: AdaptedModel, adapter: Adapter, path: str, placements: list[Placement]
 ) -> Adapter:
-    """Return an adapter of the meta device as one on the device of its layer."""
+    """Return an adapter from the meta device with memory on the device of its layer."""
     layer = layer_at(model._backbone, path)
     if not path:
         return adapter.to_empty(device=device_of(layer))
     if give_memory(adapter, device_of(layer)):
         return adapter
-    # do not disturb the caller's random numbers where a method draws values in its own way
+    # a method may draw values in its own way: leave the caller's random state unchanged
     with undrawn(), torch.random.fork_rng(devices=()):
         return build(layer, path, placements, model.dtype)
 
@@ -339,7 +341,7 @@ def save_fusion(
 
 
 def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
-    """Load fusion layers; the adapters that they fuse must be there.
+    """Load fusion layers; the model must have the adapters that they fuse.
 
     Raises:
         CheckpointError: the file holds no fusion.

@@ -1,4 +1,4 @@
-"""AdapterFusion: layers that weigh the outputs of adapters; and what gates and fusions decided."""
+"""AdapterFusion: add and delete fusion layers; and record the values of gates and fusions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .hf.continuous_batching import refuse_while_batching
 from .sharding import refuse_if_sharded
 from .state import AdaptedModel, FusionRecord, fusion_modules, modules_of
 
-# of the penalty on V, as in adapters
+# weight of the penalty on V, as in adapters
 _REGULARIZATION = 0.01
 
 FuseArgument: TypeAlias = "Fuse | Sequence[str] | str"
@@ -40,7 +40,7 @@ def add(
     overwrite_ok: bool = False,
     active: bool = False,
 ) -> None:
-    """Add the layers that fuse some adapters, one at each of their sites."""
+    """Add layers that fuse several adapters, one at each of their sites."""
     fuse = as_fuse(adapter_names, name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterFusionConfig.load("dynamic" if config is None else config)
@@ -62,11 +62,11 @@ def delete(model: AdaptedModel, adapter_names: FuseArgument) -> None:
 
 
 def as_fuse(names: FuseArgument, name: str | None) -> Fuse:
-    """Return the fusion that a user means.
+    """Return the user's argument as a `Fuse`.
 
     Args:
-        names: a `Fuse`, names of adapters, or these with commas between.
-        name: of the fusion; None: the names with commas between.
+        names: a `Fuse`, names of adapters, or the names joined by commas.
+        name: of the fusion; None: the names joined by commas.
 
     Raises:
         CompositionError: they are not names.
@@ -99,18 +99,22 @@ def check_free(model: AdaptedModel, name: str, overwrite_ok: bool) -> None:
 def make(
     model: AdaptedModel, names: tuple[str, ...], config: AdapterFusionConfig
 ) -> dict[str, Fusion]:
-    """Make the layers that fuse some adapters; the model has not changed.
+    """Make the layers that fuse several adapters; the model does not change.
 
     Args:
         model: with adapters.
-        names: of those whose outputs are weighed.
+        names: of the adapters.
         config: of the fusion.
 
     Raises:
         ConfigError: an adapter cannot be fused.
         SiteError: the adapters have different sites.
     """
-    places = {name: list(model._adapter_state.find(name).places) for name in names}
+    records = {name: model._adapter_state.find(name) for name in names}
+    # what layers share has no place
+    places = {
+        name: [path for path, at in own.places.items() if at] for name, own in records.items()
+    }
     first = places[names[0]]
     for name, paths in places.items():
         if paths != first:
@@ -120,7 +124,7 @@ def make(
                 f"{lost[0]!r}. Fuse adapters of one placement, or leave_out the other blocks."
             )
         for path, module in modules_of(model, name):
-            if not isinstance(module, FusibleAdapter):
+            if path in paths and not isinstance(module, FusibleAdapter):
                 raise ConfigError(
                     f"{name!r} is a {type(module).__name__} at {path!r}, and a fusion weighs the "
                     f"outputs of bottlenecks. Write add_adapter({name!r}, 'seq_bn')."
@@ -128,10 +132,11 @@ def make(
     text = text_config(model.config)
     inherited = getattr(text, "attention_probs_dropout_prob", 0.0)
     dropout = inherited if config.dropout_prob is None else config.dropout_prob
-    made = {}
-    for path, module in modules_of(model, names[-1]):
-        parameter = next(module.parameters())
-        width = model._adapter_state.records[names[-1]].places[path][0].site.d_out
+    made, last = {}, dict(modules_of(model, names[-1]))
+    for path in first:
+        # of a bottleneck that shares all, those that it shares
+        parameter = next(p for at in (path, "") for p in last[at].parameters())
+        width = records[names[-1]].places[path][0].site.d_out
         made[path] = Fusion(config, width, dropout, parameter.device, parameter.dtype)
     return made
 
@@ -183,7 +188,7 @@ def _remove(model: AdaptedModel, name: str) -> None:
 
 
 def regularization_loss(model: AdaptedModel) -> Tensor | None:
-    """Return the penalty that keeps V near the identity; None where no trained fusion asks."""
+    """Return the penalty that keeps V near the identity; None if no trained fusion has one."""
     distances = [
         distance
         for name in model._adapter_state.fusions
@@ -194,10 +199,10 @@ def regularization_loss(model: AdaptedModel) -> Tensor | None:
     return _REGULARIZATION * torch.stack(distances).sum() if distances else None
 
 
-# --- what gates and fusions decided ---
+# --- values of gates and fusions ---
 
 Scores: TypeAlias = dict[str, dict[int, dict[str, Tensor]]]
-"""Name of an adapter or a fusion to block number to location to what was decided there."""
+"""Name of an adapter or fusion → block number → location → values of its gate or fusion."""
 
 _Place: TypeAlias = tuple[str, int, str]
 _Calls: TypeAlias = dict[_Place, list[Tensor]]
@@ -211,17 +216,17 @@ def recorded(
     gates: bool,
     fusions: bool,
 ) -> Any:
-    """Return the output of a forward with what its gates and fusions decided.
+    """Return the output of a forward with the values of its gates and fusions.
 
     Args:
         model: that runs.
         run: the forward.
-        adapter_names: of its rows, where they were given.
+        adapter_names: of its rows; None: not given.
         gates: whether the output gets `adapter_gating_scores`.
         fusions: whether it gets `adapter_fusion_attentions`.
 
     Returns:
-        The output; a tuple has the two, in this order, at its end.
+        The output; a tuple gets the two, in this order, at its end.
     """
     if adapter_names is None:
         acting = [model._active.plan.setup]
@@ -253,7 +258,7 @@ def recorded(
 def _keeping(
     calls: _Calls, place: _Place, read: Callable[[Any], Tensor]
 ) -> Callable[[nn.Module, Any, Any], None]:
-    """Return a hook that keeps what is read from outputs, in calls of this thread."""
+    """Return a hook that keeps values read from outputs, in calls of this thread."""
     thread = threading.get_ident()
 
     def keep(module: nn.Module, args: Any, out: Any) -> None:
@@ -264,12 +269,12 @@ def _keeping(
 
 
 def _scores(calls: _Calls, rows: bool) -> Scores:
-    """Return what was recorded by name, block and location.
+    """Return the recorded values by name, block and location.
 
     Args:
-        calls: what was kept of each call.
-        rows: whether several calls of one module are of different rows of the batch; else they are
-            of the same rows, and give a column each.
+        calls: the values of each call.
+        rows: whether several calls of a module have different rows of the batch; otherwise they
+            have the same rows, and each gives a column.
     """
     found: Scores = {}
     for (name, block, location), tensors in calls.items():

@@ -1,4 +1,4 @@
-"""Merging: write adapters that equal a changed weight into the base weights, and undo it."""
+"""Merging: write adapters that change weights into the base weights, and undo it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
         added: names, in the order in which they act.
 
     Raises:
-        StateError: they cannot be merged; nothing has changed then.
+        StateError: they cannot be merged; nothing has changed.
     """
     state, backbone = model._adapter_state, model._backbone
     refuse_if_sharded(model, "Merge before fully_shard(model).")
@@ -49,7 +49,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
     modules: dict[str, list[Adapter]] = {}
     for name in added:
         for path, module in modules_of(model, name):
-            # a module that layers share does not itself change a weight
+            # shared modules do not change a weight themselves
             if path:
                 modules.setdefault(path, []).append(module)
     _refuse_lost(model, set(modules))
@@ -69,7 +69,7 @@ def merge(model: AdaptedModel, added: Sequence[str]) -> None:
             state.originals[path] = before[path] | kept.get(path, {})
             write(model, path, names)
     except BaseException:
-        # leave no weight half merged, not even after Ctrl-C
+        # undo a partial merge, even after Ctrl-C
         for path, originals in before.items():
             _restore(backbone.get_submodule(path), originals)
         state.originals = kept
@@ -147,11 +147,11 @@ def _to_merge(model: AdaptedModel, names: Sequence[str] | None) -> tuple[str, ..
 
 
 def _stacked(asked: object) -> tuple[str, ...]:
-    """Return the names in a stack of names, the only composition that weights can express."""
+    """Return the names of a stack of names, the only composition that can be merged."""
     setup = parse(asked)
     if not isinstance(setup, Stack) or not all(isinstance(c, str) for c in setup):
         raise StateError(
-            f"{setup!r} is not a stack of adapters, and no weight can express it. Write "
+            f"{setup!r} is not a stack of adapters, so it cannot be merged. Write "
             f"merge_and_unload(['a']), or for an average average_adapter('c', ['a', 'b'], "
             f"combine_strategy='cat') first."
         )
@@ -227,7 +227,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     Args:
         model: holds the layer's originals.
         path: of the layer.
-        names: all adapters that are merged, in the order in which they act.
+        names: all merged adapters, in the order in which they act.
 
     Raises:
         StateError: a merged value is not finite.
@@ -236,7 +236,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
     there = cast("Any", layer).adapters
     adapters = [there[name] for name in names if name in there]
     kept = model._adapter_state.originals[path]
-    # the model may have been moved since the copies were made
+    # the model may have been moved after copying
     own = {name: t.to(cast("Tensor", layer._parameters[name]).device) for name, t in kept.items()}
     bias = own.pop("bias", None)
     for parameter, stored in own.items():
@@ -252,7 +252,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         target = cast("Tensor", layer._parameters[parameter])
         _fill(target, w.mT if transposed else w, f"the merged {parameter} at {path!r}")
         if parameter == "weight" and original.dim() == 2:
-            # adapters of a parameter leave the bias alone: it was not kept
+            # adapters of a parameter do not change the bias, of which there is no copy
             b = torch.zeros_like(w[:, 0]) if bias is None else bias.to(w.dtype)
             own_bias = None if bias is None else cast("Tensor", layer._parameters["bias"])
             _write_bias(own_bias, path, adapters, base, b)
@@ -285,7 +285,7 @@ def _fill(target: Tensor, value: Tensor, what: str) -> None:
 
 
 def _is_finite(t: Tensor) -> bool:
-    # one pass, no boolean tensor: both extremes are NaN if any value is
+    # one pass without a boolean tensor: aminmax gives NaN if any value is NaN
     return not t.numel() or bool(torch.stack(t.aminmax()).isfinite().all())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import LINEAR_OF_PEFT
 from adapterzoo.checkpoint.setup_files import HeadSetup
-from adapterzoo.composition import Composition, Fuse
+from adapterzoo.composition import Composition, Fuse, MultiTask
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import names_calls
@@ -22,10 +22,9 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
 from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
-from .heads import embeddings
+from .heads import embeddings, ties
 from .heads.interface import HeadStrategy, LoadOptions
 from .heads.static import StaticHead
-from .heads.ties import ties
 from .hf import config_entry, embedding_files, publishing, setups, vocabularies
 from .state import AdaptersConfig, AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
@@ -83,12 +82,17 @@ class AdapterModelMixin:
     def get_adapter(self, name: str) -> dict[int, dict[str, nn.Module]]:
         """Return an adapter's modules, `{block number: {location: module}}`; −1 is outside blocks.
 
-        Where one location holds several modules they come as a `ModuleList`.
+        Where one location holds several modules they come as a `ModuleList`. An unknown adapter
+        has none.
 
-        Raises:
-            UnknownNameError: the adapter is unknown.
+        Warns:
+            UserWarning: the adapter is unknown.
         """
         return adapters.by_location(self, name)
+
+    def iter_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield each block's number and module, an encoder's blocks before its decoder's."""
+        return adapters.blocks_of(self)
 
     @overload
     def adapter_summary(self, as_dict: Literal[True]) -> list[dict[str, Any]]: ...
@@ -302,6 +306,44 @@ class AdapterModelMixin:
         """
         adapters.eject(self, name)
 
+    def share_parameters(
+        self,
+        adapter_names: MultiTask | Sequence[str] | str,
+        name: str | None = None,
+        reference_adapter_name: str | None = None,
+    ) -> None:
+        """Let adapters of several tasks have some parameters in common, A and B of MTL-LoRA.
+
+        They are trained once, and saved with each adapter. Adapters whose files have equal bits
+        share them after loading.
+
+        Args:
+            adapter_names: a `MultiTask`, a list of names, or names with commas between.
+            name: of what they share; None: the names with commas between.
+            reference_adapter_name: the adapter whose values they get; None: the first.
+
+        Raises:
+            ConfigError: a method shares nothing, or the adapters' parameters differ in shape.
+            StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
+            UnknownNameError: an adapter is unknown.
+        """
+        ties.share(self, adapter_names, name, reference_adapter_name)
+
+    def unshare_parameters(
+        self, adapter_names: MultiTask | Sequence[str] | str, name: str | None = None
+    ) -> None:
+        """Give each adapter its own parameters again, with the values that they have.
+
+        Args:
+            adapter_names: as in `share_parameters`.
+            name: the one that was given there.
+
+        Raises:
+            StateError: an adapter shares nothing, or not under this name; or as above.
+            UnknownNameError: an adapter is unknown.
+        """
+        ties.unshare(self, adapter_names, name)
+
     # --- activate ---
 
     @property
@@ -440,7 +482,7 @@ class AdapterModelMixin:
         return training.adapter_fingerprint(self, adapter_name)
 
     def verify_replicas(self, group: Any = None) -> None:
-        """Check that every process has the same adapters, heads and bits of them.
+        """Check that every process has the same adapters and heads, bit for bit.
 
         This is a collective call; all processes of the group get the same result. On a model
         sharded by `fully_shard` it compares what several processes hold: configs, parameters
@@ -1167,7 +1209,12 @@ class AdapterModelMixin:
         """Return the tied parameters of base model, heads and adapters: keys to keys."""
         pairs = cast("Any", super()).get_expanded_tied_weights_keys(all_submodels=all_submodels)
         # transformers calls this in the constructor
-        return {**pairs, **ties(self)} if "_adapter_state" in vars(self) else pairs
+        return {**pairs, **ties.ties(self)} if "_adapter_state" in vars(self) else pairs
+
+    def _adjust_bias(self, output_embeddings: nn.Module, input_embeddings: Any) -> None:
+        # transformers takes what has a tied parameter for an output layer
+        if not isinstance(output_embeddings, Adapter):
+            cast("Any", super())._adjust_bias(output_embeddings, input_embeddings)
 
     def _start_adapters(self) -> None:
         """Initialize the state, without adapters; called once for each model."""

@@ -1,4 +1,4 @@
-"""`AdapterSetup`: a block with other adapters and heads, for one thread and task."""
+"""`AdapterSetup`: a context with other active adapters and heads, for one thread and task."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class AdapterSetup:
     ```
 
     It applies to every model that has all of its adapters. Asyncio tasks and `asyncio.to_thread`
-    that are started inside take it along, as do the threads of DataParallel; other threads and
-    tasks do not see it.
+    started inside inherit it, and so do the threads of DataParallel; other threads and tasks do
+    not.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class AdapterSetup:
         ignore_empty: bool = False,
         skip_layers: Iterable[int] | None = None,
     ) -> None:
-        """Describe the setup; nothing changes before the block is entered.
+        """Keep the setup; it becomes active when the block is entered.
 
         Args:
-            adapter_setup: a name, a list of names, a composition, or None for the plain model.
-            head_setup: head or heads to use; None for heads named like the adapters where
-                there are any, else those that are active.
+            adapter_setup: a name, a list of names, a composition, or None for the base model.
+            head_setup: head or heads to use; None: those named like the adapters if there are any,
+                else the active ones.
             ignore_empty: whether a setup that fits no model is accepted.
-            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); those of
-                `set_active_adapters` do not hold in the block.
+            skip_layers: numbers of blocks in which no adapter acts (AdapterDrop); they replace
+                those of `set_active_adapters`.
 
         Raises:
             CompositionError: the setup is not a composition.
@@ -79,7 +79,7 @@ class AdapterSetup:
         self.ignore_empty = ignore_empty
         # validated where the number of blocks is known
         self.skip_layers = tuple(skip_layers) if isinstance(skip_layers, Iterable) else skip_layers
-        # the blocks to leave, each with the thread and the task that has entered it
+        # the contexts to exit, each with the thread and task that entered it
         self._entered: list[tuple[tuple[int, object], ExitStack]] = []
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ class AdapterSetup:
 
         Raises:
             ConfigError: a model has no block of a number in `skip_layers`.
-            UnknownNameError: no model has all the adapters and heads that are named.
+            UnknownNameError: no model has all of the named adapters and heads.
         """
         with naming(lambda: repr(self)):
             self._entered.append((_here(), self._entered_models()))
@@ -127,14 +127,14 @@ class AdapterSetup:
         """Restore the previous setup.
 
         Raises:
-            StateError: another thread or task has entered the block.
+            StateError: another thread or task entered the block.
         """
         here = _here()
         mine = [i for i, (where, _) in enumerate(self._entered) if where == here]
         if not mine:
             raise StateError(
-                f"{self!r}: the block is left in another thread or asyncio task than it was "
-                f"entered in. Write 'with AdapterSetup(…)' in the function that calls the model."
+                f"{self!r}: the block was entered in another thread or asyncio task than it is "
+                f"left in. Write 'with AdapterSetup(…)' in the function that calls the model."
             )
         _, stack = self._entered.pop(mine[-1])
         stack.close()

@@ -1,8 +1,8 @@
-"""Models whose layers another library has changed: `fully_shard` split them, or PEFT wrapped them.
+"""Models that another library has changed: sharded by `fully_shard`, or wrapped by PEFT.
 
 After `torch.distributed.fsdp.fully_shard` each process holds a part of each parameter, as a
-DTensor. It keeps to the parameters that were there when it was called, so adapters and heads must
-be added before it. Below layers of PEFT adapters act, but none can be added or removed.
+DTensor. It handles only parameters that existed when it was called, so adapters and heads must be
+added before. In layers wrapped by PEFT, adapters act but cannot be added or removed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from adapterzoo.errors import AdapterZooError, CheckpointError, StateError
 
 
 def reshard(model: Any) -> None:
-    """Restore every module's own part of the parameters, in this process only.
+    """Give every module its sharded parameters again, in this process only.
 
-    After a forward without a backward `fully_shard` leaves some parameters whole, as other
-    objects than those that an optimizer and a checkpoint see.
+    After a forward without a backward, `fully_shard` leaves some parameters whole, as other objects
+    than those of the optimizer and the checkpoint.
     """
     if _may_be_sharded():
         from torch.distributed.fsdp import FSDPModule
@@ -33,7 +33,7 @@ def reshard(model: Any) -> None:
 
 
 def mesh_of(model: Any) -> Any:
-    """Return the `DeviceMesh` of a resharded model; None where every parameter is whole."""
+    """Return the `DeviceMesh` of a resharded model; None if no parameter is sharded."""
     if not _may_be_sharded():
         return None
     from torch.distributed.tensor import DTensor
@@ -43,7 +43,7 @@ def mesh_of(model: Any) -> Any:
 
 
 def refuse_if_sharded(model: Any, hint: str) -> None:
-    """Reshard, and refuse to change which parameters there are below `fully_shard` or PEFT.
+    """Reshard, and refuse to add or remove parameters of a sharded or wrapped model.
 
     Args:
         model: with adapters.
@@ -52,7 +52,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
     Raises:
         StateError: the model is sharded, or has layers of PEFT.
     """
-    # PEFT leaves its config in what it wraps; looking at all layers costs more with each adapter
+    # PEFT leaves its config in models it wraps; a search of all layers would be slower
     path = peft_layer(model) if "peft_config" in vars(model) else None
     if path is not None:
         raise StateError(
@@ -69,7 +69,7 @@ def refuse_if_sharded(model: Any, hint: str) -> None:
 
 
 def peft_layer(model: nn.Module) -> str | None:
-    """Return the path of the first layer that PEFT has put into a model; None without one."""
+    """Return the path of the first layer that PEFT has wrapped; None without one."""
     # a model with such a layer has imported the class
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     kinds = getattr(tuners, "BaseTunerLayer", ())
@@ -77,10 +77,10 @@ def peft_layer(model: nn.Module) -> str | None:
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whole; those that are not sharded as they are.
+    """Return the whole tensors; those that are not sharded unchanged.
 
-    A collective call where any is sharded. Copies that the processes hold of the same part are
-    not compared: each process gets its own.
+    A collective call if any is sharded. Copies of the same part in several processes are not
+    compared.
 
     Args:
         tensors: of a resharded model, in the same order in all processes.
@@ -100,9 +100,9 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) -> None:
-    """Gather the tensors of a checkpoint and write it in one process, the first of the mesh.
+    """Gather the tensors of a checkpoint and write it in the first process of the mesh.
 
-    The others wait for it and share its error. Where the model is not sharded each process writes.
+    The others wait and raise its error too. If the model is not sharded, each process writes.
 
     Args:
         model: resharded.
@@ -110,7 +110,7 @@ def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) ->
         write: writes the whole checkpoint.
 
     Raises:
-        CheckpointError: what `write` raised; an old checkpoint is still whole.
+        CheckpointError: `write` failed; an old checkpoint is still whole.
     """
     whole = Checkpoint(stored.metadata, gathered(stored.adapter), gathered(stored.head))
     mesh = mesh_of(model)
@@ -132,7 +132,7 @@ def save(model: Any, stored: Checkpoint, write: Callable[[Checkpoint], None]) ->
 
 
 def class_name(model: Any) -> str:
-    """Return the name of a model's class; `fully_shard` gives it a subclass of that."""
+    """Return the name of a model's class, without the subclass of `fully_shard`."""
     mro = type(model).__mro__
     if _may_be_sharded():
         from torch.distributed.fsdp import FSDPModule

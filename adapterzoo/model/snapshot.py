@@ -1,10 +1,9 @@
 """Training checkpoints: all trained parameters of a model in one folder.
 
-Each adapter is in the sub-folder of its name, with the head of the same name and its trained
-embeddings in one file, as `load_adapter` reads it; a head of another name is in its own sub-folder,
-as `load_head` reads it, and so are the layers of each fusion. Copies of a static head are stored
-with their adapters and fusions. Parameters of the base model that the user trains as well are in a
-separate file; frozen parameters are not saved.
+Each adapter is in the sub-folder of its name, with its head and trained embeddings in one file, as
+`load_adapter` reads it. A head of another name has its own sub-folder, as `load_head` reads it, and
+so have the layers of each fusion. Copies of a static head are stored with their adapters and
+fusions. Trained parameters of the base model are in a separate file; frozen ones are not saved.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Part:
     """One adapter, one head, the layers of one fusion or the unfrozen parameters.
 
     Attributes:
-        what: for messages.
-        file: tensors that were saved.
-        model: tensors of the model, to be filled in place.
+        what: its name in messages.
+        file: the saved tensors.
+        model: the tensors of the model to fill in place.
     """
 
     what: str
@@ -49,7 +48,7 @@ def save(model: AdaptedModel, folder: Path) -> None:
 
     Args:
         model: with adapters.
-        folder: made when missing.
+        folder: created if missing.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -67,11 +66,11 @@ def save(model: AdaptedModel, folder: Path) -> None:
 
 
 def restore(model: AdaptedModel, folder: Path) -> None:
-    """Fill the parameters that the model has, in place, with those that `save` wrote.
+    """Fill the parameters of the model in place with those that `save` wrote.
 
     Args:
-        model: with the adapters and heads that it had then.
-        folder: as given to `save`.
+        model: with the same adapters and heads as when it was saved.
+        folder: the folder given to `save`.
 
     Raises:
         CheckpointError: adapters, heads, fusions, configs or tensors differ; nothing has been
@@ -90,7 +89,7 @@ def restore(model: AdaptedModel, folder: Path) -> None:
 
 
 def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
-    """Return the parameters by name that are trained and belong to no adapter, head or fusion."""
+    """Return the trained parameters, by name, that belong to no adapter, head or fusion."""
     strategy = model._head_strategy
     kept = {id(p) for p in own_parameters_of(model)}
     for name in strategy.saved_names():
@@ -102,7 +101,7 @@ def unfrozen(model: AdaptedModel) -> dict[str, Tensor]:
 def has_frozen_matrix(model: AdaptedModel) -> bool:
     """Return whether any matrix of the base model is frozen, embeddings aside.
 
-    Some families have positions that are never trained, so those say nothing.
+    Embeddings do not count: some families have positions that are never trained.
     """
     own = {id(p) for p in own_parameters_of(model)}
     return any(
@@ -115,13 +114,13 @@ def has_frozen_matrix(model: AdaptedModel) -> bool:
 
 
 def _apart(model: AdaptedModel) -> list[str]:
-    """Return the heads that no adapter has in its file, that of a fusion among them."""
+    """Return the heads that are not in an adapter's file, those of fusions included."""
     names = model._head_strategy.saved_names()
     return [name for name in names if name not in model._adapter_state.records]
 
 
 def _folder_of(head: str) -> str:
-    """Return the folder of a head; that of a fusion lies with its layers."""
+    """Return the folder of a head; for a fusion's head, the folder of its layers."""
     return head.removeprefix(fusion_key(""))
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from adapterzoo import inject
 from adapterzoo.anatomy import Anatomy, find, input_embeddings_of
 from adapterzoo.composition import fusion_key
-from adapterzoo.configs import AdapterConfig, Placement
+from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import unknown_name
 from adapterzoo.inject.building import layer_at
@@ -30,15 +30,15 @@ DEFAULT_EMBEDDINGS = "default"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterRecord:
-    """One named adapter; no two are equal.
+    """One named adapter; compared by identity.
 
     Attributes:
         config: its config.
         places: path of each adapted layer → its adapters.
-        shared_inputs: path of a module to those of its adapted layers that read one input.
-        reads_calls: whether its layers read facts about calls, or what they share.
-        meta: JSON values that came with it from a checkpoint and go with it to the next.
-        coming: its modules by path, while they are not yet in the model.
+        shared_inputs: path of a module → those of its adapted layers that read the same input.
+        reads_calls: whether its layers use facts about calls, or shared modules.
+        meta: JSON values from its checkpoint, which are saved again.
+        coming: its modules by path, until they are in the model.
     """
 
     config: AdapterConfig
@@ -57,20 +57,20 @@ class AdapterRecord:
 
 
 def shared_inputs(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list[str]]:
-    """Return the path of a module to those of its layers that read one input, at least two."""
+    """Return the path of a module → those of its layers that read the same input, at least two."""
     found: dict[str, dict[str, list[str]]] = {}
     for path, placements in places.items():
-        # a module that layers share has a path and no placement
+        # a shared module has a path but no placement
         if placements and (shared := placements[0].site.shared_input) is not None:
             found.setdefault(path.rpartition(".")[0], {}).setdefault(shared, []).append(path)
-    # a block whose sub-layers have no modules of their own has two such groups: the larger wins
+    # a block without modules for its sub-layers has two such groups: keep the larger
     largest = {module: max(kinds.values(), key=len) for module, kinds in found.items()}
     return {module: paths for module, paths in largest.items() if len(paths) > 1}
 
 
 @dataclass(frozen=True, slots=True)
 class FusionRecord:
-    """The fusion layers of one name: their config, the adapters they fuse, and their paths."""
+    """One fusion: its config, the adapters that it fuses, and the paths of its layers."""
 
     config: AdapterFusionConfig
     adapters: tuple[str, ...]
@@ -118,18 +118,19 @@ class AdapterState:
 
     Attributes:
         records: the adapters by name.
-        anatomy: of the base model, found once.
-        stacks: paths of the base model and of the models in it, found once.
+        anatomy: of the base model; cached.
+        stacks: paths of the base model and of the models in it; cached.
         merged: names of the adapters in the base weights, in the order of merging.
-        originals: path of a merged layer to its parameters as they were before, bit for bit.
+        originals: path of a merged layer → its original parameters.
         fusions: the fusion layers by name.
-        copies: paths of the layers of a static head of which an adapter has a copy, by the name
-            under which the layers keep it: that of the adapter, or `fusion_key` of a fusion's.
-        head: path of such a layer that holds a merged adapter's copy to its tensors as they were.
-        plans: of mixed batches that came before, by what their rows take; dropped whenever
-            adapters come, go or move.
-        is_base: whether the model is its own base model; None: not looked yet.
-        embeddings: name of the embeddings that are active.
+        copies: owner of a copy of the static head, an adapter's name or the `fusion_key` of a
+            fusion → paths of the copied layers.
+        head: path of a layer of the static head with a merged copy → its original tensors.
+        sharing: name of a group of adapters that share parameters → the adapters.
+        plans: cached plans of mixed batches, by the compositions of their rows; cleared when
+            adapters are added, removed or moved.
+        is_base: whether the model is its own base model; None: not known yet.
+        embeddings: name of the active embeddings.
         coming_embeddings: those to activate once a model that is being loaded has its values.
     """
 
@@ -141,6 +142,7 @@ class AdapterState:
     fusions: dict[str, FusionRecord] = field(default_factory=dict)
     copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
     head: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    sharing: dict[str, tuple[str, ...]] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)
     is_base: bool | None = None
     embeddings: str = DEFAULT_EMBEDDINGS
@@ -168,14 +170,14 @@ class AdapterState:
 
 
 class AdaptedModel(Protocol):
-    """The part of a model that this package uses; the rest is a `PreTrainedModel`'s."""
+    """The attributes of a model that this package uses; the rest is a `PreTrainedModel`'s."""
 
     _active: ActiveState
     _adapter_state: AdapterState
 
     @property
     def _head_strategy(self) -> HeadStrategy:
-        """What the model does with its heads."""
+        """The model's heads."""
 
     @property
     def _backbone(self) -> nn.Module:
@@ -183,14 +185,14 @@ class AdaptedModel(Protocol):
 
     @property
     def anatomy(self) -> Anatomy:
-        """Where adapters can sit in the base model."""
+        """The sites for adapters in the base model."""
 
     def __getattr__(self, name: str) -> Any:
         """Find what a `PreTrainedModel` has."""
 
 
 def backbone_of(model: AdaptedModel) -> nn.Module:
-    """Return the base model, which has the adapters; a model without a head is its own."""
+    """Return the base model, which holds the adapters; a model without a head is its own."""
     state = model._adapter_state
     if state.is_base is None:
         state.is_base = is_base(cast("nn.Module", model))
@@ -198,10 +200,10 @@ def backbone_of(model: AdaptedModel) -> nn.Module:
 
 
 def is_base(model: nn.Module) -> bool:
-    """Return whether a model is the base model itself, although a part has its prefix's name.
+    """Return whether a model is its own base model, even if a part has the name of its prefix.
 
-    DINOv3 calls its encoder as other families call their base model. What is beside a base model
-    is a head, and a head does not embed the inputs.
+    DINOv3's encoder has the name that other families give their base model. But modules beside a
+    base model belong to a head, and a head does not embed the inputs.
 
     Args:
         model: a `PreTrainedModel`.
@@ -214,7 +216,7 @@ def is_base(model: nn.Module) -> bool:
 
 
 def anatomy_of(model: AdaptedModel) -> Anatomy:
-    """Return where adapters can sit in the base model."""
+    """Return the sites for adapters in the base model."""
     state = model._adapter_state
     if state.anatomy is None:
         state.anatomy = find(backbone_of(model))
@@ -228,7 +230,7 @@ def token_table(model: AdaptedModel) -> nn.Embedding | None:
 
 
 def stacks_of(model: AdaptedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the base model and the models in it, such as encoder and decoder; not the whole."""
+    """Yield the base model and the models in it, such as encoder and decoder, but not `model`."""
     state, backbone = model._adapter_state, backbone_of(model)
     if state.stacks is None:
         modules = backbone.named_modules()
@@ -252,6 +254,18 @@ def modules_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
     return ((path, cast("Adapter", layer.adapters[name])) for path, layer in layers)
 
 
+def shareable_of(model: AdaptedModel, name: str) -> dict[tuple[str, str], nn.Parameter]:
+    """Return the parameters that an adapter can share, by the path of the layer and their key."""
+    config = model._adapter_state.find(name).config
+    keys = config.shareable if isinstance(config, MultiTaskConfig) else ()
+    return {
+        (path, key): parameter
+        for path, module in modules_of(model, name)
+        for key, parameter in module.named_parameters()
+        if key.rpartition(".")[2] in keys
+    }
+
+
 def parameters_of(model: AdaptedModel, name: str) -> Iterator[nn.Parameter]:
     """Yield the parameters of an adapter, each once."""
     for module in dict.fromkeys(module for _, module in modules_of(model, name)):
@@ -259,12 +273,12 @@ def parameters_of(model: AdaptedModel, name: str) -> Iterator[nn.Parameter]:
 
 
 def tensors_of(model: AdaptedModel, name: str) -> dict[str, Tensor]:
-    """Return all tensors of an adapter, as checkpoints name them."""
+    """Return all tensors of an adapter by their keys in checkpoints."""
     return named_tensors(dict(modules_of(model, name)))
 
 
 def named_tensors(modules: Mapping[str, nn.Module], keep_vars: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of modules by path and key, as checkpoints name them."""
+    """Return the tensors of modules by their keys in checkpoints, `<path>/<key>`."""
     return {
         f"{path}/{key}": tensor
         for path, module in modules.items()
@@ -273,7 +287,7 @@ def named_tensors(modules: Mapping[str, nn.Module], keep_vars: bool = False) -> 
 
 
 def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion]]:
-    """Return the fusion layers of a name with the paths of their places, in model order.
+    """Return the layers of a fusion with their paths, in model order.
 
     Raises:
         UnknownNameError: there is no fusion of this name.
@@ -284,7 +298,7 @@ def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion
 
 
 def own_parameters_of(model: AdaptedModel) -> Iterator[nn.Parameter]:
-    """Yield the parameters of all adapters and fusions; one that is shared comes twice."""
+    """Yield the parameters of all adapters and fusions; shared ones may come twice."""
     for name in model._adapter_state.records:
         yield from parameters_of(model, name)
     for name in model._adapter_state.fusions:

@@ -43,7 +43,7 @@ def train_adapter(model: AdaptedModel, adapter_setup: object, train_embeddings: 
     Raises:
         StateError: the setup names no adapter.
     """
-    # a forward of a sharded model leaves whole parameters, which an optimizer must not get
+    # a forward of a sharded model leaves whole parameters, which must not reach an optimizer
     reshard(model)
     setup = parse(adapter_setup)
     if setup is None or not setup.flatten():
@@ -96,7 +96,7 @@ def train_fusion(model: AdaptedModel, adapter_setup: object, unfreeze_adapters: 
 
 
 def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embeddings: bool) -> None:
-    """Put the model into training mode, with these parameters and the active heads trained."""
+    """Set training mode; train only these parameters and the active heads."""
     module: Any = model
     module.train()
     quantised.unpack(module)
@@ -108,7 +108,7 @@ def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embedding
 
 
 def hold_statistics(model: AdaptedModel) -> None:
-    """Keep frozen norms in evaluation: a forward in training would change their statistics."""
+    """Set frozen norms to evaluation: a forward in training would change their statistics."""
     for module in model._backbone.modules():
         tracks = isinstance(module, _NormBase) and module.track_running_stats
         if tracks and not any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -132,11 +132,11 @@ def freeze(model: AdaptedModel, freezes: bool) -> None:
 
 
 def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
-    """Let transformers make quantized layers plain ones; their adapters stay with them.
+    """Let transformers make quantized layers plain ones, and keep their adapters.
 
     Args:
         model: with adapters.
-        run: what transformers does.
+        run: transformers' method.
     """
     module: Any = model
     # transformers would misread weights that were reordered for inference
@@ -166,7 +166,7 @@ def trainable_when_quantised(model: Any) -> Iterator[None]:
     """Let Trainer accept a quantized model, which it allows only with PEFT adapters.
 
     Args:
-        model: it does not report that it is quantized while the context runs.
+        model: in the context, it does not report that it is quantized.
     """
     quantised_before = getattr(model, "is_quantized", False)
     if quantised_before:
@@ -189,7 +189,7 @@ def adapter_fingerprint(model: AdaptedModel, name: str) -> str:
 
 
 def verify_replicas(model: AdaptedModel, group: Any) -> None:
-    """Check that every process has the same adapters, heads and bits of them.
+    """Check that every process has the same adapters and heads, bit for bit.
 
     Raises:
         StateError: no process group runs, or processes differ.
@@ -239,7 +239,7 @@ _COLUMNS = ("name", "architecture", "#param", "%param", "active", "train")
 
 
 def summary(model: AdaptedModel) -> list[dict[str, Any]]:
-    """Return a row for each adapter, and the base model's last."""
+    """Return a row for each adapter, then one for the base model."""
     plan, records = model._active.plan, model._adapter_state.records
     active = () if plan.setup is None else plan.setup.flatten()
     rows: list[dict[str, Any]] = []

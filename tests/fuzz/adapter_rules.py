@@ -28,6 +28,7 @@ CONFIGS = (
     "lora[r=2,init_weights='bert']",
     "dora[r=2]",
     "dora[r=2,dropout=0.1,convention='adapterhub']",
+    "dvora[r=2]",
     "boft",
     "boft[boft_block_size=4,boft_n_butterfly_factor=2]",
     "seq_bn[reduction_factor=8]",

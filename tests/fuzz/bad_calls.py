@@ -55,7 +55,6 @@ ALWAYS: dict[str, Callable[[Any, Any], Any]] = {
     "delete_head": lambda m, w: m.delete_head(_NOBODY),
     "get_head": lambda m, w: m.get_head(_NOBODY),
     "get_labels": lambda m, w: m.get_labels(_NOBODY),
-    "get_adapter": lambda m, w: m.get_adapter(_NOBODY),
     "adapter_to": lambda m, w: m.adapter_to(_NOBODY, dtype=torch.float64),
     "adapter_fingerprint": lambda m, w: m.adapter_fingerprint(_NOBODY),
     "active_head =": lambda m, w: setattr(m, "active_head", _NOBODY),

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from adapterzoo.errors import KernelError
 from adapterzoo.kernels import butterfly as module
-from adapterzoo.kernels.butterfly import butterfly, butterfly_reference, fold, folded, turned
+from adapterzoo.kernels.butterfly import butterfly, butterfly_reference, fold, folded, rotated
 from adapterzoo.kernels.cayley import cayley_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -143,12 +143,12 @@ def test_gradients_agree_with_differences(kernel, b, blocks, m):
     x = random(2, b * blocks).requires_grad_()
     R = random(m, blocks, b, b).requires_grad_()
 
-    def turned(x, R):
+    def rotated(x, R):
         return kernel(x, cayley_reference(R))
 
-    assert gradcheck(turned, (x, R))
+    assert gradcheck(rotated, (x, R))
     assert gradcheck(lambda x, R: kernel(x, cayley_reference(R), transposed=True), (x, R))
-    assert gradgradcheck(turned, (x, R), atol=1e-4, fast_mode=True)
+    assert gradgradcheck(rotated, (x, R), atol=1e-4, fast_mode=True)
 
 
 def test_factors_are_folded_in_float32_under_autocast():
@@ -185,7 +185,7 @@ def test_the_backward_keeps_x_and_numbers_of_the_size_of_the_rotation(m):
 def operator(x, Q, transposed=False):
     """`turned` as on a GPU: by the operator, which here runs in torch."""
     with mock.patch.object(module.mode, "may_take_triton", return_value=True):
-        return turned(x, Q, transposed)
+        return rotated(x, Q, transposed)
 
 
 def with_experts():
@@ -199,7 +199,7 @@ def test_the_operator_is_the_definition(m, transposed):
     Q = folded(rotations(m, 128, 4))
     for x, own in ((random(3, 5, 512), Q), with_experts()):
         expected = butterfly_reference(x, own, transposed)
-        for run in (turned, operator):
+        for run in (rotated, operator):
             torch.testing.assert_close(run(x, own, transposed), expected, rtol=0, atol=1e-13)
 
 

@@ -111,7 +111,7 @@ def test_the_head_reads_the_inverse_of_what_it_read(family):
     own = dict(model.adapter_modules("a"))
     for path, module in model.adapter_modules("plain"):
         module.load_state_dict(own[path].state_dict())
-    nice, inputs = own[""], tiny_inputs(family, batch=2)
+    nice, inputs = own[""]["invertible"], tiny_inputs(family, batch=2)
     model.set_active_adapters(
         "a",
     )
@@ -266,7 +266,7 @@ def test_half_precision_stays_half(dtype):
 def test_its_parameters_are_there_once(tmp_path):
     model = made("t5", a=INV)
     keys = [key for key in model.state_dict() if ".F.0.weight" in key]
-    assert keys == ["transformer.adapters.a.F.0.weight"]
+    assert keys == ["transformer.adapters.a.invertible.F.0.weight"]
     model.save_adapter(tmp_path, "a")
     other = copy.deepcopy(model)
     other.load_adapter(tmp_path, load_as="b")

@@ -21,11 +21,17 @@ from adapterzoo.methods._weight_cache import WeightCache
 # torch.nn.parallel has a function of this name
 replicate_module = importlib.import_module("torch.nn.parallel.replicate")
 
-METHODS = ["dora", "dora[convention='adapterhub']", "boft", "boft[boft_n_butterfly_factor=2]"]
+METHODS = [
+    "dora",
+    "dora[convention='adapterhub']",
+    "dvora[r=4]",
+    "boft",
+    "boft[boft_n_butterfly_factor=2]",
+]
 
 
 # what takes a second each: one that keeps a gain, and one that keeps a rotation
-few = pytest.mark.parametrize("model", [METHODS[0], METHODS[3]], indirect=True)
+few = pytest.mark.parametrize("model", [METHODS[0], METHODS[4]], indirect=True)
 
 
 def adapted(method, family="bert"):

@@ -495,7 +495,7 @@ def test_ranks_side_by_side_that_are_too_many_name_the_call_and_a_legal_one(kind
     with pytest.raises(CompositionError) as caught:
         kind.combined(configs, how, anatomy)
     assert str(caught.value).startswith("'cat'")
-    assert "65539 of them at 'encoder.layer.0.attention.self.query'" in str(caught.value)
+    assert "65539 at 'encoder.layer.0.attention.self.query'" in str(caught.value)
     assert "Write combine_strategy='svd', svd_rank=65536." in str(caught.value)
     assert kind.combined([kind(r=65_536 - 3), kind(r=3)], how, anatomy).r == 65_536
 

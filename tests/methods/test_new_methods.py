@@ -14,6 +14,7 @@ from adapterzoo.errors import CheckpointError, StateError
 METHODS = {
     "ia3": "ia3[alpha=1.5]",
     "vera": "vera[r=4]",
+    "dvora": "dvora[r=4]",
     "loreft": "loreft[r=2,suffix_positions=2,dropout=0.0]",
     "prefix": "prefix_tuning_flat[prefix_length=3]",
     "shifted": "prefix_tuning_flat[prefix_length=2,positions='shifted']",
@@ -43,12 +44,12 @@ def hidden(model, inputs, **kwargs):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
-@pytest.mark.parametrize("method", ["ia3", "vera"])
+@pytest.mark.parametrize("method", ["ia3", "vera", "dvora"])
 def test_a_merged_one_computes_what_the_active_one_did(method, family):
     """GPT-2's biases are scaled with its keys and values; T5's gated layers have none."""
     config = METHODS[method]
-    if (method, family) == ("vera", "t5"):
-        config = "vera[r=4,intermediate_lora=True,output_lora=True]"
+    if method != "ia3" and family == "t5":
+        config = f"{method}[r=4,intermediate_lora=True,output_lora=True]"
     model, inputs = made(family, a=config), tiny_inputs(family)
     plain = {key: t.clone() for key, t in model.state_dict().items()}
     base = hidden(model, inputs)
@@ -108,10 +109,12 @@ def test_all_methods_share_one_batch():
 UNSAYABLE = [
     ("adapterhub", "ia3", "paper"),
     ("adapterhub", "vera[r=4]", "paper"),
+    ("adapterhub", "dvora[r=4]", "paper"),
     ("adapterhub", "prefix_tuning_flat[prefix_length=3]", "paper"),
     ("adapterhub", "prefix_tuning_flat[convention='adapterhub',positions='shifted']", "positions"),
     ("adapterhub", "prefix_tuning_flat[convention='adapterhub',dtype='float32']", "dtype"),
     ("peft", "loreft", "a ReftConfig"),
+    ("peft", "dvora[r=4]", "a DvoRAConfig"),
     ("peft", "vera[r=4,convention='adapterhub']", "convention='adapterhub'"),
     ("peft", "prefix_tuning_flat[prefix_length=3]", "positions='kept'"),
     ("peft", "prefix_tuning[use_gating=True,positions='shifted']", "use_gating=True"),

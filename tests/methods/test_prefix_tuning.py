@@ -240,7 +240,7 @@ def test_what_cannot_be_is_refused():
         made("deberta-v2", attention="eager", a=FLAT)
     with pytest.raises(SiteError, match=r"BartLearnedPositionalEmbedding, counts.*'kept'"):
         made("bart", a=SHIFTED)
-    with pytest.raises(SiteError, match=r"no module is known to be given.*positions='kept'"):
+    with pytest.raises(SiteError, match=r"no module is known that takes.*positions='kept'"):
         made("vit", a=SHIFTED)
 
 

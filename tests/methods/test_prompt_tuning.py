@@ -664,5 +664,5 @@ def test_images_have_rows_of_one_length():
 def test_what_embeds_in_another_way_is_refused():
     model = made("bert", a=prompt())
     model.embeddings.forward = lambda **kwargs: torch.zeros(2, 9, 32, dtype=torch.float64)
-    with pytest.raises(StateError, match="in another way"):
+    with pytest.raises(StateError, match="without calling"):
         model(input_ids=IDS)

@@ -197,6 +197,7 @@ FILES = {
     "dora": "dora[r=4]",
     "boft": "boft",
     "vera": "vera[r=4]",
+    "dvora": "dvora[r=4]",
     "ia3": "ia3",
     "seq_bn": "seq_bn[reduction_factor=4]",
     "seq_bn_inv": "seq_bn_inv[reduction_factor=4]",
@@ -243,9 +244,14 @@ def test_native_files_that_do_not_fit_are_refused(method, how, tmp_path):
         model.load_adapter(tmp_path, load_as="b")
 
 
-HUB = {name: FILES[name] for name in FILES if name not in ("boft", "dora", "vera", "ia3", "loreft")}
+HUB = {
+    name: FILES[name]
+    for name in FILES
+    if name not in ("boft", "dora", "vera", "dvora", "ia3", "loreft")
+}
 HUB["ia3"] = "ia3[convention='adapterhub']"
 HUB["vera"] = "vera[r=4,convention='adapterhub']"
+HUB["dvora"] = "dvora[r=4,convention='adapterhub']"
 for _name in ("prefix_tuning", "prefix_tuning_flat"):
     HUB[_name] = HUB[_name].replace("prefix_length", "convention='adapterhub',prefix_length")
 HUB["mam"] = HUB["mam"].replace("bottleneck_size", "convention='adapterhub',bottleneck_size")

@@ -83,9 +83,12 @@ def test_modules_are_found_by_block_and_location(model):
         0: {"mh_adapter", "output_adapter"}, 1: {"mh_adapter", "output_adapter"}
     }  # fmt: skip
     found = model.get_adapter("b")
-    assert {layer: set(at) for layer, at in found.items()} == {1: {"query", "value", "mlp_out"}}
+    assert {layer: set(at) for layer, at in found.items()} == {1: {"selfattn_lora", "output_lora"}}
     dense = model.base_model.encoder.layer[1].output.dense
-    assert found[1]["mlp_out"] is dense.adapters["b"]
+    assert found[1]["output_lora"] is dense.adapters["b"]
+    attention = model.base_model.encoder.layer[1].attention.self
+    query_and_value = [attention.query.adapters["b"], attention.value.adapters["b"]]
+    assert [*found[1]["selfattn_lora"]] == query_and_value
     assert list(model.get_adapter("e")) == [-1]
     modules = dict(model.adapter_modules("b"))
     assert modules["encoder.layer.1.output.dense"] is dense.adapters["b"]
@@ -93,6 +96,16 @@ def test_modules_are_found_by_block_and_location(model):
     names = {n for n, _ in model.named_parameters() if ".adapters.b." in n}
     assert "bert.encoder.layer.1.output.dense.adapters.b.lora_A" in names
     assert len(names) == 6
+    with pytest.warns(UserWarning, match=r"no adapter 'c'\. Known adapters: 'a', 'b', 'e'"):
+        assert model.get_adapter("c") == {}
+
+
+def test_blocks_come_in_model_order(model, tiny):
+    encoder = model.base_model.encoder
+    assert list(model.iter_layers()) == list(enumerate(encoder.layer))
+    bart = tiny("bart")
+    blocks = [*bart.base_model.encoder.layers, *bart.base_model.decoder.layers]
+    assert list(bart.iter_layers()) == list(enumerate(blocks))
 
 
 def test_switching_back_gives_the_same_bits(model):

@@ -283,6 +283,9 @@ def test_what_cannot_have_them(tiny, tmp_path):
         model, StateError, "'a' already adapts 'embeddings.word_embeddings'", "exclude_modules"
     ):
         model.train_adapter("a", train_embeddings=True)
+    model.add_adapter("p", "prompt_tuning[prompt_length=2]")
+    with refused(model, StateError, "'p' already adapts", "in a Stack with 'p'"):
+        model.train_adapter("p", train_embeddings=True)
     model, _ = _trained("bert")
     for form in ("peft", "adapterhub"):
         with refused(model, CheckpointError, "trained embeddings", "format='native'"):

@@ -1,8 +1,8 @@
 """AdapterHub's format: folders of `adapters`, and of adapter-transformers before it.
 
 `adapter_config.json` with `pytorch_adapter.bin` or `adapter.safetensors`; with a head
-`head_config.json` and `pytorch_model_head.bin` or `model_head.safetensors`. Written is what
-`adapters` 1.3 writes by default: pickles.
+`head_config.json` and `pytorch_model_head.bin` or `model_head.safetensors`. Files are written as
+`adapters` 1.3 writes them by default, with pickled tensors.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ formats.register("adapterhub")(AdapterHubFormat())
 def _read(folder: Path, names: tuple[str, str, str]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     config, safe, pickled = names
     metadata = read_json(folder / config)
-    # of two files with the same tensors the one that cannot hold code
+    # of two files with the same tensors, prefer the one that cannot hold code
     file = next((folder / n for n in (safe, pickled) if (folder / n).is_file()), None)
     if file is None:
         raise CheckpointError(

@@ -77,7 +77,7 @@ def _read(values: object, file: AdapterHubFile) -> AdapterConfig:
 
 
 def _recognised(values: Mapping[str, Any]) -> AdapterHubSpelling:
-    """Return the method that a file's fields are of."""
+    """Return the spelling of the method to which a file's fields belong."""
     name = values.get("architecture")
     named = [s for s in adapterhub_spellings.values() if name in s.architecture]
     others = [(_differing(spelling, values), spelling) for spelling in named]
@@ -94,7 +94,7 @@ def _recognised(values: Mapping[str, Any]) -> AdapterHubSpelling:
 
 
 def _differing(spelling: AdapterHubSpelling, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the fields by which a file is not of a method."""
+    """Return the fields in which a file differs from a method."""
     wrong = [k for k, v in spelling.fixed.items() if k in values and not _equal(values[k], v)]
     return (*wrong, *(k for k in spelling.required if values.get(k) is None))
 

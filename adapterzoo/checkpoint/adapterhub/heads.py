@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from adapterzoo.checkpoint.digest import same_values
 from adapterzoo.checkpoint.formats import ModelInfo, inexpressible
-from adapterzoo.checkpoint.tied import is_same
 from adapterzoo.errors import AdapterZooError, CheckpointError, argument, listing
 from adapterzoo.heads import HeadConfig, head_types
 
@@ -128,7 +128,7 @@ def _read_static(
         own = info.tensor(key)
         if own is None:
             mine[key] = tensor
-        elif not is_same(tensor, own):
+        elif not same_values(tensor, own):
             raise CheckpointError(
                 f"the checkpoint has {key!r}, and the model's own is another; an "
                 f"adapter does not replace the output layer of a language model. Write "

@@ -1,4 +1,4 @@
-"""What `meta_dict` says, beside the fields of AdapterHub's configs."""
+"""The entries of `meta_dict` beside the fields of AdapterHub's configs."""
 
 from __future__ import annotations
 

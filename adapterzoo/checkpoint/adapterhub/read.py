@@ -118,13 +118,15 @@ def _read_group(
     own = {key.parameter: tensors[key.text] for key in keys}
     container = keys[0].container
     if container.at == "model":
-        number = next((n for n, m in enumerate(members) if _holds(m, container)), None)
-        if spot is None or number is None:
+        holding = [(n, m) for n, m in enumerate(members) if _holds(m, container)]
+        if spot is None or not holding:
             return texts
-        config = members[number]
-        mine = _read(_of(config, container), own, config)
-        in_union = number if len(members) > 1 else None
-        return {shared_key(parameter, in_union): tensor for parameter, tensor in mine.items()}
+        # the members of a union share them
+        return {
+            shared_key(parameter, number if len(members) > 1 else None): tensor
+            for number, config in holding
+            for parameter, tensor in _read(_of(config, container), own, config).items()
+        }
     if not places:
         return texts
     fused = places[0].placement.site.output_slice is not None

@@ -47,9 +47,22 @@ def write_adapter(
         for container in spelling_of(member).containers if shared else ():
             if container.at == "model":
                 path = _joined_path(info.prefix, below_model(info, container), container.name)
-                theirs = container.write(shared, member)
-                found |= {f"{path}.{name}.{key}": tensor for key, tensor in theirs.items()}
+                theirs = {
+                    f"{path}.{name}.{key}": tensor
+                    for key, tensor in container.write(shared, member).items()
+                }
+                before = {key: t for key, t in found.items() if key.startswith(f"{path}.{name}.")}
+                if theirs and before and not _are_equal(theirs, before):
+                    raise inexpressible(
+                        f"two methods of the union have adapter-wide tensors, and AdapterHub has "
+                        f"one {path!r} for both"
+                    )
+                found |= theirs
     return written, found
+
+
+def _are_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(t, other[key]) for key, t in one.items())
 
 
 def _joined_path(*parts: str) -> str:

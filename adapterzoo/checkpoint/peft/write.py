@@ -126,7 +126,14 @@ def _output(
             f"train with target_modules={[path.rpartition('.')[2]]!r}."
         )
     key = f"{info.prefix}.{path}.weight".removeprefix(".")
-    return PeftOutput(parts, spelling.join(parts, lambda: info.tensor(key)))
+
+    def weight() -> Tensor | None:
+        found = info.tensor(key)
+        if found is not None and found.is_meta:
+            raise NotImplementedError(f"the weight {key!r} is on the meta device, without values")
+        return found
+
+    return PeftOutput(parts, spelling.join(parts, weight))
 
 
 def _layer_fields(spelling: PeftSpelling, layers: Mapping[str, PeftOutput]) -> Fields:

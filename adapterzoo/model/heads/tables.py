@@ -82,12 +82,14 @@ def check_table(model: AdaptedModel, name: str) -> None:
     if tables_of(model, name):
         return
     refuse_used(model, name)
-    there = model._adapter_state.records[name].places
-    if taken := [path for path in paths if path in there]:
+    record = model._adapter_state.records[name]
+    if taken := [path for path in paths if path in record.places]:
+        hint = f"train the embeddings with another adapter, in a Stack with {name!r}"
+        if all("exclude_modules" in [*config] for config in record.config.members):
+            hint = f"add it with exclude_modules={[path.rpartition('.')[2] for path in taken]!r}"
         raise StateError(
             f"the adapter {name!r} already adapts {listing(taken)}, the embeddings to be trained "
-            f"in full. Leave train_embeddings out, or add it with "
-            f"exclude_modules={[path.rpartition('.')[2] for path in taken]!r}."
+            f"in full. Leave train_embeddings out, or {hint}."
         )
     for path in paths:
         _check_lookup(model, path)

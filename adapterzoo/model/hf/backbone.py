@@ -1,4 +1,4 @@
-"""What a head must know of a model, read from its config: widths, dropout, and how it pools."""
+"""The facts about a model that heads need, from its config: widths, dropout and pooling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adapterzoo.errors import ConfigError
 from adapterzoo.heads import Backbone, HeadConfig, Pooling
 from adapterzoo.inject.building import own_parameters
 
-# vision models that pool over patches and norm the result, with or without a class token
+# vision models that average patches and normalize the result, with or without a class token
 _POOLING_VISION = frozenset({"beit", "data2vec-vision"})
 # decoders in name, used as encoders unless config.is_decoder says otherwise
 _ENCODERS = frozenset({"bert-generation"})
@@ -22,13 +22,13 @@ _CLASS_TOKENS = frozenset({"cls_token", "class_token", "class_embedding"})
 
 
 def describe(model: Any) -> Backbone:
-    """Return the model as a new head sees it; head parameters go where the model's last ones are.
+    """Return the facts about a model for a new head; its device is that of the last layers.
 
     Args:
         model: a `PreTrainedModel`.
 
     Raises:
-        ConfigError: the config does not say how wide the hidden states are.
+        ConfigError: the config does not have the width of the hidden states.
     """
     config = model.config
     text = text_config(config)
@@ -47,21 +47,21 @@ def describe(model: Any) -> Backbone:
         dropout=0.0 if dropout is None else dropout,
         layer_norm_eps=getattr(text, "layer_norm_eps", None) or 1e-12,
         init_std=getattr(text, "initializer_range", None) or 0.02,
-        pooling=auto_pooling(model),
+        pooling=_auto_pooling(model),
         encoder_decoder=encoder_decoder,
         lm_scale=lm_scale(text) if encoder_decoder else None,
     )
 
 
 def text_config(config: Any) -> Any:
-    """Return the config of the part that reads or writes text; of a model without parts its own.
+    """Return the config of a model's text part, or the config itself if it has no parts.
 
-    Differs from `config.get_text_config(decoder=True)`: that one copies the flat config of an
-    encoder-decoder and resets every field that begins with `decoder_` to the default of its class,
-    `decoder_start_token_id` among them.
+    Differs from `config.get_text_config(decoder=True)`, which copies the flat config of an
+    encoder–decoder and resets every `decoder_…` field to its default, even
+    `decoder_start_token_id`.
 
     Args:
-        config: of a model; a config of another library's own class has no parts.
+        config: of a model; configs of other libraries' classes have no parts.
     """
     find = getattr(config, "get_text_config", None)
     text = find(decoder=True) if callable(find) else config
@@ -79,7 +79,7 @@ def ties_output(config: Any, head: HeadConfig) -> bool:
 
 
 def lm_scale(text: Any) -> float | None:
-    """Return the factor of the hidden states below the output embeddings; T5 has one where tied.
+    """Return the factor of the hidden states before the output embeddings; T5 has one if tied.
 
     Args:
         text: config of the decoder.
@@ -90,8 +90,8 @@ def lm_scale(text: Any) -> float | None:
     return text.d_model**-0.5 if scales else None
 
 
-def auto_pooling(model: Any) -> Pooling:
-    """Return which tokens answer for a sequence in models of this family.
+def _auto_pooling(model: Any) -> Pooling:
+    """Return the default pooling of a model.
 
     Encoders: the first token. Decoders: the last one. Encoder–decoders: the end of the sequence.
     Vision: the class token, or the mean where there is none. Audio: the mean.
@@ -110,7 +110,7 @@ def auto_pooling(model: Any) -> Pooling:
 
 
 def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
-    """Return the id of the padding token, and those of end-of-sequence tokens."""
+    """Return the id of the padding token and the ids of end-of-sequence tokens."""
     text = text_config(model.config)
     eos = getattr(text, "eos_token_id", None)
     if eos is None:
@@ -120,7 +120,7 @@ def pad_and_eos(model: Any) -> tuple[int | None, tuple[int, ...]]:
 
 
 def plain_token(config: Any) -> int:
-    """Return the first token that means nothing special to the model, such as padding does.
+    """Return the first token id that is not a special token, such as padding.
 
     Args:
         config: of a model.
@@ -159,7 +159,7 @@ def _width(model: Any, text: Any) -> int:
 
 
 def _reference(module: nn.Module) -> torch.Tensor:
-    # the last one: with a device_map, hidden states come from the last layers
+    # the last parameter: with a device_map, hidden states come from the last layers
     floating = [p for p in own_parameters(module) if p.is_floating_point()]
     return floating[-1] if floating else torch.empty(0)
 

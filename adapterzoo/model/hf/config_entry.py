@@ -1,7 +1,7 @@
-"""Whole models with adapters, as `save_pretrained` and `from_pretrained` see them.
+"""Adapters in `save_pretrained` and `from_pretrained` of whole models.
 
-The config has an entry `adapters` from which the adapters are made anew; their values are in the
-weights of the model.
+The config has an entry `adapters`, from which the adapters are recreated; their values are among
+the weights of the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
-from adapterzoo.model.heads import embeddings, tables
+from adapterzoo.model.heads import embeddings, tables, ties
 from adapterzoo.model.heads.embeddings import ADDED
 from adapterzoo.model.heads.ties import tables_of
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
@@ -26,7 +26,7 @@ from adapterzoo.names import check_name
 
 
 def enter(model: AdaptedModel) -> None:
-    """Write to the config what a saved model needs to have the same adapters again."""
+    """Write the config entry from which a saved model's adapters are recreated."""
     state, plan = model._adapter_state, model._active.default.plan
     heads = model._head_strategy.names()
     vars(model.config).pop("adapters", None)
@@ -40,6 +40,7 @@ def enter(model: AdaptedModel) -> None:
         "adapters": [[name, record.config.to_dict()] for name, record in records],
         "meta": {name: dict(record.meta) for name, record in records if record.meta},
         "embeddings": {n: list(t) for n in state.records if (t := tables_of(model, n))},
+        "sharing": [[group, list(names)] for group, names in state.sharing.items()],
         "merged": list(state.merged),
         "fusions": [
             [name, list(record.adapters), record.config.to_dict()]
@@ -54,25 +55,25 @@ def enter(model: AdaptedModel) -> None:
 
 
 def restore(model: AdaptedModel, quantised: bool = False) -> None:
-    """Make the adapters that the config of a saved model lists; their values come later.
+    """Recreate the adapters in the config of a saved model; their values are loaded later.
 
     Args:
         model: that is being loaded.
-        quantised: whether the layers to quantize are quantized by now.
+        quantised: whether its layers have been quantized already.
 
     Raises:
-        CheckpointError: they cannot be made.
+        CheckpointError: they cannot be recreated.
     """
     config = model.config
     if getattr(config, "quantization_config", None) is not None and not quantised:
-        # its library will replace layers, and only those of the plain class
+        # its library will replace layers, but only those of a plain class
         return
     document = vars(config).get("adapters")
     written = format_of(document)
     if written not in (None, FORMAT):
         raise CheckpointError(
             f"from_pretrained: the adapters in config.json are of the format {written!r}, this "
-            f"release reads {FORMAT!r}. Write pip install -U adapterzoo, or take 'adapters' out of "
+            f"release reads {FORMAT!r}. Write pip install -U adapterzoo, or remove 'adapters' from "
             f"config.json to load the model without them."
         )
     vars(config).pop("adapters", None)
@@ -83,7 +84,7 @@ def restore(model: AdaptedModel, quantised: bool = False) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"from_pretrained: the adapters in config.json cannot be made: {error}. Save the model "
-            f"again, or take 'adapters' out of config.json to load it without them."
+            f"again, or remove 'adapters' from config.json to load it without them."
         ) from error
 
 
@@ -96,6 +97,8 @@ def _restore(model: AdaptedModel, document: Any) -> None:
         tables.add_table(model, name, tuple(paths))
     for name, meta in dict(document.get("meta", {})).items():
         state.records[name] = dataclasses.replace(state.find(name), meta=dict(meta))
+    for group, names in document.get("sharing", ()):
+        ties.share(model, names, group)
     for name in document["merged"]:
         state.find(name)
     state.merged = tuple(document["merged"])
@@ -141,6 +144,6 @@ def _restore_embeddings(model: AdaptedModel, document: Any) -> None:
 
 
 def format_of(entry: object) -> str | None:
-    """Return the format of an entry `adapters` of a config; AdapterHub's entry has none."""
+    """Return the format of a config's entry `adapters`; None for AdapterHub's entry."""
     written = entry.get("format") if isinstance(entry, Mapping) else None
     return written if isinstance(written, str) else None

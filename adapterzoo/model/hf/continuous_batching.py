@@ -1,8 +1,8 @@
-"""transformers' continuous batching: what its thread and its prefix cache cannot tell apart.
+"""transformers' continuous batching: refuse uses with which its results would be wrong.
 
-A manager runs the model in a thread of its own, packs the requests of a step into one row, and
-finds cache blocks by their tokens alone. So the adapters that are active for all threads answer all
-of its requests, and stay the same for as long as it has a cache. Everything else is refused.
+A manager runs the model in its own thread, packs the requests of a step into one row, and finds
+cache blocks by their tokens alone. So all of its requests use the adapters that are active in all
+threads, and these must not change while it has a cache. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from adapterzoo.composition import Composition
 from adapterzoo.errors import StateError, naming
 from adapterzoo.model.state import AdaptedModel, AdapterRecord
 
-# managers to what was active when they were made
+# managers → what was active when they were made
 _managers: weakref.WeakKeyDictionary[Any, _Active] = weakref.WeakKeyDictionary()
 
 
 class _Active(NamedTuple):
-    """What answers the requests of a manager; a cache of one is wrong for another."""
+    """What is active for a manager's requests; its cache is wrong for anything else."""
 
     setup: Composition | None
     heads: tuple[str, ...]
     skip_layers: tuple[int, ...]
     merged: tuple[str, ...]
-    # an adapter that has replaced one of its name has another record
+    # an adapter that replaced another of its name has another record
     records: dict[str, AdapterRecord]
 
 
@@ -38,10 +38,10 @@ def _active_now(model: AdaptedModel) -> _Active:
 
 
 def watch(model: AdaptedModel, manager: Any) -> None:
-    """Refuse requests to a manager once other adapters are active than when it was made.
+    """Let a manager refuse requests when other adapters are active than when it was made.
 
     Raises:
-        StateError: it was kept for a further call, with the cache of other adapters.
+        StateError: the manager was kept from an earlier call, with the cache of other adapters.
     """
     if manager in _managers:
         _refuse_other_cache(manager, model)
@@ -53,14 +53,14 @@ def watch(model: AdaptedModel, manager: Any) -> None:
 
 
 def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
-    """Refuse to change what the thread of a manager runs.
+    """Refuse to change what a running manager uses.
 
     Args:
-        model: whose managers are looked at.
-        name: of the adapter that changes; None: what is active changes.
+        model: of the managers.
+        name: of the adapter that changes; None: the active composition changes.
 
     Raises:
-        StateError: a manager runs, with that adapter.
+        StateError: a manager runs with that adapter.
     """
     for manager, active in list(_managers.items()):
         affected = name is None or name in active.records
@@ -73,16 +73,16 @@ def refuse_while_batching(model: AdaptedModel, name: str | None = None) -> None:
 
 
 def refuse_other_than_default(model: AdaptedModel) -> None:
-    """Refuse what the thread of a manager would not see.
+    """Refuse an active composition that a manager's thread cannot use.
 
     Raises:
-        StateError: something else than the default holds here, or it divides the batch or adds
+        StateError: an `AdapterSetup` is active here, or the composition divides the batch or adds
             tokens to it.
     """
     active = model._active
     held = active.held
     if held is not None and held.rows is not None and held.rows.entered:
-        refuse_names(True)
+        refuse_names(adapter_names=True)
     if held is not None:
         raise StateError(
             f"an AdapterSetup holds, with {held.setup!r}, and continuous batching runs the model "
@@ -102,18 +102,19 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
         )
 
 
-def refuse_names(adapter_names: Any) -> None:
-    """Refuse `adapter_names`, which transformers would ignore.
+def refuse_names(**given: Any) -> None:
+    """Refuse `adapter_names` and `task_ids`, which transformers would ignore.
 
     Raises:
-        StateError: there are names.
+        StateError: one is not None.
     """
-    if adapter_names is not None:
-        raise StateError(
-            "adapter_names=…: continuous batching has requests in place of rows, and answers all "
-            "of them with the active adapters. Write set_active_adapters('a') and one call for "
-            "each adapter, or generate(…, adapter_names=…) without it."
-        )
+    for name, value in given.items():
+        if value is not None:
+            raise StateError(
+                f"{name}=…: continuous batching has requests in place of rows, and uses the "
+                f"active adapters for all of them. Write set_active_adapters('a') and one call "
+                f"for each adapter, or generate(…, {name}=…) without it."
+            )
 
 
 def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
@@ -132,9 +133,9 @@ def _add_request(
 ) -> Any:
     # the manager that is called keeps itself and its model alive
     of, called = cast("Any", manager()), cast("Any", model())
-    adapter_names = kwargs.pop("adapter_names", None)
+    rows = {name: kwargs.pop(name, None) for name in ("adapter_names", "task_ids")}
     with naming("add_request()"):
-        refuse_names(adapter_names)
+        refuse_names(**rows)
         refuse_other_than_default(called)
         _refuse_other_cache(of, called)
     return type(of).add_request(of, *args, **kwargs)

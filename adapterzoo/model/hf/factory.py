@@ -1,4 +1,4 @@
-"""The classes of models with adapters, made out of transformers' own.
+"""Classes of models with adapters, made from transformers' own.
 
 One factory makes both kinds. A class of transformers with adapters keeps its name and its head
 (`init`, `load_model`); a class with named heads has a base model of transformers below it
@@ -24,7 +24,7 @@ from adapterzoo.errors import ConfigError, StateError, naming
 from adapterzoo.inject import set_class
 from adapterzoo.model import batches
 from adapterzoo.model.adapters import is_inside
-from adapterzoo.model.batches import RowNames
+from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.heads.forward import label_arguments
 from adapterzoo.model.mixin import AdapterModelMixin
@@ -37,7 +37,7 @@ from .towers import feature_names
 
 M = TypeVar("M", bound=nn.Module)
 
-# where a family has several language models, the one of its whole base model comes first
+# if a family has several language models, prefer the one with the whole base model
 _GENERATING = (
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
@@ -48,16 +48,16 @@ _GENERATING = (
 
 
 def init(model: M) -> M:
-    """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
+    """Give an existing model the methods of `AdapterModelMixin`; its head does not change.
 
     Args:
-        model: any `PreTrainedModel`; changed in place. It gets a copy of its config.
+        model: any `PreTrainedModel`; changed in place. It gets its own copy of the config.
 
     Returns:
         The same object.
 
     Raises:
-        StateError: it is not a `PreTrainedModel`, has layers of PEFT, is a part of a model that has
+        StateError: it is not a `PreTrainedModel`, is wrapped by PEFT, is part of a model with
             adapters, or was loaded without the adapters that it was saved with.
     """
     if isinstance(model, AdapterModelMixin):
@@ -98,10 +98,10 @@ def _refuse_init(model: Any) -> None:
 
 
 def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
-    """Load a static model that was saved after `init`, with its adapters.
+    """Load a model with a static head that was saved after `init`, with its adapters.
 
     Args:
-        path: what `save_pretrained` was given.
+        path: the folder given to `save_pretrained`, or a name on the Hub.
         model_class: the transformers class it was saved from, or `type(model)`.
         **kwargs: as `from_pretrained` takes them.
 
@@ -109,7 +109,7 @@ def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any
         A model of that class, as `init` makes it, with the same adapters active.
 
     Raises:
-        ConfigError: it is not a class of models, but one that looks for them.
+        ConfigError: `model_class` is not a `PreTrainedModel` class, but `AutoModel` for example.
     """
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ConfigError(
@@ -124,7 +124,7 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class with adapters; it keeps its name, which transformers writes to config.json.
 
     Args:
-        cls: a `PreTrainedModel` class; one that has adapters already stays what it is.
+        cls: a `PreTrainedModel` class; returned unchanged if it has adapters already.
     """
     if issubclass(cls, AdapterModelMixin):
         return cls
@@ -132,7 +132,7 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _own_config(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a config: labels and adapters are entered in it; configs that were one stay one."""
+    """Copy a config, as labels and adapters are written to it; shared configs stay shared."""
     return copy.deepcopy(value, memo) if isinstance(value, PreTrainedConfig) else value
 
 
@@ -153,7 +153,7 @@ def _class_of(*made_from: Any) -> type[nn.Module]:
 
 
 def _reduce(model: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle by what the class was made from: it is made anew where the pickle is loaded."""
+    """Pickle the arguments of the class, from which unpickling makes it again."""
     made_from = vars(type(model)).get("_made_from")
     if made_from is None:
         return cast("tuple[Any, ...]", object.__reduce_ex__(model, protocol))
@@ -191,7 +191,7 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
 def named_class(
     base: type[nn.Module], backbone: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[Any]:
-    """Return the class of models with named heads above a base model.
+    """Return the class of models with named heads on a base model.
 
     Args:
         base: `AdapterModel`.
@@ -220,7 +220,7 @@ def _make_named(
         "__module__": base.__module__,
         "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
         "backbone_class": backbone,
-        "input_names": _positions(backbone.forward),
+        "input_names": inject.positions_of(backbone.forward),
         "config_class": config_class,
         "base_model_prefix": family.base_model_prefix or "model",
         "_tied_weights_keys": None,
@@ -241,26 +241,27 @@ def _make_named(
 def with_rows(
     plain: Any, on_base: bool = False, one_head: bool = False, outputs: bool = False
 ) -> Callable[..., Any]:
-    """Return a method that takes `adapter_names`; the plain one sees its own arguments only.
+    """Return a method that also takes `adapter_names` and `task_ids`, which plain does not get.
 
-    Rows are counted, and the inputs repeated for `Parallel`, before anything runs.
+    Rows are counted, and inputs repeated for `Parallel`, before the plain method runs.
 
     Args:
         plain: the method of a class of transformers.
-        on_base: whether it is one of the base model's class, and not of the model's own.
-        one_head: whether heads have no part in it.
-        outputs: whether its outputs can have what gates and fusions decided.
+        on_base: whether it is a method of the base model's class.
+        one_head: whether it does not use heads.
+        outputs: whether its outputs can have the values of gates and fusions.
 
     Raises:
-        ConfigError: from the method, where they are asked for and cannot.
+        ConfigError: in the method: these values are requested but not supported.
     """
-    positions = _positions(plain)
+    positions = inject.positions_of(plain)
 
     @functools.wraps(plain)
     def method(
         self: Any,
         *args: Any,
         adapter_names: RowNames | None = None,
+        task_ids: TaskIds | None = None,
         output_adapter_gating_scores: bool | None = None,
         output_adapter_fusion_attentions: bool | None = None,
         **kwargs: Any,
@@ -270,15 +271,16 @@ def with_rows(
             if not outputs:
                 raise ConfigError(
                     f"{plain.__name__}(output_adapter_…=True): the features of one tower come "
-                    f"without what gates and fusions decided. Write model(…) with all inputs."
+                    f"without the values of gates and fusions. Write model(…) with all inputs."
                 )
-            run = functools.partial(method, self, *args, adapter_names=adapter_names, **kwargs)
+            own: Any = {"adapter_names": adapter_names, "task_ids": task_ids}
+            run = functools.partial(method, self, *args, **own, **kwargs)
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         plan = self._active.plan
-        # one look at the plan is all that a call without rows to tell apart costs
-        if adapter_names is not None or not (plan.rows is None or plan.rows.entered):
+        # calls that do not distinguish rows cost only this check
+        if adapter_names is not None or task_ids is not None or plan.divides_batch:
             inputs = batches.named_inputs(positions, args, kwargs)
-            plan, times = batches.plan_of_call(self, inputs, adapter_names, one_head)
+            plan, times = batches.plan_of_call(self, inputs, adapter_names, task_ids, one_head)
             if times > 1:
                 args, kwargs = (), batches.repeated(inputs, times, batches.batch_size(inputs))
             with self._active.overridden(plan):
@@ -286,8 +288,8 @@ def with_rows(
         model = self.base_model if on_base else self
         if not plan.stacks:
             return plain(model, *args, **kwargs)
-        # classes of models inside record their own calls; but added tokens need room in what the
-        # head of a class gets, such as labels
+        # inner models record their own calls; but if adapters add tokens, inputs of the head, such
+        # as labels, must become longer too
         with_head = self._backbone is not self
         if with_head and plan.prompts is None:
             return plain(model, *args, **kwargs)
@@ -295,29 +297,29 @@ def with_rows(
         with call as (given, named):
             return plain(model, *given, **named)
 
+    # Trainer hands on the columns of a dataset that it sees here
+    cast("Any", method).__signature__ = _showing(plain, "task_ids")
     return method
 
 
 def _features(cls: type[nn.Module], on_base: bool) -> dict[str, Any]:
-    """Return the methods for the features of one tower, with `adapter_names`."""
+    """Return the methods for the features of one tower, with arguments for the rows."""
     found: dict[str, Any] = {}
     for name in feature_names(cls):
         plain = getattr(cls, name)
-        signature = inspect.signature(plain)
-        extra = inspect.Parameter("adapter_names", inspect.Parameter.KEYWORD_ONLY, default=None)
-        parameters = list(signature.parameters.values())
-        named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-        rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
         found[name] = with_rows(plain, on_base, one_head=True)
-        found[name].__signature__ = signature.replace(parameters=[*named, extra, *rest])
+        found[name].__signature__ = _showing(plain, "adapter_names", "task_ids")
     return found
 
 
-def _positions(method: Any) -> tuple[str, ...]:
-    """Return the names of a method's arguments that have a position."""
-    _, *parameters = inspect.signature(method).parameters.values()
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return tuple(p.name for p in parameters if p.kind in kinds)
+def _showing(plain: Any, *names: str) -> inspect.Signature:
+    """Return the signature of a method with more arguments by name."""
+    signature = inspect.signature(plain)
+    parameters = list(signature.parameters.values())
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+    extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in names]
+    return signature.replace(parameters=[*named, *extra, *rest])
 
 
 def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
@@ -329,9 +331,9 @@ def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedMode
 
 
 def _borrow_generation(made: type, generating: type) -> None:
-    """Give the class what its family's language model changes in `generate`.
+    """Give the class the generation methods that its family's language model overrides.
 
-    The functions are bound anew: `super()` in them must start from the class that has them now.
+    The functions are rebuilt, as `super()` in them must refer to the new class.
     """
     for name, member in vars(generating).items():
         if not isinstance(member, types.FunctionType) or name.startswith("__"):
@@ -350,10 +352,10 @@ def _borrow_generation(made: type, generating: type) -> None:
 def _with_signature(
     base: Any, backbone: type[PreTrainedModel], generating: type[PreTrainedModel] | None
 ) -> Callable[..., Any]:
-    """Return a `forward` that shows the base model's arguments: Trainer and `generate` look.
+    """Return a `forward` with the base model's signature, which Trainer and `generate` inspect.
 
-    `logits_to_keep` is shown where the family's language model has it, so that `generate` asks
-    for the same logits of both.
+    It has `logits_to_keep` if the family's language model does, so that `generate` requests the
+    same logits of both.
     """
     own = inspect.signature(base.forward).parameters
     theirs = inspect.signature(backbone.forward).parameters
@@ -366,7 +368,7 @@ def _with_signature(
         for name in label_arguments()
         if name == "labels" or "label" not in name
     ]
-    extra = [own["head"], own["adapter_names"], *labels]
+    extra = [own["head"], own["adapter_names"], own["task_ids"], *labels]
     asked = {} if generating is None else inspect.signature(generating.forward).parameters
     if "logits_to_keep" in asked:
         extra.append(own["head"].replace(name="logits_to_keep"))

@@ -8,38 +8,46 @@ from typing import Any, cast
 from adapterzoo.errors import StateError, listing, names_call
 from adapterzoo.inject.positions import check_positions
 from adapterzoo.model import batches
-from adapterzoo.model.batches import RowNames
+from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.state import anatomy_of, backbone_of
 
 from .continuous_batching import refuse_names, refuse_other_than_default, watch
 
 
 class GeneratesWithAdapters:
-    """Stands before transformers' `GenerationMixin` in the bases of a class."""
+    """Precedes transformers' `GenerationMixin` among the bases of a class."""
 
-    def generate(self, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any) -> Any:
-        """As `GenerationMixin.generate`, each row with an adapter of its own where names are given.
+    def generate(
+        self,
+        *args: Any,
+        adapter_names: RowNames | None = None,
+        task_ids: TaskIds | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as `GenerationMixin.generate`, with an adapter for each row if names are given.
 
         Args:
             *args: as `generate` of transformers takes them, the prompt first.
-            adapter_names: for each row of the prompt the adapter, or a composition, that acts on
-                it, None for the base model; in place of the active ones. Beams and several
-                returned sequences of a row take the same.
+            adapter_names: for each row of the prompt the adapter or composition that acts on it,
+                None for the base model; replaces the active ones. All beams and returned sequences
+                of a row use the same.
+            task_ids: if a `MultiTask` is active, the task of each row: a tensor of numbers
+                `[batch]`, or a list of numbers or names of its children.
             **kwargs: as `generate` of transformers takes them.
 
         Raises:
-            CompositionError: the rows do not fit the prompt.
-            StateError: an adapter is merged or an `AdapterSetup` holds, and there are names; or
-                no named head is active.
-            UnknownNameError: there is no adapter of a name.
+            CompositionError: the rows do not fit the prompt, or a task is unknown.
+            StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`; or no
+                named head is active.
+            UnknownNameError: an adapter is unknown.
         """
         model: Any = self
         prompt = args[0] if args else kwargs.get("inputs")
         given = kwargs if prompt is None else {model.main_input_name: prompt, **kwargs}
-        if batches.starts(model, adapter_names):
+        if batches.starts(model, adapter_names, task_ids):
             copies = _sequences(kwargs, model.generation_config)
             plan, times = batches.plan_of_call(
-                model, given, adapter_names, generates=True, copies=copies
+                model, given, adapter_names, task_ids, generates=True, copies=copies
             )
             if times > 1:
                 batch = batches.batch_size(given)
@@ -54,25 +62,28 @@ class GeneratesWithAdapters:
             return cast("Any", super()).generate(*args, **kwargs)
 
     @names_call
-    def generate_batch(self, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
-        """As `generate_batch` of transformers, with the adapters that are active for all threads.
+    def generate_batch(
+        self, *args: Any, adapter_names: Any = None, task_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run `generate_batch` of transformers with the adapters that are active in all threads.
 
         Args:
             *args: as `generate_batch` of transformers takes them.
-            adapter_names: not supported; it is refused, where transformers would ignore it.
+            adapter_names: refused, as transformers would ignore it.
+            task_ids: the same.
             **kwargs: as `generate_batch` of transformers takes them.
 
         Raises:
-            StateError: there are names, an `AdapterSetup` holds, the active composition divides
-                the batch, or a manager that was kept has the cache of other adapters.
+            StateError: `adapter_names` are given, an `AdapterSetup` is active, the active
+                composition divides the batch, or a kept manager has the cache of other adapters.
         """
-        refuse_names(adapter_names)
+        refuse_names(adapter_names=adapter_names, task_ids=task_ids)
         refuse_other_than_default(cast("Any", self))
         return cast("Any", super()).generate_batch(*args, **kwargs)
 
     @names_call
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As `init_continuous_batching` of transformers; the manager answers with these adapters.
+        """Run `init_continuous_batching` of transformers; the manager uses the active adapters.
 
         Args:
             *args: as transformers takes them.
@@ -87,16 +98,16 @@ class GeneratesWithAdapters:
         return manager
 
 
-# ways to generate that count the tokens of a cache, which are more where adapters add some
+# options that count the tokens of the cache, which include tokens that adapters add
 _COUNTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 _GROWING = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
 
 
 def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
-    """Check that `generate` can go on behind the tokens that adapters add.
+    """Check that `generate` supports the tokens that adapters add.
 
     Raises:
-        StateError: it takes the cache for one of its own tokens, or the sequences get too long.
+        StateError: an option cannot handle added tokens, or sequences become too long.
     """
     prompts = model._active.plan.prompts
     if prompts is None or prompts.tokens.is_encoder:
@@ -110,7 +121,7 @@ def _check_added_tokens(model: Any, given: Mapping[str, Any]) -> None:
     if asked:
         raise StateError(
             f"generate({listing(asked)}=…): an active adapter adds tokens to the sequence, which "
-            f"would be taken for the model's own. Leave {listing(asked)} out."
+            f"would be mistaken for the model's own. Leave {listing(asked)} out."
         )
     length, legal = _length(model, given), prompts.tokens.positions
     if length is None or legal is None or prompts.joins != "inputs":
@@ -151,7 +162,7 @@ def _option(model: Any, given: Mapping[str, Any], name: str) -> Any:
 
 
 def _length(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the tokens of the prompt, and how many will follow; None where nothing says it."""
+    """Return the tokens of the prompt, and how many will follow; None if that is unknown."""
     t = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
     new, whole = (_option(model, given, name) for name in ("max_new_tokens", "max_length"))
     if t is None or (new or whole) is None:
@@ -160,7 +171,7 @@ def _length(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _sequences(given: Mapping[str, Any], default: Any) -> int:
-    """Return how many sequences `generate` works on for each row of the prompt."""
+    """Return the number of sequences that `generate` computes for each row of the prompt."""
     config = given.get("generation_config") or default
     names = ("num_beams", "num_return_sequences")
     return max(given.get(name) or getattr(config, name, None) or 1 for name in names)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from adapterzoo.checkpoint.digest import same_values
 from adapterzoo.checkpoint.formats import ModelInfo
-from adapterzoo.checkpoint.tied import shared_or_own
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.heads import HeadConfig, InexpressibleError, StaticHead
 from adapterzoo.inject import AdapterDict
@@ -172,8 +172,15 @@ class Tasks:
     def untied(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return config and tensors of a named head, untied if its output layer differs."""
-        return shared_or_own(config, tensors, self.tied({"config": config}))
+        """Return config and own tensors of a named head, untied if its output layer differs."""
+        tied = self.tied({"config": config})
+        own = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if key not in tied or not same_values(tensor, tied[key])
+        }
+        changed = {"tie_word_embeddings": False} if own.keys() & tied.keys() else {}
+        return {**config, **changed}, own
 
     def _has_pooler(self) -> bool:
         return "pooler" in dict(self._model._backbone.named_children())

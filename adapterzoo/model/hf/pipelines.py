@@ -1,8 +1,8 @@
-"""Which pipelines of transformers know the models with named heads."""
+"""Register models with named heads for the pipelines of transformers."""
 
 from __future__ import annotations
 
-# pipelines that check the class name and whose task some named head performs
+# pipelines that check class names, for tasks of named heads
 _TASKS = (
     "audio-classification",
     "document-question-answering",
@@ -17,16 +17,16 @@ _GENERATING_TASKS = ("image-text-to-text", "text-generation")
 
 
 def enter_pipelines(class_name: str, generates: bool) -> None:
-    """Add a class to the table in which pipelines look up models of adapter libraries.
+    """Add a class to the table of adapter models that pipelines look up.
 
-    A pipeline logs an error for a class missing from its tables; only pipelines read this one, so
-    that `AutoModelFor…` and `Trainer` do not change.
+    A pipeline logs an error for a class that is missing from its tables. Only pipelines read this
+    one, so that `AutoModelFor…` and `Trainer` do not change.
 
     Args:
-        class_name: as `BertAdapterModel`.
+        class_name: such as `BertAdapterModel`.
         generates: whether it has `generate`.
     """
-    # a third of what importing this library may take
+    # late: this import is slow
     from transformers.pipelines.base import SUPPORTED_PEFT_TASKS
 
     for task in (*_TASKS, *(_GENERATING_TASKS if generates else ())):

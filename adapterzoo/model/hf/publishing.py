@@ -38,15 +38,15 @@ def push(
         model: with adapters.
         repo_id: `user/repository`.
         name: of the adapter; or a composition, which is saved as a setup.
-        datasets_tag: the dataset it was trained on.
-        local_path: a folder in which the files are kept too.
-        adapter_card_kwargs: of the card.
-        metrics: name of a metric to its value.
+        datasets_tag: the dataset that it was trained on.
+        local_path: a folder to keep the files in too.
+        adapter_card_kwargs: texts for the card.
+        metrics: names and values of metrics.
         base_model: the base model's name on the Hub.
         commit_message: first line of the commit.
-        saving: as `save_adapter`, or `setups.save`, takes them.
+        saving: arguments of `save_adapter`, or of `setups.save`.
         is_setup: whether a setup is published.
-        **options: as `hub.push` takes them.
+        **options: arguments of `hub.push`.
 
     Returns:
         The address of the commit, or of the pull request.

@@ -23,14 +23,14 @@ from .info import Tasks
 from .task_classes import is_task
 
 _LOG = logging.getLogger(__name__)
-DEFAULT_HEAD = "default"
+_DEFAULT_HEAD = "default"
 HUB_ARGUMENTS = (
     "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
 )  # fmt: skip
-"""Arguments of `from_pretrained` that say where a checkpoint is on the Hub."""
+"""Arguments of `from_pretrained` that locate a checkpoint on the Hub."""
 
 
-# names of the file with all weights, and of the index where there are several
+# names of the file with all weights, and of the index if there are several files
 _WEIGHTS = (
     (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME),
     (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME),
@@ -40,16 +40,16 @@ _WEIGHTS = (
 def keep_static_head(
     model: Any, path: str | os.PathLike[str], info: dict[str, Any], hub: Mapping[str, Any]
 ) -> None:
-    """Make the static head of a checkpoint the named head "default", the active one.
+    """Add the static head of a checkpoint as the active named head "default".
 
-    Nothing happens for a checkpoint of a base model, or of a model with named heads. A head that
-    has no named equivalent is left out with a warning that gives the reason.
+    Do nothing for a checkpoint of a base model, or of a model with named heads. A head without a
+    named equivalent is left out, with a warning that gives the reason.
 
     Args:
         model: loaded from the checkpoint.
         path: a folder, or a name on the Hub.
-        info: which keys transformers missed and did not use when it loaded the base model; those
-            of a head that is kept are taken out.
+        info: missing and unexpected keys of the base model, from transformers; keys of the head
+            that is added are removed.
         hub: arguments for the Hub, such as `revision`.
     """
     config = model.config
@@ -57,7 +57,7 @@ def keep_static_head(
     if model.heads or not is_task(architecture):
         return
     prefix = model.base_model_prefix
-    tensors = leftover_tensors(str(path), info["unexpected_keys"], prefix, hub)
+    tensors = _leftover_tensors(str(path), info["unexpected_keys"], prefix, hub)
     below = dict(model._backbone.named_modules())
     missing = {key.rpartition(".")[0] for key in info["missing_keys"]}
     has_pooler = "pooler" in below and not any("pooler" in key.split(".") for key in missing)
@@ -65,17 +65,17 @@ def keep_static_head(
     labels = tasks.config.get("label2id")
     try:
         head, own = tasks.named(architecture, tensors, labels, has_pooler)
-        store.add(model, DEFAULT_HEAD, store.config_from(model, head))
+        store.add(model, _DEFAULT_HEAD, store.config_from(model, head))
     except (InexpressibleError, ConfigError) as error:
         _LOG.warning("The checkpoint's head is left out; add one of your own. %s", error)
         return
-    made = store.find(model, DEFAULT_HEAD)
+    made = store.find(model, _DEFAULT_HEAD)
     filled = made.state_dict(keep_vars=True)
     with torch.no_grad():
         for key, tensor in own.items():
             filled[key].copy_(tensor)
     if (layer := made.output_embeddings) is not None:
-        # where it is tied it is the embedding
+        # if it is tied, it is the embedding instead
         made.of_checkpoint = any(filled[key] is layer.weight for key in own)
     used = {*tensors, *(f"{prefix}.{key}" for key in tensors)}
     info["unexpected_keys"] = type(info["unexpected_keys"])(
@@ -83,14 +83,14 @@ def keep_static_head(
     )
 
 
-def leftover_tensors(
+def _leftover_tensors(
     path: str, keys: Iterable[str], prefix: str, hub: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint that the base model did not take.
+    """Read the tensors of a checkpoint that the base model did not use.
 
     Args:
         path: a folder, or a name on the Hub.
-        keys: as transformers reported them: the base model's prefix may have been added.
+        keys: as transformers reported them, perhaps with the base model's prefix.
         prefix: that prefix.
         hub: arguments for the Hub, such as `revision`.
     """

@@ -1,4 +1,4 @@
-"""Texts as a model reads them: tokens of its tokenizer, and their embeddings."""
+"""Embeddings of a text, by a model's tokenizer and table of tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def embedded_text(model: Any, table: nn.Module, text: str) -> Tensor:
     """Return the embeddings `[tokens, d]` of a text.
 
     Args:
-        model: its config has the name of the checkpoint, where the tokenizer is looked for.
-        table: embeds tokens.
+        model: its config names the checkpoint with the tokenizer.
+        table: the embedding layer.
         text: any text.
 
     Raises:
-        ConfigError: there is no tokenizer, or it makes no tokens of the text.
+        ConfigError: there is no tokenizer, or the text has no tokens.
     """
     name = getattr(model.config, "_name_or_path", "")
     try:

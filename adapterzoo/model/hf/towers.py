@@ -1,4 +1,4 @@
-"""Models of several towers (CLIP, SigLIP, CLAP): features of each, and no hidden states of all."""
+"""Models with several towers (CLIP, SigLIP, CLAP): features of each, no common hidden states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READS = ("last_hidden_state", "pooler_output")
 
 
 def feature_names(cls: type) -> tuple[str, ...]:
-    """Return the methods of a class that give the features of one tower, as `get_text_features`.
+    """Return the methods of a class for the features of one tower, such as `get_text_features`.
 
     Args:
         cls: a `PreTrainedModel` class.
@@ -32,14 +32,14 @@ def feature_names(cls: type) -> tuple[str, ...]:
 
 
 def refuse_unreadable(model: Any, head: PredictionHead | None = None) -> None:
-    """Refuse a head that could never run, as the base model does not give what it reads.
+    """Refuse a head that could never run, as the base model lacks the outputs that it reads.
 
     Args:
         model: with named heads.
         head: not yet in the model; None: any head.
 
     Raises:
-        ConfigError: it could not.
+        ConfigError: the base model lacks these outputs.
     """
     backbone = model.backbone_class
     fields = _output_fields(backbone)
@@ -66,7 +66,7 @@ def refuse_unreadable(model: Any, head: PredictionHead | None = None) -> None:
 
 
 def _towers(config: Any) -> Iterator[str]:
-    """Yield the classes of models with named heads for the parts of a model, by their configs."""
+    """Yield the classes with named heads for the parts of a model, by their configs."""
     for part in vars(config).values():
         if isinstance(part, PreTrainedConfig) and type(part) in modeling_auto.MODEL_MAPPING:
             cls = _get_model_class(part, modeling_auto.MODEL_MAPPING)
@@ -76,7 +76,7 @@ def _towers(config: Any) -> Iterator[str]:
 
 @functools.cache
 def _output_fields(cls: Any) -> frozenset[str] | None:
-    """Return the fields that the forward of a class gives; None where no annotation tells."""
+    """Return the fields of the outputs of a class's forward; None if it is not annotated."""
     try:
         annotation = typing.get_type_hints(inspect.unwrap(cls.forward)).get("return")
     except (NameError, TypeError, ImportError):
@@ -90,5 +90,5 @@ def _output_fields(cls: Any) -> frozenset[str] | None:
         for f in dataclasses.fields(typing.cast("Any", t))
     )
     several = "get_text_features" in dir(cls) and len(feature_names(cls)) > 1
-    # some base models are annotated with the output of the language model made of them
+    # some base models are annotated with the output of their language model
     return None if not fields or ("logits" in fields and not several) else fields

@@ -1,0 +1,71 @@
+"""Counts of what passed and failed, by kind, and the reasons: results.md."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import rules
+
+HEAD = """# The peer's tests, scripts and notebooks on adapterzoo
+
+Written by `python -m tests.peer table`; `tests/peer` says how each row was made, and
+`tests/peer/rules.py` what the kinds of failures are.
+"""
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The lines of one run."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def render(folder: Path) -> str:
+    """The page for all runs below a folder, `strict/bert.jsonl` and so on."""
+    runs = {
+        (file.parent.name, file.stem): read(file)
+        for file in sorted(folder.glob("*/*.jsonl"), key=lambda file: (file.parent.name, file.stem))
+    }
+    lines = [HEAD, *_counts(runs), "", *_reasons(runs)]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(runs: Mapping[tuple[str, str], Sequence[dict[str, Any]]]) -> Iterator[str]:
+    yield "| mode | run | passed | of | % | " + " | ".join(rules.KINDS) + " | skipped |"
+    yield "| --- " * (6 + len(rules.KINDS)) + "|"
+    modes = dict.fromkeys(mode for mode, _ in runs)
+    for mode in modes:
+        tests = {name: lines for (of, name), lines in runs.items() if of == mode}
+        for name, lines in tests.items():
+            yield _row(mode, name, lines)
+        if len(tests) > 1:
+            yield _row(f"**{mode}**", "**all**", [line for each in tests.values() for line in each])
+
+
+def _row(mode: str, name: str, tests: Sequence[dict[str, Any]]) -> str:
+    outcomes = Counter(test["outcome"] for test in tests)
+    kinds = Counter(rules.explain(t).kind for t in tests if t["outcome"] == "failed")
+    passed, failed = outcomes["passed"], outcomes["failed"]
+    share = f"{100 * passed / (passed + failed):.1f}" if passed + failed else "–"
+    cells = [mode, name, passed, passed + failed, share]
+    cells += [kinds[kind] for kind in rules.KINDS] + [outcomes["skipped"]]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _reasons(runs: Mapping[tuple[str, str], Sequence[dict[str, Any]]]) -> Iterator[str]:
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for (mode, _), tests in runs.items():
+        for test in tests:
+            if test["outcome"] == "failed":
+                rule = rules.explain(test)
+                counts.setdefault((rule.kind, rule.reason), Counter())[mode] += 1
+    modes = list(dict.fromkeys(mode for mode, _ in runs))
+    yield "| kind | why | " + " | ".join(modes) + " |"
+    yield "| --- " * (2 + len(modes)) + "|"
+    order = sorted(counts, key=lambda key: (rules.KINDS.index(key[0]), -counts[key].total()))
+    for kind, reason in order:
+        cells = [kind, reason.replace("|", "\\|")]
+        cells += [str(counts[kind, reason][mode]) for mode in modes]
+        yield "| " + " | ".join(cells) + " |"
