@@ -317,6 +317,27 @@ def test_heads_and_families_that_the_format_does_not_know(model, tiny, tmp_path)
     unsayable(gpt2, "DoRA in a fused layer", "format='native'", folder=tmp_path / "y")
 
 
+FORMATS = ("native", "adapterhub", "peft")
+
+
+@pytest.mark.parametrize("new", FORMATS)
+@pytest.mark.parametrize("old", FORMATS)
+def test_an_adapter_replaces_one_of_another_format(model, tmp_path, old, new):
+    model.add_adapter("old", "lora[r=2]")
+    model.add_adapter("new", "lora[r=3]")
+    model.add_classification_head("old", num_labels=2)
+    model.save_adapter(tmp_path / "x", "old", with_head=old == "adapterhub", format=old)
+    model.save_adapter(tmp_path / "x", "new", with_head=False, format=new)
+    model.save_adapter(tmp_path / "fresh", "new", with_head=False, format=new)
+    found, fresh = (
+        {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("x", "fresh")
+    )
+    # nothing of the old one is left
+    assert found == fresh
+    model.load_adapter(tmp_path / "x", load_as="again")
+    assert model.adapters_config["again"].r == 3
+
+
 def test_folders_are_not_mixed(model, tmp_path):
     model.load_adapter(BERT)
     model.save_adapter(tmp_path / "x", "golden")
