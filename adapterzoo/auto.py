@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
@@ -30,7 +30,12 @@ class AutoAdapterModel:
 
     Its class is a subclass of the family's own `PreTrainedModel`, with the base model under the
     family's `base_model_prefix`, so it can be used like any transformers model.
+
+    Attributes:
+        chooses_class: True: `load_model` leaves the choice of the class to it.
     """
+
+    chooses_class: ClassVar[bool] = True
 
     def __init__(self) -> None:
         """Raise: the class has no instances.

@@ -52,6 +52,8 @@ class Plan:
         exit: path of the entry whose step has an inverse, which acts before the logits; None if
             there is none.
         prompts: the tokens that are added to sequences; None if none are.
+        divides_batch: whether the next call of the model must divide its batch; false inside such a
+            call. A field, not a property: calls without adapters read it too.
     """
 
     setup: Composition | None = None
@@ -64,11 +66,12 @@ class Plan:
     stacks: frozenset[str] = frozenset()
     exit: str | None = None
     prompts: Prompts | None = None
+    divides_batch: bool = field(init=False)
 
-    @property
-    def divides_batch(self) -> bool:
-        """Whether the next call of the model must divide its batch; false inside such a call."""
-        return self.rows is not None and not self.rows.entered
+    def __post_init__(self) -> None:
+        """See how the rows stand."""
+        divides = self.rows is not None and not self.rows.entered
+        object.__setattr__(self, "divides_batch", divides)
 
 
 class Default:

@@ -165,6 +165,8 @@ class AdapterHubSpelling:
             meaning does not exist here.
         place: adds to the config what only the file's keys show, from its sites.
         unsayable: why AdapterHub's format cannot express a config; None: it can.
+        joins: whether `adapters` accepts a union of two configs of one `architecture` that both
+            adapt all blocks.
         as_flags: the config with its places in AdapterHub's fields; None: impossible.
         as_another: fields of ours for a config that is written as another class, with the `fixed`
             fields of this method: `LoRAConfig(use_dora=True)`.
@@ -189,6 +191,7 @@ class AdapterHubSpelling:
     read_fields: Callable[[Fields, AdapterHubFile], Fields] = _as_they_are
     place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = _as_asked
     unsayable: Callable[[AdapterConfig], str | None] = lambda _config: None
+    joins: Callable[[AdapterConfig, AdapterConfig], bool] = lambda _config, _other: False
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
     as_another: Mapping[str, Any] = field(default_factory=dict)
     quirk: Callable[[str, Placement], str | None] = lambda _model_type, _placement: None

@@ -95,11 +95,7 @@ OTHER = {
     ("IA3Config", "use_gating"): "the same",
     ("MTLLoRAConfig", "use_gating"): "the same",
     ("VeraConfig", "use_gating"): "the same",
-    ("VeraConfig", "init_weights"): "A and B are drawn as in the paper",
-    ("VeraConfig", "init_weights_seed"): "projection_prng_key",
     ("VeraConfig", "r"): "256, as in the paper and PEFT",
-    ("DvoRAConfig", "init_weights"): "A and B are drawn as in the paper",
-    ("DvoRAConfig", "init_weights_seed"): "projection_prng_key",
     ("DvoRAConfig", "r"): "256, as VeRA",
 }
 

@@ -86,10 +86,8 @@ class Reduction(Check):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BottleneckFields(HypercomplexFields):
-    """Every field of a bottleneck but those of `HypercomplexFields`.
-
-    Two configs with equal fields are equal.
+class PlainFields(AdapterConfig):
+    """The fields of a bottleneck with plain matrices.
 
     h is a sub-layer's output, inp the residual stream before it, s = h + inp, LN the norm that
     follows the addition (post-LN blocks only).
@@ -131,8 +129,6 @@ class BottleneckFields(HypercomplexFields):
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
 
-    training_fields = AdapterConfig.training_fields | {"stochastic_depth"}
-
     mh_adapter: bool
     output_adapter: bool
     reduction_factor: float | Mapping[str, float] = dataclasses.field(
@@ -159,6 +155,13 @@ class BottleneckFields(HypercomplexFields):
     stochastic_depth: float = field(0.0, Share())
     placement: str = field("paper", PLACEMENT)
     dtype: str | None = field(None, DTYPE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BottleneckFields(HypercomplexFields, PlainFields):
+    """Every field of a bottleneck; two configs with equal fields are equal."""
+
+    training_fields = AdapterConfig.training_fields | {"stochastic_depth"}
 
     def __post_init__(self) -> None:
         """Check every field.

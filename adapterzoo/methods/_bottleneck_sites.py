@@ -1,4 +1,4 @@
-"""Where bottlenecks act: their config, and the function of each kind of place.
+"""The sites of bottlenecks: their config, and a layer class for each kind of site.
 
 The formulas are in `methods/bottleneck.py`.
 """
@@ -23,7 +23,7 @@ from ._sublayers import LOCATIONS, entry_placement, stream_site, sublayers
 
 @dataclass(frozen=True, kw_only=True)
 class BnConfig(BottleneckFields):
-    """Config of a bottleneck; see `BottleneckFields` for its fields."""
+    """Config of a bottleneck; `PlainFields` and `HypercomplexFields` document its fields."""
 
     architecture: ClassVar[str] = "bottleneck"
 

@@ -151,6 +151,10 @@ def _fusion(config: AdapterConfig) -> Fields:
     return {"adds_input": bool(config.to_dict()["is_parallel"])}
 
 
+def _joins(config: AdapterConfig, other: AdapterConfig) -> bool:
+    return all(config[name] != other[name] for name in ("mh_adapter", "output_adapter"))
+
+
 def _unsayable(config: AdapterConfig) -> str | None:
     values = config.to_dict()
     is_masked = values["use_gating"] and values["convention"] == "paper"
@@ -167,6 +171,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         containers=(_CONTAINER, _COUPLING, _SHARED),
         read_fields=_read_fields,
         unsayable=_unsayable,
+        joins=_joins,
         quirk=_quirk,
         convention=_convention,
         fusion=_fusion,

@@ -333,6 +333,8 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
     places = model._adapter_state.find(name).places
     found: dict[int, dict[str, list[nn.Module]]] = {}
     for path, module in modules_of(model, name):
+        if not places[path]:
+            found[-1] = {"shared": [module]}
         for placement in places[path]:
             block = found.setdefault(placement.site.layer, {})
             at = block.setdefault(placement.location or str(placement.site.role), [])

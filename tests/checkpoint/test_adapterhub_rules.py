@@ -271,7 +271,6 @@ def test_parts_that_are_interleaved_are_refused(tmp_path):
     ("method", "fields", "feature"),
     [("double_seq_bn", {"architecture": "twist"}, "architecture='twist'"),
      ("lora", {"architecture": "twist"}, "architecture='twist'"),
-     ("double_seq_bn", {"phm_layer": "twice"}, "phm_layer='twice'"),
      ("lora", {"composition_mode": "twist"}, "architecture='lora', composition_mode='twist'"),
      ("dora", {"use_gating": True}, "use_gating=True"),
      ("lora", {"architecture": "union", "configs": [{"architecture": "x"}]}, "architecture='x'")],

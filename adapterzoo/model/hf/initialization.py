@@ -102,11 +102,11 @@ def load_model(
     interface: plugin.Interface = None,
     **kwargs: Any,
 ) -> M:
-    """Load a static model that was saved after `init`, with its adapters.
+    """Load a model that was saved with its adapters.
 
     Args:
         path: what `save_pretrained` was given.
-        model_class: the transformers class it was saved from, or `type(model)`.
+        model_class: the transformers class it was saved from, `type(model)`, or `AutoAdapterModel`.
         interface: as in `init`; None: the one that it was saved with.
         **kwargs: as `from_pretrained` takes them.
 
@@ -114,8 +114,10 @@ def load_model(
         A model of that class, as `init` makes it, with the same adapters active.
 
     Raises:
-        ConfigError: it is not a class of models, but one that looks for them.
+        ConfigError: it is not a class of models; `AutoAdapterModel` takes no interface.
     """
+    if getattr(model_class, "chooses_class", False) and interface is None:
+        return cast("M", cast("Any", model_class).from_pretrained(path, **kwargs))
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ConfigError(
             f"load_model({str(path)!r}, {model_class!r}): that is not a class of models. Write the "
