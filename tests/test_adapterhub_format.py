@@ -22,6 +22,7 @@ from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     DuplicateNameError,
+    HubError,
     UnknownNameError,
 )
 
@@ -131,7 +132,9 @@ def test_where_a_checkpoint_comes_from(model, monkeypatch):
     model.load_adapter(str(BERT), load_as="local", version="main", revision="main")
     with refused(model, ConfigError, "version='a'", "revision='b'", "Write only revision='b'"):
         model.load_adapter(BERT, load_as="other", version="a", revision="b")
-    with refused(model, ConfigError, "source='ah'", "Write source='hf'"):
+    with refused(
+        model, HubError, "is not an id of AdapterHub", "Write 'task/dataset@organization'"
+    ):
         model.load_adapter(BERT, load_as="other", source="ah")
     with pytest.raises(TypeError, match="use_safetensor"):
         model.load_adapter(BERT, load_as="other", use_safetensor=True)
@@ -281,7 +284,7 @@ def unsayable(model, *says, folder, name="a", **kwargs):
 @pytest.mark.parametrize(
     ("config", "says"),
     [("boft", ("is not a method of adapters", "format='native'")),
-     ("dora", ("which is convention='adapterhub'", "format='native'")),
+     ("dora", ("convention='adapterhub'", "format='native'")),
      ("lora[rank_pattern={'query': 4}]", ("rank_pattern={'query': 4}", "format='native'")),
      ("lora[attn_matrices=['q', 'o']]", ("attn_matrices=['o']", "format='native'")),
      ("lora[target_modules='all-linear']", ("of whole blocks", "format='native'")),

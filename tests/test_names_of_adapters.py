@@ -180,7 +180,7 @@ def tiny():
 
 CALLS = {
     "an unknown field": (TypeError, lambda m: AdapterConfig.load("seq_bn[no_such_field=2]")),
-    "a union in a union": (TypeError, lambda m: ConfigUnion(MAMConfig(), SeqBnConfig())),
+    "a class in a union": (TypeError, lambda m: ConfigUnion(MAMConfig(), SeqBnConfig)),
     "an unknown config": (ValueError, lambda m: AdapterConfig.load("lora[r=8]|no_such_name")),
     "an unknown adapter": (ValueError, lambda m: m.set_active_adapters("no_such_name")),
     "no composition": (TypeError, lambda m: m.set_active_adapters(5)),
