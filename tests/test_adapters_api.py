@@ -26,17 +26,11 @@ ABSENT = {
         "apply_to_adapter_layers", "apply_to_basemodel_childs", "forward_context",
         "has_parallel_adapters", "init_adapters", "model_name", "supports_adapter",
     ),
-    "prefix tuning and modules that layers share": (
-        "eject_prefix_tuning", "set_shared_parameters",
-    ),
+    "modules that layers share": ("set_shared_parameters",),
     "made by the configs of heads: add_prediction_head_from_config": (
         "add_prediction_head", "head_type",
     ),
     "adapter_to moves what a fusion is made of": ("adapter_fusion_to",),
-    "setups are saved adapter by adapter": (
-        "load_adapter_setup", "push_adapter_setup_to_hub", "save_adapter_setup",
-        "save_all_adapter_fusions",
-    ),
 }  # fmt: skip
 
 # methods with an embedding, prefix or reparametrisation of their own, none of which is here

@@ -965,6 +965,7 @@ class AdapterModelMixin:
         self,
         save_directory: str | os.PathLike[str],
         meta_dict: Mapping[str, Any] | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save the layers of each fusion to the sub-folder of its name.
@@ -987,6 +988,7 @@ class AdapterModelMixin:
         adapter_setup: object,
         head_setup: HeadSetup = None,
         meta_dict: Mapping[str, Any] | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save a composition with its adapters, their heads and its fusions.
