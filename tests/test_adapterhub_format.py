@@ -132,9 +132,9 @@ def test_where_a_checkpoint_comes_from(model, monkeypatch):
     model.load_adapter(str(BERT), load_as="local", version="main", revision="main")
     with refused(model, ConfigError, "version='a'", "revision='b'", "Write only revision='b'"):
         model.load_adapter(BERT, load_as="other", version="a", revision="b")
-    with refused(
-        model, HubError, "is not an id of AdapterHub", "Write 'task/dataset@organization'"
-    ):
+    with refused(model, ConfigError, "source='a'", "Write source='hf'"):
+        model.load_adapter(BERT, load_as="other", source="a")
+    with refused(model, HubError, "not an id of AdapterHub", "task/dataset@organization"):
         model.load_adapter(BERT, load_as="other", source="ah")
     with pytest.raises(TypeError, match="use_safetensor"):
         model.load_adapter(BERT, load_as="other", use_safetensor=True)

@@ -1028,6 +1028,7 @@ class AdapterModelMixin:
         adapter_setup: object,
         head_setup: HeadSetup = None,
         meta_dict: Mapping[str, Any] | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save a composition with its adapters, their heads and its fusions.
