@@ -22,6 +22,7 @@ from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     DuplicateNameError,
+    HubError,
     UnknownNameError,
 )
 
@@ -113,7 +114,7 @@ def test_the_arguments_of_load_adapter(model):
     assert model.active_adapters is None
     assert model.get_labels("mine") == ["neg", "neu", "pos"]
     with refused(model, DuplicateNameError, "'mine'", "overwrite_ok=True"):
-        model.load_adapter(BERT, load_as="mine")
+        model.load_adapter(BERT, load_as="mine", overwrite_ok=False)
     named = {0: "a", 1: "b", 2: "c"}
     model.load_adapter(BERT, load_as="mine", id2label=named, overwrite_ok=True, leave_out=[0])
     assert model.get_labels_dict("mine") == named
@@ -131,7 +132,9 @@ def test_where_a_checkpoint_comes_from(model, monkeypatch):
     model.load_adapter(str(BERT), load_as="local", version="main", revision="main")
     with refused(model, ConfigError, "version='a'", "revision='b'", "Write only revision='b'"):
         model.load_adapter(BERT, load_as="other", version="a", revision="b")
-    with refused(model, ConfigError, "source='ah'", "Write source='hf'"):
+    with refused(
+        model, HubError, "is not an id of AdapterHub", "Write 'task/dataset@organization'"
+    ):
         model.load_adapter(BERT, load_as="other", source="ah")
     with pytest.raises(TypeError, match="use_safetensor"):
         model.load_adapter(BERT, load_as="other", use_safetensor=True)
@@ -281,7 +284,7 @@ def unsayable(model, *says, folder, name="a", **kwargs):
 @pytest.mark.parametrize(
     ("config", "says"),
     [("boft", ("is not a method of adapters", "format='native'")),
-     ("dora", ("which is convention='adapterhub'", "format='native'")),
+     ("dora", ("convention='adapterhub'", "format='native'")),
      ("lora[rank_pattern={'query': 4}]", ("rank_pattern={'query': 4}", "format='native'")),
      ("lora[attn_matrices=['q', 'o']]", ("attn_matrices=['o']", "format='native'")),
      ("lora[target_modules='all-linear']", ("of whole blocks", "format='native'")),
@@ -317,9 +320,20 @@ def test_heads_and_families_that_the_format_does_not_know(model, tiny, tmp_path)
 def test_folders_are_not_mixed(model, tmp_path):
     model.load_adapter(BERT)
     model.save_adapter(tmp_path / "x", "golden")
+    # a save replaces an adapter of any format, with all its files
+    model.save_adapter(tmp_path / "x", "golden", format="adapterhub")
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*TENSORS, *CONFIGS}
+    model.save_adapter(tmp_path / "x", "golden", use_safetensors=True)
+    safe = {"adapter.safetensors", "model_head.safetensors"}
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*safe, *CONFIGS}
+    model.load_adapter(tmp_path / "x", load_as="safe")
+    assert adapter_bits(model, "safe") == adapter_bits(model, "golden")
+    model.save_adapter(tmp_path / "x", "golden", use_safetensors=False)
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*TENSORS, *CONFIGS}
+    model.save_adapter(tmp_path / "x", "golden")
+    native = {"adapter.safetensors", "adapter_config.json"}
+    assert {p.name for p in (tmp_path / "x").iterdir()} == native
     before = {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()}
-    with refused(model, CheckpointError, "'native'", "Write another folder"):
-        model.save_adapter(tmp_path / "x", "golden", format="adapterhub")
     with refused(model, UnknownNameError, "'adapterhubb'", "Did you mean 'adapterhub'?"):
         model.save_adapter(tmp_path / "x", "golden", format="adapterhubb")
     assert {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()} == before

@@ -14,6 +14,7 @@ from adapterzoo.composition import (
     Average,
     BatchSplit,
     Fuse,
+    MultiTask,
     Parallel,
     RowMap,
     Split,
@@ -24,11 +25,12 @@ from adapterzoo.composition import (
     from_json,
     numbered,
     parse,
+    parts_of,
     rows_of,
     to_json,
     without,
 )
-from adapterzoo.contracts import Adapter, BaseLayer
+from adapterzoo.contracts import Adapter, BaseLayer, FusibleAdapter
 from adapterzoo.errors import CompositionError, StateError
 
 
@@ -188,15 +190,14 @@ LEGAL = {
     "BatchSplit": BatchSplit("a", "b", batch_sizes=2),
     "Parallel": Parallel("a", "b"),
     "Average": Average("a", "b"),
+    "MultiTask": MultiTask("a", "b"),
 }
-# the table of AdapterHub's documentation
-MAY_HOLD = {
-    "Stack": {"Fuse", "Split", "Parallel", "BatchSplit", "Average"},
-    "Fuse": {"Stack"},
-    "Split": {"Split", "Stack", "BatchSplit", "Average"},
-    "BatchSplit": {"Stack", "Split", "BatchSplit", "Average"},
-    "Parallel": {"Stack", "BatchSplit", "Average"},
-    "Average": {"Stack", "Split", "BatchSplit"},
+# what cannot be in what, at any depth; all else can
+APART = {
+    "Fuse": {"Fuse", "Split", "BatchSplit", "Parallel", "Average", "MultiTask"},
+    "BatchSplit": {"Parallel", "MultiTask"},
+    "Parallel": {"Parallel"},
+    "MultiTask": {"BatchSplit", "Parallel", "MultiTask"},
 }
 
 
@@ -205,43 +206,46 @@ def made(kind: str, *children: object):
     return KINDS[kind](*children, **options.get(kind, {}))
 
 
-KINDS = {cls.__name__: cls for cls in (Stack, Fuse, Split, BatchSplit, Parallel, Average)}
+KINDS = {
+    cls.__name__: cls for cls in (Stack, Fuse, Split, BatchSplit, Parallel, Average, MultiTask)
+}
+PAIRS = [(outer, inner) for outer in KINDS for inner in KINDS]
+LEGAL_PAIRS = [(o, i) for o, i in PAIRS if i not in APART.get(o, ()) and (o, i) != ("Stack",) * 2]
 
 
-@pytest.mark.parametrize("inner", KINDS)
-@pytest.mark.parametrize("outer", KINDS)
-def test_what_may_stand_in_what(outer, inner):
-    if inner in MAY_HOLD[outer]:
-        node = made(outer, "c", LEGAL[inner])
-        assert node.children == ("c", LEGAL[inner])
-        assert node.flatten() == ("c", "a", "b")
-        return
+@pytest.mark.parametrize(("outer", "inner"), LEGAL_PAIRS)
+def test_what_may_be_in_what(outer, inner):
+    node = made(outer, "c", LEGAL[inner])
+    assert node.children == ("c", LEGAL[inner])
+    assert node.flatten() == ("c", "a", "b")
+    assert eval(repr(node)) == node
+    assert from_json(json.loads(json.dumps(to_json(node)))) == node
+
+
+@pytest.mark.parametrize("between", [None, "Stack", "Average", "Split"])
+@pytest.mark.parametrize(("outer", "inner"), [(o, i) for o in APART for i in sorted(APART[o])])
+def test_what_cannot_be_in_what(outer, inner, between):
+    inside = LEGAL[inner] if between is None else made(between, "d", LEGAL[inner])
+    if outer == "Fuse" and between in ("Average", "Split"):
+        inner = between
     with pytest.raises(CompositionError) as caught:
-        made(outer, "c", LEGAL[inner])
+        made(outer, "c", inside)
     message = str(caught.value)
-    assert f"a {outer} cannot contain a {inner}" in message
-    shown = message.rpartition("Write ")[2].removesuffix(".")
-    assert type(eval(shown)).__name__ == outer
+    assert f"a {outer} cannot contain a {inner}: it " in message
+    assert eval(message.rpartition("Write ")[2].removesuffix("."))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Stack("a", Fuse("b", Stack("c", Fuse("d", "e")))),
-        lambda: BatchSplit("a", Stack("b", Average("c", "d")), batch_sizes=1),
-        lambda: Split("a", Split("b", Split("c", "d", splits=1), splits=2), splits=3),
-        lambda: Stack("a", Average("b", BatchSplit("c", "d", batch_sizes=1))),
-    ],
-)
-def test_what_is_too_deep(make):
-    with pytest.raises(CompositionError, match=r"too deep.*Write ") as caught:
-        make()
-    eval(str(caught.value).rpartition("Write ")[2].removesuffix("."))
+def test_a_stack_in_a_stack_is_one_stack():
+    assert Stack("a", Stack("b", Stack("c"))) == Stack("a", "b", "c")
+    with pytest.raises(CompositionError, match="once in a stack"):
+        Stack("a", Stack("b", "a"))
 
 
-def test_two_levels_are_legal():
-    assert Stack("a", BatchSplit("b", Stack("c", "d"), batch_sizes=[1, 2])).last() == "d"
-    assert Split("a", Split("b", Stack("c", "d"), splits=1), splits=2).flatten() == tuple("abcd")
+def test_any_depth_is_legal():
+    deep = Stack("a", Average("b", BatchSplit("c", Split("d", Fuse("e", "f"), splits=1),
+                                              batch_sizes=[1, 2])))  # fmt: skip
+    assert deep.last() == "f"
+    assert deep.flatten() == tuple("abcdef")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +255,6 @@ def test_two_levels_are_legal():
         (lambda: Stack("a", 3), "Stack('a', 3)", "Write Stack('a', 'b')"),
         (lambda: Stack("a", None), "Stack('a', None)", "Write Stack('a', 'b')"),
         (lambda: Stack(["a", "b"]), "Stack(['a', 'b']", "Write Stack('a', 'b')"),
-        (lambda: Stack(Stack("a")), "Stack(Stack('a')", "Write Stack('a', 'b')"),
         (lambda: Stack("a", "b", "a"), "'a', 'b', 'a'", "Write Stack('a', 'b')."),
         (lambda: parse(["b", "b"]), "'b', 'b'", "Write Stack('b')."),
         (lambda: parse(["a", 1]), "'a', 1", "Write Stack('a', 'b')"),
@@ -522,3 +525,139 @@ def test_without_children_children_are_what_is_missing(made, option, value):
     kind = made.__name__
     assert str(caught.value).startswith(f"{kind}(): a {kind} takes names or compositions, at least")
     assert f"Write {kind}('a', " in str(caught.value)
+
+
+# --- nestings, by hand ---
+
+
+class Bottleneck(FusibleAdapter):
+    """Adds a multiple of the layer's output, or what stands in its place."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def update(self, x: Tensor, base: BaseLayer) -> Tensor:
+        return self.factor * x
+
+    def forward(self, x: Tensor, base: BaseLayer, instead=None) -> Tensor:
+        y = base(x)
+        return y + (self.update(y, base) if instead is None else instead(y))
+
+
+def mixing(z: Tensor, outputs: list[Tensor]) -> tuple[Tensor]:
+    """A fusion with the weights 1/4 and 3/4."""
+    return (0.25 * outputs[0] + 0.75 * outputs[1] + 0 * z,)
+
+
+NESTED = ADAPTERS | {"b1": Bottleneck(2.0), "b2": Bottleneck(-6.0), "fusion:b1,b2": mixing}
+FUSED = 1 + 0.25 * 2 - 0.75 * 6
+
+
+def nested(setup: object, x: Tensor) -> Tensor:
+    step = compile_site(setup, list(NESTED), NESTED.__getitem__)
+    return evaluate(step, NESTED, x, Ninths(x))
+
+
+def test_what_holds_a_fusion_holds_what_the_fusion_gives():
+    x = torch.arange(1.0, 11.0).reshape(2, 5, 1)
+    y, fuse = 2 * x + 1, Fuse("b1", "b2")
+    torch.testing.assert_close(nested(fuse, x), FUSED * y)
+    split = nested(Split("o1", fuse, splits=[2, 3]), x)
+    torch.testing.assert_close(split, torch.cat([3 * y[:, :2] + 1, FUSED * y[:, 2:]], 1))
+    average = nested(Average("b1", fuse, weights=[1, 3]), x)
+    torch.testing.assert_close(average, (0.25 * 3 + 0.75 * FUSED) * y)
+
+
+def test_averages_and_splits_may_be_in_each_other_at_any_depth():
+    x = torch.arange(1.0, 13.0).reshape(2, 6, 1)
+    y = 2 * x + 1
+    inner = Average("b1", "b2")
+    torch.testing.assert_close(
+        nested(Average("o1", inner, weights=[1, 3]), x), 0.25 * (3 * y + 1) + 0.75 * -1.0 * y
+    )
+    deep = Split(
+        "o1", Split(inner, Stack("b1", Split("b2", None, splits=1)), splits=2), splits=[2, 4]
+    )
+    expected = torch.cat([3 * y[:, :2] + 1, -1.0 * y[:, 2:4], -5 * 3 * y[:, 4:5], 3 * y[:, 5:]], 1)
+    torch.testing.assert_close(nested(deep, x), expected)
+
+
+# --- rows of nestings: the composition of each row, written out ---
+
+
+ROWS = {
+    "parallel of fusion": (Parallel("a", "b", Fuse("a", "b")), ["a", "b", Fuse("a", "b")]),
+    "parallel of split": (Parallel("a", Split("b", None, splits=1)),
+                          ["a", Split("b", None, splits=1)]),
+    "split of parallel": (Split("a", Parallel("b", "c"), splits=1),
+                          [Split("a", "b", splits=1), Split("a", "c", splits=1)]),
+    "average of parallel": (Average("a", Parallel("b", "c"), weights=[1, 3]),
+                            [Average("a", "b", weights=[1, 3]), Average("a", "c", weights=[1, 3])]),
+    "average of parallel of none": (Average("a", Parallel("b", None), weights=[1, 3]),
+                                    [Average("a", "b", weights=[1, 3]),
+                                     Average("a", weights=[0.25], normalize_weights=False)]),
+    "batch split of fusion": (BatchSplit(Fuse("a", "b"), "c", batch_sizes=[1, 2]),
+                              [Fuse("a", "b"), "c", "c"]),
+    "two parallels": (Stack(Parallel("a", "b"), Parallel("c", "d")),
+                      [Stack("a", "c"), Stack("b", "d")]),
+    "deep": (Stack("e", Average("a", Split("b", Parallel("c", "d"), splits=1), weights=[1, 3])),
+             [Stack("e", Average("a", Split("b", x, splits=1), weights=[1, 3])) for x in "cd"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_the_rows_of_a_nesting(case):
+    setup, expected = ROWS[case]
+    parts, rows = parts_of(setup)
+    assert [parts[part] for part in rows.index] == expected
+
+
+TASKS = {
+    "alone": (MultiTask("a", "b"), [["a"], ["b"]]),
+    "with none": (MultiTask("a", None), [["a"], [None]]),
+    "of a stack": (MultiTask(Stack("c", "a"), "b"), [[Stack("c", "a")], ["b"]]),
+    "of a fusion": (MultiTask(Fuse("a", "b"), "c"), [[Fuse("a", "b")], ["c"]]),
+    "of a split": (MultiTask(Split("a", "b", splits=1), "c"), [[Split("a", "b", splits=1)], ["c"]]),
+    "in a stack": (Stack("c", MultiTask("a", "b")), [[Stack("c", "a")], [Stack("c", "b")]]),
+    "two": (Stack(MultiTask("c", "d"), MultiTask("a", "b")),
+            [[Stack("c", "a")], [Stack("d", "b")]]),
+    "in an average": (Average("c", MultiTask("a", "b")),
+                      [[Average("c", "a")], [Average("c", "b")]]),
+    "in a split": (Split("c", MultiTask("a", "b"), splits=1),
+                   [[Split("c", "a", splits=1)], [Split("c", "b", splits=1)]]),
+    "in a parallel": (Parallel("c", MultiTask("a", "b")), [["c", "a"], ["c", "b"]]),
+    "beside a batch split": (Stack(BatchSplit("c", None, batch_sizes=1), MultiTask("a", "b")),
+                             [[Stack("c", "a"), Stack("a")], [Stack("c", "b"), Stack("b")]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TASKS)
+def test_the_rows_of_each_task(case):
+    setup, expected = TASKS[case]
+    parts, rows = parts_of(setup)
+    assert [[parts[part] for part in own] for own in rows.tasks.parts] == expected
+
+
+def test_the_rows_of_a_batch_by_its_tasks():
+    parts, rows = parts_of(Parallel("c", MultiTask("a", "b")))
+    found = rows.enter(6, together=False, task_ids=(1, 0, 1))
+    assert [parts[part] for part in found.index] == ["c", "c", "c", "b", "a", "b"]
+    assert found.copies == 2
+    # tasks that the batch lacks are still tasks
+    _, rows = parts_of(MultiTask("a", "b", "c"))
+    assert rows.enter(2, together=True, task_ids=(1, 1)).parts == 3
+    with pytest.raises(StateError, match=r"MultiTask.*task_ids"):
+        rows.layout(3)
+
+
+@pytest.mark.parametrize(
+    ("setup", "says"),
+    [
+        (Stack(MultiTask("a", "b"), MultiTask("c", "d", "e")), "other numbers of tasks"),
+        (Stack(MultiTask("a", "b"), MultiTask(Stack("c", "b"), "a")), "has two numbers"),
+    ],
+)
+def test_one_task_id_must_do_for_all(setup, says):
+    with pytest.raises(CompositionError, match=says):
+        parts_of(setup)

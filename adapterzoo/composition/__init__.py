@@ -5,9 +5,10 @@ Semantics: https://docs.adapterhub.ml/adapter_composition.html.
 A composition names adapters (`nodes`, by the `rules`). `compile_site` prunes it to the adapters
 that are present at one site; the result, a `Step`, is what the site evaluates in each forward. An
 adapter is a function around its layer, so `Stack(a, b)` is function composition at a site: the
-deltas of weight adapters add, bottlenecks chain. `BatchSplit`, `Parallel` and the argument
-`adapter_names` all give rows of a batch to different adapters, and are compiled alike: `_rows`
-assigns a composition to each row, and a site gets one step for each distinct one.
+deltas of weight adapters add, bottlenecks chain. `BatchSplit`, `Parallel`, `MultiTask` with
+`task_ids` and the argument `adapter_names` all give rows of a batch to different adapters, and are
+compiled alike: `_rows` assigns a composition to each row, and a site gets one step for each
+distinct one.
 """
 
 from __future__ import annotations
@@ -21,10 +22,23 @@ from ._prompts import Joined, Prompts, prompts_of
 from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
 from ._steps import Step, evaluate, fold
 from ._views import Around, Nested
-from .nodes import Average, BatchSplit, Fuse, Parallel, Split, Stack
-from .rules import from_json, fusions_of, last_adapter, parse, to_json, without
+from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
+from .rules import (
+    from_json,
+    fusions_of,
+    last_adapter,
+    parse,
+    to_json,
+    validate_composition,
+    without,
+)
+
+# their names in `adapters`
+AdapterCompositionBlock = Composition
+parse_composition = parse
 
 __all__ = [
+    "AdapterCompositionBlock",
     "Around",
     "Average",
     "BatchSplit",
@@ -32,6 +46,7 @@ __all__ = [
     "Copies",
     "Fuse",
     "Joined",
+    "MultiTask",
     "Nested",
     "Parallel",
     "Prompts",
@@ -53,10 +68,12 @@ __all__ = [
     "last_adapter",
     "numbered",
     "parse",
+    "parse_composition",
     "parts_of",
     "prefix_of",
     "prompts_of",
     "rows_of",
     "to_json",
+    "validate_composition",
     "without",
 ]

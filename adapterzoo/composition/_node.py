@@ -17,18 +17,52 @@ EXAMPLES: Mapping[str, str] = {
     "BatchSplit": "BatchSplit('a', Stack('b', 'c'), batch_sizes=[2, 6])",
     "Parallel": "Parallel('a', Stack('b', 'c'))",
     "Average": "Average('a', Stack('b', 'c'), weights=[0.3, 0.7])",
+    "MultiTask": "MultiTask('a', Stack('b', 'c'))",
 }
 """A legal call of each, shown in errors."""
 
-NESTINGS: Mapping[str, tuple[str, ...]] = {
-    "Stack": ("Fuse", "Split", "Parallel", "BatchSplit", "Average"),
-    "Fuse": ("Stack",),
-    "Split": ("Split", "Stack", "BatchSplit", "Average"),
-    "Parallel": ("Stack", "BatchSplit", "Average"),
-    "BatchSplit": ("Stack", "Split", "BatchSplit", "Average"),
-    "Average": ("Stack", "Split", "BatchSplit"),
+_OUTPUTS = "attends to the outputs of single adapters", "Fuse('a', Stack('b', 'c'))"
+_ROWS = "assigns each row by itself", "MultiTask('a', 'b', 'c')"
+REFUSED: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Fuse": dict.fromkeys(
+        ("Average", "BatchSplit", "Fuse", "MultiTask", "Parallel", "Split"), _OUTPUTS
+    ),
+    "Parallel": {"Parallel": ("repeats the batch once for each child", "Parallel('a', 'b', 'c')")},
+    "BatchSplit": {
+        "MultiTask": ("divides the batch by numbers of rows, and not by tasks", _ROWS[1]),
+        "Parallel": (
+            "cannot repeat only a part of the batch",
+            "Parallel(BatchSplit('a', 'b', batch_sizes=1), 'c')",
+        ),
+    },
+    "MultiTask": {
+        "BatchSplit": _ROWS,
+        "MultiTask": _ROWS,
+        "Parallel": (
+            "cannot repeat only a part of the batch",
+            "Parallel(MultiTask('a', 'b'), 'c')",
+        ),
+    },
 }
-"""Which compositions each can contain, besides names."""
+"""What each cannot contain, at any depth: why, and what to write."""
+
+
+class Names(tuple[str, ...]):
+    """Names of adapters in order; it equals a set of the same names, as in `adapters`."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the names are the same."""
+        if isinstance(other, (set, frozenset)):
+            return set(self) == other
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        """Return whether the names differ."""
+        return not self == other
+
+    __hash__ = tuple.__hash__
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -79,14 +113,25 @@ class Node:
         """The options to print: those that differ from the defaults."""
         return self.options
 
-    def flatten(self) -> tuple[str, ...]:
+    def flatten(self) -> Names:
         """Return all the names in it, each once, in order."""
         names: dict[str, None] = {}
         for child in self.children:
             for name in child.flatten() if isinstance(child, Node) else (child,):
                 if name is not None:
                     names[name] = None
-        return tuple(names)
+        return Names(names)
+
+    @property
+    def parallel_channels(self) -> int:
+        """How many copies of the batch `Parallel` makes; 1 without one."""
+        own = [c.parallel_channels for c in self.children if isinstance(c, Node)]
+        return max(own, default=1)
+
+    def first(self) -> str | None:
+        """Return the name that acts first."""
+        child = self.children[0]
+        return child.first() if isinstance(child, Node) else child
 
     def last(self) -> str | None:
         """Return the name that acts last, which selects the head."""
@@ -114,29 +159,19 @@ class Node:
                     f"name of an adapter nor a composition. Write {example}."
                 )
             if isinstance(child, Node):
-                self._check_nesting(child, example)
+                self._check_nesting(child)
 
-    def _check_nesting(self, child: Node, example: str) -> None:
-        kind, inner = type(self).__name__, type(child).__name__
-        written = f"{kind}({', '.join(map(repr, self.children))})"
-        legal = NESTINGS[kind]
-        if inner not in legal:
+    def _check_nesting(self, inside: Node) -> None:
+        kind, inner = type(self).__name__, type(inside).__name__
+        why, write = REFUSED.get(kind, {}).get(inner, ("", ""))
+        if why:
             raise CompositionError(
-                f"{written}: a {kind} cannot contain a {inner}; it can contain names and "
-                f"{', '.join(legal)}. Write {example}."
+                f"{kind}({', '.join(map(repr, self.children))}): a {kind} cannot contain a "
+                f"{inner}: it {why}. Write {write}."
             )
-        for deep in child.children:
-            if not isinstance(deep, Node):
-                continue
-            names_only = type(deep).__name__ == "Stack" and not any(
-                isinstance(c, Node) for c in deep.children
-            )
-            if not names_only:
-                below = "names" if inner == "Stack" else "names and Stacks of names"
-                raise CompositionError(
-                    f"{written}: it is nested too deep; a {inner} that is a child can only contain "
-                    f"{below}, not {deep!r}. Write {example}."
-                )
+        for child in inside.children:
+            if isinstance(child, Node):
+                self._check_nesting(child)
 
 
 Composition: TypeAlias = Node

@@ -1,30 +1,32 @@
 """Which row of a batch takes which composition.
 
-`BatchSplit`, `Parallel` and `adapter_names` all assign a composition to each row. `rows_of` finds
-the composition of each, wherever in the tree the batch is divided; it no longer divides rows.
+`BatchSplit`, `Parallel`, `MultiTask` and `adapter_names` all assign a composition to each row.
+`rows_of` finds the composition of each, wherever in the tree the batch is divided; it no longer
+divides rows. The tasks of the rows of a `MultiTask` are arguments of the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from adapterzoo.errors import CompositionError, StateError
+from adapterzoo.errors import BatchError, CompositionError, StateError
 from adapterzoo.kernels.grouped import Groups
 
 from ._node import Child, Node
-from .nodes import Average, BatchSplit, Fuse, Parallel
+from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel
 
 
 def has_rows(node: Child) -> bool:
     """Return whether the composition divides the rows of the batch."""
     if not isinstance(node, Node) or isinstance(node, Fuse):
         return False
-    return isinstance(node, (BatchSplit, Parallel)) or any(map(has_rows, node.children))
+    divides = isinstance(node, (BatchSplit, MultiTask, Parallel))
+    return divides or any(map(has_rows, node.children))
 
 
 def has_tokens(node: Child) -> bool:
@@ -34,7 +36,7 @@ def has_tokens(node: Child) -> bool:
     )
 
 
-def rows_of(setup: Node) -> tuple[list[Child], int, bool]:
+def rows_of(setup: Child) -> tuple[list[Child], int, bool]:
     """Return the composition of each row of a batch.
 
     Returns:
@@ -94,11 +96,32 @@ def _at_row(node: Child, row: int, count: int) -> Child:
             if row < size:
                 return _at_row(child, row, size)
             row -= size
+    return _seen(node, lambda child: _at_row(child, row, count))
+
+
+def _at_task(node: Child, task: int) -> Child:
+    """Return the composition that a row of a task sees, which may divide the batch otherwise."""
+    if isinstance(node, MultiTask):
+        return node.children[task]
+    return _seen(node, lambda child: _at_task(child, task)) if isinstance(node, Node) else node
+
+
+def _multi_tasks(node: Child) -> Iterator[MultiTask]:
+    """Yield the compositions inside that divide the batch by tasks."""
+    if isinstance(node, MultiTask):
+        yield node
+    elif isinstance(node, Node):
+        for child in node.children:
+            yield from _multi_tasks(child)
+
+
+def _seen(node: Node, see: Callable[[Child], Child]) -> Child:
+    """Return a composition as a row sees it, from what the row sees of each child."""
     children: list[Child] = []
     options = dict(node.options)
     kept = []
     for number, child in enumerate(node.children):
-        seen = _at_row(child, row, count)
+        seen = see(child)
         # None is the base layer: it changes nothing in a stack and adds nothing to an average
         if seen is None and not node.takes_none:
             continue
@@ -171,6 +194,23 @@ class Layout:
         return self._groups[numbers]
 
 
+class Tasks(NamedTuple):
+    """The tasks that rows of a batch can have.
+
+    Attributes:
+        names: what the tasks are called; None for the base model, and a task whose composition
+            has no name.
+        parts: for each task, the part of each row of the composition.
+    """
+
+    names: tuple[tuple[str | None, ...], ...]
+    parts: tuple[tuple[int, ...], ...]
+
+    def number(self, name: object) -> int | None:
+        """Return the number of the task of a name; None: there is none."""
+        return next((own.index(name) for own in self.names if name in own), None)
+
+
 @dataclass(slots=True)
 class RowMap:
     """Which rows of a batch take which part of a composition.
@@ -187,6 +227,8 @@ class RowMap:
             before rows; None: any length may be one.
         entered: whether the model has checked the batch. Only then may a layer get several
             consecutive rows for each, as with beams or with tokens flattened into rows.
+        tasks: the tasks from which `enter` makes the rows; None: there are none.
+        known: number of parts, of which a batch may lack some.
     """
 
     index: tuple[int, ...]
@@ -197,15 +239,21 @@ class RowMap:
     copies: int = 1
     tokens: frozenset[int] | None = frozenset()
     entered: bool = False
+    tasks: Tasks | None = None
+    known: int = 0
     _layouts: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def parts(self) -> int:
         """How many parts there are."""
-        return max(self.index, default=-1) + 1
+        return max(self.known, max(self.index, default=-1) + 1)
 
     def enter(
-        self, count: int, together: bool, tokens: frozenset[int] | None = frozenset()
+        self,
+        count: int,
+        together: bool,
+        tokens: frozenset[int] | None = frozenset(),
+        task_ids: Sequence[int] = (),
     ) -> RowMap:
         """Return the rows of one call whose batch has been checked.
 
@@ -213,17 +261,23 @@ class RowMap:
             count: rows of the repeated batch.
             together: see `RowMap`.
             tokens: see `RowMap`.
+            task_ids: the task of each row of the batch that is not repeated, if there are tasks.
         """
         times = count // len(self.index)
-        index = tuple(part for part in self.index for _ in range(times))
+        if self.tasks is None:
+            index = tuple(part for part in self.index for _ in range(times))
+        else:
+            of, batch = self.tasks.parts, len(task_ids)
+            index = tuple(of[task_ids[row % batch]][row // times] for row in range(count))
         return replace(
             self, index=index, repeats=1, together=together, copies=self.repeats, tokens=tokens,
-            entered=True, _layouts={},
+            entered=True, tasks=None, _layouts={},
         )  # fmt: skip
 
     def renumbered(self, numbers: Sequence[int]) -> RowMap:
         """Return the same rows with another number for each part; parts may get equal numbers."""
-        return replace(self, index=tuple(numbers[part] for part in self.index), _layouts={})
+        index = tuple(numbers[part] for part in self.index)
+        return replace(self, index=index, known=0, _layouts={})
 
     def of(self, other: RowMap, part: int) -> RowMap:
         """Return how this divides the rows of one part of another, in the order of `take`."""
@@ -269,9 +323,14 @@ class RowMap:
                 "Parallel: the model repeats the batch, but a part of the model was called alone. "
                 "Call model(…) itself, not model.base_model(…)."
             )
+        if self.tasks is not None:
+            raise StateError(
+                "MultiTask: a part of the model was called alone, and the tasks of rows are known "
+                "to the whole model only. Write model(…, task_ids=[…])."
+            )
         times, rest = divmod(count, len(self.index))
         if rest or (times > 1 and not self.entered):
-            raise CompositionError(
+            raise BatchError(
                 f"rows of a batch: an adapted layer got {count} rows, and the composition has "
                 f"{len(self.index)}. Give the model a batch of {len(self.index)} rows; where the "
                 f"layer's input is not a batch, activate one adapter for all rows."
@@ -304,6 +363,32 @@ def parts_of(setup: Node) -> tuple[tuple[Child, ...], RowMap | None]:
     """
     if not has_rows(setup):
         return (setup,), None
-    found, repeats, exact = rows_of(setup)
-    parts, index = numbered(found)
-    return parts, RowMap(index, repeats, exact=exact)
+    names = tuple(node.tasks for node in _multi_tasks(setup))
+    if not names:
+        found, repeats, exact = rows_of(setup)
+        parts, index = numbered(found)
+        return parts, RowMap(index, repeats, exact=exact)
+    _check_tasks(setup, names)
+    # the row of each task; all tasks divide the batch alike
+    each = [rows_of(_at_task(setup, task)) for task in range(len(names[0]))]
+    parts, numbers = numbered([part for found, _, _ in each for part in found])
+    (found, repeats, exact), size = each[0], len(each[0][0])
+    table = tuple(numbers[i : i + size] for i in range(0, len(numbers), size))
+    rows = RowMap(table[0], repeats, exact=exact, tasks=Tasks(names, table), known=len(parts))
+    return parts, rows
+
+
+def _check_tasks(setup: Node, names: Sequence[tuple[str | None, ...]]) -> None:
+    """Check that one task_ids can serve several divisions of a batch by tasks.
+
+    Raises:
+        CompositionError: they have other numbers of tasks, or a name has two numbers.
+    """
+    numbers = {name: number for own in names for number, name in enumerate(own)}
+    clash = [n for own in names for i, n in enumerate(own) if n is not None and numbers[n] != i]
+    if len({len(own) for own in names}) > 1 or clash:
+        what = f"{clash[0]!r} has two numbers in them" if clash else "they have other numbers of"
+        raise CompositionError(
+            f"{setup!r}: one task_ids says the task of a row for each MultiTask, and "
+            f"{what}{'' if clash else ' tasks'}. Write as many children in each, in one order."
+        )

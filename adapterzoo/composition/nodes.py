@@ -1,8 +1,8 @@
 """The compositions as data: immutable, compared by value, checked when they are made.
 
 A child is the name of an adapter or another composition; where the batch or the sequence is
-divided, it may also be None, the base model. AdapterHub's table `NESTINGS` says which composition
-can contain which.
+divided, it may also be None, the base model. Any composition can contain any other,
+except those in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ class Stack(Node):
         """Stack the adapters.
 
         Args:
-            children: names of adapters, each once, and compositions.
+            children: names of adapters, each once, and compositions; a stack among them is
+                part of this one.
 
         Raises:
-            CompositionError: no child, a name twice, or a child that is not legal in a stack.
+            CompositionError: no child, a name twice, or a child that is neither.
         """
+        inside = [c.children if isinstance(c, Stack) else (c,) for c in children]
+        children = tuple(child for part in inside for child in part)
         super().__init__(*children)
         names = [c for c in children if isinstance(c, str)]
         if len(set(names)) != len(names):
@@ -144,6 +147,27 @@ class Parallel(Node):
     """Each adapter on a copy of the whole batch: `Parallel("a", "b")`, one output for each."""
 
     takes_none: ClassVar[bool] = True
+
+    @property
+    def parallel_channels(self) -> int:
+        """How many copies of the batch it makes."""
+        return len(self.children)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class MultiTask(Node):
+    """Each row of the batch to the adapter of its task: `MultiTask("a", "b")`.
+
+    `model(…, task_ids=[0, 1, 1, 0])` says the task of each row, by the number or the name of a
+    child.
+    """
+
+    takes_none: ClassVar[bool] = True
+
+    @property
+    def tasks(self) -> tuple[str | None, ...]:
+        """The names of the tasks: that of each child, or of the adapter that acts last in it."""
+        return tuple(c.last() if isinstance(c, Node) else c for c in self.children)
 
 
 @dataclass(frozen=True, init=False, repr=False)

@@ -45,7 +45,7 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         },
         implied={"convention": "adapterhub"},
         # LoRAConfig(composition_mode="scale") names the layers whose outputs are scaled
-        as_another={"convention": "adapterhub"},
+        as_another={"convention": "adapterhub", "init_weights": "ia3"},
         fields=_layer_flags.FLAGS
         | same("r", "alpha", "dropout", "init_weights", "init_weights_seed", "dtype"),
         containers=(Container("loras", "layer", read=_read, write=_write),),

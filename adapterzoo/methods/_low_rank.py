@@ -37,7 +37,12 @@ class LowRank(SharedInputAdapter, WeightAdapter):
     """
 
     def __init__(
-        self, config: LowRankConfig, site: Site, device: torch.device, dtype: torch.dtype
+        self,
+        config: LowRankConfig,
+        site: Site,
+        device: torch.device,
+        dtype: torch.dtype,
+        several: tuple[int, ...] = (),
     ) -> None:
         """Make the factors.
 
@@ -46,6 +51,7 @@ class LowRank(SharedInputAdapter, WeightAdapter):
             site: gives the widths.
             device: of the parameters.
             dtype: of the layer.
+            several: dimensions of B in front of the usual ones.
 
         Raises:
             ConfigError: there is dropout, and the site has no features to drop.
@@ -68,7 +74,7 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         fresh = (kaiming(source), constant(0.0)) if zero_b else (small, small)
         dtype = config.dtype_at(dtype)
         self.lora_A = drawn((*lead, rank, site.d_in), fresh[0], device, dtype)
-        self.lora_B = drawn((*lead, site.d_out, rank), fresh[1], device, dtype)
+        self.lora_B = drawn((*several, *lead, site.d_out, rank), fresh[1], device, dtype)
 
     @property
     def shared_input_key(self) -> tuple[object, ...]:

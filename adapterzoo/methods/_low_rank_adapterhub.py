@@ -78,19 +78,24 @@ def write_magnitudes(tensors: Tensors, _config: AdapterConfig) -> Tensors:
 
 
 def spelling(
-    config: type[AdapterConfig], fixed: Mapping[str, Any], *containers: Container, **more: Any
+    config: type[AdapterConfig],
+    fixed: Mapping[str, Any],
+    *containers: Container,
+    architecture: str = "lora",
+    **more: Any,
 ) -> AdapterHubSpelling:
-    """Return how AdapterHub spells a method that it calls LoRA.
+    """Return how AdapterHub spells a method of its LoRA layers.
 
     Args:
         config: of the method.
         fixed: the fields that identify it.
         containers: of its tensors.
+        architecture: its name in AdapterHub.
         **more: other arguments of `AdapterHubSpelling`.
     """
     return AdapterHubSpelling(
         config=config,
-        architecture=("lora",),
+        architecture=(architecture,),
         fixed={"composition_mode": "add", "vera_b": None, "vera_d": None, **fixed},
         containers=containers,
         **{

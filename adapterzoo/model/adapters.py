@@ -33,14 +33,25 @@ from adapterzoo.runtime import Plan
 
 from .activation import check_setup, refuse_taken, refuse_used, replan, set_active
 from .heads.embeddings import refuse_own_size
-from .heads.ties import list_ties
+from .heads.ties import leave_groups, list_ties
 from .hf.continuous_batching import refuse_while_batching
 from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
-from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
+from .state import (
+    AdaptedModel,
+    AdapterRecord,
+    modules_of,
+    shared_inputs,
+    stacks_of,
+)
 
 # arguments of `forward` that an inner model would ignore as `**kwargs`
-_WHOLE = ("adapter_names", "output_adapter_gating_scores", "output_adapter_fusion_attentions")
+_WHOLE = (
+    "adapter_names",
+    "task_ids",
+    "output_adapter_gating_scores",
+    "output_adapter_fusion_attentions",
+)
 
 
 # --- add and delete ---
@@ -57,6 +68,8 @@ def add(
     check_name(name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
+    if (interface := model._adapter_state.interface) is not None:
+        interface.check_method(loaded)
     refuse_taken(model, name, overwrite_ok)
     for member in loaded.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
@@ -244,6 +257,7 @@ def remove(model: AdaptedModel, name: str) -> None:
             inject.take(backbone.get_submodule(path), name)
             inject.close_entry(backbone, path)
     inject.take_shared(backbone, name, model._active)
+    leave_groups(model, [name])
     for path, stack in stacks_of(model):
         inject.release_input(stack, path, name)
         if not state.records:
@@ -275,7 +289,8 @@ class _Guard:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         for name in _WHOLE:
-            if kwargs.get(name):
+            given = kwargs.get(name)
+            if given is not None and given is not False:
                 raise StateError(
                     f"{type(module).__name__}.forward({name}=…): a part of the model was called, "
                     f"and only the whole model supports this argument. "
@@ -318,6 +333,8 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
     places = model._adapter_state.find(name).places
     found: dict[int, dict[str, list[nn.Module]]] = {}
     for path, module in modules_of(model, name):
+        if not places[path]:
+            found[-1] = {"shared": [module]}
         for placement in places[path]:
             block = found.setdefault(placement.site.layer, {})
             at = block.setdefault(placement.location or str(placement.site.role), [])

@@ -8,20 +8,22 @@ layers read the plan and do not count rows themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from adapterzoo.composition import BatchSplit, Composition, RowMap, has_rows, numbered, parse
-from adapterzoo.errors import CompositionError, ConfigError, StateError, listing
+from adapterzoo.errors import BatchError, CompositionError, ConfigError, StateError, listing
 from adapterzoo.runtime import Plan
 
 from .activation import make_plan
 from .state import AdaptedModel
 
 RowNames: TypeAlias = "Sequence[str | Composition | None]"
+TaskIds: TypeAlias = "Tensor | Sequence[int | str | None]"
 
 BASE = "__base__"
 """PEFT's name for a row without an adapter; None means the same."""
@@ -39,15 +41,19 @@ _TOKENS_FIRST = ("fsmt", "led", "longformer", "xlnet")
 _KEPT_PLANS = 64
 
 
-def starts(model: AdaptedModel, adapter_names: RowNames | None) -> bool:
+def starts(
+    model: AdaptedModel, adapter_names: RowNames | None, task_ids: TaskIds | None = None
+) -> bool:
     """Return whether a call has to distinguish rows, and is the outermost call that does."""
-    return adapter_names is not None or model._active.plan.divides_batch
+    given = adapter_names is not None or task_ids is not None
+    return given or model._active.plan.divides_batch
 
 
 def plan_of_call(
     model: AdaptedModel,
     inputs: Mapping[str, Any],
     adapter_names: RowNames | None,
+    task_ids: TaskIds | None = None,
     one_head: bool = False,
     generates: bool = False,
     copies: int = 1,
@@ -58,15 +64,19 @@ def plan_of_call(
         model: that is called.
         inputs: by name.
         adapter_names: the adapter of each row; None: those of the active composition.
+        task_ids: the task of each row, where the active composition has a `MultiTask`.
         one_head: whether the caller chooses one head for all rows.
         generates: whether the output has one sequence of tokens for each row.
         copies: number of copies of each row that the call itself makes, as in beam search.
 
     Raises:
-        CompositionError: the rows do not fit the batch.
+        BatchError: the rows do not fit the batch.
         StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`.
         UnknownNameError: an adapter is unknown.
     """
+    tasks: tuple[int, ...] = ()
+    if task_ids is not None or adapter_names is None:
+        tasks = _tasks(model, adapter_names, task_ids)
     if adapter_names is not None:
         plan = _plan_of_names(model, adapter_names, one_head)
         what = f"adapter_names=… names {len(adapter_names)} rows"
@@ -76,16 +86,71 @@ def plan_of_call(
     rows = cast("RowMap", plan.rows)
     batch = _batch_of(inputs, what)
     count = batch * rows.repeats
+    if rows.tasks is not None and len(tasks) != batch:
+        raise CompositionError(
+            f"task_ids=…: it has the tasks of {len(tasks)} rows, and the batch has {batch}. Write "
+            f"one task for each row."
+        )
     if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
         legal = len(rows.index) // rows.repeats
-        raise CompositionError(
+        raise BatchError(
             f"{what}: the batch has {batch} rows, legal are {legal}. "
             f"Write {'one name, or None, for each row' if adapter_names else 'other sizes'}."
         )
     # in calls that name rows, or generate, the output has as many rows
-    together = adapter_names is not None or generates
-    entered = rows.enter(count, together, _lengths(model, inputs, count, copies))
+    by_task = rows.tasks is not None and rows.repeats == 1 and not rows.exact
+    together = adapter_names is not None or generates or by_task
+    entered = rows.enter(count, together, _lengths(model, inputs, count, copies), tasks)
     return dataclasses.replace(plan, rows=entered), rows.repeats
+
+
+def _tasks(
+    model: AdaptedModel, adapter_names: RowNames | None, task_ids: TaskIds | None
+) -> tuple[int, ...]:
+    """Return the number of each row's task; empty where no tasks are active, and none are given.
+
+    Raises:
+        CompositionError: `task_ids` is missing, is not needed, or has what is no task.
+    """
+    plan = model._active.plan
+    tasks = None if plan.rows is None else plan.rows.tasks
+    if task_ids is None:
+        if tasks is not None:
+            raise CompositionError(
+                f"{plan.setup!r} is active, and nothing says which task each row has. Write "
+                f"task_ids=[0, 1, …], with the number or the name of a task for each row."
+            )
+        return ()
+    if adapter_names is not None:
+        raise CompositionError(
+            "adapter_names=… and task_ids=… both say what acts on each row. Write one of them."
+        )
+    if tasks is None:
+        raise CompositionError(
+            f"task_ids=…: {plan.setup!r} is active, which has no MultiTask. Write "
+            f"set_active_adapters(MultiTask('a', 'b')), or adapter_names=['a', …]."
+        )
+    if isinstance(task_ids, Tensor) and task_ids.dim() == 1:
+        task_ids = task_ids.tolist()
+    if isinstance(task_ids, (str, Tensor)) or not isinstance(task_ids, Iterable):
+        shown = list(task_ids.shape) if isinstance(task_ids, Tensor) else repr(task_ids)
+        raise CompositionError(
+            f"task_ids={shown}: it is a tensor [rows] of numbers, or a list of numbers or names. "
+            f"Write task_ids=[0, 1]."
+        )
+    count = len(tasks.parts)
+    found = []
+    for task in task_ids:
+        is_number = isinstance(task, Integral) and not isinstance(task, bool)
+        number = int(cast("int", task)) if is_number else tasks.number(task)
+        if number is None or not 0 <= number < count:
+            raise CompositionError(
+                f"task_ids=…: there is no task {task!r}. Tasks of {plan.setup!r} are 0 to "
+                f"{count - 1}, or {listing(n for n in tasks.names[0] if n is not None)}. Write one "
+                f"of these for each row."
+            )
+        found.append(number)
+    return tuple(found)
 
 
 def _lengths(
@@ -135,26 +200,13 @@ def _plan_of_names(model: AdaptedModel, adapter_names: RowNames, one_head: bool)
 
 def _compiled(model: AdaptedModel, parts: tuple[Any, ...]) -> Plan:
     for part in parts:
-        if isinstance(part, Composition):
-            if has_rows(part):
-                raise CompositionError(
-                    f"adapter_names=…: {part!r} divides the batch, and it is given to one row. "
-                    f"Write a name, or Stack('a', 'b')."
-                )
-            _check_row(part)
+        if isinstance(part, Composition) and has_rows(part):
+            raise CompositionError(
+                f"adapter_names=…: {part!r} divides the batch, and it is given to one row. "
+                f"Write a name, or Stack('a', 'b')."
+            )
     setup = BatchSplit(*parts, batch_sizes=1)
     return make_plan(model, setup, []) if setup.flatten() else Plan()
-
-
-def _check_row(part: Composition) -> None:
-    try:
-        BatchSplit(part, batch_sizes=1)
-    except CompositionError as error:
-        # that message mentions a BatchSplit that the user did not write
-        raise CompositionError(
-            f"adapter_names=…: {part!r} cannot be given to one row. Names can, and Stack, Split "
-            f"and Average of names. Write a name, or Stack('a', 'b')."
-        ) from error
 
 
 def repeated(value: Any, times: int, batch: int, name: str = "") -> Any:

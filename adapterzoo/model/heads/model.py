@@ -17,7 +17,7 @@ from adapterzoo.heads import HeadConfig, PredictionHead, add_methods
 from adapterzoo.inject import AdapterDict
 from adapterzoo.model import batches
 from adapterzoo.model.averaging import average_head
-from adapterzoo.model.batches import RowNames
+from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.hf.config_entry import restore
 from adapterzoo.model.hf.static_checkpoints import HUB_ARGUMENTS, keep_static_head
@@ -254,6 +254,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         *args: Any,
         head: str | list[str] | None = None,
         adapter_names: RowNames | None = None,
+        task_ids: TaskIds | None = None,
         output_adapter_gating_scores: bool | None = None,
         output_adapter_fusion_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -267,6 +268,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             adapter_names: for each row of the batch the adapter or composition that acts on it
                 instead of the active ones, None for the base model. Each row goes to the head with
                 the name of its adapter, or to the active head if there is none.
+            task_ids: if a `MultiTask` is active, the task of each row: a tensor of numbers
+                `[batch]`, or a list of numbers or names of its children.
             output_adapter_gating_scores: whether the outputs get `adapter_gating_scores`, the
                 values of gates: `{adapter: {block number: {location: [batch]}}}`.
             output_adapter_fusion_attentions: whether the outputs get `adapter_fusion_attentions`:
@@ -279,7 +282,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             rows go to heads of different kinds; the base model's own output if none is active.
 
         Raises:
-            CompositionError: the rows do not fit the batch.
+            CompositionError: the rows do not fit the batch, or a task is unknown.
             ConfigError: too many inputs by position, or one given by position and by name.
             StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`.
             UnknownNameError: an adapter is unknown.
@@ -288,13 +291,14 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         if gates or fusions:
             run = functools.partial(
                 AdapterModel.forward, self, *args, head=head, adapter_names=adapter_names,
-                return_dict=return_dict, **kwargs,
+                task_ids=task_ids, return_dict=return_dict, **kwargs,
             )  # fmt: skip
             return recorded(self, run, adapter_names, bool(gates), bool(fusions))
         inputs = batches.named_inputs(self.input_names, args, kwargs)
-        if not batches.starts(self, adapter_names):
+        if not batches.starts(self, adapter_names, task_ids):
             return forward.forward(self, inputs, head, return_dict, 1)
-        plan, times = batches.plan_of_call(self, inputs, adapter_names, head is not None)
+        one_head = head is not None
+        plan, times = batches.plan_of_call(self, inputs, adapter_names, task_ids, one_head)
         with self._active.overridden(plan):
             return forward.forward(self, inputs, head, return_dict, times)
 

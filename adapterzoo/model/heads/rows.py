@@ -28,10 +28,15 @@ def head_rows(names: Sequence[str], rows: RowMap | None) -> tuple[tuple[str, ...
         return None
     if rows.heads is not None and rows.heads != tuple(names):
         return None
+    # a batch may lack rows of some tasks
+    present = sorted(set(rows.index))
+    answering = [names[part] for part in present]
     if not rows.together:
-        return tuple(names), rows
-    different = tuple(dict.fromkeys(names))
-    return different, rows.renumbered([different.index(name) for name in names])
+        numbers = {part: number for number, part in enumerate(present)}
+    else:
+        answering = list(dict.fromkeys(answering))
+        numbers = {part: answering.index(names[part]) for part in present}
+    return tuple(answering), rows.renumbered([numbers.get(p, 0) for p in range(len(names))])
 
 
 def outputs_of(part: int, rows: RowMap, outputs: ModelOutput, with_layers: bool) -> ModelOutput:

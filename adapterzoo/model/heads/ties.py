@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from adapterzoo.model.state import AdaptedModel
+import torch
+from torch import nn
+
+from adapterzoo.composition import Composition
+from adapterzoo.configs import MultiTaskConfig
+from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.model.activation import refuse_merged, refuse_overridden
+from adapterzoo.model.sharding import refuse_if_sharded
+from adapterzoo.model.state import AdaptedModel, modules_of, shareable_of
 
 LOCATION = "embeddings"
 """Where an adapter has a table of tokens of its own."""
@@ -27,6 +36,10 @@ def ties(model: AdaptedModel) -> dict[str, str]:
         first, *rest = tables_of(model, name) or ("",)
         end = f"adapters.{name}.table.weight"
         found.update({f"{start}{p}.{end}": f"{start}{first}.{end}" for p in rest})
+    for group in model._adapter_state.sharing.values():
+        for path, key in shareable_of(model, group[0]):
+            first, *others = (f"{start}{path}.adapters.{name}.{key}" for name in group)
+            found.update(dict.fromkeys(others, first))
     return {**found, **model._head_strategy.ties()}
 
 
@@ -45,7 +58,8 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
             f".adapters.{name}." in f"{key} {other}" for key, other in (listed or {}).items()
         )
         # most adapters have no table, and the fiftieth must cost no more than the first
-        if not gone and not tables_of(model, name):
+        shares = any(name in group for group in model._adapter_state.sharing.values())
+        if not gone and not shares and not tables_of(model, name):
             return
     tied = ties(model)
     vars(own).pop("_tied_weights_keys", None)
@@ -57,3 +71,152 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
         for key in [k for k in listed if k.startswith("heads.") or ".adapters." in k]:
             del listed[key]
         listed.update(tied)
+
+
+# --- parameters that several adapters share ---
+
+
+def share(
+    model: AdaptedModel,
+    adapter_names: Composition | Sequence[str] | str,
+    name: str | None = None,
+    reference: str | None = None,
+) -> None:
+    """Let adapters have the same parameters, with the values of one of them.
+
+    Raises:
+        ConfigError: their method shares nothing, or their configs or the reference do not fit.
+    """
+    names = _names(adapter_names)
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    configs = [model._adapter_state.find(each).config for each in names]
+    wrong = [n for n, c in zip(names, configs, strict=True) if not isinstance(c, MultiTaskConfig)]
+    if wrong:
+        raise ConfigError(
+            f"{wrong[0]!r} is of {type(configs[names.index(wrong[0])]).__name__}, whose adapters "
+            f"share no parameters. Write add_adapter({wrong[0]!r}, 'mtl_lora')."
+        )
+    first = names[0] if reference is None else reference
+    if first not in names:
+        raise ConfigError(
+            f"reference_adapter_name={reference!r}: it is not one of {listing(names)}. Write "
+            f"reference_adapter_name={names[0]!r}."
+        )
+    shapes = [{k: p.shape for k, p in shareable_of(model, each).items()} for each in names]
+    other = next((n for n, own in zip(names, shapes, strict=True) if own != shapes[0]), None)
+    if other is not None or len({type(config) for config in configs}) > 1:
+        raise ConfigError(
+            f"{names[0]!r} and {other or names[-1]!r} adapt other layers or have parameters of "
+            f"other shapes. Add adapters of equal configs."
+        )
+    for each in names:
+        refuse_overridden(model, each)
+        refuse_merged(model, each)
+    leave_groups(model, names)
+    _replace(model, first, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
+    _join(model, names, first, name)
+
+
+def _join(model: AdaptedModel, names: Sequence[str], first: str, group: str | None = None) -> None:
+    """Give adapters the parameters of the first."""
+    own = shareable_of(model, first)
+    for each in names:
+        _replace(model, each, lambda place, _: own[place])
+    model._adapter_state.sharing[group or ",".join(names)] = tuple(names)
+    for each in names:
+        list_ties(model, each)
+
+
+def unshare(
+    model: AdaptedModel,
+    adapter_names: Composition | Sequence[str] | str,
+    name: str | None = None,
+) -> None:
+    """Give each of several adapters its own parameters again, with the values of now.
+
+    Raises:
+        StateError: they share nothing.
+    """
+    names, sharing = _names(adapter_names), model._adapter_state.sharing
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    for each in names:
+        model._adapter_state.find(each)
+    inside = sharing.get(name, ()) if name is not None else ()
+    if name is not None and not {*names} <= {*inside}:
+        raise StateError(
+            f"name={name!r}: there are {listing(sharing) or 'no shared parameters'}, and they are "
+            f"of {listing(inside) or 'other adapters'}. Leave name out."
+        )
+    if alone := [n for n in names if not any(n in group for group in sharing.values())]:
+        raise StateError(
+            f"{alone[0]!r} shares no parameters. Shared are {listing(sharing) or 'none'}. Write "
+            f"share_parameters(['a', 'b'])."
+        )
+    for each in names:
+        refuse_overridden(model, each)
+        refuse_merged(model, each)
+        _replace(model, each, lambda _, p: nn.Parameter(p.detach().clone(), p.requires_grad))
+    leave_groups(model, names)
+    for each in names:
+        list_ties(model, each)
+
+
+def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
+    """Let adapters that come from files share parameters that have the same bits as others'.
+
+    Fresh adapters that were drawn from one seed have equal bits too, and B is zero.
+    """
+    state = model._adapter_state
+    for name in names:
+        own, seed = shareable_of(model, name), state.find(name).config.get("init_weights_seed")
+        if not own or (seed is not None and any(not bool(p.any()) for p in own.values())):
+            continue
+        for other, record in state.records.items():
+            theirs = shareable_of(model, other)
+            alike = record.config == state.records[name].config and own.keys() == theirs.keys()
+            if other == name or not alike:
+                continue
+            if all(p.device == t.device and torch.equal(p, t) for p, t in _pairs(own, theirs)):
+                group = next((g for g, n in state.sharing.items() if other in n), None)
+                members = state.sharing.pop(group) if group is not None else (other,)
+                same = (*members, *(n for n in (name,) if n not in members))
+                _join(model, same, other, None if group == ",".join(members) else group)
+                break
+
+
+def _pairs(
+    own: Mapping[tuple[str, str], nn.Parameter], theirs: Mapping[tuple[str, str], nn.Parameter]
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    return [(parameter, theirs[place]) for place, parameter in own.items()]
+
+
+def _names(given: Composition | Sequence[str] | str) -> tuple[str, ...]:
+    """Return the adapters that are named: a composition, a list, or names with commas between."""
+    names = given.split(",") if isinstance(given, str) else given
+    listed = names.flatten() if isinstance(names, Composition) else tuple(names)
+    if not listed:
+        raise ConfigError("adapter_names=[]: it names no adapter. Write adapter_names=['a', 'b'].")
+    return listed
+
+
+def leave_groups(model: AdaptedModel, names: Sequence[str]) -> None:
+    """Note that adapters share no parameters; a group of one is none."""
+    sharing = model._adapter_state.sharing
+    for group, members in list(sharing.items()):
+        left = tuple(name for name in members if name not in names)
+        if left != members:
+            del sharing[group]
+            if len(left) > 1:
+                sharing[group] = left
+
+
+def _replace(
+    model: AdaptedModel,
+    name: str,
+    made: Callable[[tuple[str, str], nn.Parameter], nn.Parameter],
+) -> None:
+    """Put other parameters in the place of those that an adapter can share."""
+    modules = dict(modules_of(model, name))
+    for (path, key), parameter in shareable_of(model, name).items():
+        owner, _, own = key.rpartition(".")
+        modules[path].get_submodule(owner).register_parameter(own, made((path, key), parameter))

@@ -16,13 +16,16 @@ from torch import nn
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError
+from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
-from adapterzoo.model.heads import embeddings, tables
+from adapterzoo.model.heads import embeddings, tables, ties
 from adapterzoo.model.heads.embeddings import ADDED
 from adapterzoo.model.heads.ties import tables_of
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
 from adapterzoo.names import check_name
+
+from . import plugin
 
 
 def enter(model: AdaptedModel) -> None:
@@ -31,7 +34,8 @@ def enter(model: AdaptedModel) -> None:
     heads = model._head_strategy.names()
     vars(model.config).pop("adapters", None)
     others = _embeddings(model)
-    if not state.records and not heads and others is None:
+    nothing = not state.records and not heads and state.interface is None
+    if nothing and others is None:
         return
     records = state.records.items()
     model.config.adapters = {
@@ -40,6 +44,7 @@ def enter(model: AdaptedModel) -> None:
         "adapters": [[name, record.config.to_dict()] for name, record in records],
         "meta": {name: dict(record.meta) for name, record in records if record.meta},
         "embeddings": {n: list(t) for n in state.records if (t := tables_of(model, n))},
+        "sharing": [[group, list(names)] for group, names in state.sharing.items()],
         "merged": list(state.merged),
         "fusions": [
             [name, list(record.adapters), record.config.to_dict()]
@@ -50,6 +55,7 @@ def enter(model: AdaptedModel) -> None:
         "heads": list(plan.heads),
         "static_heads": list(state.copies),
         "known_heads": list(heads),
+        "interface": None if state.interface is None else state.interface.to_dict(),
     } | ({} if others is None else {"loaded_embeddings": others})
 
 
@@ -89,6 +95,8 @@ def restore(model: AdaptedModel, quantised: bool = False) -> None:
 
 def _restore(model: AdaptedModel, document: Any) -> None:
     state = model._adapter_state
+    if document.get("interface") and state.interface is None:
+        plugin.enter(model, AdapterModelInterface(**document["interface"]))
     for name, values in document["adapters"]:
         adapters.add(model, name, values)
     for name, paths in dict(document.get("embeddings", {})).items():
@@ -96,6 +104,8 @@ def _restore(model: AdaptedModel, document: Any) -> None:
         tables.add_table(model, name, tuple(paths))
     for name, meta in dict(document.get("meta", {})).items():
         state.records[name] = dataclasses.replace(state.find(name), meta=dict(meta))
+    for group, names in document.get("sharing", ()):
+        ties.share(model, names, group)
     for name in document["merged"]:
         state.find(name)
     state.merged = tuple(document["merged"])

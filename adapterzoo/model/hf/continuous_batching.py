@@ -82,7 +82,7 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
     active = model._active
     held = active.held
     if held is not None and held.rows is not None and held.rows.entered:
-        refuse_names(True)
+        refuse_names(adapter_names=True)
     if held is not None:
         raise StateError(
             f"an AdapterSetup holds, with {held.setup!r}, and continuous batching runs the model "
@@ -102,18 +102,19 @@ def refuse_other_than_default(model: AdaptedModel) -> None:
         )
 
 
-def refuse_names(adapter_names: Any) -> None:
-    """Refuse `adapter_names`, which transformers would ignore.
+def refuse_names(**given: Any) -> None:
+    """Refuse `adapter_names` and `task_ids`, which transformers would ignore.
 
     Raises:
-        StateError: there are names.
+        StateError: one is not None.
     """
-    if adapter_names is not None:
-        raise StateError(
-            "adapter_names=…: continuous batching has requests in place of rows, and uses the "
-            "active adapters for all of them. Write set_active_adapters('a') and one call for "
-            "each adapter, or generate(…, adapter_names=…) without it."
-        )
+    for name, value in given.items():
+        if value is not None:
+            raise StateError(
+                f"{name}=…: continuous batching has requests in place of rows, and uses the "
+                f"active adapters for all of them. Write set_active_adapters('a') and one call "
+                f"for each adapter, or generate(…, {name}=…) without it."
+            )
 
 
 def _refuse_other_cache(manager: Any, model: AdaptedModel) -> None:
@@ -132,9 +133,9 @@ def _add_request(
 ) -> Any:
     # the manager that is called keeps itself and its model alive
     of, called = cast("Any", manager()), cast("Any", model())
-    adapter_names = kwargs.pop("adapter_names", None)
+    rows = {name: kwargs.pop(name, None) for name in ("adapter_names", "task_ids")}
     with naming("add_request()"):
-        refuse_names(adapter_names)
+        refuse_names(**rows)
         refuse_other_than_default(called)
         _refuse_other_cache(of, called)
     return type(of).add_request(of, *args, **kwargs)

@@ -8,7 +8,7 @@ from typing import Any, cast
 from adapterzoo.errors import StateError, listing, names_call
 from adapterzoo.inject.positions import check_positions
 from adapterzoo.model import batches
-from adapterzoo.model.batches import RowNames
+from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.state import anatomy_of, backbone_of
 
 from .continuous_batching import refuse_names, refuse_other_than_default, watch
@@ -17,7 +17,13 @@ from .continuous_batching import refuse_names, refuse_other_than_default, watch
 class GeneratesWithAdapters:
     """Precedes transformers' `GenerationMixin` among the bases of a class."""
 
-    def generate(self, *args: Any, adapter_names: RowNames | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        *args: Any,
+        adapter_names: RowNames | None = None,
+        task_ids: TaskIds | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Generate as `GenerationMixin.generate`, with an adapter for each row if names are given.
 
         Args:
@@ -25,10 +31,12 @@ class GeneratesWithAdapters:
             adapter_names: for each row of the prompt the adapter or composition that acts on it,
                 None for the base model; replaces the active ones. All beams and returned sequences
                 of a row use the same.
+            task_ids: if a `MultiTask` is active, the task of each row: a tensor of numbers
+                `[batch]`, or a list of numbers or names of its children.
             **kwargs: as `generate` of transformers takes them.
 
         Raises:
-            CompositionError: the rows do not fit the prompt.
+            CompositionError: the rows do not fit the prompt, or a task is unknown.
             StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`; or no
                 named head is active.
             UnknownNameError: an adapter is unknown.
@@ -36,10 +44,10 @@ class GeneratesWithAdapters:
         model: Any = self
         prompt = args[0] if args else kwargs.get("inputs")
         given = kwargs if prompt is None else {model.main_input_name: prompt, **kwargs}
-        if batches.starts(model, adapter_names):
+        if batches.starts(model, adapter_names, task_ids):
             copies = _sequences(kwargs, model.generation_config)
             plan, times = batches.plan_of_call(
-                model, given, adapter_names, generates=True, copies=copies
+                model, given, adapter_names, task_ids, generates=True, copies=copies
             )
             if times > 1:
                 batch = batches.batch_size(given)
@@ -54,19 +62,22 @@ class GeneratesWithAdapters:
             return cast("Any", super()).generate(*args, **kwargs)
 
     @names_call
-    def generate_batch(self, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
+    def generate_batch(
+        self, *args: Any, adapter_names: Any = None, task_ids: Any = None, **kwargs: Any
+    ) -> Any:
         """Run `generate_batch` of transformers with the adapters that are active in all threads.
 
         Args:
             *args: as `generate_batch` of transformers takes them.
             adapter_names: refused, as transformers would ignore it.
+            task_ids: the same.
             **kwargs: as `generate_batch` of transformers takes them.
 
         Raises:
             StateError: `adapter_names` are given, an `AdapterSetup` is active, the active
                 composition divides the batch, or a kept manager has the cache of other adapters.
         """
-        refuse_names(adapter_names)
+        refuse_names(adapter_names=adapter_names, task_ids=task_ids)
         refuse_other_than_default(cast("Any", self))
         return cast("Any", super()).generate_batch(*args, **kwargs)
 
