@@ -115,7 +115,7 @@ def test_what_adapterhub_cannot_say_of_a_fusion_is_an_error_before_anything_is_w
 
     with refused(model, CheckpointError, "save_adapter_fusion(", "PEFT", "'adapterhub'"):
         save(format="peft")
-    with refused(model, UnknownNameError, "'adapter_hub'", "'adapterhub', 'native'"):
+    with refused(model, UnknownNameError, "'adapter_hub'", "'adapterhub-safetensors', 'native'"):
         save(format="adapter_hub")
     with refused(model, CheckpointError, "'config', 'name'", "Rename these"):
         save(format="adapterhub", meta_dict={"name": 1, "config": 2, "fine": 3})
