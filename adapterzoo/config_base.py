@@ -239,8 +239,12 @@ def _example(cls: type[Config]) -> str:
 def _string_example(name: str, config: Config) -> str:
     """Return a config string that sets a field, a number if the config has one."""
     fields = _fields_of(config)
-    plain = [n for n, v in fields.items() if type(v) in (int, float)]
-    plain += [n for n, v in fields.items() if type(v) is bool]
+    # what a class declares itself says more of it than what it inherits
+    names = [
+        n for c in type(config).__mro__ for n in vars(c).get("__annotations__", ()) if n in fields
+    ]
+    plain = [n for n in names if type(fields[n]) in (int, float)]
+    plain += [n for n in names if type(fields[n]) is bool]
     return f"{name}[{plain[0]}={fields[plain[0]]!r}]" if plain else name
 
 

@@ -285,7 +285,7 @@ def test_other_files_share_nothing(tmp_path):
     ("call", "error", "says"),
     [
         (lambda m: m.share_parameters([]), ConfigError, ("names no adapter", "['a', 'b']")),
-        (lambda m: m.share_parameters(["a", "l"]), ConfigError, ("LoRAConfig", "'mtl_lora'")),
+        (lambda m: m.share_parameters(["a", "l"]), ConfigError, ("LoRAConfig", "MultiTaskConfig")),
         (lambda m: m.share_parameters(["a", "u"]), ConfigError, ("'u' is of ConfigUnion",)),
         (lambda m: m.share_parameters(["a", "w"]), ConfigError, ("other shapes", "equal configs")),
         (

@@ -94,7 +94,7 @@ def share(
     if wrong:
         raise ConfigError(
             f"{wrong[0]!r} is of {type(configs[names.index(wrong[0])]).__name__}, whose adapters "
-            f"share no parameters. Write add_adapter({wrong[0]!r}, 'mtl_lora')."
+            f"share no parameters. Add it with a MultiTaskConfig: there, tasks share parameters."
         )
     first = names[0] if reference is None else reference
     if first not in names:
