@@ -114,7 +114,7 @@ def test_the_arguments_of_load_adapter(model):
     assert model.active_adapters is None
     assert model.get_labels("mine") == ["neg", "neu", "pos"]
     with refused(model, DuplicateNameError, "'mine'", "overwrite_ok=True"):
-        model.load_adapter(BERT, load_as="mine")
+        model.load_adapter(BERT, load_as="mine", overwrite_ok=False)
     named = {0: "a", 1: "b", 2: "c"}
     model.load_adapter(BERT, load_as="mine", id2label=named, overwrite_ok=True, leave_out=[0])
     assert model.get_labels_dict("mine") == named
@@ -284,7 +284,7 @@ def unsayable(model, *says, folder, name="a", **kwargs):
 @pytest.mark.parametrize(
     ("config", "says"),
     [("boft", ("is not a method of adapters", "format='native'")),
-     ("dora", ("which is convention='adapterhub'", "format='native'")),
+     ("dora", ("convention='adapterhub'", "format='native'")),
      ("lora[rank_pattern={'query': 4}]", ("rank_pattern={'query': 4}", "format='native'")),
      ("lora[attn_matrices=['q', 'o']]", ("attn_matrices=['o']", "format='native'")),
      ("lora[target_modules='all-linear']", ("of whole blocks", "format='native'")),
@@ -341,6 +341,19 @@ def test_an_adapter_replaces_one_of_another_format(model, tmp_path, old, new):
 def test_folders_are_not_mixed(model, tmp_path):
     model.load_adapter(BERT)
     model.save_adapter(tmp_path / "x", "golden")
+    # a save replaces an adapter of any format, with all its files
+    model.save_adapter(tmp_path / "x", "golden", format="adapterhub")
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*TENSORS, *CONFIGS}
+    model.save_adapter(tmp_path / "x", "golden", use_safetensors=True)
+    safe = {"adapter.safetensors", "model_head.safetensors"}
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*safe, *CONFIGS}
+    model.load_adapter(tmp_path / "x", load_as="safe")
+    assert adapter_bits(model, "safe") == adapter_bits(model, "golden")
+    model.save_adapter(tmp_path / "x", "golden", use_safetensors=False)
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*TENSORS, *CONFIGS}
+    model.save_adapter(tmp_path / "x", "golden")
+    native = {"adapter.safetensors", "adapter_config.json"}
+    assert {p.name for p in (tmp_path / "x").iterdir()} == native
     before = {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()}
     with refused(model, UnknownNameError, "'adapterhubb'", "Did you mean 'adapterhub'?"):
         model.save_adapter(tmp_path / "x", "golden", format="adapterhubb")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from .attentions import attentions_of
 from .entries import entry_of
 from .experts import stores_transposed
-from .layouts import parts_of
+from .layouts import is_known_fusion, parts_of
 from .names import below, joined, parent
 from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
 from .positions import positions_of
@@ -23,7 +23,7 @@ from .tokens import tokens_of
 from .tree import Branch, Tree
 
 
-def find(model: nn.Module) -> Anatomy:
+def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     """Return the sites for adapters in a model.
 
     Pure discovery: neither the model nor its configuration is changed, and no weight is read, so
@@ -32,8 +32,9 @@ def find(model: nn.Module) -> Anatomy:
     Args:
         model: a backbone of real or meta tensors. Its `config`, if it has one, helps to read
             fused layers.
+        roles: paths of layers below a block to their roles, where names do not show them.
     """
-    tree = Tree(model)
+    tree = Tree(model, roles)
     blocks: list[Block] = []
     templates: dict[tuple[object, ...], Block] = {}
     for stack in _stacks(tree):
@@ -255,7 +256,18 @@ def _row(branch: Branch) -> Row:
     """Return the table's entry for the architecture of a branch."""
     block = branch.tree.modules[branch.path]
     names = (type(block).__name__, *branch.model_types)
-    return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
+    row = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
+    return _with_roles(row, branch.tree.given) if branch.tree.given else row
+
+
+def _with_roles(row: Row, given: Mapping[str, Role]) -> Row:
+    """Return a row with roles that a user gives; fused layers are [q | k | v]."""
+    unknown = [p for p, role in given.items() if role == "qkv" and not is_known_fusion(p)]
+    return dataclasses.replace(
+        row,
+        roles={**{re.escape(path): role for path, role in given.items()}, **row.roles},
+        layouts={**{re.escape(path): "q, k, v" for path in unknown}, **row.layouts},
+    )
 
 
 def _projection(layer: Site, row: Row) -> Role:

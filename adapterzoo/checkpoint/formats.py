@@ -203,6 +203,8 @@ def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
 def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
     """Write a checkpoint, after checking everything that could be wrong with it.
 
+    A checkpoint of the same kind that the folder holds is replaced, in whichever format it is.
+
     Args:
         folder: created if missing.
         checkpoint: what to write, with whole tensors.
@@ -220,20 +222,21 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
     if name != "native" and checkpoint.metadata.get("embeddings") is not None:
         raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
     contents = chosen.encode(checkpoint, kind, info)
-    stale = {*chosen.owned(kind)}
+    touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
     with folders.saving(folder):
         for held in KINDS:
             there = of(folder, held)
-            if there in (None, name):
+            if there is None:
                 continue
-            theirs = {*formats[there].owned(held)}
+            own = {*formats[there].owned(held)}
+            is_other = type(formats[there]) is not type(chosen)
             if held == kind:
-                stale |= theirs
+                stale |= own
             # the other kind may lie beside it, where no file belongs to both, or go with it
-            elif not theirs <= stale and ({*contents} | stale) & theirs:
+            elif is_other and not own <= stale and own & (touched | stale):
                 what = "an adapter" if held == "adapter" else "a head"
                 raise CheckpointError(
                     f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "
                     f"both would be mixed. Write another folder, or empty this one."
                 )
-        folders.replace_files(folder, contents, sorted(stale))
+        folders.replace_files(folder, contents, sorted(touched | stale))

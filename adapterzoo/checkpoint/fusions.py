@@ -8,13 +8,13 @@ from pathlib import Path
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import argument, unknown_name
 
-from . import files, folders, native
+from . import folders, native
 from .adapterhub import fusion as adapterhub
 from .formats import Checkpoint, ModelInfo, inexpressible
 
 KIND = "adapter_fusion"
 _NATIVE = f"{KIND}.safetensors"
-FORMATS = ("native", "adapterhub")
+FORMATS = ("native", "adapterhub", "adapterhub-safetensors")
 
 
 def check_format(format: str) -> None:
@@ -56,9 +56,10 @@ def write(
     if format == "native":
         contents = native.encode(checkpoint, KIND)
     else:
-        contents = adapterhub.encode(info, checkpoint, fused)
-    # it replaces a fusion in either format; both have a config of one name
-    files.write_all(folder, contents, (_NATIVE, *adapterhub.TENSORS))
+        contents = adapterhub.encode(info, checkpoint, fused, safe=format != "adapterhub")
+    with folders.saving(folder):
+        stale = (_NATIVE, f"{KIND}_config.json", *adapterhub.TENSORS)
+        folders.replace_files(folder, contents, stale)
 
 
 def read(folder: Path, info: ModelInfo, config_of: Callable[[str], AdapterConfig]) -> Checkpoint:

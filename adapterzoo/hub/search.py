@@ -66,9 +66,10 @@ class AdapterInfo:
 
 @names_call
 def list_adapters(
-    base_model: str | None = None,
+    model_name: str | None = None,
     task: str | None = None,
     *,
+    base_model: str | None = None,
     library: str | None = None,
     search: str | None = None,
     author: str | None = None,
@@ -79,8 +80,9 @@ def list_adapters(
     """List adapters of the Hub that `load_adapter` can read, the most downloaded first.
 
     Args:
-        base_model: only those for this model, such as `"google-bert/bert-base-uncased"`.
+        model_name: only those for this model, such as `"google-bert/bert-base-uncased"`.
         task: only those for this task of the Hub, such as `"text-classification"`.
+        base_model: the same as `model_name`.
         library: only those that this library wrote: `"adapterzoo"`, `"adapters"` or `"peft"`.
         search: words in the repository's name.
         author: user or organization.
@@ -99,6 +101,12 @@ def list_adapters(
         )
     if limit is not None and limit < 0:
         raise ConfigError(f"limit={limit} is negative. Write limit=100, or None for all.")
+    if None not in (base_model, model_name) and base_model != model_name:
+        raise ConfigError(
+            f"base_model={base_model!r} and model_name={model_name!r} mean the same thing and "
+            f"differ. Write only base_model={base_model!r}."
+        )
+    base_model = base_model or model_name
     if source not in ("ah", "hf", None) or (source == "ah" and author not in (OWNER, None)):
         beside = "" if author is None else f" with author={author!r}"
         raise ConfigError(

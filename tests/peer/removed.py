@@ -37,6 +37,8 @@ def install(hub: Hub) -> None:
     for name in ("evaluate", "nltk", "seqeval", "jiwer", "librosa", "rouge_score", "sacrebleu"):
         if importlib.util.find_spec(name) is None:
             sys.modules[name] = _STUBS.get(name, ModuleType)(name)
+    # the bars of notebooks need widgets
+    sys.modules["tqdm.notebook"] = importlib.import_module("tqdm.std")
 
 
 # --- transformers 4 ---

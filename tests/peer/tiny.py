@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import re
 import tempfile
@@ -34,7 +35,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # adapters of the old index that have another name than the last part of their id
-_NAMES = {"multinli": "mnli", "siqa": "socialiqa"}
+_NAMES = {"conll2003": "ner", "multinli": "mnli", "siqa": "socialiqa"}
+_HEADS = {"ner/conll2003@ukp": "ner_head"}
 
 # columns of a data set: "text", "words", "image", or the number of labels
 _DATA: dict[str, dict[str, Any]] = {
@@ -142,7 +144,10 @@ class Hub:
         twin.add_adapter(known_as, config)
         self._add_head(twin, name, known_as)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        twin.save_adapter(folder, known_as, format="adapterhub")
+        with_head = known_as in twin.heads
+        twin.save_adapter(folder, known_as, with_head=with_head, format="adapterhub")
+        if name in _HEADS:
+            _rename_head(folder, known_as, _HEADS[name])
         return folder
 
     def _add_head(self, twin: Any, name: str, known_as: str) -> None:
@@ -181,6 +186,18 @@ class Hub:
                 row[column] = value
             rows.append(row)
         return datasets.Dataset.from_list(rows, features=datasets.Features(features))
+
+
+def _rename_head(folder: Path, name: str, new: str) -> None:
+    """Give the saved head of an adapter another name than the adapter's."""
+    import torch
+
+    config, weights = folder / "head_config.json", folder / "pytorch_model_head.bin"
+    document = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**document, "name": new}), encoding="utf-8")
+    tensors = torch.load(weights, weights_only=True)
+    renamed = {key.replace(f"heads.{name}.", f"heads.{new}."): t for key, t in tensors.items()}
+    torch.save(renamed, weights)
 
 
 def _cell(column: str, kind: Any, words: list[str], draw: random.Random) -> tuple[Any, Any]:

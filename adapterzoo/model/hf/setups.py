@@ -14,6 +14,7 @@ from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import AdapterZooError, DuplicateNameError, StateError, unknown_name
 from adapterzoo.model import adapters, checkpointing, fusion
 from adapterzoo.model.activation import set_active as activate
+from adapterzoo.model.heads import checkpoints as head_files
 from adapterzoo.model.heads.interface import LoadOptions
 from adapterzoo.model.state import AdaptedModel
 
@@ -58,9 +59,9 @@ def save(
         checkpointing.save_fusion(model, folder / fuse.name, fuse, meta, format)
     for name in names_of(head_setup):
         if name not in setup.flatten():
-            checkpointing.save_head(model, folder / name, name, format)
+            head_files.save(model, folder / name, name, format)
     if head_setup is True:
-        checkpointing.save_head(model, folder, None, format)
+        head_files.save(model, folder, None, format)
     # last: where it is, all the others are
     setup_files.write(folder, setup, head_setup)
 
@@ -104,9 +105,9 @@ def load(
             undo.append(lambda name=name: fusion.delete(model, name))  # type: ignore[misc]
         # those of adapters came with them
         for name in [n for n in names_of(heads) if n not in setup.flatten()]:
-            checkpointing.load_head(model, folder / name, LoadOptions(load_as=name))
+            head_files.load(model, folder / name, LoadOptions(load_as=name))
         if heads is True:
-            checkpointing.load_head(model, folder, LoadOptions(set_active=True))
+            head_files.load(model, folder, LoadOptions(set_active=True))
         if set_active:
             activate(model, setup)
             if strategy.is_named and names_of(heads):
