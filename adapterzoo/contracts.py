@@ -101,6 +101,19 @@ class BaseLayer(ABC):
         """
         raise StateError("this layer is not in a model, so its adapter shares nothing.")
 
+    def part(self, path: str) -> Any:
+        """Return a module or parameter of the running model, of this replica.
+
+        Only adapters with `reads_call` may use it.
+
+        Args:
+            path: below the base model.
+
+        Raises:
+            StateError: no call is running.
+        """
+        raise StateError(f"this layer is not in a model, so there is no {path!r}.")
+
     @property
     def padding_idx(self) -> int | None:
         """The token of an embedding whose row gets no gradient; None if every row gets one."""
@@ -375,6 +388,18 @@ class PromptAdapter(Adapter):
             return y
         at = at.to(y.device).unsqueeze(-1).expand(-1, -1, y.shape[-1])  # [rows, length, d]
         return y.scatter(1, at, self.prompt(base).to(y).expand(at.shape))
+
+
+class Ejectable(nn.Module, ABC):
+    """A shared module with values that a network computes while they are trained."""
+
+    @abstractmethod
+    def eject(self) -> Mapping[str, Any]:
+        """Replace the network by the values that it computes, in place.
+
+        Returns:
+            The fields of the config that change; empty if there is no network.
+        """
 
 
 class WeightAdapter(Adapter):

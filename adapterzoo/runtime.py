@@ -250,6 +250,27 @@ class CallContext:
         found = next((f.shared for f in reversed(self.stacks) if f.shared is not None), None)
         return shared_by(self._default.shared if found is None else found, key)
 
+    def part(self, path: str) -> Any:
+        """Return a module or parameter of the running model, of this replica.
+
+        Args:
+            path: below the base model.
+
+        Raises:
+            StateError: no call of the model, or of a part that has it, is running.
+        """
+        for frame in reversed(self.stacks):
+            above = f"{frame.call.path}." if frame.call.path else ""
+            if path.startswith(above):
+                # the whole model may be one with a head around the base model
+                found: Any = getattr(frame.module, "base_model", frame.module)
+                for name in path.removeprefix(above).split("."):
+                    if not hasattr(found, name):
+                        raise StateError(f"an active adapter reads {path!r}, which is not there")
+                    found = getattr(found, name)
+                return found
+        raise StateError(f"an active adapter reads {path!r}, and the model around it is not called")
+
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Remember the prompt of each stack until the context ends."""

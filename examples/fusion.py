@@ -32,6 +32,7 @@ from _data import (
     load_kinds,
     load_task,
     split_by_group,
+    take,
 )
 from adapterzoo import AutoAdapterModel, Fuse
 
@@ -120,12 +121,6 @@ def zip_rows(rows: Rows) -> list[tuple[str, int, str]]:
 def drawn(rows: Rows, count: int, seed: int) -> list[int]:
     """The places of some rows, at most `count`."""
     return random.Random(seed).sample(range(len(rows)), min(count, len(rows)))
-
-
-def take(rows: Rows, places: Sequence[int]) -> Rows:
-    """The rows at these places."""
-    found = zip_rows(rows)
-    return Rows(*map(list, zip(*(found[place] for place in places), strict=True)))
 
 
 def train_source(model: Any, name: str, rows: Rows, tokenizer: Any, options: Options) -> None:

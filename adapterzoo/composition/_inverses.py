@@ -12,7 +12,7 @@ from adapterzoo.contracts import Adapter, BaseLayer, InvertibleAdapter
 from adapterzoo.errors import CompositionError
 
 from ._rows import RowMap
-from ._steps import RowSteps, Step, share
+from ._steps import Fused, RowSteps, Step, share
 
 
 def inverse_of(
@@ -43,6 +43,12 @@ def inverse_of(
             adapter = adapters[name]
             y = adapter.inverse(y, base) if isinstance(adapter, InvertibleAdapter) else y
         return y
+    if isinstance(step, Fused):
+        raise CompositionError(
+            "a fusion of invertible functions has no inverse, which a language modeling head needs "
+            "before its last layer. Write add_adapter_fusion(…, AdapterFusionConfig("
+            "invertible='first')), or use another head."
+        )
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(
             f"{step!r} has no inverse. Activate invertible adapters in a Stack, or for "

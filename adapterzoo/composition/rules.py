@@ -26,7 +26,8 @@ def parse(setup: object) -> Node | None:
         setup: a name, a list of names (a stack), a composition, or None for no adapter.
 
     Raises:
-        CompositionError: it is none of these.
+        CompositionError: a composition in it is not legal.
+        SetupError: it is none of these.
     """
     if setup is None or (isinstance(setup, (list, tuple)) and not setup):
         return None

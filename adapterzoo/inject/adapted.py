@@ -76,6 +76,9 @@ class Adapted(nn.Module):
             copies = cast("Any", self._modules["adapters"])._modules
             return step.call(copies, forward, args, kwargs, plan.rows)
         residual = active.call.captures.pop(link.path, None)
+        if residual is not None:
+            also = active.call.captures.pop(f"+{link.path}", None)
+            residual = residual if also is None else residual + also
         base = LayerCall(self, forward, args, kwargs, residual, active.call)
         x = args[0] if args else next(iter(kwargs.values()))
         adapters = cast("Any", self._modules["adapters"])._modules

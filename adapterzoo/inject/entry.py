@@ -54,7 +54,8 @@ def place_at(model: nn.Module, path: str, active: ActiveState) -> nn.Module:
         return layer
     swap(layer, active, owner, kind=AdaptedBlock)
     cast("Adapted", layer)._link.helps.add((path, ""))
-    layer._modules[ENTRY] = entry = Entry()
+    # adapters take over its mode
+    layer._modules[ENTRY] = entry = Entry().train(layer.training)
     return entry
 
 

@@ -16,11 +16,14 @@ As in adapters, the head of a task class of transformers does not get the invers
 encoder-decoder the function acts in the encoder.
 Cost: 2 · width · (d_model + 1) + d_model parameters, once for all layers, where width is
 (d_model / 2) // inv_adapter_reduction_factor.
-Cannot do: merging; averages, fusions and splits, which have no inverse; "glow".
+A fusion attends to the changes f(x) − x, and has no inverse; with `invertible="first"` the function
+of the first adapter acts instead, as in adapters.
+Cannot do: merging; averages and splits; the logits of a fusion; "glow".
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -28,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from adapterzoo.activations import activation
-from adapterzoo.contracts import BaseLayer
+from adapterzoo.contracts import BaseLayer, FusibleAdapter
 from adapterzoo.errors import ConfigError, StateError
 
 from ._bottleneck_fields import BottleneckFields, InvertibleKind, invertible_adapters
@@ -113,14 +116,27 @@ class NiceBlock(nn.Module):
 
 
 @invertible_adapters.register("nice")
-class NiceAdapter(InvertibleKind):
+class NiceAdapter(InvertibleKind, FusibleAdapter):
     """The function at the input of the first block; its parameters are shared with the head."""
 
     block = NiceBlock
 
-    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the first block's input. `x` `[*batch, d]`, same shape."""
-        return cast("Tensor", self._block(x, base)(base(x)))
+    def update(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return how the function changes `x` `[*batch, d]`, same shape."""
+        return self._applied(x, base) - x
+
+    def forward(
+        self, x: Tensor, base: BaseLayer, instead: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Return the first block's input `[*batch, d]`; `x` is the input of the module there."""
+        y = base(x)
+        return self._applied(y, base) if instead is None else y + instead(y).to(y.dtype)
+
+    def _applied(self, y: Tensor, base: BaseLayer) -> Tensor:
+        block = self._block(y, base)
+        if self.is_unscaled:
+            return cast("Tensor", base.scale * block(y / base.scale))
+        return cast("Tensor", block(y))
 
     def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
         """Return the input of the head's last layer. `y` `[*batch, d]`, same shape."""

@@ -8,8 +8,8 @@ y = W x + b + s · Σⱼ softmax(w / τ)ⱼ · Bⱼ Λ A x for each task, with A
 Differs from the paper: dropout before A, as in LoRA; Λ is diagonal by default. Differs from PEFT:
 it has no MTL-LoRA. Differs from adapters: a dense Λ works and starts as the identity; merging
 works; a fused layer is adapted part by part.
-Cost per site: rank · (d_in + n · d_out) + rank + n parameters, rank² of a dense Λ; LoRA's two
-products, and one pass over the n matrices B.
+Cost per site: rank · (d_in + n · d_out) + rank + n parameters (w has none if n = 1), rank² of a
+dense Λ instead of rank; LoRA's two products, and one pass over the n matrices B.
 """
 
 from __future__ import annotations
@@ -117,11 +117,12 @@ class MTLLoRA(LowRank):
     Attributes:
         lora_B: `[n, d_out, rank]`, with experts after n where the site has them.
         task_specific: the matrix Λ.
-        weights: w `[n]`.
+        weights: w `[n]`, not trained if n is 1.
         sharpness: τ.
     """
 
     is_additive = True
+    weights: Tensor
 
     def __init__(
         self, config: MTLLoRAConfig, site: Site, device: torch.device, dtype: torch.dtype
@@ -142,7 +143,12 @@ class MTLLoRA(LowRank):
         dtype = config.dtype_at(dtype)
         dense = config.task_specific_matrix_type == "linear"
         self.task_specific = TaskMatrix(self.lora_A.shape[:-1], dense, device, dtype)
-        self.weights = drawn((n,), constant(1.0), device, dtype)
+        weights = drawn((n,), constant(1.0), device, dtype)
+        # the share of the only B is 1: there is nothing to train
+        if n > 1:
+            self.weights = weights
+        else:
+            self.register_buffer("weights", weights.detach())
         self.sharpness = config.weights_sharpness
 
     def up(self, dtype: torch.dtype) -> Tensor:
@@ -197,7 +203,8 @@ class MTLLoRA(LowRank):
         """Return the values of Λ and w at the start."""
         values, fill = self.task_specific.values, constant(1.0)
         start = (_eye if self.task_specific.dense else fill)(torch.empty_like(values))
-        return {"task_specific.values": start, "weights": fill(torch.empty_like(self.weights))}
+        ones = fill(torch.empty_like(self.weights))
+        return {"task_specific.values": start, "weights": ones}
 
     def combine(
         self,
@@ -207,6 +214,7 @@ class MTLLoRA(LowRank):
         base: BaseLayer,
     ) -> None:
         """Set all parameters to a linear combination of those of several adapters."""
+        self.weights.data.fill_(1.0)
         Adapter.combine(self, adapters, weights, strategy, base)
 
     def extra_repr(self) -> str:

@@ -70,7 +70,8 @@ def plan_of_call(
         copies: number of copies of each row that the call itself makes, as in beam search.
 
     Raises:
-        CompositionError: the rows do not fit the batch.
+        BatchError: the rows do not fit the batch.
+        CompositionError: a row cannot have its composition.
         StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`.
         UnknownNameError: an adapter is unknown.
     """

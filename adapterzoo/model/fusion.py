@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adapterzoo import inject
 from adapterzoo.composition import Composition, Fuse, fusion_key, fusions_of, parse, without
-from adapterzoo.contracts import FusibleAdapter
+from adapterzoo.contracts import FusibleAdapter, InvertibleAdapter
 from adapterzoo.errors import CompositionError, ConfigError, DuplicateNameError, SiteError
 from adapterzoo.methods._gate import Gate
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
@@ -113,7 +113,13 @@ def make(
     records = {name: model._adapter_state.find(name) for name in names}
     # what layers share has no place
     places = {
-        name: [path for path, at in own.places.items() if at] for name, own in records.items()
+        name: [
+            path
+            for path, module in modules_of(model, name)
+            if own.places[path]
+            and not (config.invertible == "first" and isinstance(module, InvertibleAdapter))
+        ]
+        for name, own in records.items()
     }
     first = places[names[0]]
     for name, paths in places.items():

@@ -50,11 +50,17 @@ class AdapterRecord:
     coming: Mapping[str, Adapter] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, str]]:
-        """Yield (path of a captured module, path of the site that reads it), each pair once."""
+        """Yield (path of a captured module, path of the site that reads it), each pair once.
+
+        "+" precedes the path of the site where the input is added to another captured one.
+        """
         for path, placements in self.places.items():
             for source in dict.fromkeys(p.site.source for p in placements):
                 if source is not None:
                     yield source, path
+            for source in dict.fromkeys(p.site.also for p in placements):
+                if source is not None:
+                    yield source, f"+{path}"
 
 
 def shared_inputs(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list[str]]:

@@ -612,8 +612,9 @@ def test_defaults_are_those_of_adapters():
     with pytest.raises(ConfigError, match=re.escape("no field 'reduction'")):
         AdapterConfig.load("seq_bn[reduction=2]")
     # these are ours
-    defaults = {**PEER_CONFIGS["after"], "dtype": None, "convention": "paper"}
+    ours = {"dtype": None, "convention": "paper", "placement": "paper"}
+    defaults = {**PEER_CONFIGS["after"], **ours}
     for config in map(AdapterConfig.from_dict, PEER_CONFIGS.values()):
         assert {k for k in config.to_dict() if k != "architecture"} == set(defaults)
-    ours = BnConfig(**{k: defaults[k] for k in PLAIN}).to_dict()
-    assert {k: v for k, v in ours.items() if k != "architecture"} == defaults
+    plain = BnConfig(**{k: defaults[k] for k in PLAIN}).to_dict()
+    assert {k: v for k, v in plain.items() if k != "architecture"} == defaults

@@ -12,6 +12,7 @@ from snapshots import adapter_bits, same_bits, stir
 from transformers import AutoModel, AutoModelForCausalLM
 
 from adapterzoo import (
+    AdapterFusionConfig,
     AutoAdapterModel,
     Average,
     BatchSplit,
@@ -355,13 +356,13 @@ def test_files_of_the_peer_hold_what_was_read(tmp_path):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("family", ["vit", "electra"])
-def test_families_whose_files_may_mean_another_place_are_not_written(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "words"), [("vit", "inv_adapter=None"), ("electra", "placement='electra'")]
+)
+def test_families_whose_files_mean_another_place_are_not_written(family, words, tmp_path):
     model = init(AutoModel.from_config(tiny_config(family)))
     model.add_adapter("a", INV)
-    with pytest.raises(
-        CheckpointError, match=f"{family} models, adapters computes this adapter at emb"
-    ):
+    with pytest.raises(CheckpointError, match=f"{family} models adapters computes {words}"):
         model.save_adapter(tmp_path / "x", "a", format="adapterhub")
     assert not (tmp_path / "x").exists()
 
@@ -386,8 +387,91 @@ def test_what_has_no_inverse_is_refused(setup):
     with pytest.raises(CompositionError, match=r"'a' has an invertible function.*Stack\('a'"):
         model.set_active_adapters(setup)
     assert model.active_adapters is None
-    with pytest.raises(ConfigError, match=r"the outputs of bottlenecks.*'seq_bn'"):
-        model.add_adapter_fusion(Fuse("a", "b"))
+
+
+# --- fusion ---
+
+
+def fused(invertible, family="bert"):
+    model = made(family, a=INV, b=INV)
+    model.add_adapter_fusion(Fuse("a", "b"), AdapterFusionConfig(invertible=invertible))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "fusion:" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def seen_by(model, path, inputs):
+    """What the module at a path is given."""
+    seen = []
+    hook = model.base_model.get_submodule(path).register_forward_hook(
+        lambda module, args, out: seen.append(args[0])
+    )
+    with torch.no_grad():
+        model.base_model(**inputs)
+    hook.remove()
+    return seen[0]
+
+
+def test_a_fusion_attends_to_the_changes_of_invertible_functions():
+    """The input of the first block, by plain torch from the parts."""
+    model, inputs = fused("fused"), tiny_inputs("bert")
+    query = "encoder.layer.0.attention.self.query"
+    model.set_active_adapters(None)
+    x = seen_by(model, query, inputs)
+    changes = []
+    for name in "ab":
+        model.set_active_adapters(name)
+        changes.append(seen_by(model, query, inputs) - x)
+    model.set_active_adapters(Fuse("a", "b"))
+    paths = model._adapter_state.fusions["a,b"].paths
+    entry = next(path for path in paths if path == model.anatomy.entry.path)
+    fusion = model.base_model.get_submodule(entry).adapters["fusion:a,b"]
+    z = torch.stack(changes, -2)  # [rows, tokens, 2, d]
+    with torch.no_grad():
+        scores = torch.einsum("rtd,rtnd->rtn", fusion.query(x), fusion.key(z)).softmax(-1)
+        expected = x + torch.einsum("rtn,rtnd->rtd", scores, fusion.value(z))
+    torch.testing.assert_close(seen_by(model, query, inputs), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_fusion_may_take_the_function_of_the_first():
+    model, inputs = fused("first"), tiny_inputs("bert")
+    query = "encoder.layer.0.attention.self.query"
+    model.set_active_adapters(Fuse("a", "b"))
+    found = seen_by(model, query, inputs)
+    model.set_active_adapters("a")
+    assert torch.equal(found, seen_by(model, query, inputs))
+
+
+def test_only_the_function_of_the_first_has_an_inverse(tmp_path):
+    for invertible in ("first", "fused"):
+        torch.manual_seed(0)
+        model = AutoAdapterModel.from_config(tiny_config("bert")).double().eval()
+        for number, name in enumerate("ab"):
+            model.add_adapter(name, INV)
+            stir(model, name, number)
+        model.add_masked_lm_head("head")
+        fuse, config = Fuse("a", "b"), AdapterFusionConfig(invertible=invertible)
+        model.add_adapter_fusion(fuse, config, set_active=True)
+        model.active_head = "head"
+        inputs = tiny_inputs("bert")
+        if invertible == "fused":
+            with pytest.raises(CompositionError, match=r"no inverse.*invertible='first'"):
+                model(**inputs)
+            with pytest.raises(CheckpointError, match="only that of the first adapter acts"):
+                model.save_adapter_fusion(tmp_path / "x", fuse, format="adapterhub")
+            continue
+        with torch.no_grad():
+            expected = model(**inputs).logits
+        for form in ("native", "adapterhub"):
+            model.save_adapter_fusion(tmp_path / form, fuse, format=form)
+            model.delete_adapter_fusion(fuse)
+            model.load_adapter_fusion(tmp_path / form, set_active=True)
+            assert model._adapter_state.fusions["a,b"].config.invertible == "first"
+            model.active_head = "head"
+            with torch.no_grad():
+                assert torch.equal(model(**inputs).logits, expected)
 
 
 @pytest.mark.parametrize(

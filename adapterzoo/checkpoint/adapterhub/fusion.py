@@ -24,13 +24,14 @@ from adapterzoo.checkpoint.files import (
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo, inexpressible
 from adapterzoo.checkpoint.places import Place, places_of
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.errors import CheckpointError
 from adapterzoo.spelling import Container
 
 from .config import VERSION, spelling_of
 from .meta import meta_for, meta_in
 from .names import Spot, find_spot, layout_of, name_of, spot_of
 from .read import refuse_quirks
+from .write import check_convention
 
 CONFIG = "adapter_fusion_config.json"
 # of two files with the same tensors the one that cannot hold code goes first
@@ -75,7 +76,8 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
     """
     metadata = read_json(folder / CONFIG)
     names = _fused_names(metadata)
-    places = _places(info, [config_of(name) for name in names])
+    configs = [config_of(name) for name in names]
+    places = _places(info, configs)
     config = metadata.get("config")
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{CONFIG} has no 'config' of a fusion. {AGAIN}.")
@@ -92,10 +94,12 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
         # adapters starts anew from the highest one too
         steps = torch.zeros((), dtype=torch.int64)
         tensors |= {f"{place.path}/steps": steps for _, place in places.values()}
+    # adapters fuses no functions of the embeddings
+    entry = {"invertible": "first"} if _at_entry(info, configs) else {}
     described = {
         "name": name,
         "adapter_names": names,
-        "config": dict(config),
+        "config": {**config, **_conventions(configs), **entry},
         "meta": meta_in(metadata),
     }
     return Checkpoint(described, tensors)
@@ -115,7 +119,13 @@ def encode(
     Raises:
         CheckpointError: `adapters` has no fusion in such a model, or computes something else.
     """
-    metadata = checkpoint.metadata
+    metadata = dict(checkpoint.metadata)
+    config = dict(metadata["config"])
+    if config.pop("invertible", "fused") == "fused" and _at_entry(info, fused):
+        raise inexpressible(
+            "adapters fuses no functions of the embeddings: only that of the first adapter acts"
+        )
+    metadata["config"] = config
     layout = layout_of(info)
     tensors: dict[str, Tensor] = {}
     for container, place in _places(info, fused).values():
@@ -132,11 +142,35 @@ def encode(
         start = f"{start}.adapter_fusion_layer.{metadata['name']}."
         tensors |= {start + parameter: tensor for parameter, tensor in own.items()}
     fields = {key: value for key, value in metadata.items() if key != "meta"}
+    theirs = _conventions(fused)
+    mine = {key: fields["config"][key] for key in theirs}
+    if mine != theirs:
+        shown = [", ".join(f"{k}={v!r}" for k, v in values.items()) for values in (theirs, mine)]
+        raise inexpressible(
+            f"adapters computes a fusion of these adapters with {shown[0]}, and this one has "
+            f"{shown[1]}, so that the same tensors would give other outputs there"
+        )
+    fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
     meta = meta_for(metadata.get("meta") or {})
     return {
         TENSORS[not safe]: tensor_bytes(tensors, {}) if safe else pickle_bytes(tensors),
         CONFIG: json_bytes({**meta, **fields, "version": VERSION}),
     }
+
+
+def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
+    """Return the fields in which `adapters` computes a fusion; the last adapter decides."""
+    found: dict[str, Any] = {}
+    for member in fused[-1].members if fused else ():
+        found |= spelling_of(member).fusion(member)
+    return found
+
+
+def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
+    """Return whether any of the fused adapters has a function of the embeddings."""
+    entry = info.anatomy.entry
+    sites = (p.site for config in fused for p in config.placements(info.anatomy))
+    return entry is not None and any(site.path == entry.path for site in sites)
 
 
 def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple[Container, Place]]:
@@ -146,12 +180,7 @@ def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple
         places = places_of(config, info.anatomy)
         refuse_quirks(info, [place.placement for place in places])
         for member in config.members:
-            if (what := spelling_of(member).fusion_quirk(member)) is not None:
-                raise CheckpointError(
-                    f"adapters {what}: the same tensors give other outputs there than here. "
-                    f"Nothing has been done. Fuse other adapters, or write "
-                    f"{argument('format', 'native')} to save a fusion of this library."
-                )
+            check_convention(info, member)
         for place in places:
             for container in spelling_of(place.placement.config).containers:
                 if container.at == "sublayer" and (spot := spot_of(container, place)):

@@ -64,7 +64,11 @@ def provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
 
 
 def name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
-    """Return the name for an adapter or head: the one asked for, the stored one, or the path's."""
+    """Return the name for an adapter or head: the one asked for, the stored one, or the path's.
+
+    Raises:
+        ConfigError: the name is not legal.
+    """
     if load_as is not None:
         return check_name(load_as)
     name = stored.metadata.get("name")

@@ -30,6 +30,7 @@ from . import plugin
 from .config_entry import restore
 from .generation import GeneratesWithAdapters
 from .pipelines import enter_pipelines
+from .task_classes import HeadTypes
 from .towers import feature_names
 
 M = TypeVar("M", bound=nn.Module)
@@ -147,6 +148,7 @@ def _make_named(
         "__module__": base.__module__,
         "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
         "backbone_class": backbone,
+        "head_types": HeadTypes(),
         "input_names": inject.positions_of(backbone.forward),
         "config_class": config_class,
         "base_model_prefix": family.base_model_prefix or "model",
