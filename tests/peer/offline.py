@@ -48,6 +48,7 @@ def install(fixtures: Path) -> None:
         """The few pairs of MRPC that the peer keeps, tokenized."""
 
         def __init__(self, args: GlueDataTrainingArguments, tokenizer: Any, mode: str = "train"):
+            self.args = args
             file = fixtures / "samples" / "MRPC" / f"{mode}.tsv"
             with file.open(encoding="utf-8-sig") as lines:
                 rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]

@@ -67,7 +67,8 @@ def _trainer(transformers: Any) -> None:
     for cls in (arguments, transformers.Seq2SeqTrainingArguments):
         cls.__init__ = _short(cls.__init__)
     trainer = transformers.Trainer
-    trainer.__init__ = _renamed(trainer.__init__, tokenizer="processing_class")
+    for cls in (trainer, transformers.Seq2SeqTrainer):
+        cls.__init__ = _renamed(cls.__init__, tokenizer="processing_class")
     trainer.train = _without(trainer.train, "model_path")
 
 

@@ -94,7 +94,23 @@ RULES = (
         "documented",
         '`save_adapter` writes safetensors; `format="adapterhub"` writes the peer\'s files',
         error=r"FileNotFoundError.*\.bin|'int' object has no attribute 'replace'|"
-        r"UnpicklingError: Weights only load failed",
+        r"UnpicklingError: Weights only load failed|differs from the tensors' file",
+    ),
+    Rule(
+        "documented",
+        '`save_adapter` writes safetensors; `format="adapterhub"` writes the peer\'s files',
+        line=r"exists\(os\.path\.join\(\w+, \w*WEIGHTS_NAME\)\)|torch\.load\($",
+    ),
+    Rule(
+        "documented",
+        "a name that cannot be a folder or a part of a parameter's name is refused",
+        error=r"ConfigError: .* cannot be used: it becomes a folder",
+    ),
+    Rule(
+        "documented",
+        "`lora_delta_w_svd` keeps the size of the change: alpha is the new rank",
+        error=r"AssertionError: LoRAC",
+        test=r"delta_w_svd",
     ),
     Rule(
         "documented",
@@ -115,8 +131,23 @@ RULES = (
     Rule(
         "missing",
         "a method or attribute that adapterzoo's models do not have",
-        error=r"AttributeError: '\w*(Model|For)\w*' object has no attribute|"
+        error=r"AttributeError: (type object )?'\w*(Model|For)\w*' (object )?has no attribute|"
         r"AttributeError: 'AdaptersConfig' object",
+    ),
+    Rule(
+        "missing",
+        "the head of a class of transformers, saved natively, does not become a named head",
+        error=r"load_head\(.* the checkpoint has the head of a \w+, this model has named heads",
+    ),
+    Rule(
+        "missing",
+        "methods of a base model whose whole model was not kept",
+        error=r"StateError: base_model\.\w+: the model around it is gone",
+    ),
+    Rule(
+        "missing",
+        "a composition of heads as `active_head`",
+        line=r"active_head = head_setup|active_head = BatchSplit|active_head, BatchSplit",
     ),
     Rule(
         "missing",

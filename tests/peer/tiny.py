@@ -92,7 +92,7 @@ class Hub:
         """A tokenizer with the special tokens of all families, and segments for BERT alone."""
         from transformers import BertTokenizer
 
-        tokenizer = BertTokenizer(vocab_file=str(self.vocabulary), model_max_length=128)
+        tokenizer = BertTokenizer(vocab_file=str(self.vocabulary), model_max_length=512)
         tokenizer.add_special_tokens(
             {"eos_token": "</s>", "bos_token": "<s>", "additional_special_tokens": ["<end>"]}
         )
