@@ -62,64 +62,69 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# the module of each public name; imported on first use, so that `import adapterzoo` alone does not
-# import torch or transformers
+# the module of each public name that is not of a method; imported on first use, so that
+# `import adapterzoo` alone does not import torch or transformers
 _HOMES = {
     "AdapterConfig": "configs",
-    "AdapterFusionConfig": "methods.fusion",
     "AdapterInfo": "hub",
     "AdapterModelMixin": "model",
-    "AdapterPlusConfig": "methods.bottleneck",
     "AdapterSetup": "model",
     "AdapterTrainer": "trainer",
     "AdapterZooError": "errors",
     "AutoAdapterModel": "auto",
     "Average": "composition",
-    "BOFTConfig": "methods.boft",
     "BatchSplit": "composition",
-    "BnConfig": "methods.bottleneck",
-    "CompacterConfig": "methods.compacter",
-    "CompacterPlusPlusConfig": "methods.compacter",
     "ConfigUnion": "configs",
     "DependencyParsingHead": "heads",
-    "DiReftConfig": "methods.reft",
-    "DoRAConfig": "methods.dora",
-    "DoubleSeqBnConfig": "methods.bottleneck",
-    "DoubleSeqBnInvConfig": "methods.bottleneck",
-    "DvoRAConfig": "methods.dvora",
-    "DynamicAdapterFusionConfig": "methods.fusion",
     "Fuse": "composition",
-    "IA3Config": "methods.ia3",
     "LMHead": "heads",
-    "LoRAConfig": "methods.lora",
-    "LoReftConfig": "methods.reft",
-    "MAMConfig": "methods.mam",
-    "MTLLoRAConfig": "methods.mtl_lora",
     "MultiTask": "composition",
     "MultiTaskConfig": "configs",
     "MultipleChoiceHead": "heads",
-    "NoReftConfig": "methods.reft",
-    "ParBnConfig": "methods.bottleneck",
     "Parallel": "composition",
     "PooledHead": "heads",
     "PredictionHead": "heads",
-    "PrefixTuningConfig": "methods.prefix_tuning",
-    "PromptTuningConfig": "methods.prompt_tuning",
     "QuestionAnsweringHead": "heads",
-    "ReftConfig": "methods.reft",
     "Seq2SeqAdapterTrainer": "trainer",
-    "SeqBnConfig": "methods.bottleneck",
-    "SeqBnInvConfig": "methods.bottleneck",
     "Split": "composition",
     "Stack": "composition",
-    "StaticAdapterFusionConfig": "methods.fusion",
     "TaggingHead": "heads",
-    "UniPELTConfig": "methods.unipelt",
-    "VeraConfig": "methods.vera",
     "adapter_info": "hub",
     "init": "model",
     "list_adapters": "hub",
     "load_model": "model",
+}
+
+# names under which code for `adapters` finds things here
+_OF_ADAPTERS = {
+    "ADAPTERFUSION_CONFIG_MAP": "configuration",
+    "ADAPTER_CONFIG_MAP": "configuration",
+    "ADAPTER_MODEL_MAPPING": "models",
+    "AdapterArguments": "training",
+    "AdapterCompositionBlock": "composition",
+    "AdapterMethod": "interface",
+    "AdapterModelInterface": "interface",
+    "AdapterType": "utils",
+    "BertStyleMaskedLMHead": "heads",
+    "BiaffineParsingHead": "heads",
+    "CausalLMHead": "heads",
+    "ClassificationHead": "heads",
+    "DEFAULT_ADAPTERFUSION_CONFIG": "configuration",
+    "DEFAULT_ADAPTER_CONFIG": "configuration",
+    "DependencyParsingOutput": "model.heads.outputs",
+    "ImageClassificationHead": "heads",
+    "ModelAdaptersConfig": "configuration",
+    "ModelAdaptersMixin": "model",
+    "ModelWithFlexibleHeadsAdaptersMixin": "auto",
+    "ModelWithHeadsAdaptersMixin": "model",
+    "MultiHeadOutput": "model.heads.outputs",
+    "MultiLabelClassificationHead": "heads",
+    "Seq2SeqLMHead": "heads",
+    "get_adapter_config_hash": "utils",
+    "get_adapter_info": "utils",
+    "parse_composition": "composition",
+    "setup_adapter_training": "training",
+    "validate_composition": "composition",
 }
 
 __all__ = [
@@ -182,13 +187,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        if name.endswith("AdapterModel"):
-            # BertAdapterModel and other such classes are made on first use
-            return importlib.import_module(".auto", __name__).class_named(name)
-        raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    home = _HOMES.get(name) or _OF_ADAPTERS.get(name)
+    if home is None and name in __all__:
+        home = "methods"
+    if home is not None:
+        return getattr(importlib.import_module(f".{home}", __name__), name)
+    if name.endswith("AdapterModel"):
+        # BertAdapterModel and other such classes are made on first use
+        return importlib.import_module(".auto", __name__).class_named(name)
+    raise AttributeError(f"module 'adapterzoo' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_OF_ADAPTERS})

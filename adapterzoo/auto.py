@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
@@ -14,6 +14,9 @@ from .errors import ConfigError, StateError
 from .model.heads.model import AdapterModel
 from .model.hf.factory import named_class
 from .model.hf.static_checkpoints import HUB_ARGUMENTS
+
+# its name in `adapters`
+ModelWithFlexibleHeadsAdaptersMixin = AdapterModel
 
 __all__ = ["AdapterModel", "AutoAdapterModel", "adapter_class", "class_named"]
 
@@ -27,7 +30,12 @@ class AutoAdapterModel:
 
     Its class is a subclass of the family's own `PreTrainedModel`, with the base model under the
     family's `base_model_prefix`, so it can be used like any transformers model.
+
+    Attributes:
+        chooses_class: True: `load_model` leaves the choice of the class to it.
     """
+
+    chooses_class: ClassVar[bool] = True
 
     def __init__(self) -> None:
         """Raise: the class has no instances.
@@ -112,7 +120,9 @@ def class_named(name: str) -> type[AdapterModel]:
     Raises:
         AttributeError: transformers has no such base model.
     """
-    backbone: Any = getattr(transformers, f"{name.removesuffix('AdapterModel')}Model", None)
+    family = name.removesuffix("AdapterModel")
+    found = (getattr(transformers, f"{family}{end}", None) for end in ("Model", "Encoder"))
+    backbone: Any = next((cls for cls in found if cls is not None), None)
     config_class: Any = getattr(backbone, "config_class", None)
     if backbone is None or config_class not in modeling_auto.MODEL_MAPPING:
         raise AttributeError(f"transformers has no base model for {name!r}")

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from .errors import ConfigError, unknown_name
-from .fields import ConfigType, check_fields, construct
+from .fields import ConfigType, Frozen, check_fields, construct
 from .registry import Registry
 
 _CONFIG_STRING = re.compile(r"(?P<name>[^\[\]|]+)(?:\[(?P<fields>.*)\])?", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(metaclass=ConfigType):
+class Config(Frozen, Mapping[str, Any], metaclass=ConfigType):
     """Base of all configs: of adapters, fusion layers and heads.
 
-    Two configs are equal if their dicts are. `config["r"]`, `config.get("r")` and `dict(config)`
-    read the fields, and the kind under its name in files.
+    Two configs are equal if their dicts are. A config is a mapping: `config["r"]`,
+    `config.get("r")` and `dict(config)` read the fields, and the kind under its name in files.
 
     Attributes:
         kind_field: the key of `to_dict` that names the class of a dict; empty if there is one
@@ -129,7 +129,7 @@ class Config(metaclass=ConfigType):
         Args:
             config: a config; a config string, `"name"` or `"name[field=value,…]"`; a dict from
                 `to_dict`; the path of a JSON file with such a dict; None for the default.
-            **changes: fields to change.
+            **changes: fields to change; None leaves a field as it is.
 
         Raises:
             ConfigError: it is none of these, or a value in it is not legal.
@@ -138,7 +138,7 @@ class Config(metaclass=ConfigType):
         asked: Any = cls.default if config is None else config
         if isinstance(asked, cls):
             found = asked
-        elif isinstance(asked, Mapping):
+        elif isinstance(asked, Mapping) and not isinstance(asked, Config):
             found = cls.from_dict(asked)
         elif isinstance(asked, os.PathLike) or (
             isinstance(asked, str) and asked not in cls.strings and asked.endswith(".json")
@@ -152,7 +152,8 @@ class Config(metaclass=ConfigType):
                 f"the path of a JSON file, but a {type(asked).__name__}. Write "
                 f"config={cls.default!r}."
             )
-        return found.replace(**changes) if changes else found
+        given = {name: value for name, value in changes.items() if value is not None}
+        return found.replace(**given) if given else found
 
     @classmethod
     def _parse(cls, text: str) -> Any:
@@ -181,14 +182,10 @@ class Config(metaclass=ConfigType):
 
     # --- as the peers' configs, which are mappings ---
 
-    def keys(self) -> tuple[str, ...]:
+    def field_names(self) -> tuple[str, ...]:
         """Return the names of the fields, the kind's first."""
         kind = (self.kind_field,) if self.kind_field else ()
         return (*kind, *(f.name for f in dataclasses.fields(self)))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a field, the default if there is no such field."""
-        return getattr(self, key) if key in self.keys() else default
 
     def __getitem__(self, key: str) -> Any:
         """Return the value of a field.
@@ -196,13 +193,19 @@ class Config(metaclass=ConfigType):
         Raises:
             UnknownNameError: there is no such field.
         """
-        if key not in self.keys():
-            raise unknown_name(f"{type(self).__name__}(…)[{key!r}]", "field", key, self.keys())
+        if key not in self.field_names():
+            raise unknown_name(
+                f"{type(self).__name__}(…)[{key!r}]", "field", key, self.field_names()
+            )
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the fields."""
-        return iter(self.keys())
+        return iter(self.field_names())
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len(self.field_names())
 
     def __eq__(self, other: object) -> bool:
         """Return whether both have the same dict."""

@@ -7,6 +7,7 @@ builds each (`build`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from abc import abstractmethod
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .config_base import Config
-from .errors import CompositionError, ConfigError, listing
+from .errors import CompositionError, ConfigError, FieldError, listing
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -138,8 +139,9 @@ class AdapterConfig(Config):
         kept = {n: v for n, v in fields.items() if n in legal or n not in said or said[n] != v}
         if meant is not cls:
             # the fields that were not given have the values of the class that was called
-            same = {name: value for name, value in defaults.items() if name in legal}
-            given = {n: v for n, v in kept.items() if n not in same or same[n] != v}
+            shared = legal.keys() - meant.training_fields
+            same = {name: value for name, value in defaults.items() if name in shared}
+            given = {n: v for n, v in kept.items() if n not in defaults or defaults[n] != v}
             kept = {**same, **variant.implied, **given}
         return meant, kept
 
@@ -274,21 +276,23 @@ class ConfigUnion(AdapterConfig):
         """Join the configs.
 
         Args:
-            configs: two or more, none of them a union; if two adapt one layer, the earlier acts
+            configs: two or more; of a union, its members. If two adapt one layer, the earlier acts
                 first.
 
         Raises:
-            ConfigError: fewer than two, or one is not a plain config.
+            ConfigError: fewer than two, or one is not a config.
         """
-        wrong = [
-            c for c in configs if isinstance(c, ConfigUnion) or not isinstance(c, AdapterConfig)
-        ]
-        if len(configs) < 2 or wrong:
-            raise ConfigError(
-                f"ConfigUnion{configs!r}: a union joins two or more configs that are not unions "
-                f"themselves. Write ConfigUnion(config, other_config)."
+        known = all(isinstance(config, AdapterConfig) for config in configs)
+        members = [member for config in configs for member in config.members] if known else []
+        if len(members) < 2:
+            raise FieldError(
+                f"ConfigUnion{configs!r}: a union joins two or more configs. "
+                f"Write ConfigUnion(config, other_config)."
             )
-        object.__setattr__(self, "configs", configs)
+        # adapters are told apart by the config object that makes them
+        distinct = {id(member): member for member in members}
+        each = [distinct.pop(id(c)) if id(c) in distinct else copy.copy(c) for c in members]
+        object.__setattr__(self, "configs", tuple(each))
 
     @property
     def members(self) -> tuple[AdapterConfig, ...]:
@@ -331,6 +335,30 @@ class ConfigUnion(AdapterConfig):
             )
         members = zip(*unions, strict=True)
         return cls(*(type(each[0]).combined(each, strategy, anatomy) for each in members))
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the members' fields, "0.r" for `r` of the first."""
+        return tuple(f"{i}.{key}" for i, config in enumerate(self.configs) for key in config)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a field, the default if there is no such field."""
+        return self[key] if key in ("architecture", "configs", *self.keys()) else default
+
+    def __getitem__(self, key: str | int) -> Any:
+        """Return a member by its number; or a field's value, of a member as "0.r".
+
+        Raises:
+            UnknownNameError: there is no such field.
+            IndexError: there is no such member.
+        """
+        if isinstance(key, int):
+            return self.configs[key]
+        if key in ("architecture", "configs"):
+            return getattr(self, key)
+        if key not in self.keys():
+            return super().__getitem__(key)
+        number, _, name = key.partition(".")
+        return self.configs[int(number)][name]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the members' dicts under `configs`."""

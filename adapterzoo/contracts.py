@@ -101,6 +101,19 @@ class BaseLayer(ABC):
         """
         raise StateError("this layer is not in a model, so its adapter shares nothing.")
 
+    def part(self, path: str) -> Any:
+        """Return a module or parameter of the running model, of this replica.
+
+        Only adapters with `reads_call` may use it.
+
+        Args:
+            path: below the base model.
+
+        Raises:
+            StateError: no call is running.
+        """
+        raise StateError(f"this layer is not in a model, so there is no {path!r}.")
+
     @property
     def padding_idx(self) -> int | None:
         """The token of an embedding whose row gets no gradient; None if every row gets one."""

@@ -2,16 +2,22 @@
 
 ```
 AdapterZooError(Exception)
-├── ConfigError(ValueError)            a value, field or config string is not legal
-├── SiteError(LookupError)             the model has no place of the kind that was asked for
-├── UnknownNameError(KeyError)         no adapter, head or registry entry has this name
-├── DuplicateNameError(ValueError)     the name is taken
-├── CheckpointError(ValueError)        a file is missing, damaged, or does not fit the model
-├── CompositionError(ValueError)       adapters cannot be combined in this way
-├── StateError(RuntimeError)           the model is not in a state that allows the call
-├── KernelError(RuntimeError)          a kernel got operands that it cannot take
-└── HubError(RuntimeError)             the Hub did not answer as it should
+├── ConfigError(ValueError)                  a value, field or config string is not legal
+│   └── FieldError(TypeError)                there is no such field, or a value has the wrong type
+├── SiteError(LookupError, ValueError)       the model has no place of the kind that was asked for
+├── UnknownNameError(KeyError, ValueError)   no adapter, head or registry entry has this name
+├── DuplicateNameError(ValueError)           the name is taken
+├── CheckpointError(OSError, ValueError)     a file is missing, damaged, or does not fit the model
+├── CompositionError(ValueError)             adapters cannot be combined in this way
+│   ├── BatchError(IndexError)               the batch does not have the rows that they divide
+│   └── SetupError(TypeError)                it is not a composition
+├── StateError(RuntimeError, ValueError)     the model is not in a state that allows the call
+├── KernelError(RuntimeError)                a kernel got operands that it cannot take
+└── HubError(OSError, RuntimeError)          the Hub did not answer as it should
 ```
+
+The classes of Python among the bases are those that `adapters` raises in the same places, so that
+`except` clauses of its users keep working.
 
 A message says what was asked, what is wrong (with the value), what is legal, and what to write.
 """
@@ -47,11 +53,15 @@ class ConfigError(AdapterZooError, ValueError):
     """A config value, field or config string is not legal."""
 
 
-class SiteError(AdapterZooError, LookupError):
+class FieldError(ConfigError, TypeError):
+    """A config has no such field, or a value has the wrong type."""
+
+
+class SiteError(AdapterZooError, LookupError, ValueError):
     """The model has no place of the kind that was asked for."""
 
 
-class UnknownNameError(AdapterZooError, KeyError):
+class UnknownNameError(AdapterZooError, KeyError, ValueError):
     """No adapter, head or registry entry has this name."""
 
 
@@ -59,7 +69,7 @@ class DuplicateNameError(AdapterZooError, ValueError):
     """The name is taken."""
 
 
-class CheckpointError(AdapterZooError, ValueError):
+class CheckpointError(AdapterZooError, OSError, ValueError):
     """A file is missing, damaged, or does not fit the model."""
 
 
@@ -67,7 +77,15 @@ class CompositionError(AdapterZooError, ValueError):
     """Adapters cannot be combined in this way."""
 
 
-class StateError(AdapterZooError, RuntimeError):
+class BatchError(CompositionError, IndexError):
+    """The batch does not have the rows that a composition divides."""
+
+
+class SetupError(CompositionError, TypeError):
+    """A value is not a composition."""
+
+
+class StateError(AdapterZooError, RuntimeError, ValueError):
     """The model is not in a state that allows the call."""
 
 
@@ -75,7 +93,7 @@ class KernelError(AdapterZooError, RuntimeError):
     """A kernel got operands that it cannot take."""
 
 
-class HubError(AdapterZooError, RuntimeError):
+class HubError(AdapterZooError, OSError, RuntimeError):
     """The Hub did not answer as it should."""
 
 

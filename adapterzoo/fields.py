@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
-from .errors import ConfigError, listing
+from .errors import ConfigError, FieldError, listing
 
 _T = TypeVar("_T")
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -226,6 +226,22 @@ class Layers(Check):
         return [0, 1]
 
 
+class Items(tuple[Any, ...]):
+    """The items of a field: a tuple that equals a list or a tuple of the same items."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the items are the same."""
+        return tuple.__eq__(self, tuple(other) if isinstance(other, list) else other)
+
+    def __ne__(self, other: object) -> bool:
+        """Return whether the items differ."""
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
 FLAG = Choice(False, True)
 FACTOR = Range(-1e9, 1e9)
 SEED = Maybe(Range(-(2**63), 2**63 - 1))
@@ -273,14 +289,57 @@ def check_fields(config: Any) -> None:
     cls: Any = type(config)
     for name, (check, default) in checks(cls).items():
         kept = check(cls.__name__, name, getattr(config, name), default)
-        object.__setattr__(config, name, kept)
+        object.__setattr__(config, name, Items(kept) if type(kept) is tuple else kept)
+
+
+class Frozen:
+    """Base of objects whose attributes are set once."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute that is a field and has no value yet.
+
+        Raises:
+            FrozenInstanceError: it has, or is not a field.
+        """
+        is_field = any(f.name == name for f in dataclasses.fields(cast("Any", self)))
+        if not is_field or name in vars(self):
+            raise dataclasses.FrozenInstanceError(
+                f"{type(self).__name__}.{name} = {value!r}: a config does not change. Write "
+                f"config.replace({name}={value!r}), or declare the field in a class of your own."
+            )
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse to delete an attribute.
+
+        Raises:
+            FrozenInstanceError: always.
+        """
+        raise dataclasses.FrozenInstanceError(
+            f"del {type(self).__name__}.{name}: a config does not change. Write config.replace(…)."
+        )
 
 
 class ConfigType(ABCMeta):
     """Type of config dataclasses: a call with wrong fields raises `ConfigError`.
 
     A call with fields that mean another class makes a config of that one, see `Config._meant`.
+
+    A class below one of them is declared with `@dataclass(frozen=True)` or with `@dataclass`; its
+    objects are frozen in both cases, by `Frozen`.
     """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Set an attribute of the class, which `dataclass` does too."""
+        if name in ("__setattr__", "__delattr__"):
+            # those of `Frozen` also serve classes that are not declared as frozen
+            return
+        super().__setattr__(name, value)
+        if name == "__dataclass_params__":
+            # `dataclass` refuses to mix the two kinds, by the same flag of the bases
+            for base in cls.__mro__[1:]:
+                if own := vars(base).get(name):
+                    own.frozen = value.frozen
 
     # type checkers read the signature of the dataclass instead
     if not TYPE_CHECKING:
@@ -296,6 +355,8 @@ class ConfigType(ABCMeta):
                 return meant(*values, **fields)
             try:
                 return super().__call__(*values, **fields)
+            except ConfigError:
+                raise
             except TypeError:
                 # errors inside the class itself are not changed
                 _refuse_wrong_fields(cls, None, values, fields)
@@ -340,6 +401,8 @@ def construct(cls: type[_T], shown: str, fields: Mapping[str, Any]) -> _T:
     _refuse_wrong_fields(cls, shown, (), fields)
     try:
         return cls(**fields)
+    except ConfigError:
+        raise
     except TypeError as error:
         legal = sorted(f.name for f in dataclasses.fields(cast("Any", cls)))
         known = f"Its fields: {listing(legal, limit=40)}. Write legal values for these."
@@ -368,6 +431,6 @@ def _refuse_wrong_fields(
         near = [n for name in unknown for n in get_close_matches(str(name), legal, n=1)]
         close = f" Did you mean {listing(dict.fromkeys(near))}?" if near else ""
         call = shown or f"{cls.__name__}({', '.join(given)})"
-        raise ConfigError(
+        raise FieldError(
             f"{call}: {what}.{close} Its fields: {listing(legal, limit=40)}. Write one of these."
         ) from error

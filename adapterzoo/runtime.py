@@ -52,6 +52,8 @@ class Plan:
         exit: path of the entry whose step has an inverse, which acts before the logits; None if
             there is none.
         prompts: the tokens that are added to sequences; None if none are.
+        divides_batch: whether the next call of the model must divide its batch; false inside such a
+            call. A field, not a property: calls without adapters read it too.
     """
 
     setup: Composition | None = None
@@ -64,11 +66,12 @@ class Plan:
     stacks: frozenset[str] = frozenset()
     exit: str | None = None
     prompts: Prompts | None = None
+    divides_batch: bool = field(init=False)
 
-    @property
-    def divides_batch(self) -> bool:
-        """Whether the next call of the model must divide its batch; false inside such a call."""
-        return self.rows is not None and not self.rows.entered
+    def __post_init__(self) -> None:
+        """See how the rows stand."""
+        divides = self.rows is not None and not self.rows.entered
+        object.__setattr__(self, "divides_batch", divides)
 
 
 class Default:
@@ -246,6 +249,27 @@ class CallContext:
         # a replica has its own modules, which only the modules around the layer hold
         found = next((f.shared for f in reversed(self.stacks) if f.shared is not None), None)
         return shared_by(self._default.shared if found is None else found, key)
+
+    def part(self, path: str) -> Any:
+        """Return a module or parameter of the running model, of this replica.
+
+        Args:
+            path: below the base model.
+
+        Raises:
+            StateError: no call of the model, or of a part that has it, is running.
+        """
+        for frame in reversed(self.stacks):
+            above = f"{frame.call.path}." if frame.call.path else ""
+            if path.startswith(above):
+                # the whole model may be one with a head around the base model
+                found: Any = getattr(frame.module, "base_model", frame.module)
+                for name in path.removeprefix(above).split("."):
+                    if not hasattr(found, name):
+                        raise StateError(f"an active adapter reads {path!r}, which is not there")
+                    found = getattr(found, name)
+                return found
+        raise StateError(f"an active adapter reads {path!r}, and the model around it is not called")
 
     @contextmanager
     def generating(self) -> Iterator[None]:

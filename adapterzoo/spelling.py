@@ -165,11 +165,16 @@ class AdapterHubSpelling:
             meaning does not exist here.
         place: adds to the config what only the file's keys show, from its sites.
         unsayable: why AdapterHub's format cannot express a config; None: it can.
+        joins: whether `adapters` accepts a union of two configs of one `architecture` that both
+            adapt all blocks.
         as_flags: the config with its places in AdapterHub's fields; None: impossible.
         as_another: fields of ours for a config that is written as another class, with the `fixed`
             fields of this method: `LoRAConfig(use_dora=True)`.
         quirk: model type and placement → what `adapters` computes instead, None if the same.
-        fusion_quirk: the same for a fusion of adapters with this config.
+        convention: model type and config → the config with the conventions in which `adapters`
+            computes it in such a model.
+        fusion: the fields that the config of a fusion has, in which `adapters` computes one of
+            adapters of which the last has this config; its files lack them.
     """
 
     config: type[AdapterConfig]
@@ -186,10 +191,12 @@ class AdapterHubSpelling:
     read_fields: Callable[[Fields, AdapterHubFile], Fields] = _as_they_are
     place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = _as_asked
     unsayable: Callable[[AdapterConfig], str | None] = lambda _config: None
+    joins: Callable[[AdapterConfig, AdapterConfig], bool] = lambda _config, _other: False
     as_flags: Callable[[AdapterConfig, Anatomy], AdapterConfig | None] = _by_flags
     as_another: Mapping[str, Any] = field(default_factory=dict)
     quirk: Callable[[str, Placement], str | None] = lambda _model_type, _placement: None
-    fusion_quirk: Callable[[AdapterConfig], str | None] = lambda _config: None
+    convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
+    fusion: Callable[[AdapterConfig], Fields] = lambda _config: {}
 
 
 # --- PEFT ---

@@ -170,12 +170,14 @@ def trains_gathers_and_reloads(family, method, rank, folder):
 
 
 def a_head_inverts_what_acts_on_the_embeddings(rank):
-    """Parameters of the whole model, used in front of its first block and in the head."""
+    """Parameters of the whole model, used before its first block, in all blocks and in the head."""
 
     def made():
         torch.manual_seed(0)
         model = AutoAdapterModel.from_config(tiny_config("llama"))
-        model.add_adapter("a", "seq_bn_inv[non_linearity='tanh']")
+        # the rule of Compacter is shared too
+        shared = "phm_layer=True,reduction_factor=4,phm_init_range=0.5"
+        model.add_adapter("a", f"seq_bn_inv[non_linearity='tanh',{shared}]")
         # with a bias its logits are a view, of which FSDP warns
         model.add_prediction_head_from_config("a", {"head_type": "causal_lm", "bias": False})
         return model.double()

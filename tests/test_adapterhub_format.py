@@ -113,7 +113,7 @@ def test_the_arguments_of_load_adapter(model):
     assert model.active_adapters is None
     assert model.get_labels("mine") == ["neg", "neu", "pos"]
     with refused(model, DuplicateNameError, "'mine'", "overwrite_ok=True"):
-        model.load_adapter(BERT, load_as="mine")
+        model.load_adapter(BERT, load_as="mine", overwrite_ok=False)
     named = {0: "a", 1: "b", 2: "c"}
     model.load_adapter(BERT, load_as="mine", id2label=named, overwrite_ok=True, leave_out=[0])
     assert model.get_labels_dict("mine") == named
@@ -317,9 +317,20 @@ def test_heads_and_families_that_the_format_does_not_know(model, tiny, tmp_path)
 def test_folders_are_not_mixed(model, tmp_path):
     model.load_adapter(BERT)
     model.save_adapter(tmp_path / "x", "golden")
+    # a save replaces an adapter of any format, with all its files
+    model.save_adapter(tmp_path / "x", "golden", format="adapterhub")
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*TENSORS, *CONFIGS}
+    model.save_adapter(tmp_path / "x", "golden", use_safetensors=True)
+    safe = {"adapter.safetensors", "model_head.safetensors"}
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*safe, *CONFIGS}
+    model.load_adapter(tmp_path / "x", load_as="safe")
+    assert adapter_bits(model, "safe") == adapter_bits(model, "golden")
+    model.save_adapter(tmp_path / "x", "golden", use_safetensors=False)
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*TENSORS, *CONFIGS}
+    model.save_adapter(tmp_path / "x", "golden")
+    native = {"adapter.safetensors", "adapter_config.json"}
+    assert {p.name for p in (tmp_path / "x").iterdir()} == native
     before = {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()}
-    with refused(model, CheckpointError, "'native'", "Write another folder"):
-        model.save_adapter(tmp_path / "x", "golden", format="adapterhub")
     with refused(model, UnknownNameError, "'adapterhubb'", "Did you mean 'adapterhub'?"):
         model.save_adapter(tmp_path / "x", "golden", format="adapterhubb")
     assert {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()} == before

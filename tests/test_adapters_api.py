@@ -6,28 +6,42 @@ than there, stands in the tables below with its reason; each line of them is che
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import gc
 import inspect
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from families import tiny_config
+from transformers import BertForSequenceClassification, BertModel
 
 import adapterzoo
-from adapterzoo import AdapterZooError, BertAdapterModel
+from adapterzoo import (
+    AdapterConfig,
+    AdapterFusionConfig,
+    AdapterZooError,
+    BertAdapterModel,
+    Fuse,
+    LoRAConfig,
+    Parallel,
+    SeqBnConfig,
+    Stack,
+    init,
+    utils,
+)
 
 RECORD = json.loads((Path(__file__).parent / "data" / "adapters_signatures.json").read_text())
 
 # methods of theirs that are not here
 ABSENT = {
-    "embeddings beside the model's own": (
-        "active_embeddings", "add_embeddings", "delete_embeddings", "freeze_embeddings",
-        "load_embeddings", "loaded_embeddings", "save_embeddings", "set_active_embeddings",
-    ),
     "machinery that is not needed where no model is rewritten": (
-        "apply_to_adapter_layers", "apply_to_basemodel_childs", "forward_context",
-        "has_parallel_adapters", "init_adapters", "model_name", "supports_adapter",
+        "apply_to_adapter_layers", "apply_to_basemodel_childs", "forward_context", "init_adapters",
     ),
     "prefix tuning and modules that layers share": (
         "eject_prefix_tuning", "set_shared_parameters",
@@ -35,10 +49,8 @@ ABSENT = {
     "made by the configs of heads: add_prediction_head_from_config": (
         "add_prediction_head", "head_type",
     ),
-    "adapter_to moves what a fusion is made of": ("adapter_fusion_to",),
     "setups are saved adapter by adapter": (
         "load_adapter_setup", "push_adapter_setup_to_hub", "save_adapter_setup",
-        "save_all_adapter_fusions",
     ),
 }  # fmt: skip
 
@@ -48,17 +60,10 @@ ABSENT_BLOCKS = {"AdapterCompositionBlock"}
 
 # arguments of theirs that are not here: given by name they are an error, never left unread
 GONE = {
-    "use_safetensors": "it is always safetensors",
-    "custom_weights_loaders": "what is saved with an adapter is its head",
-    "config": "the checkpoint says what it is",
-    "model_name": "a checkpoint that does not fit says so",
     "cls_output": "the head takes what it needs out of the outputs",
     "context": "nothing is kept between calls",
     "identifier": "the type is registered by its config class",
     "head": "the same",
-    "with_head": "a fusion has none",
-    "adapters_config": "adapters are added one by one",
-    "interface": "where adapters can sit is found, not described",
     "model_name_or_path": "path",
     "*model_args": "from_pretrained of transformers takes all by name",
     "architecture": "one class for each method",
@@ -70,17 +75,27 @@ GONE = {
 
 # (where, argument) whose default or place is another
 OTHER = {
+    **{
+        (name, "use_safetensors"): "None: the native format; both kinds of files are read"
+        for name in (
+            "load_adapter",
+            "load_adapter_fusion",
+            "load_head",
+            "save_adapter",
+            "save_adapter_fusion",
+            "save_all_adapter_fusions",
+            "save_all_adapters",
+            "save_all_heads",
+            "save_head",
+        )
+    },
     ("forward_head", "return_dict"): "True, as in the forward of every model of transformers 5",
     ("DoRAConfig", "use_gating"): "gates are of LoRA alone",
     ("DvoRAConfig", "use_gating"): "the same",
     ("IA3Config", "use_gating"): "the same",
     ("MTLLoRAConfig", "use_gating"): "the same",
     ("VeraConfig", "use_gating"): "the same",
-    ("VeraConfig", "init_weights"): "A and B are drawn as in the paper",
-    ("VeraConfig", "init_weights_seed"): "projection_prng_key",
     ("VeraConfig", "r"): "256, as in the paper and PEFT",
-    ("DvoRAConfig", "init_weights"): "A and B are drawn as in the paper",
-    ("DvoRAConfig", "init_weights_seed"): "projection_prng_key",
     ("DvoRAConfig", "r"): "256, as VeRA",
 }
 
@@ -178,11 +193,7 @@ def test_arguments_that_are_gone_are_not_taken_for_others():
             found = misread(theirs, positional(getattr(BertAdapterModel, name)))
             wrong.update({name: found} if found else {})
     # one argument that is another one here, or the same one under another name
-    formats = {name: ["use_safetensors is format"] for name in ("save_head", "save_all_heads")}
-    loaders = ("save_adapter", "save_adapter_fusion", "save_all_adapters")
-    formats |= {name: ["custom_weights_loaders is format"] for name in loaders}
     assert wrong == {
-        **formats,
         "forward_head": [
             "cls_output is attention_mask",
             "attention_mask is return_dict",
@@ -193,21 +204,195 @@ def test_arguments_that_are_gone_are_not_taken_for_others():
     }
 
 
-@pytest.mark.parametrize("value", [True, False, [], [object()]])
-def test_what_is_no_format_is_refused(tmp_path, tiny, value):
-    """Where theirs has `use_safetensors` or loaders, ours has the name of a format."""
+def test_weights_loaders_are_refused(tmp_path, tiny):
     model = tiny("bert")
     model.add_adapter("a")
     model.add_tagging_head("a")
-    for save in (
-        lambda: model.save_adapter(tmp_path, "a", True, None, value),
-        lambda: model.save_all_adapters(tmp_path, True, None, value),
-        lambda: model.save_head(tmp_path, "a", value),
-        lambda: model.save_all_heads(tmp_path, value),
+    model.add_adapter_fusion(["a"])
+    loaders = [object()]
+    for call in (
+        lambda: model.save_adapter(tmp_path, "a", True, None, loaders),
+        lambda: model.save_all_adapters(tmp_path, True, None, loaders),
+        lambda: model.save_adapter_fusion(tmp_path, "a", None, loaders),
+        lambda: model.save_all_adapter_fusions(tmp_path, None, loaders),
+        lambda: model.load_adapter(tmp_path, custom_weights_loaders=loaders),
+        lambda: model.load_adapter_fusion(tmp_path, custom_weights_loaders=loaders),
     ):
-        with pytest.raises((AdapterZooError, TypeError)):
-            save()
+        with pytest.raises(AdapterZooError, match=r"custom_weights_loaders.*safetensors"):
+            call()
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+# of theirs: config, tensors in safetensors, pickled tensors
+NAMES = {
+    "adapter": (utils.CONFIG_NAME, utils.SAFE_WEIGHTS_NAME, utils.WEIGHTS_NAME),
+    "head": (utils.HEAD_CONFIG_NAME, utils.SAFE_HEAD_WEIGHTS_NAME, utils.HEAD_WEIGHTS_NAME),
+    "fusion": (
+        utils.ADAPTERFUSION_CONFIG_NAME,
+        utils.SAFE_ADAPTERFUSION_WEIGHTS_NAME,
+        utils.ADAPTERFUSION_WEIGHTS_NAME,
+    ),
+}
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_use_safetensors_chooses_their_files(tmp_path, tiny, safe):
+    model = tiny("bert")
+    for name in ("a", "b"):
+        model.add_adapter(name)
+    model.add_tagging_head("a")
+    model.add_tagging_head("ab")
+    model.add_adapter_fusion(["a", "b"], name="ab")
+    model.save_adapter(tmp_path / "adapter", "a", with_head=False, use_safetensors=safe)
+    model.save_head(tmp_path / "head", "a", use_safetensors=safe)
+    model.save_adapter_fusion(tmp_path / "fusion", "ab", use_safetensors=safe)
+    for kind, (config, *tensors) in NAMES.items():
+        assert {p.name for p in (tmp_path / kind).iterdir()} == {config, tensors[not safe]}
+    model.save_adapter_fusion(tmp_path / "both", "ab", with_head=True, use_safetensors=safe)
+    model.save_adapter_fusion(tmp_path / "other", "ab", with_head="a")
+    other = tiny("bert")
+    info = {}
+    assert other.load_adapter(tmp_path / "adapter", loading_info=info) == "a"
+    other.add_adapter("b")
+    loaded = other.load_adapter_fusion(tmp_path / "both", loading_info=info, set_active=True)
+    assert loaded == "ab"
+    assert info == {"missing_keys": [], "unexpected_keys": []}
+    assert (other.known_heads(), other.active_head) == (("ab",), "ab")
+    assert other.active_adapters == Fuse("a", "b", name="ab")
+    other.load_head(tmp_path / "other", set_active=False)
+    assert (other.known_heads(), other.active_head) == (("ab", "a"), "ab")
+    with pytest.raises(ValueError, match="Write only format='peft'"):
+        model.save_adapter(tmp_path, "a", use_safetensors=safe, format="peft")
+
+
+def test_what_a_checkpoint_should_be_is_compared(tmp_path, tiny):
+    model = tiny("bert")
+    model.config.name_or_path = "my-bert"
+    model.add_adapter("a", "lora[r=2]")
+    model.add_classification_head("a", num_labels=3)
+    for file, options in {"native": {}, "theirs": {"use_safetensors": True}}.items():
+        model.save_adapter(tmp_path / file, "a", **options)
+        load = functools.partial(tiny("bert").load_adapter, tmp_path / file, overwrite_ok=True)
+        load(config="lora[r=2]", model_name="my-bert")
+        with pytest.warns(UserWarning, match=r"config=….*r=2 and not 4"):
+            load(config="lora[r=4]")
+        with pytest.warns(UserWarning, match="model_name='other': .* saved from 'my-bert'"):
+            load(model_name="other")
+        with pytest.raises(ValueError, match="there is no field"):
+            load(config="lora[rank=4]")
+    other = tiny("bert")
+    other.load_adapter(tmp_path / "native", num_labels=3)
+    assert other.get_labels("a") == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    with pytest.raises(ValueError, match="Write only id2label"):
+        other.load_adapter(tmp_path / "native", num_labels=3, id2label={0: "x"})
+
+
+@pytest.mark.parametrize("copied", ["itself", "a copy", "a pickle", "reloaded"])
+def test_a_base_model_takes_the_calls_of_its_model(tmp_path, tiny, copied):
+    model = tiny("bert")
+    model.base_model.add_adapter("a", "seq_bn")
+    model.base_model.add_adapter("b", config="seq_bn")
+    model.base_model.add_adapter_fusion(["a", "b"])
+    if copied == "a copy":
+        model = copy.deepcopy(model)
+    elif copied == "a pickle":
+        model = pickle.loads(pickle.dumps(model))
+    elif copied == "reloaded":
+        model.save_pretrained(tmp_path / "whole")
+        model = type(model).from_pretrained(tmp_path / "whole")
+    base = model.base_model
+    assert {*base.adapters_config} == {*model.adapters_config} == {"a", "b"}
+    base.set_active_adapters("a")
+    assert model.active_adapters == base.active_adapters == Stack("a")
+    base.active_adapters = "b"
+    assert model.active_adapters == Stack("b")
+    base.train_adapter_fusion(Fuse("a", "b"))
+    assert base.get_fusion_regularization_loss() is not None
+    base.get_fusion_regularization_loss = lambda: 5
+    assert model.get_fusion_regularization_loss() == 5
+    base.save_adapter(tmp_path / "a", "a")
+    assert base.load_adapter(tmp_path / "a", load_as="c") == "c"
+    base.delete_adapter("c")
+    assert type(base).__name__ == "BertModel"
+    assert isinstance(base, BertModel)
+
+
+def test_a_plain_model_has_its_own_class_again(tiny):
+    model = init(BertForSequenceClassification(tiny_config("bert")))
+    model.add_adapter("a", "lora")
+    model.base_model.add_adapter("b", "prefix_tuning")
+    assert type(model.unload().base_model) is BertModel
+    assert type(model) is BertForSequenceClassification
+
+
+def test_a_base_model_without_its_model_says_so(tiny):
+    base = tiny("bert").base_model
+    gc.collect()
+    with pytest.raises(AdapterZooError, match="Keep the whole model"):
+        base.add_adapter("a")
+
+
+def test_what_the_config_of_a_model_shows(tiny):
+    model = tiny("bert")
+    for name in ("a", "b", "c"):
+        model.add_adapter(name, "seq_bn")
+    model.add_adapter("u", "seq_bn|lora[r=2,leave_out=[0]]")
+    model.add_adapter_fusion(["a", "b"])
+    model.add_adapter_fusion(["b", "c"], "static", name="mine")
+    view = model.adapters_config
+    assert isinstance(view, adapterzoo.ModelAdaptersConfig)
+    assert view.config_map[view.adapters["a"]]["non_linearity"] == "relu"
+    assert set(view.fusions) == {"a,b", "mine"}
+    assert view.fusion_name_map == {"mine": ["b", "c"]}
+    assert view.fusion_config_map[view.fusions["mine"]] == AdapterFusionConfig.load("static")
+    assert view.get_fusion(["a", "b"]) == (AdapterFusionConfig.load("dynamic"), ["a", "b"])
+    assert view.get_fusion("no") == (None, None)
+    assert view.match("a", SeqBnConfig) == SeqBnConfig()
+    assert view.match("a", LoRAConfig) is view.match("no", LoRAConfig) is None
+    assert view.match("u", LoRAConfig, layer_idx=1) == LoRAConfig(r=2, leave_out=[0])
+    assert view.match("u", LoRAConfig, layer_idx=0) is None
+    assert view.match("a", SeqBnConfig, location_key="mh_adapter") is None
+    with pytest.raises(ValueError, match="2 members"):
+        view.match("u", AdapterConfig)
+    assert (view.active_setup, view.skip_layers) == (None, None)
+    model.set_active_adapters(Parallel("a", "b"), skip_layers=[0])
+    assert (view.active_setup, view.skip_layers) == (Parallel("a", "b"), [0])
+    assert model.has_parallel_adapters
+    model.set_active_adapters("a")
+    assert not model.has_parallel_adapters
+
+
+def test_smaller_methods_of_theirs(tmp_path, tiny):
+    model = tiny("bert")
+    for name, config in {"a": "seq_bn", "b": "seq_bn", "i": "seq_bn_inv"}.items():
+        model.add_adapter(name, config)
+    model.add_adapter_fusion(["a", "b"])
+    blocks = dict(model.iter_layers())
+    assert [*blocks] == [0, 1]
+    assert blocks[1] is model.base_model.encoder.layer[1]
+    assert {*model.invertible_adapters} == {"i"}
+    assert model.get_invertible_adapter() is None
+    model.set_active_adapters(Stack("i", "a"))
+    assert model.get_invertible_adapter() is model.invertible_adapters["i"]
+    assert model.supports_adapter("lora")
+    assert model.supports_adapter("bottleneck")
+    assert model.supports_adapter("invertible")
+    assert not model.supports_adapter(LoRAConfig(target_modules=["no_such_layer"]))
+    with pytest.raises(ValueError, match="no config string"):
+        model.supports_adapter("no_such_method")
+    model.adapter_fusion_to("a,b", dtype=torch.float64)
+    dtypes = {p.dtype for _, m in model.fusion_modules("a,b") for p in m.parameters()}
+    assert dtypes == {torch.float64}
+    model.adapter_fusion_to(Fuse("a", "b"), dtype=torch.float32)
+    model.save_all_adapter_fusions(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a,b"]
+    table = model.get_input_embeddings().weight
+    model.freeze_embeddings(False)
+    assert table.requires_grad
+    model.freeze_embeddings()
+    assert not table.requires_grad
+    assert model.model_name == model.config.name_or_path
+    assert model.adapter_interface is None
 
 
 @pytest.mark.parametrize("name", sorted(set(RECORD["configs"]) - ABSENT_CONFIGS))

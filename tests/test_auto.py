@@ -171,6 +171,19 @@ def test_load_model_takes_a_class_of_models(wrong, tmp_path):
         adapterzoo.load_model(tmp_path, wrong)
 
 
+def test_load_model_leaves_the_class_to_auto_adapter_model(tmp_path, tiny):
+    model = tiny("bert")
+    model.add_adapter("a", "lora", set_active=True)
+    model.save_pretrained(tmp_path)
+    again, info = adapterzoo.load_model(
+        tmp_path, adapterzoo.AutoAdapterModel, output_loading_info=True
+    )
+    assert type(again) is type(model)
+    assert again.active_adapters == model.active_adapters
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
 def test_a_static_model_with_adapters_comes_back_by_load_model(tmp_path):
     torch.manual_seed(0)
     static = transformers.BertForSequenceClassification(tiny_config("bert")).eval()

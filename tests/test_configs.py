@@ -18,7 +18,9 @@ from adapterzoo import (
     BnConfig,
     ConfigUnion,
     DoubleSeqBnConfig,
+    IA3Config,
     LoRAConfig,
+    MAMConfig,
     ParBnConfig,
     PrefixTuningConfig,
     SeqBnConfig,
@@ -336,12 +338,44 @@ def test_patterns_hold_legal_values(alpha):
         (),
         (SeqBnConfig(),),
         (SeqBnConfig(), "lora"),
-        (SeqBnConfig(), ConfigUnion(SeqBnConfig(), LoRAConfig())),
+        (SeqBnConfig(), LoRAConfig),
     ],
 )
-def test_a_union_wants_two_plain_configs(members):
+def test_a_union_wants_two_configs(members):
     with pytest.raises(ConfigError, match=r"Write ConfigUnion\("):
         ConfigUnion(*members)
+
+
+def test_a_union_of_unions_has_the_members_of_all():
+    inner = ConfigUnion(SeqBnConfig(), LoRAConfig())
+    assert ConfigUnion(inner, IA3Config(), inner) == ConfigUnion(
+        SeqBnConfig(), LoRAConfig(), IA3Config(), SeqBnConfig(), LoRAConfig()
+    )
+    assert ConfigUnion(inner) == inner
+    document = {"architecture": "union", "configs": [inner.to_dict(), IA3Config().to_dict()]}
+    assert AdapterConfig.from_dict(document) == AdapterConfig.load("seq_bn|lora|ia3")
+    assert AdapterConfig.load("mam|lora") == ConfigUnion(MAMConfig(), LoRAConfig())
+    # each makes adapters of its own
+    same = LoRAConfig()
+    twice = ConfigUnion(same, same)
+    assert twice[0] == twice[1]
+    assert twice[0] is not twice[1]
+
+
+def test_a_union_is_read_like_a_mapping():
+    """As in adapters: a member by its number, a field with the number in front."""
+    union = ConfigUnion(SeqBnConfig(reduction_factor=8), LoRAConfig(r=3))
+    assert union[0] == SeqBnConfig(reduction_factor=8)
+    assert union[-1] == LoRAConfig(r=3)
+    assert (union["architecture"], len(union["configs"])) == ("union", 2)
+    assert union["1.r"] == union.get("1.r") == 3
+    assert union.get("1.reduction_factor", 5) == 5
+    assert [*union][:2] == ["0.architecture", f"0.{SeqBnConfig().keys()[1]}"]
+    assert dict(union)["0.reduction_factor"] == 8
+    with pytest.raises(KeyError, match=r"'1\.rr'.*Did you mean '1\.r'"):
+        union["1.rr"]
+    with pytest.raises(IndexError):
+        union[2]
 
 
 def test_the_dict_of_a_union_has_a_list_and_nothing_else():

@@ -105,7 +105,7 @@ def test_a_copy_of_a_token_weighs_like_ln_2(model_type):
         outs = []
         with torch.no_grad():
             for more in (0.0, math.log(2)):
-                with Observed(attention.key_width, more) as seen:
+                with Observed(attention.head_widths[0], more) as seen:
                     out = module(*args, **kwargs)
                 outs.append(out[0] if isinstance(out, tuple) else out)
             lead = (-1, attention.heads) if seen.keys.dim() == 3 else seen.keys.shape[:2]

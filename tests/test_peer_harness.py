@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from peer import rules, shim, suite, table
+from peer import programs, renames, rules, shim, suite, table, tiny
 
 import adapterzoo
 from adapterzoo import LoRAConfig
@@ -110,6 +110,40 @@ def test_the_gravest_failure_of_a_test_counts() -> None:
     mild, grave = failure("peer.shim.MissingNameError: adapters.X"), failure("ValueError: 1")
     assert rules.explain({"id": "t", "failures": [grave, mild]}).kind == "bug"
     assert rules.explain({"id": "t", "failures": [mild]}).kind == "missing"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("loras.a.", "adapters.a."),
+        ("adapters.a.", "adapters.a."),
+        ("prefix_tunings.a.", "adapters.a."),
+        ("invertible_adapters.a.", "adapters.a."),
+        ("adapter_fusion_layer", "adapters.fusion:"),
+    ],
+)
+def test_parameter_names_are_translated(theirs: str, ours: str) -> None:
+    assert renames.parameter_name(theirs) == ours
+
+
+def test_cells_run_without_shell_commands() -> None:
+    code = {"cell_type": "code", "source": ["!pip install x\n", "a = 1\n", "  %cd y\n", "b = 2"]}
+    text = {"cell_type": "markdown", "source": ["words"]}
+    assert list(programs._sources({"cells": [code, text]})) == ["\na = 1\n\nb = 2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("xlm-roberta-base", "xlm-roberta"),
+        ("FacebookAI/roberta-base", "roberta"),
+        ("facebook/bart-base", "bart"),
+        ("meta-llama/Meta-Llama-3-8B", "llama"),
+        ("nobody/knows", None),
+    ],
+)
+def test_a_name_on_the_hub_says_the_type(name: str, kind: str | None) -> None:
+    assert tiny.kind_of(name) == kind
 
 
 def test_every_rule_has_a_kind_and_a_pattern() -> None:

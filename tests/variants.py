@@ -24,6 +24,8 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
         # frozen rules of their own, W that all layers share, and a function in front
         f"compacter++[{_OWN_RULES},inv_adapter='nice',inv_adapter_reduction_factor=2]",
     ),
+    # the weights of one up-projection are a constant
+    "mtl_lora": ("mtl_lora[n_up_projection=2]",),
     "union": ("lora[dropout=0.1]|par_bn",),
 }
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 from torch import nn
 
 from .names import below, joined
-from .sites import Attention, Block, Site
+from .sites import Block, Site
 from .tree import Tree, number
 
 # the table of attention functions, by its name in the code of a forward
@@ -49,7 +49,7 @@ INLINE = frozenset(
 )  # fmt: skip
 
 
-def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Attention, ...], str]:
+def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Site, ...], str]:
     """Return the attention modules in the blocks that can take a prefix, in model order.
 
     Args:
@@ -59,10 +59,10 @@ def attentions_of(tree: Tree, blocks: Iterable[Block]) -> tuple[tuple[Attention,
     Returns:
         The modules; and why the attention of some block is missing, empty if none is.
     """
-    found: list[Attention] = []
+    found: list[Site] = []
     missing = ""
     for block in blocks:
-        own: list[Attention] = []
+        own: list[Site] = []
         linear: list[str] = []
         for path, module in tree.branch(block.path).modules:
             whole = joined(block.path, path)
@@ -116,7 +116,7 @@ def _forwards(cls: type) -> Iterator[CodeType]:
             yield forward.__code__
 
 
-def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Attention | str:
+def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Site | str:
     """Return the attention site of a module, or why the shape of its keys and values is unknown."""
     inside = [s for s in (*block.sites, *block.parts) if below(s.path, path)]
     key = _projection(inside, "key")
@@ -142,15 +142,17 @@ def _attention(tree: Tree, block: Block, path: str, module: nn.Module) -> Attent
         heads = tree.branch(path).setting("", "num_key_value_heads")
     if not heads:
         return "it does not say how many heads its keys have"
-    return Attention(
+    return Site(
         path=path,
+        role="other",
         layer=block.layer,
         stack=block.stack,
+        kind="attention",
+        d_in=block.d_model,
+        d_out=block.d_model,
         cross=any(s.cross for s in inside),
-        d_model=block.d_model,
         heads=heads * (number(module, _REPEATED.get(type(module).__name__, "")) or 1),
-        key_width=width,
-        value_width=value_width,
+        head_widths=(width, value_width),
     )
 
 

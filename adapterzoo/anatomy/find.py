@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
 from .attentions import attentions_of
 from .entries import entry_of
 from .experts import stores_transposed
-from .layouts import parts_of
+from .layouts import is_known_fusion, parts_of
 from .names import below, joined, parent
 from .patterns import ARCHITECTURES, ASIDE, ATTENTION_IN, ATTENTION_OUT, CROSS, EXPERTS, MLP, Row
 from .positions import positions_of
@@ -23,20 +23,7 @@ from .tokens import tokens_of
 from .tree import Branch, Tree
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a layer looks like, before it has a role."""
-
-    path: str
-    kind: Kind
-    d_in: int
-    d_out: int
-    parameter: str | None = None
-    transposed: bool = False
-    experts: int = 0
-
-
-def find(model: nn.Module) -> Anatomy:
+def find(model: nn.Module, roles: Mapping[str, Role] | None = None) -> Anatomy:
     """Return the sites for adapters in a model.
 
     Pure discovery: neither the model nor its configuration is changed, and no weight is read, so
@@ -45,21 +32,22 @@ def find(model: nn.Module) -> Anatomy:
     Args:
         model: a backbone of real or meta tensors. Its `config`, if it has one, helps to read
             fused layers.
+        roles: paths of layers below a block to their roles, where names do not show them.
     """
-    tree = Tree(model)
+    tree = Tree(model, roles)
     blocks: list[Block] = []
     templates: dict[tuple[object, ...], Block] = {}
     for stack in _stacks(tree):
         for branch in _branches(tree, stack):
-            shapes = tuple(_shapes(branch, Row()))
-            if not shapes:
+            layers = tuple(_layers(branch, Row()))
+            if not layers:
                 continue
             # packed parameters do not show the widths
-            key = (stack, branch.signature, shapes)
+            key = (stack, branch.signature, layers)
             if key not in templates:
                 templates[key] = _read(branch, stack)
             blocks.append(_planted(templates[key], branch.path, len(blocks)))
-    inside = {layer for block in blocks for site in block.sites for layer in _layers(site)}
+    inside = {layer for block in blocks for site in block.sites for layer in _covered(site)}
     outside = tuple(_outside(tree, inside))
     attentions, unreachable = attentions_of(tree, blocks)
     reason = "" if blocks else "no block with attention"
@@ -72,7 +60,7 @@ def find(model: nn.Module) -> Anatomy:
     return Anatomy(tuple(blocks), outside, reason, *ways_in)
 
 
-def _layers(site: Site) -> tuple[str, ...]:
+def _covered(site: Site) -> tuple[str, ...]:
     """Return the paths that a site covers: its module, and the layer whose weight that reads."""
     if site.parameter is None:
         return (site.path,)
@@ -131,35 +119,28 @@ def _names_attention(branch: Branch) -> bool:
     row = _row(branch)
     if row.outside:
         return False
-    return any(_projection(shape, row) in ATTENTION_ROLES for shape in _shapes(branch, row))
+    return any(_projection(layer, row) in ATTENTION_ROLES for layer in _layers(branch, row))
 
 
 def _names_mlp(branch: Branch) -> bool:
-    return "mlp_out" in _roles(branch, list(_shapes(branch, _row(branch)))).values()
+    return "mlp_out" in _roles(branch, list(_layers(branch, _row(branch)))).values()
 
 
 def _read(branch: Branch, stack: str) -> Block:
     """Return the block at a branch, with all paths below the block."""
     row = _row(branch)
-    shapes = list(_shapes(branch, row))
-    roles = _roles(branch, shapes)
+    layers = list(_layers(branch, row))
+    roles = _roles(branch, layers)
     sites = tuple(
-        Site(
-            path=shape.path,
-            role=roles[shape.path, shape.parameter],
-            layer=-1,
+        dataclasses.replace(
+            layer,
+            role=roles[layer.path, layer.parameter],
             stack=stack,
-            kind=shape.kind,
-            d_in=shape.d_in,
-            d_out=shape.d_out,
-            cross=roles[shape.path, shape.parameter] in ATTENTION_ROLES
-            and CROSS.search(f"{stack.rpartition('.')[2]}.{shape.path}") is not None,
-            parameter=shape.parameter,
-            transposed=shape.transposed,
-            overwritten=bool(row.overwritten and re.fullmatch(row.overwritten, shape.path)),
-            experts=shape.experts,
+            cross=roles[layer.path, layer.parameter] in ATTENTION_ROLES
+            and CROSS.search(f"{stack.rpartition('.')[2]}.{layer.path}") is not None,
+            overwritten=bool(row.overwritten and re.fullmatch(row.overwritten, layer.path)),
         )
-        for shape in shapes
+        for layer in layers
     )
     streams = sublayers_of(branch, sites, row)
     parts = tuple(part for site in sites for part in parts_of(site, sites, branch, row))
@@ -206,22 +187,28 @@ def _planted(block: Block, path: str, layer: int) -> Block:
     )
 
 
-def _shapes(branch: Branch, row: Row) -> Iterator[_Shape]:
+def _layer(path: str, kind: Kind, d_in: int, d_out: int, **facts: Any) -> Site:
+    """Return the site of a layer that has no role yet."""
+    return Site(path, "other", -1, "", kind, d_in, d_out, **facts)
+
+
+def _layers(branch: Branch, row: Row) -> Iterator[Site]:
     """Yield every layer below the branch that has a weight matrix."""
     torch_attention = {p for p, m in branch.modules if isinstance(m, nn.MultiheadAttention)}
     for path, module in branch.modules:
         if path not in torch_attention and parent(path) in torch_attention:
             continue
         if isinstance(module, nn.Embedding):
-            yield _Shape(path, "embedding", module.num_embeddings, module.embedding_dim)
+            yield _layer(path, "embedding", module.num_embeddings, module.embedding_dim)
         elif (linear := linear_shape(module)) is None:
             yield from _fused(path, module, row)
-        elif row.functional and re.fullmatch(row.functional, path):
-            owner, _, name = path.rpartition(".")
-            yield _Shape(owner, "linear", linear[0], linear[1], f"{name}.weight", linear[2])
         else:
             d_in, d_out, transposed = linear
-            yield _Shape(path, "linear", d_in, d_out, None, transposed)
+            owner, read = path, None
+            if row.functional and re.fullmatch(row.functional, path):
+                owner, _, name = path.rpartition(".")
+                read = f"{name}.weight"
+            yield _layer(owner, "linear", d_in, d_out, parameter=read, transposed=transposed)
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
@@ -238,18 +225,18 @@ def linear_shape(module: nn.Module) -> tuple[int, int, bool] | None:
     return None
 
 
-def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
+def _fused(path: str, module: nn.Module, row: Row) -> Iterator[Site]:
     """Yield weights that are parameters of a module: of experts and of torch's own attention."""
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
         # torch reads the weights and calls no module, not even the output projection
         d_out, d_in = module.in_proj_weight.shape
-        yield _Shape(path, "linear", d_in, d_out, "in_proj_weight")
+        yield _layer(path, "linear", d_in, d_out, parameter="in_proj_weight")
         d_out, d_in = module.out_proj.weight.shape
-        yield _Shape(path, "linear", d_in, d_out, "out_proj.weight")
+        yield _layer(path, "linear", d_in, d_out, parameter="out_proj.weight")
         return
     if any(re.fullmatch(pattern, path) for pattern in row.experts):
         count, d_out, d_in = next(module.parameters(recurse=False)).shape
-        yield _Shape(path, "experts", d_in, d_out, "weight", experts=count)
+        yield _layer(path, "experts", d_in, d_out, parameter="weight", experts=count)
         return
     stored = {
         name: tuple(tensor.shape)
@@ -261,39 +248,51 @@ def _fused(path: str, module: nn.Module, row: Row) -> Iterator[_Shape]:
     transposed = stores_transposed(module, stored)
     for name, (count, rows, columns) in stored.items():
         d_out, d_in = (columns, rows) if transposed else (rows, columns)
-        yield _Shape(path, "experts", d_in, d_out, name, transposed, count)
+        named = {"parameter": name, "transposed": transposed, "experts": count}
+        yield _layer(path, "experts", d_in, d_out, **named)
 
 
 def _row(branch: Branch) -> Row:
     """Return the table's entry for the architecture of a branch."""
     block = branch.tree.modules[branch.path]
     names = (type(block).__name__, *branch.model_types)
-    return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
+    row = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), Row())
+    return _with_roles(row, branch.tree.given) if branch.tree.given else row
 
 
-def _projection(shape: _Shape, row: Row) -> Role:
+def _with_roles(row: Row, given: Mapping[str, Role]) -> Row:
+    """Return a row with roles that a user gives; fused layers are [q | k | v]."""
+    unknown = [p for p, role in given.items() if role == "qkv" and not is_known_fusion(p)]
+    return dataclasses.replace(
+        row,
+        roles={**{re.escape(path): role for path, role in given.items()}, **row.roles},
+        layouts={**{re.escape(path): "q, k, v" for path in unknown}, **row.layouts},
+    )
+
+
+def _projection(layer: Site, row: Row) -> Role:
     """Return the role of an input projection of attention by its name; `other` for other layers."""
-    if shape.parameter == "in_proj_weight":
+    if layer.parameter == "in_proj_weight":
         return "qkv"
-    path = shape.path
-    if shape.kind == "linear" and shape.parameter is not None:
-        path = f"{path}.{shape.parameter.removesuffix('.weight')}"
+    path = layer.path
+    if layer.kind == "linear" and layer.parameter is not None:
+        path = f"{path}.{layer.parameter.removesuffix('.weight')}"
     named = {**row.roles, **row.experts}
     if special := [role for pattern, role in named.items() if re.fullmatch(pattern, path)]:
         return special[0]
-    if shape.kind == "experts":
-        return EXPERTS.get(shape.parameter or "", "other")
-    if shape.kind == "embedding" or ASIDE.search(path):
+    if layer.kind == "experts":
+        return EXPERTS.get(layer.parameter or "", "other")
+    if layer.kind == "embedding" or ASIDE.search(path):
         return "other"
     found = [role for role, names in ATTENTION_IN if names.search(path)]
-    return found[0] if found else "attention_out" if shape.parameter else "other"
+    return found[0] if found else "attention_out" if layer.parameter else "other"
 
 
-def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None], Role]:
+def _roles(branch: Branch, layers: list[Site]) -> dict[tuple[str, str | None], Role]:
     """Return the role of each layer, by (path, parameter)."""
     row = _row(branch)
-    roles = {(shape.path, shape.parameter): _projection(shape, row) for shape in shapes}
-    linears = [s for s in shapes if s.kind == "linear" and s.parameter is None]
+    roles = {(layer.path, layer.parameter): _projection(layer, row) for layer in layers}
+    linears = [s for s in layers if s.kind == "linear" and s.parameter is None]
     cores = [parent(p) if not m else p for (p, m), r in roles.items() if r in ATTENTION_ROLES[:4]]
     inner: set[str] = set()
     for core in dict.fromkeys(cores):
@@ -302,12 +301,12 @@ def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None],
         for out in outs:
             roles[out, None] = "attention_out"
     fixed = {s.path for s in linears if any(re.fullmatch(p, s.path) for p in row.roles)}
-    for shape in linears:
-        taken = roles[shape.path, None] != "other" or shape.path in fixed
-        attends = any(below(shape.path, root) for root in inner)
-        if not (taken or attends or ASIDE.search(shape.path)):
-            named = (role for role, names in MLP if names.search(shape.path))
-            roles[shape.path, None] = next(named, "other")
+    for layer in linears:
+        taken = roles[layer.path, None] != "other" or layer.path in fixed
+        attends = any(below(layer.path, root) for root in inner)
+        if not (taken or attends or ASIDE.search(layer.path)):
+            named = (role for role, names in MLP if names.search(layer.path))
+            roles[layer.path, None] = next(named, "other")
     gated = {parent(path) for (path, _), role in roles.items() if role == "mlp_in"}
     for key, role in roles.items():
         if role == "mlp_gate" and parent(key[0]) not in gated:
@@ -317,7 +316,7 @@ def _roles(branch: Branch, shapes: list[_Shape]) -> dict[tuple[str, str | None],
 
 
 def _way_out(
-    core: str, linears: list[_Shape], roles: dict[tuple[str, str | None], Role]
+    core: str, linears: list[Site], roles: dict[tuple[str, str | None], Role]
 ) -> tuple[str, list[str]]:
     """Return the path of the whole attention and the paths of its output projections.
 
@@ -355,15 +354,12 @@ def _d_model(sites: tuple[Site, ...]) -> int:
 
 def _outside(tree: Tree, inside: set[str]) -> Iterator[Site]:
     """Yield embeddings, language model heads and other layers outside of blocks."""
-    for shape in _shapes(tree.branch(""), Row()):
-        if shape.path in inside:
+    for layer in _layers(tree.branch(""), Row()):
+        if layer.path in inside:
             continue
         role: Role = "other"
-        if shape.kind == "embedding":
+        if layer.kind == "embedding":
             role = "embedding"
-        elif re.search(r"(^|\.)lm_head$|(^|\.)embed_out$", shape.path):
+        elif re.search(r"(^|\.)lm_head$|(^|\.)embed_out$", layer.path):
             role = "lm_head"
-        yield Site(
-            shape.path, role, -1, "", shape.kind, shape.d_in, shape.d_out,
-            parameter=shape.parameter, transposed=shape.transposed, experts=shape.experts,
-        )  # fmt: skip
+        yield dataclasses.replace(layer, role=role)

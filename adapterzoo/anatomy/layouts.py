@@ -48,6 +48,11 @@ def _split(site: Site, inner: int, branch: Branch, row: Row) -> Split:
     return LAYOUTS[named[0]](site, inner, branch) if named else {}
 
 
+def is_known_fusion(path: str) -> bool:
+    """Return whether the name of a fused layer tells its layout."""
+    return any(pattern.search(path) for pattern, _ in FUSED)
+
+
 def _inner(site: Site, sites: tuple[Site, ...]) -> int:
     """Return d_in of the projection that reads the layer's result, the nearest one by path."""
     behind = "attention_out" if site.role == "qkv" else "mlp_out"

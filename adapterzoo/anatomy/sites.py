@@ -82,6 +82,12 @@ class Site:
         transposed: whether the weight is stored `[d_in, d_out]` (Conv1D, some experts).
         source: stream sites only: path of the module whose first input is the residual stream
             before the sub-layer.
+        is_placed: stream sites only: whether a config declares the site; `also`, `norm`, `factor`
+            and `is_swapped` belong to such a one.
+        also: path of a module whose first input is added to that of `source`.
+        norm: path of a norm that the adapter applies.
+        factor: path of a parameter by which the model multiplies the output.
+        is_swapped: whether output and stream are taken for each other.
         overwritten: whether the model writes into the layer's output in place.
         experts: how many weights the parameter holds, 0 for one without an experts dimension.
         heads: attention sites only: number of heads of keys and values.
@@ -100,6 +106,11 @@ class Site:
     parameter: str | None = None
     transposed: bool = False
     source: str | None = None
+    is_placed: bool = False
+    also: str | None = None
+    norm: str | None = None
+    factor: str | None = None
+    is_swapped: bool = False
     overwritten: bool = False
     experts: int = 0
     heads: int = 0
@@ -123,46 +134,6 @@ class Site:
     def is_routed(self) -> bool:
         """Whether the layer belongs to experts or is a parameter, so that it gets no batch."""
         return self.parameter is not None or "experts" in self.path.split(".")
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """An attention module that accepts keys and values in addition to those that it computes.
-
-    Attributes:
-        path: of the module.
-        layer: number of its block.
-        stack: path of the container of blocks.
-        cross: whether it is cross-attention.
-        d_model: width of its input.
-        heads: number of heads of its keys and values.
-        key_width: features of a key in one head.
-        value_width: features of a value in one head.
-    """
-
-    path: str
-    layer: int
-    stack: str
-    cross: bool
-    d_model: int
-    heads: int
-    key_width: int
-    value_width: int
-
-    def site(self) -> Site:
-        """Return the site for an adapter of the attention."""
-        return Site(
-            path=self.path,
-            role="other",
-            layer=self.layer,
-            stack=self.stack,
-            kind="attention",
-            d_in=self.d_model,
-            d_out=self.d_model,
-            cross=self.cross,
-            heads=self.heads,
-            head_widths=(self.key_width, self.value_width),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +248,7 @@ class Anatomy:
     blocks: tuple[Block, ...]
     outside: tuple[Site, ...]
     reason: str = ""
-    attentions: tuple[Attention, ...] = ()
+    attentions: tuple[Site, ...] = ()
     unreachable: str = ""
     entry: Site | None = None
     no_entry: str = ""

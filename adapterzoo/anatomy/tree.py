@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from .names import below
+from .sites import Role
 
 
 class Tree:
-    """All modules of a model, each once."""
+    """All modules of a model, each once.
 
-    def __init__(self, model: nn.Module) -> None:
+    Attributes:
+        given: paths of layers below a block to the roles that a user gives them.
+    """
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Role] | None = None) -> None:
+        self.given = given or {}
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.containers = [
             path

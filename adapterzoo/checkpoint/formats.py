@@ -203,6 +203,8 @@ def _elsewhere(folder: Path, kind: Kind, info: ModelInfo) -> str:
 def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: ModelInfo) -> None:
     """Write a checkpoint, after checking everything that could be wrong with it.
 
+    A checkpoint of the same kind that the folder holds is replaced, in whichever format it is.
+
     Args:
         folder: created if missing.
         checkpoint: what to write, with whole tensors.
@@ -211,25 +213,28 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
         info: of the model that it was taken from.
 
     Raises:
-        CheckpointError: the format cannot express it, the folder holds a checkpoint of another
-            format, or cannot be written; what was there is still whole.
+        CheckpointError: the format cannot express it, or the folder cannot be written; what was
+            there is still whole.
         UnknownNameError: there is no such format.
     """
     chosen = formats.find(name)
     if name != "native" and checkpoint.metadata.get("embeddings") is not None:
         raise inexpressible(f"the adapter has trained embeddings, and the format {name!r} has none")
     contents = chosen.encode(checkpoint, kind, info)
-    touched = {*contents, *chosen.owned(kind)}
+    touched, stale = {*contents, *chosen.owned(kind)}, set[str]()
     with folders.saving(folder):
         for held in KINDS:
             there = of(folder, held)
-            if there in (None, name):
+            if there is None:
                 continue
+            own = {*formats[there].owned(held)}
+            if held == kind:
+                stale |= own
             # the other kind may lie beside it, where no file belongs to both
-            if held == kind or touched & {*formats[there].owned(held)}:
+            elif type(formats[there]) is not type(chosen) and own & touched - stale:
                 what = "an adapter" if held == "adapter" else "a head"
                 raise CheckpointError(
                     f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "
                     f"both would be mixed. Write another folder, or empty this one."
                 )
-        folders.replace_files(folder, contents, chosen.owned(kind))
+        folders.replace_files(folder, contents, sorted(touched | stale))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, argument, unknown_name
+from adapterzoo.errors import argument, unknown_name
 
 from . import folders, native
 from .adapterhub import fusion as adapterhub
@@ -14,7 +14,7 @@ from .formats import Checkpoint, ModelInfo, inexpressible
 
 KIND = "adapter_fusion"
 _NATIVE = f"{KIND}.safetensors"
-FORMATS = ("native", "adapterhub")
+FORMATS = ("native", "adapterhub", "adapterhub-safetensors")
 
 
 def check_format(format: str) -> None:
@@ -50,22 +50,16 @@ def write(
         fused: the configs of its adapters.
 
     Raises:
-        CheckpointError: the format cannot express it, the folder holds a fusion in another one, or
-            cannot be written; what was there is still whole.
+        CheckpointError: the format cannot express it, or the folder cannot be written; what was
+            there is still whole.
     """
     if format == "native":
-        contents, owned = native.encode(checkpoint, KIND), [_NATIVE]
+        contents = native.encode(checkpoint, KIND)
     else:
-        contents = adapterhub.encode(info, checkpoint, fused)
-        owned = list(adapterhub.TENSORS)
+        contents = adapterhub.encode(info, checkpoint, fused, safe=format != "adapterhub")
     with folders.saving(folder):
-        there = _of(folder)
-        if there not in (None, format):
-            raise CheckpointError(
-                f"the folder {str(folder)!r} holds a fusion in the format {there!r}; files of both "
-                f"would be mixed. Write another folder, or empty this one."
-            )
-        folders.replace_files(folder, contents, owned)
+        stale = (_NATIVE, f"{KIND}_config.json", *adapterhub.TENSORS)
+        folders.replace_files(folder, contents, stale)
 
 
 def read(folder: Path, info: ModelInfo, config_of: Callable[[str], AdapterConfig]) -> Checkpoint:

@@ -23,9 +23,22 @@ from ._rows import RowMap, has_rows, has_tokens, numbered, parts_of, rows_of
 from ._steps import Step, evaluate, fold
 from ._views import Around, Nested
 from .nodes import Average, BatchSplit, Fuse, MultiTask, Parallel, Split, Stack
-from .rules import from_json, fusions_of, last_adapter, parse, to_json, without
+from .rules import (
+    from_json,
+    fusions_of,
+    last_adapter,
+    parse,
+    to_json,
+    validate_composition,
+    without,
+)
+
+# their names in `adapters`
+AdapterCompositionBlock = Composition
+parse_composition = parse
 
 __all__ = [
+    "AdapterCompositionBlock",
     "Around",
     "Average",
     "BatchSplit",
@@ -55,10 +68,12 @@ __all__ = [
     "last_adapter",
     "numbered",
     "parse",
+    "parse_composition",
     "parts_of",
     "prefix_of",
     "prompts_of",
     "rows_of",
     "to_json",
+    "validate_composition",
     "without",
 ]

@@ -47,6 +47,24 @@ REFUSED: Mapping[str, Mapping[str, tuple[str, str]]] = {
 """What each cannot contain, at any depth: why, and what to write."""
 
 
+class Names(tuple[str, ...]):
+    """Names of adapters in order; it equals a set of the same names, as in `adapters`."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the names are the same."""
+        if isinstance(other, (set, frozenset)):
+            return set(self) == other
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        """Return whether the names differ."""
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class Node:
     """Base of all compositions.
@@ -95,14 +113,25 @@ class Node:
         """The options to print: those that differ from the defaults."""
         return self.options
 
-    def flatten(self) -> tuple[str, ...]:
+    def flatten(self) -> Names:
         """Return all the names in it, each once, in order."""
         names: dict[str, None] = {}
         for child in self.children:
             for name in child.flatten() if isinstance(child, Node) else (child,):
                 if name is not None:
                     names[name] = None
-        return tuple(names)
+        return Names(names)
+
+    @property
+    def parallel_channels(self) -> int:
+        """How many copies of the batch `Parallel` makes; 1 without one."""
+        own = [c.parallel_channels for c in self.children if isinstance(c, Node)]
+        return max(own, default=1)
+
+    def first(self) -> str | None:
+        """Return the name that acts first."""
+        child = self.children[0]
+        return child.first() if isinstance(child, Node) else child
 
     def last(self) -> str | None:
         """Return the name that acts last, which selects the head."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from adapterzoo.errors import CompositionError, StateError
+from adapterzoo.errors import BatchError, CompositionError, StateError
 from adapterzoo.kernels.grouped import Groups
 
 from ._node import Child, Node
@@ -330,7 +330,7 @@ class RowMap:
             )
         times, rest = divmod(count, len(self.index))
         if rest or (times > 1 and not self.entered):
-            raise CompositionError(
+            raise BatchError(
                 f"rows of a batch: an adapted layer got {count} rows, and the composition has "
                 f"{len(self.index)}. Give the model a batch of {len(self.index)} rows; where the "
                 f"layer's input is not a batch, activate one adapter for all rows."

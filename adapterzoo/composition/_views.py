@@ -67,6 +67,10 @@ class Around(BaseLayer):
         """Return the module that the adapter's layers share."""
         return self._inner.shared(adapter)
 
+    def part(self, path: str) -> Any:
+        """Return a module or parameter of the running model."""
+        return self._inner.part(path)
+
     def from_input(self, adapter: SharedInputAdapter, x: Tensor) -> Any:
         """Return the adapter's projection of x."""
         return self._inner.from_input(adapter, x)

@@ -148,6 +148,11 @@ class Parallel(Node):
 
     takes_none: ClassVar[bool] = True
 
+    @property
+    def parallel_channels(self) -> int:
+        """How many copies of the batch it makes."""
+        return len(self.children)
+
 
 @dataclass(frozen=True, init=False, repr=False)
 class MultiTask(Node):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from adapterzoo.errors import CompositionError
+from adapterzoo.errors import CompositionError, SetupError
 
 from . import nodes
 from ._node import Child, Node
@@ -26,7 +26,8 @@ def parse(setup: object) -> Node | None:
         setup: a name, a list of names (a stack), a composition, or None for no adapter.
 
     Raises:
-        CompositionError: it is none of these.
+        CompositionError: a composition in it is not legal.
+        SetupError: it is none of these.
     """
     if setup is None or (isinstance(setup, (list, tuple)) and not setup):
         return None
@@ -36,10 +37,19 @@ def parse(setup: object) -> Node | None:
         return Stack(setup)
     if isinstance(setup, (list, tuple)):
         return Stack(*setup)
-    raise CompositionError(
+    raise SetupError(
         f"active adapters {setup!r}: expected a name, a list of names or a composition, got a "
         f"{type(setup).__name__}. Write 'a' or Stack('a', 'b')."
     )
+
+
+def validate_composition(adapter_composition: object) -> None:
+    """Check what a user may pass as a set of active adapters; compositions check themselves.
+
+    Raises:
+        CompositionError: it is none.
+    """
+    parse(adapter_composition)
 
 
 def fusions_of(setup: Child) -> tuple[nodes.Fuse, ...]:
@@ -129,6 +139,8 @@ def from_json(values: Any) -> Node | None:
     made = [from_json(c) if isinstance(c, (Mapping, list)) else c for c in children]
     try:
         return kind(*made, **options)
+    except CompositionError:
+        raise
     except TypeError as error:
         raise CompositionError(
             f"composition {values!r}: {error}. Write the options that {kind.__name__} takes."

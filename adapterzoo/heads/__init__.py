@@ -17,25 +17,42 @@ from ._static import InexpressibleError, Shapes, Static, StaticHead
 from .classification import ClassificationConfig, MultilabelClassificationConfig
 from .dependency_parsing import DependencyParsingConfig, DependencyParsingHead
 from .image_classification import ImageClassificationConfig
-from .language_modeling import CausalLMConfig, MaskedLMConfig, Seq2SeqLMConfig
+from .language_modeling import (
+    BertStyleMaskedLMHead,
+    CausalLMConfig,
+    CausalLMHead,
+    MaskedLMConfig,
+    Seq2SeqLMConfig,
+    Seq2SeqLMHead,
+)
 from .multiple_choice import MultipleChoiceConfig, MultipleChoiceHead
 from .question_answering import QuestionAnsweringConfig, QuestionAnsweringHead
 from .tagging import TaggingConfig, TaggingHead
+
+# their names in `adapters`, which has a class for each task
+BiaffineParsingHead = DependencyParsingHead
+ClassificationHead = ImageClassificationHead = MultiLabelClassificationHead = PooledHead
 
 __all__ = [
     "IGNORED",
     "POOLINGS",
     "Backbone",
+    "BertStyleMaskedLMHead",
+    "BiaffineParsingHead",
     "CausalLMConfig",
+    "CausalLMHead",
     "ClassificationConfig",
+    "ClassificationHead",
     "DependencyParsingConfig",
     "DependencyParsingHead",
     "HeadConfig",
     "ImageClassificationConfig",
+    "ImageClassificationHead",
     "InexpressibleError",
     "LMHead",
     "Logits",
     "MaskedLMConfig",
+    "MultiLabelClassificationHead",
     "MultilabelClassificationConfig",
     "MultipleChoiceConfig",
     "MultipleChoiceHead",
@@ -45,6 +62,7 @@ __all__ = [
     "QuestionAnsweringConfig",
     "QuestionAnsweringHead",
     "Seq2SeqLMConfig",
+    "Seq2SeqLMHead",
     "Shapes",
     "Static",
     "StaticHead",

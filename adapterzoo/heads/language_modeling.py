@@ -109,6 +109,10 @@ class Seq2SeqLMConfig(LMConfig):
         return super().build(backbone)
 
 
+# their names in `adapters`, which has a class for each task
+BertStyleMaskedLMHead = CausalLMHead = Seq2SeqLMHead = LMHead
+
+
 @adds_head(MaskedLMConfig)
 def add_masked_lm_head(
     self: Model,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
     FileMetadataError,
@@ -59,6 +59,8 @@ _PAUSES = (0.5, 1.0, 2.0)
 # seconds after which no request is retried: huggingface_hub retries some itself
 _PATIENCE = 20.0
 
+# of an error: the Hub shows no such repository
+_MISSING = "shows_no_repository"
 _SECRET = re.compile(r"hf_\w{6,}|(?<=Bearer )\S+")
 
 
@@ -169,6 +171,10 @@ class Client:
             values["status"] = status
             told = error.server_message
             values["said"] = f" ({_first_line(told)!r})" if told else ""
+            if isinstance(error, RepositoryNotFoundError):
+                failed = self._hub_error(key, **values)
+                setattr(failed, _MISSING, True)
+                return failed
         elif key is OSError and isinstance(error, OSError) and error.errno is not None:
             key = "disk"
             values |= {"strerror": error.strerror, "filename": error.filename}
@@ -237,6 +243,41 @@ def _retry_after(error: HfHubHTTPError) -> float | None:
 def _first_line(error: object) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return "".join(c for c in lines[0] if c.isprintable())[:200] if lines else "no message"
+
+
+def says_missing(error: HubError) -> bool:
+    """Return whether the Hub has no such repository, as far as the user may know."""
+    return getattr(error, _MISSING, False)
+
+
+def fetch(url: str, limit: int) -> bytes | None:
+    """Return what is at a public address; None where there is nothing. No token is sent.
+
+    Args:
+        url: of a server other than the Hub.
+        limit: in bytes.
+
+    Raises:
+        HubError: there is no answer, or it is longer.
+    """
+    content = bytearray()
+    try:
+        with get_session().stream(
+            "GET", url, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
+        ) as response:
+            if response.status_code == 404:
+                return None
+            response.raise_for_status()
+            for part in response.iter_bytes():
+                content += part
+                if len(content) > limit:
+                    raise HubError(f"{url} has more than {limit:,} bytes.")
+    except _FAILURES as error:
+        if isinstance(error, HubError):
+            raise
+        reason = _first_line(_root(error))
+        raise HubError(f"{url} cannot be read ({reason}). Check the network.") from None
+    return bytes(content)
 
 
 def refuse_if_offline(lost: str) -> None:

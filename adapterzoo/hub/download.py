@@ -7,6 +7,7 @@ that differs from its digest is downloaded once more, then removed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -16,8 +17,9 @@ from huggingface_hub import HfApi, ModelInfo, constants, hf_hub_download, try_to
 
 from adapterzoo.errors import HubError, in_python, listing, names_call
 
-from .client import Client
+from .client import Client, says_missing
 from .files import has_digest, is_complete, is_digest, known_files, wanted
+from .old_ids import has_index, is_old_id, repository_of
 from .repo_ref import RepoRef, locate
 
 _LOG = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ def resolve(
     token: bool | str | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
+    model_name: str | None = None,
+    config: object = None,
 ) -> Path:
     """Return the folder of an adapter; download it to the cache if it is on the Hub.
 
@@ -42,13 +46,17 @@ def resolve(
     `HF_HUB_OFFLINE=1` only the cache is used.
 
     Args:
-        adapter_name_or_path: a folder, `user/repository` or `user/repository/folder`.
+        adapter_name_or_path: a folder, `user/repository`, `user/repository/folder`, or an old id
+            of AdapterHub such as `sentiment/sst-2@ukp`.
         revision: branch, tag or commit; None: the default branch.
-        source: `"hf"`: the Hub, even if a folder of that name exists; None: a folder first.
+        source: `"hf"`: the Hub, even if a folder of that name exists; `"ah"`: an old id; None: a
+            folder first, then the Hub, then an old id.
         cache_dir: of `huggingface_hub`; None: its default.
         token: a token, True for the stored one, False for none; None: the stored one if any.
         local_files_only: whether to use the cache only.
         force_download: whether to download cached files again.
+        model_name: for old ids, the base model's name on the Hub.
+        config: for old ids, the config of the adapter; None: the usual one.
 
     Returns:
         A folder. In the cache its files are links, which must not be written to.
@@ -58,6 +66,15 @@ def resolve(
         ConfigError: the source is unknown.
         HubError: the files cannot be downloaded; the message says why and what to do.
     """
+    again = functools.partial(
+        resolve, revision=revision, source="hf", cache_dir=cache_dir, token=token,
+        local_files_only=local_files_only, force_download=force_download,
+    )  # fmt: skip
+    old_id = functools.partial(
+        repository_of, os.fspath(adapter_name_or_path), model_name, config, local_files_only
+    )
+    if source == "ah" or (source is None and _only_old(adapter_name_or_path)):
+        return again(old_id())
     ref = locate(adapter_name_or_path, source)
     if isinstance(ref, Path):
         return ref
@@ -73,14 +90,30 @@ def resolve(
     try:
         commit, digests = _listing(client, ref)
     except HubError as error:
-        if found is None:
-            raise
-        _LOG.warning("%s Using the files in the cache.", error)
+        failure = error
+    else:
+        names = wanted(digests)
+        files = [cache.fetch(name, commit, digests[name], force_download) for name in names]
+        cache.remember(names[-1], commit)
+        return files[-1].parent
+    if found is not None:
+        _LOG.warning("%s Using the files in the cache.", failure)
         return found
-    names = wanted(digests)
-    files = [cache.fetch(name, commit, digests[name], force_download) for name in names]
-    cache.remember(names[-1], commit)
-    return files[-1].parent
+    if source == "hf" or ref.subfolder or not says_missing(failure) or not has_index(model_name):
+        raise failure
+    # a name such as "sentiment/sst-2" can be either
+    try:
+        repo_id = old_id()
+    except HubError as error:
+        text = f"{failure} It is not an old id of AdapterHub either: {error}"
+        failure.args = (text, *failure.args[1:])
+        raise failure from None
+    return again(repo_id)
+
+
+def _only_old(name: object) -> bool:
+    """Return whether a name can only be an old id, and no folder has it."""
+    return is_old_id(name) and not Path(str(name)).is_dir()
 
 
 def repository(client: Client, repo_id: str) -> tuple[ModelInfo, dict[str, str | None]]:

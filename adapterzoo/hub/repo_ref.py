@@ -52,10 +52,9 @@ def locate(name: str | os.PathLike[str], source: str | None = None) -> Path | Re
         HubError: `source="hf"`, and the Hub cannot have a repository of this name.
     """
     if source not in _SOURCES:
-        moved = " AdapterHub's repository is closed; its adapters moved to 'AdapterHub/<name>'."
         raise ConfigError(
-            f"source={source!r} is unknown. Write source='hf' for the Hub, or None for a folder "
-            f"first and then the Hub.{moved if source == 'ah' else ''}"
+            f"source={source!r} is unknown. Write source='hf' for the Hub, 'ah' for an old id of "
+            f"AdapterHub, or None for a folder first and then the Hub."
         )
     either = (
         f"Write {in_python('the folder that save_adapter wrote', 'the folder of an adapter')} or "

@@ -16,6 +16,7 @@ from adapterzoo.errors import CheckpointError, ConfigError, HubError, listing, n
 from .client import Client
 from .download import Cache, repository
 from .files import ADAPTER_CONFIG
+from .old_ids import OWNER, is_old_id, repository_of
 from .repo_ref import RepoRef, check_repo_id
 
 # the library that wrote an adapter, and the tag by which the Hub finds it
@@ -65,25 +66,30 @@ class AdapterInfo:
 
 @names_call
 def list_adapters(
-    base_model: str | None = None,
+    model_name: str | None = None,
     task: str | None = None,
     *,
+    base_model: str | None = None,
     library: str | None = None,
     search: str | None = None,
     author: str | None = None,
     limit: int | None = 100,
     token: bool | str | None = None,
+    source: str | None = None,
 ) -> list[AdapterInfo]:
     """List adapters of the Hub that `load_adapter` can read, the most downloaded first.
 
     Args:
-        base_model: only those for this model, such as `"google-bert/bert-base-uncased"`.
+        model_name: only those for this model, such as `"google-bert/bert-base-uncased"`.
         task: only those for this task of the Hub, such as `"text-classification"`.
+        base_model: the same as `model_name`.
         library: only those that this library wrote: `"adapterzoo"`, `"adapters"` or `"peft"`.
         search: words in the repository's name.
         author: user or organization.
         limit: how many at most; None: all, which may take minutes.
         token: as `load_adapter` takes it.
+        source: `"ah"`: only those that were in AdapterHub's own repository, which are of the
+            author "AdapterHub" now; `"hf"` and None: all.
 
     Raises:
         ConfigError: the library is unknown, or the limit is negative.
@@ -95,6 +101,19 @@ def list_adapters(
         )
     if limit is not None and limit < 0:
         raise ConfigError(f"limit={limit} is negative. Write limit=100, or None for all.")
+    if None not in (base_model, model_name) and base_model != model_name:
+        raise ConfigError(
+            f"base_model={base_model!r} and model_name={model_name!r} mean the same thing and "
+            f"differ. Write only base_model={base_model!r}."
+        )
+    base_model = base_model or model_name
+    if source not in ("ah", "hf", None) or (source == "ah" and author not in (OWNER, None)):
+        beside = "" if author is None else f" with author={author!r}"
+        raise ConfigError(
+            f"source={source!r}{beside} is not legal. Write source='ah' for the adapters of "
+            f"AdapterHub's own repository, or leave it out."
+        )
+    author = OWNER if source == "ah" else author
     asked = {"pipeline_tag": task, "search": search, "author": author, "token": token}
     found: dict[str, AdapterInfo] = {}
     for name in LIBRARIES if library is None else [library]:
@@ -107,18 +126,29 @@ def list_adapters(
 
 @names_call
 def adapter_info(
-    adapter_id: str, revision: str | None = None, *, token: bool | str | None = None
+    adapter_id: str,
+    revision: str | None = None,
+    *,
+    token: bool | str | None = None,
+    source: str | None = None,
+    model_name: str | None = None,
+    config: object = None,
 ) -> AdapterInfo:
     """Return the facts about one adapter of the Hub, with its config.
 
     Args:
-        adapter_id: `user/repository`.
+        adapter_id: `user/repository`, or an old id of AdapterHub.
         revision: branch, tag or commit; None: the default branch.
         token: as `load_adapter` takes it.
+        source: `"ah"`: it is an old id; `"hf"`: it is not; None: what its form says.
+        model_name: for old ids, the base model's name on the Hub.
+        config: for old ids, the config of the adapter; None: the usual one.
 
     Raises:
         HubError: there is no such repository, it may not be read, or the request failed.
     """
+    if source == "ah" or (source is None and is_old_id(adapter_id)):
+        adapter_id = repository_of(adapter_id, model_name, config)
     check_repo_id(adapter_id)
     client = Client(adapter_id, revision, token)
     model, digests = repository(client, adapter_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -76,6 +76,9 @@ class Adapted(nn.Module):
             copies = cast("Any", self._modules["adapters"])._modules
             return step.call(copies, forward, args, kwargs, plan.rows)
         residual = active.call.captures.pop(link.path, None)
+        if residual is not None:
+            also = active.call.captures.pop(f"+{link.path}", None)
+            residual = residual if also is None else residual + also
         base = LayerCall(self, forward, args, kwargs, residual, active.call)
         x = args[0] if args else next(iter(kwargs.values()))
         adapters = cast("Any", self._modules["adapters"])._modules
@@ -204,10 +207,10 @@ def recorded(
         context.stacks.pop()
 
 
-def positions_of(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Return the arguments of a forward that can be given by position, without `self`."""
+def positions_of(method: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the arguments of a method that can be given by position, without `self`."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = inspect.signature(cls.forward).parameters.values()
+    parameters = inspect.signature(method).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)[1:]
 
 
@@ -318,7 +321,7 @@ def _adapted_class(
 ) -> type[Adapted]:
     key = (cls, parameters, kind)
     if key not in _classes:
-        members: dict[str, Any] = {"_read": parameters, "_positions": positions_of(cls)}
+        members: dict[str, Any] = {"_read": parameters, "_positions": positions_of(cls.forward)}
         for parameter in parameters:
             members[parameter] = property(
                 functools.partial(_changed, parameter=parameter),

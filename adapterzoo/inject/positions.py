@@ -12,7 +12,7 @@ from adapterzoo.contracts import PositionAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.runtime import Plan
 
-from .adapted import Adapted, positions_of
+from .adapted import Adapted
 from .building import layer_at
 from .views import LayerCall
 
@@ -21,14 +21,6 @@ _NUMBERS = "position_ids"
 
 class AdaptedPositions(Adapted):
     """Mixed into the class of a module whose position numbers adapters change."""
-
-    # arguments of the forward that can be given by position
-    _positions: tuple[str, ...] = ()
-
-    @classmethod
-    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """Return the arguments of the forward of a class."""
-        return {"_positions": positions_of(plain)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward on the position numbers of the active adapters."""

@@ -156,6 +156,10 @@ class LayerCall(BaseLayer):
             )
         return self._in_model().shared(adapter.shared_key)
 
+    def part(self, path: str) -> Any:
+        """Return a module or parameter of the running model, of this replica."""
+        return self._in_model().part(path)
+
     def _in_model(self) -> CallContext:
         if self._context is None:
             raise StateError(

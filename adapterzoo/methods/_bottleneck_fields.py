@@ -31,8 +31,10 @@ from adapterzoo.fields import (
 )
 from adapterzoo.registry import Registry
 
+from ._bottleneck_places import PLACEMENT, PLACES
 from ._hypercomplex import HypercomplexFields, projections
 from ._init import DTYPE, DTYPES, generator
+from ._sublayers import LOCATIONS
 
 
 class InvertibleKind(InvertibleAdapter):
@@ -40,9 +42,11 @@ class InvertibleKind(InvertibleAdapter):
 
     Attributes:
         block: the module with their parameters, built from a config, width, device and dtype.
+        is_unscaled: whether the function reads the output of a table without its scale.
     """
 
     block: ClassVar[type[nn.Module]]
+    is_unscaled: bool = False
 
 
 invertible_adapters: Registry[type[InvertibleKind]] = Registry("invertible adapter")
@@ -82,10 +86,8 @@ class Reduction(Check):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BottleneckFields(HypercomplexFields):
-    """Every field of a bottleneck but those of `HypercomplexFields`.
-
-    Two configs with equal fields are equal.
+class PlainFields(AdapterConfig):
+    """The fields of a bottleneck with plain matrices.
 
     h is a sub-layer's output, inp the residual stream before it, s = h + inp, LN the norm that
     follows the addition (post-LN blocks only).
@@ -120,12 +122,12 @@ class BottleneckFields(HypercomplexFields):
         cross_adapter: adapters after cross-attention.
         leave_out: numbers of blocks without adapters; encoder blocks first, then decoder.
         dropout: probability, 0 to below 1, of dropping a feature of the result.
+        placement: "paper"; or a model type of `adapters` (`_bottleneck_places`), for its files:
+            there it puts bottlenecks elsewhere than it documents.
         stochastic_depth: probability, 0 to below 1, of dropping the result of a whole row of
             the batch during training.
         dtype: of the parameters, by name ("float32"); None for that of the layer.
     """
-
-    training_fields = AdapterConfig.training_fields | {"stochastic_depth"}
 
     mh_adapter: bool
     output_adapter: bool
@@ -151,7 +153,15 @@ class BottleneckFields(HypercomplexFields):
     leave_out: tuple[int, ...] = field((), Layers())
     dropout: float = field(0.0, Share())
     stochastic_depth: float = field(0.0, Share())
+    placement: str = field("paper", PLACEMENT)
     dtype: str | None = field(None, DTYPE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BottleneckFields(HypercomplexFields, PlainFields):
+    """Every field of a bottleneck; two configs with equal fields are equal."""
+
+    training_fields = AdapterConfig.training_fields | {"stochastic_depth"}
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -248,6 +258,7 @@ class BottleneckFields(HypercomplexFields):
 
     def _check_together(self) -> None:
         self._check_invertible()
+        self._check_placement()
         self._check_hypercomplex()
         if self.phm_layer and self.init_weights == "houlsby":
             raise self._error(
@@ -264,12 +275,15 @@ class BottleneckFields(HypercomplexFields):
         }
         for name, need in _NEEDS.items():
             value = getattr(self, name)
-            if value != defaults[name] and without[need]:
-                raise self._error(
-                    f"{name}={value!r}",
-                    f"has an effect only with {need}",
-                    f"{name}={defaults[name]!r}",
-                )
+            if value == defaults[name] or not without[need]:
+                continue
+            idle = self._error(
+                f"{name}={value!r}", f"has an effect only with {need}", f"{name}={defaults[name]!r}"
+            )
+            if name not in HypercomplexFields.__annotations__:
+                raise idle
+            # configs written for adapters give these to any bottleneck
+            warnings.warn(str(idle), stacklevel=5)
         if not (self.mh_adapter or self.output_adapter or self.cross_adapter):
             raise self._error(
                 "mh_adapter=False, output_adapter=False, cross_adapter=False",
@@ -277,6 +291,21 @@ class BottleneckFields(HypercomplexFields):
                 "output_adapter=True",
             )
         self._check_residuals()
+
+    def _check_placement(self) -> None:
+        row = PLACES.get(self.placement)
+        if row is None:
+            return
+        names = [LOCATIONS[kind] for kind in row.sublayers]
+        if not any(getattr(self, name) for name in names) and not (
+            row.moves_entry and self.inv_adapter
+        ):
+            needs = " or ".join(f"{name}=True" for name in names) or "inv_adapter='nice'"
+            raise self._error(
+                f"placement={self.placement!r}",
+                f"has an effect only with {needs}",
+                "placement='paper'",
+            )
 
     def _check_invertible(self) -> None:
         asked = f"inv_adapter={self.inv_adapter!r}"

@@ -96,9 +96,10 @@ class BottleneckLayer(FusibleAdapter):
         d_model = site.d_out
         width = config.width_at(site.layer, d_model)
         source = generator(config.init_weights_seed, f"{site.path}{site.role}")
-        down, self.adapter_up = _projections(config, d_model, width, source, device, dtype)
+        down, up = _projections(config, d_model, width, source, device, dtype)
         norms = [nn.LayerNorm(d_model, device=device, dtype=dtype)] if config.ln_before else []
         self.adapter_down = nn.Sequential(*norms, down)
+        self.adapter_up = up
         self.adapter_norm_after: nn.LayerNorm | None = None
         if config.ln_after:
             self.adapter_norm_after = nn.LayerNorm(d_model, device=device, dtype=dtype)

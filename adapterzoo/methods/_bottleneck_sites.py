@@ -1,4 +1,4 @@
-"""Where bottlenecks act: their config, and the function of each kind of place.
+"""The sites of bottlenecks: their config, and a layer class for each kind of site.
 
 The formulas are in `methods/bottleneck.py`.
 """
@@ -17,13 +17,13 @@ from adapterzoo.contracts import Adapter, BaseLayer
 
 from ._bottleneck_fields import BottleneckFields, invertible_adapters
 from ._bottleneck_layer import Added, BottleneckLayer
-from ._bottleneck_spelling import LOCATIONS
-from ._sublayers import entry_placement, stream_site, sublayers
+from ._bottleneck_placed import PlacedBottleneck, moved_entry, placed_site
+from ._sublayers import LOCATIONS, entry_placement, stream_site, sublayers
 
 
 @dataclass(frozen=True, kw_only=True)
 class BnConfig(BottleneckFields):
-    """Config of a bottleneck; see `BottleneckFields` for its fields."""
+    """Config of a bottleneck; `PlainFields` and `HypercomplexFields` document its fields."""
 
     architecture: ClassVar[str] = "bottleneck"
 
@@ -32,23 +32,38 @@ class BnConfig(BottleneckFields):
         wanted = {kind: field for kind, field in LOCATIONS.items() if getattr(self, field)}
         found = sublayers(anatomy, wanted, self.leave_out, type(self).__name__)
         self.warn_of_idle(len(anatomy.blocks))
-        entry = [] if self.inv_adapter is None else [entry_placement(self, anatomy)]
+        entry = [] if self.inv_adapter is None else [self._entry(anatomy)]
         return entry + [
-            Placement(self._site(block, sub), self, LOCATIONS[sub.kind]) for block, sub in found
+            Placement(
+                placed_site(anatomy, block, sub, self.placement) or self._site(block, sub),
+                self,
+                LOCATIONS[sub.kind],
+            )
+            for block, sub in found
         ]
 
     def build(self, site: Site, device: torch.device, dtype: torch.dtype) -> Adapter:
         """Return a fresh bottleneck for the site, or the invertible function."""
         if site.kind == "entry":
-            return invertible_adapters[str(self.inv_adapter)]()
+            adapter = invertible_adapters[str(self.inv_adapter)]()
+            adapter.is_unscaled = site.factor is not None
+            return adapter
         kind: type[BottleneckLayer] = Bottleneck
-        if self.is_parallel:
+        if site.is_placed:
+            kind = PlacedBottleneck
+        elif self.is_parallel:
             kind = ParallelBottleneck
         elif site.kind == "norm" and self.original_ln_after:
             kind = NormBottleneck
         elif site.kind == "output" and self.original_ln_before:
             kind = StreamBottleneck
         return kind(self, site, device, dtype)
+
+    def _entry(self, anatomy: Anatomy) -> Placement:
+        moved = moved_entry(anatomy, self.placement)
+        if moved is None:
+            return entry_placement(self, anatomy)
+        return Placement(moved, self, "invertible")
 
     def _site(self, block: Block, sub: SubLayer) -> Site:
         # whether the result is a function of s alone

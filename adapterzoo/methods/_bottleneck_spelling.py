@@ -8,22 +8,18 @@ from typing import cast
 
 import torch
 
-from adapterzoo.anatomy import SubLayerKind
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, Container, Fields, Tensors, same
 
 from . import _gate
 from ._bottleneck_fields import BottleneckFields
+from ._bottleneck_places import PLACES, placement_in
 from ._hypercomplex import HypercomplexFields
+from ._sublayers import LOCATIONS
 
-LOCATIONS: Mapping[SubLayerKind, str] = {
-    "attention": "mh_adapter",
-    "cross": "cross_adapter",
-    "mlp": "output_adapter",
-}
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(BottleneckFields)}
-_FIELDS = same(*(name for name in _DEFAULTS if name not in ("dtype", "convention")))
+_FIELDS = same(*(name for name in _DEFAULTS if name not in ("dtype", "convention", "placement")))
 # without a meaning since adapter-transformers 2.0
 _FORGOTTEN = ("attention_type", "new_attention_norm")
 _OLD_NAMES = {"LN_after": "ln_after", "LN_before": "ln_before", "MH_Adapter": "mh_adapter",
@@ -129,62 +125,34 @@ _SHARED = Container(
     write=_take_below("phm"),
 )
 
-# --- what adapters 1.3 computes otherwise than its documentation says, seen in its outputs ---
-
-
-def _always(_placement: Placement) -> bool:
-    return True
-
-
-def _reads_norm(placement: Placement) -> bool:
-    return bool(placement.config.to_dict()["original_ln_before"])
-
-
-def _at_output(placement: Placement) -> bool:
-    return placement.site.kind == "output"
-
-
-def _in_attention(placement: Placement) -> bool:
-    return _at_output(placement) and placement.location == LOCATIONS["attention"]
-
-
-def _is_parallel(placement: Placement) -> bool:
-    return bool(placement.config.to_dict()["is_parallel"])
-
-
-_LAST_NORMS = (_always, "with the norms of the last block in all blocks")
-_QUIRKS: Mapping[str, tuple[Callable[[Placement], bool], str]] = {
-    "albert": (_in_attention, "behind attention on the residual stream instead of its output"),
-    "beit": (_at_output, "behind the learned scaling of a sub-layer's output, not before it"),
-    "gemma2": _LAST_NORMS,
-    "gemma3": _LAST_NORMS,
-    "gemma3_text": _LAST_NORMS,
-    "gptj": (_is_parallel, "on the stream behind attention, which its blocks do not have"),
-    "modernbert": _LAST_NORMS,
-    "xmod": (_reads_norm, "without the norm behind the feed-forward part"),
-}
-
-
-# families where no file has shown that both mean the same by the embeddings
-_OTHER_ENTRIES = ("beit", "clip", "electra", "vit", "whisper")
+# --- what adapters 1.3 computes otherwise than its documentation says, seen in its sources ---
 
 
 def _quirk(model_type: str, placement: Placement) -> str | None:
     """Return what `adapters` computes instead at a place of such a model."""
-    if placement.site.kind == "entry" and model_type in _OTHER_ENTRIES:
-        return "at embeddings that are not what enters the first block here"
-    applies, what = _QUIRKS.get(model_type, (None, None))
-    return what if applies is not None and applies(placement) else None
+    if model_type == "xmod" and placement.config.to_dict()["original_ln_before"]:
+        return "in a model without its language adapters, which it removes"
+    return None
 
 
-def _fusion_quirk(config: AdapterConfig) -> str | None:
-    """Return what `adapters` computes instead where it fuses such bottlenecks."""
-    if not config.to_dict()["is_parallel"]:
-        return None
-    return (
-        "adds the residual stream once more where it fuses parallel bottlenecks "
-        "(is_parallel=True, unlike 'seq_bn')"
-    )
+def _convention(model_type: str, config: AdapterConfig) -> AdapterConfig:
+    """Return the config with the place that its bottlenecks have in such a model."""
+    values = config.to_dict()
+    row = PLACES.get(model_type)
+    changes: Fields = {"placement": placement_in(model_type, values)}
+    if row is not None and row.entry == "none":
+        # in such a model the fields make nothing
+        changes |= dict.fromkeys(_NESTED)
+    return config.replace(**changes)
+
+
+def _fusion(config: AdapterConfig) -> Fields:
+    """Return the fields of a fusion of such bottlenecks."""
+    return {"adds_input": bool(config.to_dict()["is_parallel"])}
+
+
+def _joins(config: AdapterConfig, other: AdapterConfig) -> bool:
+    return all(config[name] != other[name] for name in ("mh_adapter", "output_adapter"))
 
 
 def _unsayable(config: AdapterConfig) -> str | None:
@@ -199,10 +167,12 @@ def adapterhub(config: type[AdapterConfig]) -> AdapterHubSpelling:
         config=config,
         architecture=(None, "", "bottleneck"),
         fields=_FIELDS,
-        omitted=("dtype", "convention"),
+        omitted=("dtype", "convention", "placement"),
         containers=(_CONTAINER, _COUPLING, _SHARED),
         read_fields=_read_fields,
         unsayable=_unsayable,
+        joins=_joins,
         quirk=_quirk,
-        fusion_quirk=_fusion_quirk,
+        convention=_convention,
+        fusion=_fusion,
     )

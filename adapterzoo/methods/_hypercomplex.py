@@ -1,4 +1,4 @@
-"""What a bottleneck asks of Compacter: the fields of its matrices, and how they are made."""
+"""The fields of Compacter's matrices, and the interface by which bottlenecks use them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HypercomplexFields(AdapterConfig):
         """
         if self.phm_layer and "phm" not in projections:
             raise ConfigError(
-                f"{type(self).__name__}(phm_layer=True): nothing here makes such matrices. Write "
+                f"{type(self).__name__}(phm_layer=True): the method is not installed. Write "
                 f"phm_layer=False."
             )
         if self.phm_rank != 1 and not self.factorized_phm_W:
@@ -76,7 +76,7 @@ class HypercomplexFields(AdapterConfig):
 
 
 class Projection(nn.Module, ABC):
-    """Base of what takes the place of one of a bottleneck's matrices."""
+    """Base of the modules that replace a bottleneck's matrices."""
 
     @abstractmethod
     def __init__(
@@ -95,9 +95,9 @@ class Projection(nn.Module, ABC):
 
         Args:
             config: of the adapter.
-            part: which of the two it is.
-            d_in: width of what it reads.
-            d_out: width of what it gives.
+            part: the down or the up projection.
+            d_in: input width.
+            d_out: output width.
             zero: whether it starts as zero.
             source: of random numbers.
             device: of the parameters.
@@ -117,11 +117,11 @@ class Projection(nn.Module, ABC):
         device: torch.device,
         dtype: torch.dtype,
     ) -> nn.Module:
-        """Return what all layers share.
+        """Return the module that all layers share.
 
         Args:
             config: of the adapter.
-            widths: d_model and the width of the bottleneck, as they are in its layers.
+            widths: all pairs of d_model and bottleneck width of the layers.
             zero: whether up projections start as zero.
             source: of random numbers.
             device: of the parameters.
@@ -134,17 +134,17 @@ class Projection(nn.Module, ABC):
     @property
     @abstractmethod
     def batch_key(self) -> tuple[object, ...]:
-        """What projections must have in common to act in one call on the rows of a batch."""
+        """Values that projections must have in common to be applied in one call to a batch."""
 
     @abstractmethod
     def product(self, shared: nn.Module | None, device: torch.device) -> Product:
-        """Return the function as matrices, on a device.
+        """Return the function as matrices on a device.
 
         Args:
-            shared: made by `shared`; None where layers share nothing.
+            shared: from `shared`; None if layers share nothing.
             device: of the input.
         """
 
 
 projections: Registry[type[Projection]] = Registry("projection")
-"""What `phm_layer` puts in the place of a bottleneck's matrices, as "phm"."""
+"""The class that `phm_layer` selects, as "phm"."""

@@ -1,4 +1,4 @@
-"""The tensors R and W of Compacter, whole or as two factors, and their initial values."""
+"""The tensors R and W of Compacter, whole or as two factors, with their initial values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._init import constant, drawn, normal, uniform
 
 
 class Drawing:
-    """Puts new R and W into modules."""
+    """Draws R and W, and registers them in modules."""
 
     def __init__(
         self,

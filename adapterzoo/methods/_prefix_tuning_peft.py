@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from adapterzoo.activations import activation
-from adapterzoo.anatomy import Anatomy, Attention
+from adapterzoo.anatomy import Anatomy, Site
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.fields import MAX_WIDTH, Range
@@ -45,7 +45,7 @@ def _from_peft(
 ) -> tuple[Fields, Tensors]:
     table, attentions = tensors["table"], _decoding(anatomy)
     expected = _sizes(attentions, anatomy) | {"num_virtual_tokens": table.shape[0]}
-    width = sum((a.key_width + a.value_width) * a.heads for a in attentions)
+    width = sum(sum(a.head_widths) * a.heads for a in attentions)
     wrong = [f"{n}={fields[n]}, here {v}" for n, v in expected.items() if fields[n] not in (0, v)]
     if table.dim() != 2 or table.shape[1] != width:
         wrong.append(f"prompt_embeddings {list(table.shape)}, here [tokens, {width}]")
@@ -66,7 +66,7 @@ def _from_peft(
 
 def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple[Fields, Tensors]:
     attentions = _decoding(anatomy)
-    if config["leave_out"] or len({(a.heads, a.key_width, a.value_width) for a in attentions}) > 1:
+    if config["leave_out"] or len({(a.heads, a.head_widths) for a in attentions}) > 1:
         raise CheckpointError(
             f"PEFT has one prefix for all blocks, with heads of one shape, but this one has "
             f"leave_out={list(config['leave_out'])}, or the model's heads differ. Write "
@@ -91,17 +91,17 @@ def _to_peft(config: AdapterConfig, tensors: Tensors, anatomy: Anatomy) -> tuple
     }, {"table": table}
 
 
-def _decoding(anatomy: Anatomy) -> list[Attention]:
+def _decoding(anatomy: Anatomy) -> list[Site]:
     """Return the attention modules of PEFT's cache: self-attention, only the decoder's if any."""
     crossed = {a.stack for a in anatomy.attentions if a.cross}
     return [a for a in anatomy.attentions if not a.cross and a.stack in (crossed or {a.stack})]
 
 
-def _sizes(attentions: Sequence[Attention], anatomy: Anatomy) -> dict[str, int]:
+def _sizes(attentions: Sequence[Site], anatomy: Anatomy) -> dict[str, int]:
     first = attentions[0]
     return {
         "num_transformer_submodules": 2 if any(a.cross for a in anatomy.attentions) else 1,
-        "token_dim": first.heads * first.key_width,
+        "token_dim": first.heads * first.head_widths[0],
         "num_attention_heads": first.heads,
         "num_layers": len(attentions),
     }

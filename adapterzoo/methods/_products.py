@@ -1,4 +1,4 @@
-"""The two linear functions of a bottleneck, each a product of one or more matrices."""
+"""Linear functions inside adapters: one matrix, or a product of several."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._rows import features
 
 
 class Product(NamedTuple):
-    """x Mᵀ + b with M a product of matrices, of which some act on equal parts of the features.
+    """x Mᵀ + b with M a product of matrices, some of which are repeated along a block diagonal.
 
     Attributes:
-        matrices: `[out, in]` each; the first acts first.
-        blocks: of how many parts of its input each takes one after the other; 1: all at once.
+        matrices: `[out, in]` each; the first is applied first.
+        blocks: how many equal parts of the features each is applied to; 1: to all features.
         bias: `[d_out]`, or None.
     """
 

@@ -41,10 +41,11 @@ def spelling(
         config=config,
         architecture=("lora",),
         fixed={"composition_mode": "add", "use_gating": False, **fixed},
-        constants={"init_weights": "vera", "init_weights_seed": None},
+        constants={"init_weights": "vera"},
         required=("vera_d", "vera_b"),
         implied={"convention": "adapterhub"},
-        fields=_layer_flags.FLAGS | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype"),
+        fields=_layer_flags.FLAGS
+        | same("r", "alpha", "dropout", "vera_d", "vera_b", "dtype", "init_weights_seed"),
         omitted=("projection_prng_key",),
         containers=(
             Container("loras", "layer", read=read, write=write),

@@ -18,7 +18,7 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import Placement
 from adapterzoo.contracts import BaseLayer, WeightAdapter
 from adapterzoo.errors import ConfigError
-from adapterzoo.fields import FACTOR, MAX_WIDTH, Choice, Range, Share, field
+from adapterzoo.fields import FACTOR, MAX_WIDTH, Choice, Maybe, Range, Share, field
 
 from ._init import DTYPE, DTYPES, constant, drawn
 from ._targets import TargetedConfig
@@ -34,6 +34,8 @@ class ProjectedConfig(TargetedConfig):
         vera_b: initial value of Λ_b; 0 leaves the model as it was.
         dropout: probability, 0 to below 1, of dropping an input feature on the way to A.
         projection_prng_key: seed of A and B, from 0.
+        init_weights: must be "vera", as above.
+        init_weights_seed: seed of A and B instead of `projection_prng_key`, as in adapters.
         convention: "paper", which is PEFT's too; or "adapterhub": dense matrices, times alpha / r.
         alpha: of the convention "adapterhub".
         dtype: of the parameters, by name ("float32"); None for that of the layer.
@@ -44,6 +46,8 @@ class ProjectedConfig(TargetedConfig):
     vera_b: float = field(0.0, FACTOR)
     dropout: float = field(0.0, Share())
     projection_prng_key: int = field(0, Range(0, 2**63 - 1))
+    init_weights: str = field("vera", Choice("vera"))
+    init_weights_seed: int | None = field(None, Maybe(Range(0, 2**63 - 1)))
     convention: str = field("paper", Choice("paper", "adapterhub"))
     alpha: float = field(8, FACTOR)
     dtype: str | None = field(None, DTYPE)
@@ -85,7 +89,8 @@ class Projections(nn.Module):
     ) -> None:
         """Draw A, then B, from one generator, as PEFT does, for all layers of the adapter."""
         super().__init__()
-        source = torch.Generator().manual_seed(config.projection_prng_key)
+        seed = config.init_weights_seed
+        source = torch.Generator().manual_seed(config.projection_prng_key if seed is None else seed)
 
         def kaiming(t: Tensor) -> Tensor:
             return nn.init.kaiming_uniform_(t, generator=source)

@@ -8,6 +8,13 @@ from adapterzoo.anatomy import Anatomy, Block, Kind, Role, Site, SubLayer, SubLa
 from adapterzoo.configs import AdapterConfig, Placement
 from adapterzoo.errors import SiteError, listing
 
+LOCATIONS: Mapping[SubLayerKind, str] = {
+    "attention": "mh_adapter",
+    "cross": "cross_adapter",
+    "mlp": "output_adapter",
+}
+"""The kind of a sub-layer to the field of a bottleneck's config."""
+
 _SHOWN: Mapping[SubLayerKind, str] = {
     "attention": "self-attention",
     "cross": "cross-attention",

@@ -93,7 +93,11 @@ def _write_layers(layers: Sequence[PeftOutput]) -> list[Fields]:
             "r": config["r"],
             "vera_dropout": config["dropout"],
             "d_initial": config["vera_d"],
-            "projection_prng_key": config["projection_prng_key"],
+            "projection_prng_key": (
+                config["projection_prng_key"]
+                if config["init_weights_seed"] is None
+                else config["init_weights_seed"]
+            ),
             "save_projection": True,
             "init_weights": True,
             "bias": "none",

@@ -11,7 +11,7 @@ sub-layer's output, inp the residual stream before it, and s = h + inp:
     original_ln_before, pre-LN  s ← s + f(s)
     parallel                    h ← h + f(inp)
 
-The function of each place is in `_bottleneck_sites.py`, f in `_bottleneck_layer.py`.
+The four cases are in `_bottleneck_sites.py`, f is in `_bottleneck_layer.py`.
 
 Differs from the papers: nothing. Differs from adapters: a seed gives each site values of its own;
 "post_add" holds in pre-LN blocks too, where it means the same as elsewhere; a `Stack` of parallel

@@ -5,7 +5,8 @@ o = softmax(Q x · K z_i) over the adapters i, and Σ o_i V z_i replaces a bottl
 the adapters' input and z_i = f_i(x) are their updates.
 
 Differs from the paper: a dropout on the scores, and z_i without gates and dropouts of the fused
-adapters, as in adapters. Differs from adapters: the temperature decays in training only.
+adapters, as in adapters. Differs from adapters: the temperature decays in training only; it adds x
+once more where it fuses parallel bottlenecks (`adds_input`).
 Cost per site: 3 · d_model² + 2 · d_model parameters. Cannot do: `query_before_ln` and
 `residual_before`, which no published config uses.
 """
@@ -48,6 +49,8 @@ class AdapterFusionConfig(Config):
         temperature: whether the scores are divided by a temperature that decays from 50 to 1.
         value_before_softmax: whether V acts on each z_i; if not, on their sum.
         value_initialized: whether V starts as the identity.
+        adds_input: whether x is added to the fused update once more, as adapters does where it
+            fuses parallel bottlenecks.
         dropout_prob: of the scores; None: that of the model's attention.
         invertible: of invertible functions at the embeddings. "fused": they are fused too, and
             there is no inverse; "first": that of the first adapter acts, as in adapters.
@@ -65,6 +68,7 @@ class AdapterFusionConfig(Config):
     temperature: bool = False
     value_before_softmax: bool = True
     value_initialized: bool = True
+    adds_input: bool = False
     dropout_prob: float | None = field(None, Maybe(Share(), "that of the model's attention"))
     invertible: str = field("fused", Choice("fused", "first"), ours=True)
 
@@ -155,6 +159,8 @@ class Fusion(nn.Module):
         context = torch.matmul(shares.unsqueeze(-2), z).squeeze(-2)  # [*batch, d_model]
         if self.value is not None and not self.config.value_before_softmax:
             context = self.value(context)
+        if self.config.adds_input:
+            context = context + x.to(context.dtype)
         return context, shares
 
     @staticmethod

@@ -122,17 +122,21 @@ class NiceAdapter(InvertibleKind, FusibleAdapter):
     block = NiceBlock
 
     def update(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return how the function changes `x` `[*batch, d]`, same shape."""
-        return cast("Tensor", self._block(x, base)(x)) - x
+        """Return how the function changes the first block's input `x` `[*batch, d]`, same shape."""
+        return self._changed(x, base) - x
 
     def forward(
         self, x: Tensor, base: BaseLayer, instead: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Return the first block's input. `x` `[*batch, d]`, same shape."""
+        """Return the first block's input `[*batch, d]`; `x` is the input of the module there."""
         y = base(x)
-        if instead is not None:
-            return y + instead(y).to(y.dtype)
-        return cast("Tensor", self._block(x, base)(y))
+        return self._changed(y, base) if instead is None else y + instead(y).to(y.dtype)
+
+    def _changed(self, y: Tensor, base: BaseLayer) -> Tensor:
+        block = self._block(y, base)
+        if self.is_unscaled:
+            return cast("Tensor", base.scale * block(y / base.scale))
+        return cast("Tensor", block(y))
 
     def inverse(self, y: Tensor, base: BaseLayer) -> Tensor:
         """Return the input of the head's last layer. `y` `[*batch, d]`, same shape."""

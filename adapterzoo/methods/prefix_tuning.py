@@ -111,7 +111,7 @@ class PrefixTuningConfig(AdapterConfig):
             wanted = self.cross_prefix if attention.cross else self.encoder_prefix or not in_encoder
             if wanted and attention.layer not in self.leave_out:
                 at = "cross" if attention.cross else "encoder" if in_encoder else "self"
-                found.append(Placement(attention.site(), self, f"{at}_prefix"))
+                found.append(Placement(attention, self, f"{at}_prefix"))
         if not found:
             raise SiteError(
                 f"{type(self).__name__}(leave_out={list(self.leave_out)!r}): no attention is left. "

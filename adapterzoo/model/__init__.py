@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from .hf.factory import init, load_model
+from .hf.initialization import init, load_model
 from .mixin import AdapterModelMixin
 from .setup import AdapterSetup
+
+# their names in `adapters`
+ModelAdaptersMixin = ModelWithHeadsAdaptersMixin = AdapterModelMixin
 
 __all__ = ["AdapterModelMixin", "AdapterSetup", "init", "load_model"]

@@ -94,11 +94,11 @@ def make_plan(
     if len(parts) > 1 or has_tokens(setup):
         _refuse_routed(model, setup, acting)
     steps: dict[str, Step] = {}
-    entry = model.anatomy.entry
     names_of = (fuse.name for fuse in fusions_of(setup))
     first_acts = [n for n in names_of if state.fusions[n].config.invertible == "first"]
     for path, modules in present.items():
-        unfused = first_acts if entry is not None and path == entry.path else []
+        inverts = any(isinstance(m, InvertibleAdapter) for m in modules.values())
+        unfused = first_acts if inverts else []
         step = compile_rows(parts, modules, modules.__getitem__, unfused)
         if step is not None:
             steps[path] = step
@@ -106,14 +106,17 @@ def make_plan(
     captures: dict[str, tuple[str, ...]] = {}
     for name in acting:
         for source, reader in state.records[name].sources():
-            if reader in steps and reader not in captures.get(source, ()):
+            if reader.removeprefix("+") in steps and reader not in captures.get(source, ()):
                 captures[source] = (*captures.get(source, ()), reader)
     shared = _shared_inputs(model, acting, steps, present)
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
-    at_entry = {} if entry is None else present.get(entry.path, {})
-    inverts = any(isinstance(module, InvertibleAdapter) for module in at_entry.values())
-    leaving = entry.path if entry is not None and inverts and entry.path in steps else None
+    with_inverse = (
+        path
+        for path, modules in present.items()
+        if path in steps and any(isinstance(m, InvertibleAdapter) for m in modules.values())
+    )
+    leaving = next(with_inverse, None)
     prompts = _prompts(model, parts, present)
     return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, leaving, prompts)
 

@@ -68,6 +68,8 @@ def add(
     check_name(name)
     refuse_if_sharded(model, "Add it before fully_shard(model).")
     loaded = AdapterConfig.load(config)
+    if (interface := model._adapter_state.interface) is not None:
+        interface.check_method(loaded)
     refuse_taken(model, name, overwrite_ok)
     for member in loaded.members:
         refuse_missing_layers(member, len(model.anatomy.blocks))
@@ -331,6 +333,8 @@ def by_location(model: AdaptedModel, name: str) -> dict[int, dict[str, nn.Module
     places = model._adapter_state.find(name).places
     found: dict[int, dict[str, list[nn.Module]]] = {}
     for path, module in modules_of(model, name):
+        if not places[path]:
+            found[-1] = {"shared": [module]}
         for placement in places[path]:
             block = found.setdefault(placement.site.layer, {})
             at = block.setdefault(placement.location or str(placement.site.role), [])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from adapterzoo.composition import BatchSplit, Composition, RowMap, has_rows, numbered, parse
-from adapterzoo.errors import CompositionError, ConfigError, StateError, listing
+from adapterzoo.errors import BatchError, CompositionError, ConfigError, StateError, listing
 from adapterzoo.runtime import Plan
 
 from .activation import make_plan
@@ -70,7 +70,7 @@ def plan_of_call(
         copies: number of copies of each row that the call itself makes, as in beam search.
 
     Raises:
-        CompositionError: the rows do not fit the batch.
+        BatchError: the rows do not fit the batch.
         StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`.
         UnknownNameError: an adapter is unknown.
     """
@@ -93,7 +93,7 @@ def plan_of_call(
         )
     if not count or count % len(rows.index) or (rows.exact and count != len(rows.index)):
         legal = len(rows.index) // rows.repeats
-        raise CompositionError(
+        raise BatchError(
             f"{what}: the batch has {batch} rows, legal are {legal}. "
             f"Write {'one name, or None, for each row' if adapter_names else 'other sizes'}."
         )

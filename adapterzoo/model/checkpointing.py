@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -22,10 +21,8 @@ from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     DuplicateNameError,
-    StateError,
     argument,
     listing,
-    unknown_name,
 )
 from adapterzoo.inject.building import build, device_of, give_memory, inject_path, layer_at
 from adapterzoo.methods import undrawn
@@ -34,8 +31,10 @@ from adapterzoo.names import check_name
 
 from . import adapters, fusion, sharding
 from .activation import check_layers, refuse_taken
-from .heads import tables, ties
-from .heads.interface import HeadRecord, LoadOptions
+from .adapterhub import arguments
+from .heads import checkpoints, tables, ties
+from .heads.interface import LoadOptions
+from .hf import documents
 from .hf.info import info_of
 from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
 
@@ -56,7 +55,7 @@ def save_adapter(
     """Save an adapter and its head to a folder."""
     strategy = model._head_strategy
     record = model._adapter_state.find(name)
-    _check_meta(meta)
+    documents.check_meta(meta)
     sharding.reshard(model)
     embeddings, tensors = tables.compact(model, name, tensors_of(model, name))
     head = None
@@ -64,7 +63,7 @@ def save_adapter(
         head_name = strategy.name_with(name)
         head = strategy.record(head_name, alone=head_name != name, short=format == "native")
     document = {
-        **_provenance(model, name),
+        **documents.provenance(model, name),
         "config": record.config.to_dict(),
         "head": None if head is None else head.document,
         "meta": dict(record.meta if meta is None else meta),
@@ -72,7 +71,7 @@ def save_adapter(
     if embeddings is not None:
         document["embeddings"] = embeddings
     stored = Checkpoint(document, tensors, {} if head is None else head.tensors)
-    _write(model, folder, stored, "adapter", format)
+    documents.write(model, folder, stored, "adapter", format)
 
 
 def load_adapter(
@@ -91,7 +90,7 @@ def load_adapter(
         path: a folder, or a name on the Hub.
         version: the same as `revision`.
         revision: branch, tag or commit on the Hub.
-        source: "hf" for the Hub.
+        source: "hf" for the Hub, "ah" for an old id.
         hub_options: arguments of `hub.resolve`.
         asked: the other arguments of the public method.
 
@@ -103,7 +102,9 @@ def load_adapter(
             f"version={version!r} and revision={revision!r} mean the same thing and differ. "
             f"Write only revision={revision!r}."
         )
-    folder = hub.resolve(path, revision or version, source, **hub_options)
+    base = hub_options.get("model_name") or info_of(model).model_name
+    options = {**hub_options, "model_name": base}
+    folder = hub.resolve(path, revision or version, source, **options)
     name = None if folder == Path(path) else str(path)
     name, enter = _fitting(model, folder, asked, name)
     enter()
@@ -118,13 +119,18 @@ def _fitting(
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     info = info_of(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)
-    name = _name_in(asked.load_as, stored, hub_name or path)
-    refuse_taken(model, name, asked.overwrite_ok, argument("load_as", "another_name"))
+    name = documents.name_in(asked.load_as, stored, hub_name or path)
+    with_head = asked.with_head and stored.metadata.get("head") is not None
+    heads = model._head_strategy.names() if with_head else ()
+    asked, warn = arguments.overwriting(
+        asked, name, adapter=model._adapter_state.records, head=heads
+    )
+    refuse_taken(model, name, bool(asked.overwrite_ok), argument("load_as", "another_name"))
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
     record = _filled(model, stored, left_out, asked.dtype)
     enter_head = None
-    if asked.with_head and stored.metadata.get("head") is not None:
-        enter_head = model._head_strategy.fitting(_head_in(stored), name, asked)
+    if with_head:
+        enter_head = model._head_strategy.fitting(checkpoints.head_in(stored), name, asked)
     elif asked.id2label is not None:
         raise ConfigError(
             f"id2label={asked.id2label!r} names the labels of a head, but no head is loaded. "
@@ -136,6 +142,9 @@ def _fitting(
         adapters.bring_in(model, name, record, asked.set_active)
         if enter_head is not None:
             enter_head()
+        warn()
+        arguments.compare(asked, record.config, stored.metadata.get("model_name"))
+        arguments.report(asked)
 
     return name, enter
 
@@ -242,56 +251,6 @@ def _with_memory(
         return build(layer, path, placements, model.dtype)
 
 
-# --- heads ---
-
-
-def save_head(
-    model: AdaptedModel, folder: StrPath, head_name: str | None, format: str = "native"
-) -> None:
-    """Save only a head.
-
-    Raises:
-        UnknownNameError: there is no such head.
-        StateError: there is none to save.
-    """
-    strategy = model._head_strategy
-    known = strategy.saved_names()
-    if head_name is not None and head_name not in known:
-        raise unknown_name("", "head", head_name, known)
-    name = head_name or strategy.active_name()
-    sharding.reshard(model)
-    record = strategy.record(name, alone=True, short=format == "native")
-    if record is None:
-        raise StateError(
-            f"this {type(model).__name__} has no head to save. "
-            f"Write add_classification_head('my_task') first."
-        )
-    own_name = name if name and strategy.is_named else sharding.class_name(model)
-    document = {**_provenance(model, own_name), "head": record.document}
-    _write(model, folder, Checkpoint(document, {}, record.tensors), "head", format)
-
-
-def load_head(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str:
-    """Load and activate a head."""
-    strategy = model._head_strategy
-    sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
-    stored = formats.read(Path(folder), "head", info_of(model))
-    name = _name_in(asked.load_as, stored, folder)
-    target = name if strategy.is_named else strategy.active_name()
-    strategy.fitting(_head_in(stored), target, asked)()
-    return name
-
-
-def _head_in(stored: Checkpoint) -> HeadRecord:
-    document = stored.metadata.get("head")
-    if not isinstance(document, Mapping):
-        raise CheckpointError(
-            f"the checkpoint describes its head by {document!r}, which is not an object. "
-            f"Save it again, or write {argument('with_head', False)}."
-        )
-    return HeadRecord(dict(document), stored.head)
-
-
 # --- fusions ---
 
 
@@ -301,16 +260,17 @@ def save_fusion(
     adapter_names: Fuse | Sequence[str] | str,
     meta: Mapping[str, Any] | None = None,
     format: str = "native",
+    with_head: bool | str = False,
 ) -> None:
     """Save fusion layers, without their adapters, to a folder."""
     state = model._adapter_state
     name = fusion.as_fuse(adapter_names, None).name
     found = state.find_fusion(name)
-    _check_meta(meta)
+    documents.check_meta(meta)
     fusions.check_format(format)
     sharding.reshard(model)
     document = {
-        **_provenance(model, name),
+        **documents.provenance(model, name),
         "config": found.config.to_dict(),
         "adapter_names": list(found.adapters),
         "meta": dict(meta or {}),
@@ -318,6 +278,10 @@ def save_fusion(
     stored = Checkpoint(document, named_tensors(dict(fusion_modules(model, name)), keep_vars=True))
     info = info_of(model)
     configs = [state.find(adapter).config for adapter in found.adapters]
+    if with_head:
+        # whether it can be written is known before anything is
+        head_name = with_head if isinstance(with_head, str) else name
+        checkpoints.save(model, folder, head_name, format)
     sharding.save(model, stored, lambda s: fusions.write(Path(folder), s, format, info, configs))
 
 
@@ -336,7 +300,8 @@ def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str
         raise CheckpointError("the checkpoint holds no fusion. Save it again.")
     name = asked.load_as or str(stored.metadata.get("name"))
     fuse = Fuse(*listed, name=None if name == ",".join(listed) else check_name(name))
-    fusion.check_free(model, fuse.name, asked.overwrite_ok)
+    asked, warn = arguments.overwriting(asked, fuse.name, fusion=model._adapter_state.fusions)
+    fusion.check_free(model, fuse.name, bool(asked.overwrite_ok))
     config = AdapterFusionConfig.load(values)
     with torch.random.fork_rng(devices=()):
         made = fusion.make(model, tuple(listed), config)
@@ -345,57 +310,12 @@ def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str
     by_path = _by_path(stored.adapter)
     for path, layer in made.items():
         fit.fill(layer.to(asked.dtype), by_path.get(path, {}))
+    enter_head = None
+    if asked.with_head and formats.of(Path(folder), "head") is not None:
+        _, enter_head = checkpoints.fitting(model, folder, asked)
     fusion.enter(model, fuse, config, made, asked.set_active)
+    if enter_head is not None:
+        enter_head()
+    warn()
+    arguments.report(asked)
     return fuse.name
-
-
-# --- documents ---
-
-
-def _write(
-    model: AdaptedModel, folder: StrPath, stored: Checkpoint, kind: formats.Kind, format: str
-) -> None:
-    info = info_of(model)
-    if format != "native":
-        # these formats read weights of the base model, in one process
-        hint = (
-            f"Write {argument('format', 'native')}, load it into a whole model, and save it from "
-            f"there."
-        )
-        sharding.refuse_if_sharded(model, hint)
-    sharding.save(model, stored, lambda s: formats.write(Path(folder), s, kind, format, info))
-
-
-def _provenance(model: AdaptedModel, name: str) -> dict[str, Any]:
-    info = info_of(model)
-    return {
-        "name": name,
-        "model_type": info.model_type,
-        "model_class": info.model_class,
-        "model_name": info.model_name,
-        "hidden_size": info.hidden_size,
-    }
-
-
-def _name_in(load_as: str | None, stored: Checkpoint, path: StrPath) -> str:
-    """Return the name for an adapter or head: the one asked for, the stored one, or the path's."""
-    if load_as is not None:
-        return check_name(load_as)
-    name = stored.metadata.get("name")
-    try:
-        return check_name(PurePath(path).name if name is None else name)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error} The checkpoint brought this one: write "
-            f"{argument('load_as', 'my_task')} to give another."
-        ) from error
-
-
-def _check_meta(meta: Mapping[str, Any] | None) -> None:
-    try:
-        json.dumps(dict(meta or {}), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"meta_dict={meta!r} is not JSON ({error}). "
-            f"Write meta_dict={{'key': …}} of texts, numbers, lists and dicts."
-        ) from error

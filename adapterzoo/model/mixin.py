@@ -21,14 +21,19 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
 from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
+from .adapterhub import arguments
+from .adapterhub.config import AdaptersConfig
+from .adapterhub.names import with_names_of_adapters
+from .heads import checkpoints as head_files
 from .heads import embeddings, ties
 from .heads.interface import HeadStrategy, LoadOptions
 from .heads.static import StaticHead
-from .hf import config_entry, embedding_files, publishing, vocabularies
-from .state import AdaptersConfig, AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
+from .hf import config_entry, embedding_files, owned, publishing, vocabularies
+from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
 
 @names_calls
+@with_names_of_adapters
 class AdapterModelMixin:
     """Named adapters for a `PreTrainedModel`; list it before that class among the bases.
 
@@ -55,7 +60,7 @@ class AdapterModelMixin:
     @property
     def adapters_config(self) -> AdaptersConfig:
         """Names and configs of all adapters."""
-        return AdaptersConfig(self._adapter_state.records)
+        return AdaptersConfig(self._adapter_state, self._active)
 
     @property
     def anatomy(self) -> Anatomy:
@@ -725,6 +730,9 @@ class AdapterModelMixin:
         adapter_name: str,
         with_head: bool = True,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save an adapter, and the head of the same name, to a folder.
@@ -744,28 +752,39 @@ class AdapterModelMixin:
                 the only active one; or the adapter's copy of a static head.
             meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
                 adapter was loaded with.
-            format: "native"; "adapterhub" for AdapterHub's `adapters`; "peft" for PEFT.
+            custom_weights_loaders: None; other modules are not saved.
+            use_safetensors: True or False: the files of `adapters`, in safetensors or pickled;
+                None: as `format` says, which is safe in any case.
+            format: "native"; "adapterhub" and "adapterhub-safetensors" for `adapters`; "peft" for
+                PEFT. A checkpoint of another format in the folder is replaced.
 
         Raises:
             UnknownNameError: the adapter or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
-            CheckpointError: the folder cannot be written or has an adapter in another format, or
-                the format cannot express this adapter.
+            CheckpointError: the folder cannot be written, or the format cannot express this
+                adapter.
         """
-        checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, format)
+        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
 
     def load_adapter(
         self,
         adapter_name_or_path: str | os.PathLike[str],
-        *,
+        config: AdapterConfig | str | Mapping[str, Any] | None = None,
+        version: str | None = None,
+        model_name: str | None = None,
         load_as: str | None = None,
         with_head: bool = True,
+        custom_weights_loaders: Sequence[Any] | None = None,
         leave_out: Iterable[int] | None = None,
         id2label: Mapping[int, str] | None = None,
         set_active: bool = False,
-        overwrite_ok: bool = False,
+        use_safetensors: bool | None = None,
+        *,
+        num_labels: int | None = None,
+        loading_info: dict[str, Any] | None = None,
+        overwrite_ok: bool | None = None,
         dtype: torch.dtype | None = None,
-        version: str | None = None,
         revision: str | None = None,
         source: str | None = None,
         **hub_kwargs: Any,
@@ -775,18 +794,31 @@ class AdapterModelMixin:
         The format, native, AdapterHub's or PEFT's, is detected.
 
         Args:
-            adapter_name_or_path: the folder, or `user/repository` on the Hub.
+            adapter_name_or_path: the folder, `user/repository` on the Hub, or an old id of
+                AdapterHub such as `sentiment/sst-2@ukp`.
+            config: for old ids, the config of the adapter; None: the usual one. A checkpoint with
+                another config is loaded with a warning.
+            version: the same as `revision`.
+            model_name: for old ids, the base model's name on the Hub; None: that of this model. A
+                checkpoint of another model is loaded with a warning.
             load_as: the name to give it; None: the name it was saved under.
             with_head: whether to load a head in the checkpoint, under the adapter's name.
-            leave_out: numbers of blocks that get no adapter.
+            custom_weights_loaders: None; other modules are not loaded.
+            leave_out: numbers of blocks that get no adapter, besides those of its config.
             id2label: other labels for the head.
             set_active: whether to activate the adapter and the head.
-            overwrite_ok: whether an adapter or head of that name may be replaced.
+            use_safetensors: has no effect: of two files with the same tensors the one in
+                safetensors is read.
+            num_labels: instead of `id2label`, for labels "LABEL_0" and so on.
+            loading_info: a dict that gets "missing_keys" and "unexpected_keys"; both are
+                empty, as a difference is an error.
+            overwrite_ok: whether an adapter or head of that name may be replaced; None: yes, with a
+                warning.
             dtype: convert parameters to this dtype; in half precision some methods keep parts in
                 float32. None: the dtype of each layer, which the file must have too.
-            version: the same as `revision`.
             revision: branch, tag or commit on the Hub.
-            source: "hf" for the Hub, even if a folder of that name exists.
+            source: "hf" for the Hub, even if a folder of that name exists; "ah" for an old id;
+                None: a folder first, then the Hub, then an old id.
             **hub_kwargs: `cache_dir`, `token`, `local_files_only`, `force_download`, as
                 huggingface_hub takes them.
 
@@ -801,12 +833,16 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
+        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
-            load_as=load_as, with_head=with_head, leave_out=leave_out, id2label=id2label,
-            set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype,
+            load_as=load_as, with_head=with_head, leave_out=leave_out,
+            id2label=arguments.labels(id2label, num_labels), set_active=set_active,
+            overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
+            loading_info=loading_info,
         )  # fmt: skip
+        options = {**hub_kwargs, "config": config, "model_name": model_name}
         return checkpointing.load_adapter(
-            self, adapter_name_or_path, version, revision, source, hub_kwargs, asked
+            self, adapter_name_or_path, version, revision, source, options, asked
         )
 
     def save_all_adapters(
@@ -814,6 +850,9 @@ class AdapterModelMixin:
         save_directory: str | os.PathLike[str],
         with_head: bool = True,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save each adapter to the sub-folder of its name.
@@ -822,13 +861,18 @@ class AdapterModelMixin:
             save_directory: the parent folder; created if missing.
             with_head: as in `save_adapter`.
             meta_dict: JSON values for every adapter; None: those that each was loaded with.
-            format: as in `save_adapter`.
+            custom_weights_loaders: as in `save_adapter`.
+            use_safetensors: the same.
+            format: the same.
 
         Raises:
             CheckpointError: a folder cannot be written, or the format cannot express an adapter.
         """
         for name in self.adapters_config:
-            self.save_adapter(Path(save_directory) / name, name, with_head, meta_dict, format)
+            self.save_adapter(
+                Path(save_directory) / name, name, with_head, meta_dict, custom_weights_loaders,
+                use_safetensors, format=format,
+            )  # fmt: skip
 
     def load_all_adapters(
         self, save_directory: str | os.PathLike[str], with_head: bool = True
@@ -852,6 +896,8 @@ class AdapterModelMixin:
         self,
         save_directory: str | os.PathLike[str],
         head_name: str | None = None,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save only a head; a collective call whenever `save_adapter` is one.
@@ -860,22 +906,27 @@ class AdapterModelMixin:
             save_directory: the folder; created if missing.
             head_name: the head, or the adapter that has a copy of a static head; None: the active
                 head, which is the original if the active adapter has no copy.
-            format: "native" or "adapterhub".
+            use_safetensors: as in `save_adapter`.
+            format: "native", "adapterhub" or "adapterhub-safetensors".
 
         Raises:
             UnknownNameError: the head or the format is unknown.
             StateError: there is no head, or several are active.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        checkpointing.save_head(self, save_directory, head_name, format)
+        chosen = arguments.chosen_format(format, use_safetensors)
+        head_files.save(self, save_directory, head_name, chosen)
 
     def load_head(
         self,
         save_directory: str | os.PathLike[str],
         load_as: str | None = None,
         id2label: Mapping[int, str] | None = None,
+        use_safetensors: bool | None = None,
         *,
-        overwrite_ok: bool = False,
+        set_active: bool = True,
+        loading_info: dict[str, Any] | None = None,
+        overwrite_ok: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> str:
         """Load and activate a head that `save_head` of this library or AdapterHub wrote.
@@ -886,7 +937,10 @@ class AdapterModelMixin:
             save_directory: the folder.
             load_as: the name to give it; None: the name it was saved under.
             id2label: other labels.
-            overwrite_ok: whether a head of that name may be replaced.
+            use_safetensors: as in `load_adapter`.
+            set_active: False: a named head is not activated.
+            loading_info: as in `load_adapter`.
+            overwrite_ok: whether a head of that name may be replaced; None: yes, with a warning.
             dtype: as in `load_adapter`.
 
         Returns:
@@ -898,31 +952,40 @@ class AdapterModelMixin:
             StateError: the model is sharded.
         """
         asked = LoadOptions(
-            load_as=load_as, id2label=id2label, set_active=True, overwrite_ok=overwrite_ok,
-            dtype=dtype,
+            load_as=load_as, id2label=id2label, set_active=set_active, overwrite_ok=overwrite_ok,
+            dtype=dtype, loading_info=loading_info,
         )  # fmt: skip
-        return checkpointing.load_head(self, save_directory, asked)
+        return head_files.load(self, save_directory, asked)
 
     def save_all_heads(
-        self, save_directory: str | os.PathLike[str], format: str = "native"
+        self,
+        save_directory: str | os.PathLike[str],
+        use_safetensors: bool | None = None,
+        *,
+        format: str = "native",
     ) -> None:
         """Save each head to the sub-folder of its name.
 
         Args:
             save_directory: the parent folder; created if missing.
-            format: "native" or "adapterhub".
+            use_safetensors: as in `save_adapter`.
+            format: as in `save_head`.
 
         Raises:
             CheckpointError: a folder cannot be written, or the format cannot express a head.
         """
         for name in self.known_heads():
-            self.save_head(Path(save_directory) / name, name, format)
+            self.save_head(Path(save_directory) / name, name, use_safetensors, format=format)
 
     def save_adapter_fusion(
         self,
         save_directory: str | os.PathLike[str],
         adapter_names: Fuse | Sequence[str] | str,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        with_head: bool | str = False,
+        use_safetensors: bool | None = None,
+        *,
         format: str = "native",
     ) -> None:
         """Save fusion layers, without their adapters, to a folder.
@@ -931,22 +994,31 @@ class AdapterModelMixin:
             save_directory: the folder; created if missing.
             adapter_names: the fusion.
             meta_dict: JSON values to keep in the checkpoint's `meta`.
-            format: "native" or "adapterhub".
+            custom_weights_loaders: as in `save_adapter`.
+            with_head: whether to save the head of the fusion's name beside it; or the name of
+                another head.
+            use_safetensors: as in `save_adapter`.
+            format: "native", "adapterhub" or "adapterhub-safetensors".
 
         Raises:
             UnknownNameError: the fusion or the format is unknown.
             ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, format)
+        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, chosen, with_head)
 
     def load_adapter_fusion(
         self,
         adapter_fusion_name_or_path: str | os.PathLike[str],
         load_as: str | None = None,
-        *,
+        custom_weights_loaders: Sequence[Any] | None = None,
         set_active: bool = False,
-        overwrite_ok: bool = False,
+        with_head: bool = True,
+        use_safetensors: bool | None = None,
+        *,
+        loading_info: dict[str, Any] | None = None,
+        overwrite_ok: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> str:
         """Load fusion layers that `save_adapter_fusion` of this library or AdapterHub wrote.
@@ -956,8 +1028,13 @@ class AdapterModelMixin:
         Args:
             adapter_fusion_name_or_path: the folder.
             load_as: the name to give them; None: the name they were saved under.
-            set_active: whether to activate the fusion.
-            overwrite_ok: whether a fusion of that name may be replaced.
+            custom_weights_loaders: as in `load_adapter`.
+            set_active: whether to activate the fusion, and the head.
+            with_head: whether to load a head in the folder.
+            use_safetensors: as in `load_adapter`.
+            loading_info: the same.
+            overwrite_ok: whether a fusion or head of that name may be replaced; None: yes, with a
+                warning.
             dtype: convert parameters to this dtype; None: that of the adapters.
 
         Returns:
@@ -969,9 +1046,11 @@ class AdapterModelMixin:
             SiteError: the adapters have different sites.
             UnknownNameError: the model lacks one of the fused adapters.
         """
+        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
-            load_as=load_as, set_active=set_active, overwrite_ok=overwrite_ok, dtype=dtype
-        )
+            load_as=load_as, with_head=with_head, set_active=set_active, overwrite_ok=overwrite_ok,
+            dtype=dtype, loading_info=loading_info,
+        )  # fmt: skip
         return checkpointing.load_fusion(self, adapter_fusion_name_or_path, asked)
 
     def push_adapter_to_hub(
@@ -1084,6 +1163,7 @@ class AdapterModelMixin:
         """Initialize the state, without adapters; called once for each model."""
         self._active = ActiveState(Default())
         self._adapter_state = AdapterState()
+        owned.own(self, owned.names_of(AdapterModelMixin))
         setup.announce(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError, listing
 
 from . import checkpointing
+from .heads import checkpoints as head_files
 from .heads.tables import expand
 from .state import AdaptedModel, fusion_modules, modules_of, named_tensors, own_parameters_of
 
@@ -57,7 +58,7 @@ def save(model: AdaptedModel, folder: Path) -> None:
     for name in state.records:
         checkpointing.save_adapter(model, folder / name, name, with_head=name in heads)
     for name in _apart(model):
-        checkpointing.save_head(model, folder / _folder_of(name), name)
+        head_files.save(model, folder / _folder_of(name), name)
     for name, fusion in state.fusions.items():
         checkpointing.save_fusion(model, folder / name, Fuse(*fusion.adapters, name=name))
     if tensors := unfrozen(model):

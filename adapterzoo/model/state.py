@@ -19,6 +19,7 @@ from adapterzoo.configs import AdapterConfig, MultiTaskConfig, Placement
 from adapterzoo.contracts import Adapter
 from adapterzoo.errors import unknown_name
 from adapterzoo.inject.building import layer_at
+from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Plan
 
@@ -49,11 +50,17 @@ class AdapterRecord:
     coming: Mapping[str, Adapter] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, str]]:
-        """Yield (path of a captured module, path of the site that reads it), each pair once."""
+        """Yield (path of a captured module, path of the site that reads it), each pair once.
+
+        "+" precedes the path of the site where the input is added to another captured one.
+        """
         for path, placements in self.places.items():
             for source in dict.fromkeys(p.site.source for p in placements):
                 if source is not None:
                     yield source, path
+            for source in dict.fromkeys(p.site.also for p in placements):
+                if source is not None:
+                    yield source, f"+{path}"
 
 
 def shared_inputs(places: Mapping[str, tuple[Placement, ...]]) -> dict[str, list[str]]:
@@ -77,41 +84,6 @@ class FusionRecord:
     paths: tuple[str, ...]
 
 
-class AdaptersConfig(Mapping[str, AdapterConfig]):
-    """The adapters of a model: names to configs, in the order of adding. Read-only."""
-
-    def __init__(self, records: Mapping[str, AdapterRecord]) -> None:
-        """Make a live view.
-
-        Args:
-            records: the model's adapters.
-        """
-        self._records = records
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        """Names to architectures."""
-        return {name: config.architecture for name, config in self.items()}
-
-    def __getitem__(self, name: str) -> AdapterConfig:
-        """Return the config of the adapter."""
-        if name not in self._records:
-            raise unknown_name(f"adapters_config[{name!r}]", "adapter", name, self._records)
-        return self._records[name].config
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        """Return how many adapters there are."""
-        return len(self._records)
-
-    def __repr__(self) -> str:
-        """Show names and configs."""
-        return f"AdaptersConfig({dict(self)!r})"
-
-
 @dataclass(slots=True)
 class AdapterState:
     """The state of one model with adapters.
@@ -132,6 +104,7 @@ class AdapterState:
         is_base: whether the model is its own base model; None: not known yet.
         embeddings: name of the active embeddings.
         coming_embeddings: those to activate once a model that is being loaded has its values.
+        interface: names of layers that the user gave; None without any.
     """
 
     records: dict[str, AdapterRecord] = field(default_factory=dict)
@@ -147,6 +120,7 @@ class AdapterState:
     is_base: bool | None = None
     embeddings: str = DEFAULT_EMBEDDINGS
     coming_embeddings: str | None = None
+    interface: AdapterModelInterface | None = None
 
     def find(self, name: object) -> AdapterRecord:
         """Return the record of an adapter.
@@ -219,7 +193,8 @@ def anatomy_of(model: AdaptedModel) -> Anatomy:
     """Return the sites for adapters in the base model."""
     state = model._adapter_state
     if state.anatomy is None:
-        state.anatomy = find(backbone_of(model))
+        given = None if state.interface is None else state.interface.roles()
+        state.anatomy = find(backbone_of(model), given)
     return state.anatomy
 
 

@@ -18,8 +18,9 @@ from adapterzoo import AutoAdapterModel, BnConfig, LoRAConfig
 from adapterzoo.checkpoint.adapterhub.read import refuse_quirks
 from adapterzoo.checkpoint.places import places_of
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import AdapterZooError, CheckpointError
+from adapterzoo.errors import AdapterZooError, CheckpointError, SiteError
 from adapterzoo.model.hf.info import info_of
+from adapterzoo.spelling import adapterhub_spellings
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "golden_adapterhub" / "bert"
 NAMES = json.loads((DATA.parents[1] / "adapterhub_names.json").read_text())["families"]
@@ -270,7 +271,6 @@ def test_parts_that_are_interleaved_are_refused(tmp_path):
     ("method", "fields", "feature"),
     [("double_seq_bn", {"architecture": "twist"}, "architecture='twist'"),
      ("lora", {"architecture": "twist"}, "architecture='twist'"),
-     ("double_seq_bn", {"phm_layer": "twice"}, "phm_layer='twice'"),
      ("lora", {"composition_mode": "twist"}, "architecture='lora', composition_mode='twist'"),
      ("dora", {"use_gating": True}, "use_gating=True"),
      ("lora", {"architecture": "union", "configs": [{"architecture": "x"}]}, "architecture='x'")],
@@ -316,40 +316,44 @@ def test_task_adapters_of_old_files_name_invertible_adapters_that_they_lack(mode
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "refused_there"),
-    [("gemma2", "double_seq_bn", True), ("modernbert", "par_bn", True), ("gptj", "par_bn", True),
-     ("gptj", "double_seq_bn", False), ("albert", "double_seq_bn", True),
-     ("albert", "seq_bn", False), ("albert", "bottleneck mh", False), ("beit", "par_bn", True),
-     ("beit", "seq_bn", False), ("xmod", "seq_bn", True), ("xmod", "par_bn", False)],
+    ("family", "method", "placement"),
+    [("gemma2", "double_seq_bn", "gemma2"), ("modernbert", "par_bn", "modernbert"),
+     ("modernbert", "double_seq_bn", "paper"), ("gptj", "par_bn", "gptj"),
+     ("gptj", "double_seq_bn", "paper"), ("albert", "double_seq_bn", "albert"),
+     ("albert", "seq_bn", "paper"), ("beit", "par_bn", "beit"), ("beit", "seq_bn", "paper"),
+     ("bert", "double_seq_bn", "paper")],
 )  # fmt: skip
-def test_bottlenecks_that_the_peer_puts_elsewhere(tmp_path, family, method, refused_there):
-    values = NAMES[family]["config"]
+def test_what_the_peer_puts_elsewhere_is_a_placement(family, method, placement):
+    """The numbers are in test_adapterhub_places."""
+    config = AdapterConfig.load(method)
+    there = adapterhub_spellings["bottleneck"].convention(family, config)
+    assert there == config.replace(placement=placement)
+
+
+def test_an_x_mod_without_its_language_adapters_is_another_model():
     with torch.device("meta"):
-        other = AutoAdapterModel.from_config(AutoConfig.for_model(family, **values))
-    asked = BnConfig(
-        mh_adapter=True, output_adapter=True, original_ln_before=True, reduction_factor=4,
-        non_linearity="relu",
-    ) if method == "bottleneck mh" else AdapterConfig.load(method)  # fmt: skip
+        other = AutoAdapterModel.from_config(
+            AutoConfig.for_model("xmod", **NAMES["xmod"]["config"])
+        )
     info = info_of(other)
-    places = [place.placement for place in places_of(asked, info.anatomy)]
-    if refused_there:
-        with pytest.raises(CheckpointError, match=f"{family}.*different outputs.*Train it again"):
-            refuse_quirks(info, places)
-    else:
+    places = [place.placement for place in places_of(AdapterConfig.load("seq_bn"), info.anatomy)]
+    with pytest.raises(CheckpointError, match=r"xmod.*language adapters.*Train it again"):
         refuse_quirks(info, places)
 
 
-def test_a_bottleneck_that_the_peer_puts_elsewhere_is_neither_read_nor_written(tiny, tmp_path):
+def test_a_bottleneck_is_written_only_with_its_placement_there(tiny, tmp_path):
     model = tiny("albert")
     model.add_adapter("a", "seq_bn")
     model.save_adapter(tmp_path / "a", "a", format="adapterhub")
     model.add_adapter("b", "double_seq_bn")
-    with refused(model, CheckpointError, "albert", "Train it again"):
+    with refused(model, CheckpointError, "placement='albert'", "Train it again"):
         model.save_adapter(tmp_path / "b", "b", format="adapterhub")
     assert not (tmp_path / "b").exists()
-    document(tmp_path / "a", config(mh_adapter=True, original_ln_before=False))
-    with refused(model, CheckpointError, "albert", "Train it again"):
-        model.load_adapter(tmp_path / "a", load_as="c")
+    model.add_adapter("c", "double_seq_bn[placement='albert']")
+    model.save_adapter(tmp_path / "c", "c", format="adapterhub")
+    other = tiny("bert")
+    with pytest.raises(SiteError, match=r"placement='gemma2'.*self_attn.o_proj.*'paper'"):
+        other.add_adapter("c", "double_seq_bn[placement='gemma2']")
 
 
 def test_a_head_that_the_peer_scales_is_neither_read_nor_written(tiny, tmp_path):

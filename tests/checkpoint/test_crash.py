@@ -25,7 +25,8 @@ from adapterzoo.model.state import tensors_of
 
 TESTS = Path(__file__).resolve().parents[1]
 READY = ".adapterzoo-ready"
-KINDS = list(formats)
+# the two of AdapterHub differ in the file of tensors alone
+KINDS = [name for name in formats if name != "adapterhub-safetensors"]
 NOBODY = 65_534
 
 
@@ -48,8 +49,8 @@ def test_kill_9_before_any_step_leaves_the_old_or_the_new(tmp_path):
 @pytest.mark.sweep
 def test_kill_9_leaves_the_old_or_the_new_of_every_format(tmp_path):
     said = killed(tmp_path)
-    # while they save: one is told that the folder has the other's format
-    assert said.pop("two formats") == [[0, 3]] * 5
+    # while they save: the later one replaces the other's files
+    assert said.pop("two formats") == [[0, 0]] * 5
     assert sorted(said) == sorted(KINDS)
     for kind in KINDS:
         # on which side a random moment falls is a matter of the machine's speed

@@ -28,7 +28,8 @@ from adapterzoo.checkpoint.formats import formats
 from adapterzoo.errors import CheckpointError
 from adapterzoo.hub.card import CardText, adapter_card
 
-KINDS = list(formats)
+# the two of AdapterHub differ in the file of tensors alone
+KINDS = [name for name in formats if name != "adapterhub-safetensors"]
 PACKAGE = Path(adapterzoo.__file__).parent
 MEGABYTES = 64
 # where each format has its tensors, and those of a head alone

@@ -23,6 +23,7 @@ def hub(_hub: Hub) -> Hub:
     """An empty Hub."""
     _hub.repos.clear()
     _hub.objects.clear()
+    _hub.indexes.clear()
     _hub.requests.clear()
     _hub.faults = []
     return _hub

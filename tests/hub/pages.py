@@ -25,6 +25,7 @@ class Pages(Base):
 
     bodies = "text"
     routes: tuple[tuple[str, str, str], ...] = (
+        ("GET", r"/index/(?P<model>.+)\.json", "index"),
         ("GET", r"/api/whoami-v2", "whoami"),
         ("POST", r"/api/validate-yaml", "validate"),
         ("POST", r"/api/repos/create", "create"),
@@ -52,6 +53,12 @@ class Pages(Base):
                     run(**known)
                 return None
         return self.refuse(404, f"no such page: {self.command} {path}")
+
+    def on_index(self, model: str) -> None:
+        """What stands for AdapterHub's own server."""
+        if model not in self.hub.indexes:
+            return self.refuse(404, "Not found")
+        return self.send(200, self.hub.indexes[model])
 
     # --- who asks ---
 

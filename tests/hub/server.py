@@ -88,6 +88,8 @@ class Hub:
     def __init__(self, pages: type[Base]) -> None:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
+        # of AdapterHub, by base model
+        self.indexes: dict[str, bytes] = {}
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, str | None]] = []
         self.lock = threading.Lock()

@@ -203,7 +203,6 @@ def test_a_gated_repository_says_where_to_ask(hub, client):
         (["C:\\ann\\a"], "CheckpointError", "there is no such folder"),
         (["log.txt"], "CheckpointError", "is a file"),
         (["https://x.y/ann/a"], "CheckpointError", "addresses cannot be loaded"),
-        (["ann/a", None, "ah"], "ConfigError", "source='ah'.*'AdapterHub/<name>'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_says_so(hub, client, args, kind, message):

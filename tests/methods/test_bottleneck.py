@@ -519,6 +519,13 @@ def test_a_reduction_factor_of_no_block_is_said(config):
     config(reduction_factor={"0": 4, "1": 8}, leave_out=[0]).placements(anatomy)
 
 
+def test_options_of_compacter_warn_where_they_have_no_effect():
+    """Configs written for adapters give them to any bottleneck."""
+    with pytest.warns(UserWarning, match=r"phm_dim=8.*only with phm_layer=True.*phm_dim=4"):
+        config = SeqBnConfig(phm_dim=8)
+    assert config.phm_dim == 8
+
+
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
@@ -550,7 +557,6 @@ def test_a_reduction_factor_of_no_block_is_said(config):
         ({"phm_layer": True, "hypercomplex_nonlinearity": "phm"}, ["'phm'", "'glorot-normal'"]),
         ({"is_parallel": True, "original_ln_before": False, "stochastic_depth": 0.1},
          ["stochastic_depth=0.1", "part of the sub-layer", "stochastic_depth=0.0"]),
-        ({"phm_dim": 8}, ["phm_dim=8", "phm_layer=True", "phm_dim=4"]),
         ({"inv_adapter": "nice"}, ["inv_adapter='nice'", "inv_adapter_reduction_factor=2"]),
         ({"inv_adapter": "glow"}, ["tokens instead of features", "inv_adapter='nice'"]),
         ({"inv_adapter": "flow"}, ["inv_adapter='flow'", "one of 'nice', None"]),
@@ -606,8 +612,9 @@ def test_defaults_are_those_of_adapters():
     with pytest.raises(ConfigError, match=re.escape("no field 'reduction'")):
         AdapterConfig.load("seq_bn[reduction=2]")
     # these are ours
-    defaults = {**PEER_CONFIGS["after"], "dtype": None, "convention": "paper"}
+    ours = {"dtype": None, "convention": "paper", "placement": "paper"}
+    defaults = {**PEER_CONFIGS["after"], **ours}
     for config in map(AdapterConfig.from_dict, PEER_CONFIGS.values()):
         assert {k for k in config.to_dict() if k != "architecture"} == set(defaults)
-    ours = BnConfig(**{k: defaults[k] for k in PLAIN}).to_dict()
-    assert {k: v for k, v in ours.items() if k != "architecture"} == defaults
+    plain = BnConfig(**{k: defaults[k] for k in PLAIN}).to_dict()
+    assert {k: v for k, v in plain.items() if k != "architecture"} == defaults

@@ -36,6 +36,9 @@ PAIRS = {
                      "adapter_plus[reduction_factor=2,stochastic_depth=0]"),
     "norms": ("par_bn[ln_before=True,ln_after=True]",
               "par_bn[ln_before=True,ln_after=True,scaling=2]"),
+    "compacter": ("compacter[shared_phm_rule=False,reduction_factor=4]",) * 2,
+    "compacter, whole": (
+        "compacter[shared_phm_rule=False,factorized_phm_W=False,phm_bias=False]",) * 2,
     "gate": ("par_bn[use_gating=True,scaling='learned']",) * 2,
 }  # fmt: skip
 # a site of each of the four kinds of bottlenecks, and the sums that are not just h + f

@@ -201,6 +201,7 @@ FILES = {
     "ia3": "ia3",
     "seq_bn": "seq_bn[reduction_factor=4]",
     "seq_bn_inv": "seq_bn_inv[reduction_factor=4]",
+    "compacter": "compacter[reduction_factor=4]",
     "loreft": "loreft[r=2]",
     "prefix_tuning": "prefix_tuning[prefix_length=3,bottleneck_size=4]",
     "prefix_tuning_flat": "prefix_tuning_flat[prefix_length=3]",

@@ -71,7 +71,8 @@ def test_what_is_known_of_adapters(model):
     assert model.adapters_config["a"] == SeqBnConfig()
     assert model.adapters_config.get("b") == LoRAConfig(r=3)
     assert model.adapters_config.get("c") is None
-    assert model.adapters_config.adapters == {"a": "bottleneck", "b": "lora"}
+    view = model.adapters_config
+    assert {name: view.config_map[key] for name, key in view.adapters.items()} == dict(view)
 
 
 def test_modules_are_found_by_block_and_location(model):

@@ -139,6 +139,11 @@ def test_names_that_are_none(model, name):
             call(name)
 
 
+def test_an_unknown_adapter_has_no_modules(model):
+    with pytest.warns(UserWarning, match=r"'sts2'.*Did you mean 'sst2'"):
+        assert model.get_adapter("sts2") == {}
+
+
 def test_compositions(model):
     for setup, says in (
         (5, ("5", "Write 'a' or Stack('a', 'b')")),

@@ -263,6 +263,8 @@ def test_a_fusion_that_does_not_fit_is_refused(tmp_path):
     model = with_fusion(dtype=torch.float32)
     model.save_adapter_fusion(tmp_path, "a,b")
     with refused(model, DuplicateNameError, "a fusion 'a,b'", "overwrite_ok=True"):
+        model.load_adapter_fusion(tmp_path, overwrite_ok=False)
+    with pytest.warns(UserWarning, match="the fusion 'a,b' of the model has been replaced"):
         model.load_adapter_fusion(tmp_path)
     model.delete_adapter_fusion(AB)
     model.delete_adapter("b")

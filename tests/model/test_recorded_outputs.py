@@ -235,10 +235,12 @@ def test_a_gate_is_heard_in_every_layer_of_lora():
     model.add_adapter("a", "lora[use_gating=True,intermediate_lora=True]", set_active=True)
     stir(model, "a", std=0.3)
     scores = model(**tiny_inputs("gpt2"), output_adapter_gating_scores=True).adapter_gating_scores
-    places = ["mlp_in", "query", "value"]
+    places = ["intermediate_lora", "selfattn_lora"]
     assert {b: sorted(at) for b, at in scores["a"].items()} == {0: places, 1: places}
-    values = list(flat(scores).values())
-    assert all(t.shape == (2,) and t.min() > 0 and t.max() < 1 for t in values)
+    # a column for each of query and value
+    values = [column for t in flat(scores).values() for column in t.reshape(2, -1).unbind(1)]
+    assert len(values) == 6
+    assert all(t.min() > 0 and t.max() < 1 for t in values)
     assert len({tuple(t.tolist()) for t in values}) == len(values)
 
 

@@ -292,8 +292,12 @@ def test_what_is_no_checkpoint_is_refused(model, tmp_path):
 def test_a_taken_name_is_refused_unless_it_may_be_replaced(model, saved):
     model.set_active_adapters("a")
     with refused(model, DuplicateNameError, "'a'", "load_as='another_name', or"):
-        model.load_adapter(saved)
+        model.load_adapter(saved, overwrite_ok=False)
     before = snapshot(model)
+    stir(model, "a", seed=5)
+    # without a word: as in adapters
+    with pytest.warns(UserWarning, match="the adapter 'a' of the model has been replaced"):
+        model.load_adapter(saved)
     stir(model, "a", seed=5)
     model.load_adapter(saved, overwrite_ok=True)
     lost = {k for k in changes(before, snapshot(model)) if not k.startswith("identity")}
@@ -311,7 +315,7 @@ def test_what_keeps_the_head_out_keeps_the_adapter_out(model, tmp_path, tiny):
     # its name is taken
     model.delete_adapter("a")
     with refused(model, DuplicateNameError, "there is a head 'a'", "overwrite_ok=True"):
-        model.load_adapter(tmp_path)
+        model.load_adapter(tmp_path, overwrite_ok=False)
     model.load_adapter(tmp_path, with_head=False)
     model.load_adapter(tmp_path, overwrite_ok=True)
     # the adapter cannot be active
@@ -448,6 +452,8 @@ def test_a_head_goes_alone(model, tmp_path, tiny):
         assert head_bits(other, name) == head_bits(model, "task")
         assert other.get_labels_dict(name) == {0: "x", 1: "y", 2: "z"}
     with refused(other, DuplicateNameError, "'t'", "overwrite_ok=True"):
+        other.load_head(tmp_path / "h", load_as="t", overwrite_ok=False)
+    with pytest.warns(UserWarning, match="the head 't' of the model has been replaced"):
         other.load_head(tmp_path / "h", load_as="t")
     model.active_head = "task"
     assert same_bits(output(model), output(other))

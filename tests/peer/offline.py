@@ -58,7 +58,7 @@ def install(fixtures: Path) -> None:
 
     transformers.GlueDataset = GlueDataset
     transformers.GlueDataTrainingArguments = GlueDataTrainingArguments
-    transformers.AutoFeatureExtractor = _ImageProcessor
+    transformers.AutoFeatureExtractor = transformers.ViTImageProcessor = _ImageProcessor
     load_tokenizer = transformers.AutoTokenizer.from_pretrained
 
     def from_pretrained(name: str, *arguments: Any, **options: Any) -> Any:
@@ -95,10 +95,11 @@ class _ImageProcessor:
     def from_pretrained(cls, name: str, **options: Any) -> _ImageProcessor:
         return cls()
 
-    def __call__(self, images: list[Any], return_tensors: str = "pt") -> dict[str, Any]:
+    def __call__(self, images: Any, return_tensors: str = "pt") -> dict[str, Any]:
         import numpy as np
         import torch
 
+        images = images if isinstance(images, list) else [images]
         scaled = [np.asarray(image.resize((224, 224)), dtype=np.float32) for image in images]
         pixels = torch.from_numpy(np.stack(scaled)) / 127.5 - 1
         return {"pixel_values": pixels.permute(0, 3, 1, 2)}  # [batch, 3, 224, 224]

@@ -34,16 +34,79 @@ class Rule(NamedTuple):
 
 
 RULES = (
+    # --- environment ---
     Rule(
         "environment",
-        "a fixture that the checkout does not have",
-        error=r"FileNotFoundError: .*(common_voice|speech_commands)",
+        "a fixture or data set that is not at hand",
+        error=r"FileNotFoundError: .*(common_voice|speech_commands)|NotAtHandError",
     ),
     Rule(
         "environment",
         "the network",
         error=r"OfflineModeIsEnabled|LocalEntryNotFoundError|couldn't connect|ConnectionError",
     ),
+    Rule(
+        "environment",
+        "transformers 5 has removed it",
+        error=r"ImportError: cannot import name '\w+' from 'transformers|"
+        r"has no attribute '(overwrite_output_dir|batch_encode_plus)'",
+    ),
+    Rule(
+        "environment",
+        "a package that is not installed",
+        error=r"from 'evaluate'|ModuleNotFoundError",
+    ),
+    # --- internals ---
+    Rule(
+        "internals",
+        "classes of the peer's layers, which the test looks for among the model's modules",
+        error=r"MissingNameError: adapters\.methods\.",
+    ),
+    Rule(
+        "internals",
+        "the layers inside a bottleneck",
+        line=r"adapter_down\[0\]\.in_features",
+    ),
+    Rule(
+        "internals",
+        "how many modules an adapter consists of",
+        line=r"assertEqual\(num_expected_modules, num_found_modules\)",
+    ),
+    Rule(
+        "internals",
+        "the words of an error message",
+        error=r'AssertionError: ".*" does not match',
+    ),
+    # --- documented ---
+    Rule(
+        "documented",
+        "parameters are named `….adapters.<name>.…` for every method "
+        "(the peer: `loras`, `prefix_tunings`, …)",
+        line=r"assertTrue\(has_weights\)",
+    ),
+    Rule(
+        "documented",
+        "parameters are named `….adapters.<name>.…` for every method "
+        "(the peer: `loras`, `prefix_tunings`, …)",
+        error=r"True is not false : \S+\.adapters\.\w+\.",
+    ),
+    Rule(
+        "documented",
+        '`save_adapter` writes safetensors; `format="adapterhub"` writes the peer\'s files',
+        error=r"FileNotFoundError.*\.bin|'int' object has no attribute 'replace'|"
+        r"UnpicklingError: Weights only load failed",
+    ),
+    Rule(
+        "documented",
+        "prefixes that an MLP makes are averaged after `eject_prefix_tuning`",
+        error=r"CompositionError: average_adapter.* the layers of each adapter share tensors",
+    ),
+    Rule(
+        "documented",
+        '`IA3Config(output_lora=True)` needs `convention="adapterhub"`',
+        error=r"IA3Config\(output_lora=True\): in the convention 'paper'",
+    ),
+    # --- missing ---
     Rule(
         "missing",
         "a name that adapterzoo does not have",
@@ -60,17 +123,6 @@ RULES = (
         "an argument or config field that adapterzoo does not have",
         error=r"got an unexpected keyword argument|there is no field",
     ),
-    Rule(
-        "documented",
-        "parameters are named `….adapters.<name>.…` for every method "
-        "(the peer: `loras`, `prefix_tunings`, …)",
-        line=r"assertTrue\(has_weights\)",
-    ),
-    Rule(
-        "documented",
-        '`save_adapter` writes safetensors; `format="adapterhub"` writes the peer\'s files',
-        error=r"FileNotFoundError.*\.bin",
-    ),
 )
 
 
@@ -84,7 +136,8 @@ def _first(test: str, failure: Mapping[str, str]) -> Rule:
     for rule in RULES:
         if rule.fits(test, failure):
             return rule
-    return Rule("bug", failure["error"].split("\n")[0][:160])
+    error = re.sub(r"/tmp/\w+|0x\w+", "…", failure["error"].split("\n")[0])
+    return Rule("bug", error[:160])
 
 
 def unused(tests: Iterable[Mapping[str, Any]]) -> list[Rule]:

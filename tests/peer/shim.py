@@ -84,6 +84,10 @@ class _PeerModule(ModuleType):
 
     mode: Mode
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # data sets pickle functions with the modules that they use
+        return importlib.import_module, (self.__name__,)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__version__":
             raise AttributeError(name)

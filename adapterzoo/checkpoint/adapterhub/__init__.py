@@ -1,8 +1,8 @@
 """AdapterHub's format: folders of `adapters`, and of adapter-transformers before it.
 
 `adapter_config.json` with `pytorch_adapter.bin` or `adapter.safetensors`; with a head
-`head_config.json` and `pytorch_model_head.bin` or `model_head.safetensors`. Files are written as
-`adapters` 1.3 writes them by default, with pickled tensors.
+`head_config.json` and `pytorch_model_head.bin` or `model_head.safetensors`. "adapterhub" writes
+pickled tensors, as `adapters` 1.3 does by default; "adapterhub-safetensors" the other files.
 """
 
 from __future__ import annotations
@@ -20,26 +20,45 @@ from adapterzoo.checkpoint.files import (
     pickle_bytes,
     read_json,
     read_tensors,
+    tensor_bytes,
 )
 from adapterzoo.checkpoint.formats import Checkpoint, Kind, ModelInfo, formats
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import CheckpointError
 
 from .config import VERSION
+from .fusion import CONFIG, TENSORS
 from .heads import read_head, write_head
 from .meta import meta_for, meta_in
 from .read import read_adapter
 from .write import write_adapter
 
-__all__ = ["AdapterHubFormat", "meta_in"]
+__all__ = ["AdapterHubFormat", "meta_in", "names_of_files"]
 
 _ADAPTER = ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin")
 _HEAD = ("head_config.json", "model_head.safetensors", "pytorch_model_head.bin")
 _COMMON = ("name", "model_type", "model_class", "model_name", "hidden_size")
 
 
+def names_of_files(kind: str) -> tuple[str, str, str]:
+    """Return the names of the config, of the tensors in safetensors, and of those in a pickle.
+
+    Args:
+        kind: "adapter", "head" or "fusion".
+    """
+    return {"adapter": _ADAPTER, "head": _HEAD, "fusion": (CONFIG, *TENSORS)}[kind]
+
+
 class AdapterHubFormat:
     """The format of AdapterHub, as `formats` sees it."""
+
+    def __init__(self, *, safe: bool) -> None:
+        """Choose the files to write; both are read.
+
+        Args:
+            safe: whether tensors are written in safetensors instead of a pickle.
+        """
+        self._safe = safe
 
     def recognises(self, folder: Path, kind: Kind) -> bool:
         """Return whether a folder has tensors under AdapterHub's names, or its config."""
@@ -67,6 +86,7 @@ class AdapterHubFormat:
         described = {
             "name": metadata.get("name"),
             "model_type": metadata.get("model_type"),
+            "model_name": metadata.get("model_name"),
             "config": config.to_dict(),
             "head": head[0],
             "meta": meta_in(metadata),
@@ -87,20 +107,29 @@ class AdapterHubFormat:
             config = AdapterConfig.from_dict(metadata["config"])
             fields, tensors = write_adapter(info, config, name, checkpoint.adapter)
             meta = meta_for(metadata.get("meta") or {})
-            contents[_ADAPTER[2]] = pickle_bytes(tensors)
+            contents |= self._tensors(_ADAPTER, tensors)
             contents[_ADAPTER[0]] = json_bytes({**meta, **common, "config": fields})
         if metadata.get("head") is not None:
             more, tensors = write_head(info, name, metadata["head"], checkpoint.head)
-            contents[_HEAD[2]] = pickle_bytes(tensors)
+            contents |= self._tensors(_HEAD, tensors)
             contents[_HEAD[0]] = json_bytes({**common, **more})
         return contents
+
+    def _tensors(
+        self, names: tuple[str, str, str], tensors: Mapping[str, Tensor]
+    ) -> dict[str, bytes]:
+        _, safe, pickled = names
+        if self._safe:
+            return {safe: tensor_bytes(tensors, {})}
+        return {pickled: pickle_bytes(tensors)}
 
     def owned(self, kind: Kind) -> tuple[str, ...]:
         """Return both kinds of tensors; those of a head too."""
         return (*_ADAPTER, *_HEAD) if kind == "adapter" else _HEAD
 
 
-formats.register("adapterhub")(AdapterHubFormat())
+formats.register("adapterhub")(AdapterHubFormat(safe=False))
+formats.register("adapterhub-safetensors")(AdapterHubFormat(safe=True))
 
 
 def _read(folder: Path, names: tuple[str, str, str]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:

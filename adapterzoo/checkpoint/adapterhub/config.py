@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -112,6 +113,16 @@ def write_config(config: AdapterConfig) -> dict[str, Any]:
     """
     if isinstance(config, ConfigUnion):
         members = [write_config(member) for member in config.configs]
+        for (one, written), (other, also) in itertools.combinations(
+            zip(config.configs, members, strict=True), 2
+        ):
+            alike = written.get("architecture") == also.get("architecture")
+            everywhere = not (written.get("leave_out") or also.get("leave_out"))
+            if alike and everywhere and not spelling_of(one).joins(one, other):
+                raise unsayable(
+                    config,
+                    f"adapters refuses unions of {one!r} and {other!r}, which are one method there",
+                )
         return {"architecture": config.architecture, "configs": members}
     spelling = spelling_of(config)
     if (reason := spelling.unsayable(config)) is not None:

@@ -13,19 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapterzoo.checkpoint.files import AGAIN, json_bytes, pickle_bytes, read_json, read_tensors
+from adapterzoo.checkpoint.files import (
+    AGAIN,
+    json_bytes,
+    pickle_bytes,
+    read_json,
+    read_tensors,
+    tensor_bytes,
+)
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo, inexpressible
 from adapterzoo.checkpoint.places import Place, places_of
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, argument
+from adapterzoo.errors import CheckpointError
 from adapterzoo.spelling import Container
 
 from .config import VERSION, spelling_of
 from .meta import meta_for, meta_in
 from .names import Spot, find_spot, layout_of, name_of, spot_of
 from .read import refuse_quirks
+from .write import check_convention
 
-_CONFIG = "adapter_fusion_config.json"
+CONFIG = "adapter_fusion_config.json"
 # of two files with the same tensors the one that cannot hold code goes first
 TENSORS = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin")
 
@@ -47,7 +55,7 @@ def _fused_names(metadata: Mapping[str, Any]) -> list[str]:
         names = metadata["name"].split(",")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise CheckpointError(
-            f"{_CONFIG} has adapter_names={names!r}; it is a list of names. {AGAIN}."
+            f"{CONFIG} has adapter_names={names!r}; it is a list of names. {AGAIN}."
         )
     return names
 
@@ -66,13 +74,13 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
     Raises:
         CheckpointError: a file is missing or damaged, or `adapters` computes something else.
     """
-    metadata = read_json(folder / _CONFIG)
+    metadata = read_json(folder / CONFIG)
     names = _fused_names(metadata)
-    configs = [config_of(name) for name in names]
-    places = _places(info, configs)
+    fused = [config_of(name) for name in names]
+    places = _places(info, fused)
     config = metadata.get("config")
     if not isinstance(config, Mapping):
-        raise CheckpointError(f"{_CONFIG} has no 'config' of a fusion. {AGAIN}.")
+        raise CheckpointError(f"{CONFIG} has no 'config' of a fusion. {AGAIN}.")
     name = metadata.get("name") if isinstance(metadata.get("name"), str) else ",".join(names)
     file = next(folder / n for n in TENSORS if (folder / n).is_file())
     containers = {container.name: container for container, _ in places.values()}
@@ -89,15 +97,14 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
     described = {
         "name": name,
         "adapter_names": names,
-        # adapters fuses no functions of the embeddings
-        "config": {**config, "invertible": "first"} if _at_entry(info, configs) else dict(config),
+        "config": {**config, **_conventions(fused), **_of_entry(info, fused)},
         "meta": meta_in(metadata),
     }
     return Checkpoint(described, tensors)
 
 
 def encode(
-    info: ModelInfo, checkpoint: Checkpoint, fused: Sequence[AdapterConfig]
+    info: ModelInfo, checkpoint: Checkpoint, fused: Sequence[AdapterConfig], *, safe: bool = False
 ) -> dict[str, bytes]:
     """Return the names and contents of the files to write.
 
@@ -105,13 +112,14 @@ def encode(
         info: of the model.
         checkpoint: the fusion.
         fused: the configs of its adapters.
+        safe: whether tensors are written in safetensors instead of a pickle.
 
     Raises:
         CheckpointError: `adapters` has no fusion in such a model, or computes something else.
     """
     metadata = dict(checkpoint.metadata)
     config = dict(metadata["config"])
-    if config.pop("invertible", "fused") == "fused" and _at_entry(info, fused):
+    if config.pop("invertible", "fused") == "fused" and _of_entry(info, fused):
         raise inexpressible(
             "adapters fuses no functions of the embeddings: only that of the first adapter acts"
         )
@@ -132,18 +140,34 @@ def encode(
         start = f"{start}.adapter_fusion_layer.{metadata['name']}."
         tensors |= {start + parameter: tensor for parameter, tensor in own.items()}
     fields = {key: value for key, value in metadata.items() if key != "meta"}
+    theirs = _conventions(fused)
+    mine = {key: fields["config"][key] for key in theirs}
+    if mine != theirs:
+        shown = [", ".join(f"{k}={v!r}" for k, v in values.items()) for values in (theirs, mine)]
+        raise inexpressible(
+            f"adapters computes a fusion of these adapters with {shown[0]}, and this one has "
+            f"{shown[1]}, so that the same tensors would give other outputs there"
+        )
+    fields["config"] = {k: v for k, v in fields["config"].items() if k not in theirs}
     meta = meta_for(metadata.get("meta") or {})
     return {
-        TENSORS[1]: pickle_bytes(tensors),
-        _CONFIG: json_bytes({**meta, **fields, "version": VERSION}),
+        TENSORS[not safe]: tensor_bytes(tensors, {}) if safe else pickle_bytes(tensors),
+        CONFIG: json_bytes({**meta, **fields, "version": VERSION}),
     }
 
 
-def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
-    """Return whether any of the fused adapters has a function of the embeddings."""
-    entry = info.anatomy.entry
+def _of_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[str, Any]:
+    """Return the field by which `adapters` fuses no functions of the embeddings."""
     sites = (p.site for config in fused for p in config.placements(info.anatomy))
-    return entry is not None and any(site.path == entry.path for site in sites)
+    return {"invertible": "first"} if any(site.kind == "entry" for site in sites) else {}
+
+
+def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
+    """Return the fields in which `adapters` computes a fusion; the last adapter decides."""
+    found: dict[str, Any] = {}
+    for member in fused[-1].members if fused else ():
+        found |= spelling_of(member).fusion(member)
+    return found
 
 
 def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple[Container, Place]]:
@@ -153,12 +177,7 @@ def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple
         places = places_of(config, info.anatomy)
         refuse_quirks(info, [place.placement for place in places])
         for member in config.members:
-            if (what := spelling_of(member).fusion_quirk(member)) is not None:
-                raise CheckpointError(
-                    f"adapters {what}: the same tensors give other outputs there than here. "
-                    f"Nothing has been done. Fuse other adapters, or write "
-                    f"{argument('format', 'native')} to save a fusion of this library."
-                )
+            check_convention(info, member)
         for place in places:
             for container in spelling_of(place.placement.config).containers:
                 if container.at == "sublayer" and (spot := spot_of(container, place)):

@@ -34,12 +34,14 @@ class Layout:
         layers: role to the path below the block in 4.57, where it is another one there.
         swapped: whether `intermediate_lora` stands for the last layer of the feed-forward part,
             and `output_lora` for the first.
+        entry: path of what holds the tensors of the entry, if not of the model or its encoder.
     """
 
     sublayers: Mapping[SubLayerKind, str]
     block: str | None = None
     layers: Mapping[Role, str] = field(default_factory=dict)
     swapped: bool = False
+    entry: str = ""
 
 
 _HUNG_IN = Layout(
@@ -69,16 +71,19 @@ LAYOUTS: Mapping[str, Layout] = {
     "beit": Layout(_HUNG_IN.sublayers, "encoder.layer.{}", _VIT_LAYERS),
     "bert": _BERT,
     "bert-generation": _BERT,
-    "clip": _HUNG_IN,
+    "clip": Layout(_HUNG_IN.sublayers, entry="text_model"),
     "deberta": _BERT,
     "deberta-v2": _BERT,
     "distilbert": _HUNG_IN,
     "electra": _BERT,
+    "gemma2": _HUNG_IN,
+    "gemma3_text": _HUNG_IN,
     "gpt2": _HUNG_IN,
     "gptj": _HUNG_IN,
     "llama": _LLAMA,
     "mbart": _HUNG_IN,
     "mistral": _LLAMA,
+    "modernbert": _HUNG_IN,
     "mt5": _T5,
     "plbart": _HUNG_IN,
     "qwen2": _HUNG_IN,
@@ -164,8 +169,11 @@ def find_layer_site(info: ModelInfo, path: str) -> Site | None:
 
 def below_model(info: ModelInfo, container: Container) -> str:
     """Return AdapterHub's path, without the prefix, of what holds adapter-wide tensors."""
-    in_encoder = container.in_encoder and info.config.get("is_encoder_decoder")
-    return ".".join(filter(None, ("encoder" * bool(in_encoder), container.below)))
+    entry = ""
+    if container.in_encoder:
+        own = LAYOUTS.get(info.model_type)
+        entry = "encoder" if info.config.get("is_encoder_decoder") else own.entry if own else ""
+    return ".".join(filter(None, (entry, container.below)))
 
 
 def name_of(info: ModelInfo, container: Container, place: Place, layout: Layout) -> str:

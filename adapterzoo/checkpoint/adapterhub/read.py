@@ -70,13 +70,15 @@ def read_adapter(
     """
     words = frozenset(word for key in tensors for word in key.split("."))
     config = read_config(metadata, AdapterHubFile(metadata.get("version"), words))
-    members = config.members
+    members: Sequence[AdapterConfig] = config.members
     containers = {c.name: c for m in members for c in spelling_of(m).containers}
     found = {text: take_apart(text, str(metadata.get("name")), [*containers.values()])
              for text in tensors}  # fmt: skip
     keys = [key for key in found.values() if key is not None and not _is_repeated(key)]
     sites = [site for key in keys if (site := _site(info, key)) is not None]
-    config = joined([spelling_of(m).place(m, sites, info.anatomy) for m in members])
+    members = [spelling_of(m).place(m, sites, info.anatomy) for m in members]
+    config = joined([spelling_of(m).convention(info.model_type, m) for m in members])
+    members = config.members
     places = places_of(config, info.anatomy)
     refuse_quirks(info, [place.placement for place in places])
     here: dict[tuple[str, Spot | None], list[Place]] = {}

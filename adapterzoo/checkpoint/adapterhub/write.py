@@ -27,6 +27,8 @@ def write_adapter(
     Raises:
         CheckpointError: `adapters` does not have the family, the method or the places.
     """
+    for member in config.members:
+        check_convention(info, member)
     layout = layout_of(info)
     members = [_as_flags(info, member) for member in config.members]
     written = write_config(joined([_swapped(m) for m in members] if layout.swapped else members))
@@ -59,6 +61,26 @@ def write_adapter(
                     )
                 found |= theirs
     return written, found
+
+
+def check_convention(info: ModelInfo, config: AdapterConfig) -> None:
+    """Check that `adapters` computes a config in such a model as it says.
+
+    Raises:
+        CheckpointError: it computes another one.
+    """
+    theirs = spelling_of(config).convention(info.model_type, config).to_dict()
+    differing = [name for name, value in config.to_dict().items() if theirs[name] != value]
+    if differing:
+        mine, other = (
+            ", ".join(f"{name}={values[name]!r}" for name in differing)
+            for values in (config.to_dict(), theirs)
+        )
+        raise inexpressible(
+            f"in {info.model_type} models adapters computes {other}, and this adapter has {mine}, "
+            f"so that the same tensors would give other outputs there. Train it again with {other} "
+            f"for adapters"
+        )
 
 
 def _are_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -38,8 +38,11 @@ class LoadOptions:
     leave_out: Iterable[int] | None = None
     id2label: Mapping[int, str] | None = None
     set_active: bool = False
-    overwrite_ok: bool = False
+    overwrite_ok: bool | None = False
     dtype: torch.dtype | None = None
+    config: Any = None
+    model_name: str | None = None
+    loading_info: dict[str, Any] | None = None
 
 
 class HeadStrategy:

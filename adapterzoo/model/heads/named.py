@@ -227,7 +227,7 @@ class NamedHeads(HeadStrategy):
         config = store.config_from(self.model, values)
         if asked.id2label is not None:
             config = config.replace(label2id=labels_from(asked.id2label))
-        checked = store.free_name(self.model, name, asked.overwrite_ok)
+        checked = store.free_name(self.model, name, bool(asked.overwrite_ok))
         refuse_unreadable(self.model)
         # an untrusted config may ask for more memory than there is: compare before allocating
         empty = store.built(self.model, config, torch.device("meta"))

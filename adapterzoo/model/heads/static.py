@@ -20,6 +20,7 @@ from adapterzoo.composition import Composition, Step
 from adapterzoo.errors import CheckpointError, ConfigError, StateError, argument, in_python
 from adapterzoo.heads import next_labels
 from adapterzoo.model import adapters
+from adapterzoo.model.hf.owned import disown
 from adapterzoo.model.setup import withdraw
 from adapterzoo.model.sharding import class_name, refuse_if_sharded
 
@@ -119,6 +120,7 @@ class StaticHead(HeadStrategy):
         embeddings.keep_active(self.model)
         adapters.remove_all(self.model)
         withdraw(self.model)
+        disown(self.model)
         del self.model._adapter_state, self.model._active
         inject.set_class(self.model, plain)
         return self.model

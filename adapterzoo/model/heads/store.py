@@ -108,16 +108,16 @@ def checked_names(model: Any, setup: HeadNames) -> tuple[str, ...]:
     if setup is None:
         return ()
     if isinstance(setup, Composition):
-        names = setup.flatten() or ("name",)
+        given = [*setup.flatten()] or ["name"]
         raise CompositionError(
             f"heads are a name or a list of names, and {type(setup).__name__} composes adapters. "
             f"Write set_active_adapters(BatchSplit('a', 'b', batch_sizes=[…])) or "
-            f"Parallel('a', 'b'), then active_head = {list(names)!r}: each head gets the rows of "
-            f"the adapter in its position. Or adapter_names=[…], or head={names[0]!r} for one call."
+            f"Parallel('a', 'b'), then active_head = {list(given)!r}: each head gets the rows of "
+            f"the adapter in its position. Or adapter_names=[…], or head={given[0]!r} for one call."
         )
     one = isinstance(setup, str) or not isinstance(setup, Iterable)
-    given = cast("Iterable[str]", (setup,) if one else setup)
-    names = tuple(name for name in given if name != "")
+    listed = cast("Iterable[str]", (setup,) if one else setup)
+    names = tuple(name for name in listed if name != "")
     for name in names:
         find(model, name)
     return names

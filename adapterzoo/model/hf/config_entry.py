@@ -16,6 +16,7 @@ from torch import nn
 from adapterzoo.checkpoint.native import FORMAT
 from adapterzoo.composition import from_json, to_json
 from adapterzoo.errors import CheckpointError
+from adapterzoo.interface import AdapterModelInterface
 from adapterzoo.model import adapters, fusion
 from adapterzoo.model.activation import make_plan
 from adapterzoo.model.heads import embeddings, tables, ties
@@ -24,6 +25,8 @@ from adapterzoo.model.heads.ties import tables_of
 from adapterzoo.model.state import DEFAULT_EMBEDDINGS, AdaptedModel
 from adapterzoo.names import check_name
 
+from . import plugin
+
 
 def enter(model: AdaptedModel) -> None:
     """Write the config entry from which a saved model's adapters are recreated."""
@@ -31,7 +34,8 @@ def enter(model: AdaptedModel) -> None:
     heads = model._head_strategy.names()
     vars(model.config).pop("adapters", None)
     others = _embeddings(model)
-    if not state.records and not heads and others is None:
+    nothing = not state.records and not heads and state.interface is None
+    if nothing and others is None:
         return
     records = state.records.items()
     model.config.adapters = {
@@ -51,6 +55,7 @@ def enter(model: AdaptedModel) -> None:
         "heads": list(plan.heads),
         "static_heads": list(state.copies),
         "known_heads": list(heads),
+        "interface": None if state.interface is None else state.interface.to_dict(),
     } | ({} if others is None else {"loaded_embeddings": others})
 
 
@@ -90,6 +95,8 @@ def restore(model: AdaptedModel, quantised: bool = False) -> None:
 
 def _restore(model: AdaptedModel, document: Any) -> None:
     state = model._adapter_state
+    if document.get("interface") and state.interface is None:
+        plugin.enter(model, AdapterModelInterface(**document["interface"]))
     for name, values in document["adapters"]:
         adapters.add(model, name, values)
     for name, paths in dict(document.get("embeddings", {})).items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -20,17 +19,15 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from adapterzoo import inject
-from adapterzoo.errors import ConfigError, StateError, naming
-from adapterzoo.inject import set_class
+from adapterzoo.errors import ConfigError
 from adapterzoo.model import batches
-from adapterzoo.model.adapters import is_inside
 from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.heads.forward import label_arguments
 from adapterzoo.model.mixin import AdapterModelMixin
-from adapterzoo.model.sharding import peft_layer
 
-from .config_entry import format_of, restore
+from . import plugin
+from .config_entry import restore
 from .generation import GeneratesWithAdapters
 from .pipelines import enter_pipelines
 from .towers import feature_names
@@ -44,80 +41,8 @@ _GENERATING = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
 )
 
-# --- models that keep the head of their class ---
-
-
-def init(model: M) -> M:
-    """Give an existing model the methods of `AdapterModelMixin`; its head does not change.
-
-    Args:
-        model: any `PreTrainedModel`; changed in place. It gets its own copy of the config.
-
-    Returns:
-        The same object.
-
-    Raises:
-        StateError: it is not a `PreTrainedModel`, is wrapped by PEFT, is part of a model with
-            adapters, or was loaded without the adapters that it was saved with.
-    """
-    if isinstance(model, AdapterModelMixin):
-        return model
-    with naming(f"init({type(model).__name__})"):
-        _refuse_init(model)
-    set_class(model, with_adapters(type(model)))
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for key, value in list(vars(module).items()):
-            vars(module)[key] = _own_config(value, memo)
-    cast("Any", model)._start_adapters()
-    return model
-
-
-def _refuse_init(model: Any) -> None:
-    if isinstance(model, nn.Module) and (wrapped := peft_layer(model)) is not None:
-        raise StateError(
-            f"PEFT has wrapped its layer {wrapped!r}. Write init(…) of the plain model and load "
-            f"PEFT's checkpoint there, load_adapter('folder'); or call unload() of the PeftModel "
-            f"first."
-        )
-    if "base_model_prefix" not in dir(model):
-        raise StateError(
-            "adapters are named for a transformers PreTrainedModel. Write "
-            "init(AutoModel.from_pretrained(…))."
-        )
-    if is_inside(model):
-        raise StateError(
-            "it is a part of a model that has adapters. Call the methods of that model, or delete "
-            "its adapters first."
-        )
-    if format_of(vars(model.config).get("adapters")) is not None:
-        raise StateError(
-            f"the model was saved with adapters, which plain transformers has not loaded. Write "
-            f"load_model(path, {type(model).__name__})."
-        )
-
-
-def load_model(path: str | os.PathLike[str], model_class: type[M], **kwargs: Any) -> M:
-    """Load a model with a static head that was saved after `init`, with its adapters.
-
-    Args:
-        path: the folder given to `save_pretrained`, or a name on the Hub.
-        model_class: the transformers class it was saved from, or `type(model)`.
-        **kwargs: as `from_pretrained` takes them.
-
-    Returns:
-        A model of that class, as `init` makes it, with the same adapters active.
-
-    Raises:
-        ConfigError: `model_class` is not a `PreTrainedModel` class, but `AutoModel` for example.
-    """
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ConfigError(
-            f"load_model({str(path)!r}, {model_class!r}): that is not a class of models. Write the "
-            f"one that config.json has under 'architectures', such as BertForMaskedLM."
-        )
-    loaded = cast("Any", with_adapters(model_class)).from_pretrained(path, **kwargs)
-    return cast("M", loaded)
+# of the constructor; `from_pretrained` passes it there
+INTERFACE = "adapter_interface"
 
 
 def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
@@ -131,7 +56,7 @@ def with_adapters(cls: type[nn.Module]) -> type[nn.Module]:
     return _class_of(cls)
 
 
-def _own_config(value: Any, memo: dict[int, Any]) -> Any:
+def own_config(value: Any, memo: dict[int, Any]) -> Any:
     """Copy a config, as labels and adapters are written to it; shared configs stay shared."""
     return copy.deepcopy(value, memo) if isinstance(value, PreTrainedConfig) else value
 
@@ -178,10 +103,12 @@ def _make_static(cls: type[nn.Module]) -> type[nn.Module]:
 
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
         memo: dict[int, Any] = {}
-        args = tuple(_own_config(value, memo) for value in args)
-        kwargs = {key: _own_config(value, memo) for key, value in kwargs.items()}
+        interface = kwargs.pop(INTERFACE, None)
+        args = tuple(own_config(value, memo) for value in args)
+        kwargs = {key: own_config(value, memo) for key, value in kwargs.items()}
         cast("Any", super(made, self)).__init__(*args, **kwargs)
         self._start_adapters()
+        plugin.enter(self, plugin.checked(self, interface))
         restore(self)
 
     cast("Any", made).__init__ = start
@@ -220,7 +147,7 @@ def _make_named(
         "__module__": base.__module__,
         "__doc__": f"A `{backbone.__name__}` with named adapters and named heads.",
         "backbone_class": backbone,
-        "input_names": _positions(backbone.forward),
+        "input_names": inject.positions_of(backbone.forward),
         "config_class": config_class,
         "base_model_prefix": family.base_model_prefix or "model",
         "_tied_weights_keys": None,
@@ -254,7 +181,7 @@ def with_rows(
     Raises:
         ConfigError: in the method: these values are requested but not supported.
     """
-    positions = _positions(plain)
+    positions = inject.positions_of(plain)
 
     @functools.wraps(plain)
     def method(
@@ -320,13 +247,6 @@ def _showing(plain: Any, *names: str) -> inspect.Signature:
     rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
     extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in names]
     return signature.replace(parameters=[*named, *extra, *rest])
-
-
-def _positions(method: Any) -> tuple[str, ...]:
-    """Return the names of a method's positional arguments."""
-    _, *parameters = inspect.signature(method).parameters.values()
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return tuple(p.name for p in parameters if p.kind in kinds)
 
 
 def _language_model(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:

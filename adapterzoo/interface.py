@@ -1,0 +1,271 @@
+"""The plug-in interface of `adapters`: names of a model's layers, where they are not found.
+
+`init(model, interface=…)` compares the names with what anatomy finds, and uses them for layers that
+it does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torch import nn
+
+from .anatomy import Anatomy, Role
+from .configs import AdapterConfig
+from .errors import ConfigError, listing
+from .spelling import adapterhub_spellings
+
+FILE = "adapter_interface.json"
+
+
+class AdapterMethod:
+    """The kinds of methods that an interface can allow.
+
+    Attributes:
+        examples: a config string of a kind that has none of its name.
+    """
+
+    bottleneck = "bottleneck"
+    prefix_tuning = "prefix_tuning"
+    lora = "lora"
+    prompt_tuning = "prompt_tuning"
+    reft = "reft"
+    invertible = "invertible"
+
+    examples: ClassVar[Mapping[Any, str]] = {
+        bottleneck: "seq_bn",
+        reft: "loreft",
+        invertible: "seq_bn_inv",
+    }
+
+    @staticmethod
+    def get_from_config(config: AdapterConfig) -> list[str]:
+        """Return the kinds of methods in a config, under the names of `adapters`.
+
+        Args:
+            config: of an adapter; a method that `adapters` lacks has its own name.
+        """
+        found: list[str] = []
+        for member in config.members:
+            if member.get("inv_adapter"):
+                found.append(AdapterMethod.invertible)
+            spelling = adapterhub_spellings.get(member.architecture)
+            name = member.architecture if spelling is None else spelling.architecture[0]
+            found.append(name or AdapterMethod.bottleneck)
+        return found
+
+
+@dataclass
+class AdapterModelInterface:
+    """Where the layers of a model are, by their names.
+
+    Attributes:
+        adapter_methods: the kinds of methods that may be added, see `AdapterMethod`.
+        model_embeddings: the embeddings, below the base model.
+        model_layers: the list of blocks, below the base model.
+        layer_self_attn: attention, below a block.
+        layer_cross_attn: the same of cross-attention; None without one.
+        attn_o_proj: the output projection, below attention.
+        layer_intermediate_proj: the first feed-forward layer, below a block.
+        layer_output_proj: the last one.
+        attn_k_proj: keys, below attention; with `attn_q_proj` and `attn_v_proj`.
+        attn_q_proj: queries.
+        attn_v_proj: values.
+        attn_qkv_proj: all three in one layer, instead of these.
+        layer_pre_self_attn: what reads the residual stream before attention, below a block.
+        layer_pre_cross_attn: the same of cross-attention.
+        layer_pre_ffn: the same of the feed-forward part.
+        layer_ln_1: the norm behind attention.
+        layer_ln_2: the norm behind the feed-forward part.
+        base_model: the base model, below the model; None: as the class of the model names it.
+    """
+
+    adapter_methods: list[str]
+    model_embeddings: str
+    model_layers: str
+    layer_self_attn: str
+    layer_cross_attn: str | None
+    attn_o_proj: str | None
+    layer_intermediate_proj: str
+    layer_output_proj: str
+    attn_k_proj: str | None = None
+    attn_q_proj: str | None = None
+    attn_v_proj: str | None = None
+    attn_qkv_proj: str | None = None
+    layer_pre_self_attn: str | None = None
+    layer_pre_cross_attn: str | None = None
+    layer_pre_ffn: str | None = None
+    layer_ln_1: str | None = None
+    layer_ln_2: str | None = None
+    base_model: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check that attention has three input layers or one, each with one name.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        given = [self.attn_q_proj, self.attn_k_proj, self.attn_v_proj, self.attn_o_proj]
+        if twice := sorted({n for n in given if n is not None and given.count(n) > 1}):
+            raise ConfigError(
+                f"AdapterModelInterface: {twice[0]!r} is given for two layers of attention. Write "
+                f"the name of each."
+            )
+        apart = (self.attn_k_proj, self.attn_q_proj, self.attn_v_proj)
+        if all(apart) == (self.attn_qkv_proj is not None):
+            raise ConfigError(
+                f"AdapterModelInterface(attn_k_proj={apart[0]!r}, attn_q_proj={apart[1]!r}, "
+                f"attn_v_proj={apart[2]!r}, attn_qkv_proj={self.attn_qkv_proj!r}): attention has "
+                f"three layers or one. Write attn_k_proj, attn_q_proj and attn_v_proj, or "
+                f"attn_qkv_proj."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the names as JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def load(cls, interface: str | os.PathLike[str]) -> Self:
+        """Return the interface in a folder, of `adapters` or of `save_pretrained`.
+
+        Args:
+            interface: the folder, or the path of the file in it.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        path = Path(interface)
+        file = path / FILE if path.is_dir() else path
+        try:
+            return cls(**json.loads(file.read_text("utf-8"))["interface"])
+        except ConfigError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"interface={os.fspath(interface)!r}: {str(file)!r} holds no interface ({error}). "
+                f"Write an AdapterModelInterface, or a folder with {FILE}."
+            ) from error
+
+    def document(self, model_type: str) -> dict[str, Any]:
+        """Return what the file holds.
+
+        Args:
+            model_type: of the model.
+        """
+        return {"model_type": model_type, "interface": self.to_dict()}
+
+    def roles(self) -> dict[str, Role]:
+        """Return the path of each layer below a block to its role."""
+        projections: Mapping[str | None, Role] = {
+            self.attn_q_proj: "query",
+            self.attn_k_proj: "key",
+            self.attn_v_proj: "value",
+            self.attn_qkv_proj: "qkv",
+            self.attn_o_proj: "attention_out",
+        }
+        found: dict[str, Role] = {
+            f"{attention}.{name}": role
+            for attention in (self.layer_self_attn, self.layer_cross_attn)
+            for name, role in projections.items()
+            if attention is not None and name is not None
+        }
+        return {
+            **found,
+            self.layer_intermediate_proj: "mlp_in",
+            self.layer_output_proj: "mlp_out",
+        }
+
+    def check_names(self, base_model: nn.Module) -> None:
+        """Check that a base model has what the interface names.
+
+        Args:
+            base_model: of the model.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        layers = self._named(base_model, "model_layers", self.model_layers, "base model")
+        self._named(base_model, "model_embeddings", self.model_embeddings, "base model")
+        block = next(iter(layers.children()), None)
+        if block is None:
+            raise ConfigError(
+                f"AdapterModelInterface(model_layers={self.model_layers!r}): there are no blocks "
+                f"in it. Write the path of the list of blocks."
+            )
+        for field, path in self._in_block():
+            self._named(block, field, path, "first block")
+
+    def _in_block(self) -> Iterator[tuple[str, str]]:
+        """Yield the fields that name something in a block, and its path there."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if field.name.startswith("layer_"):
+                yield field.name, value
+            elif field.name.startswith("attn_"):
+                for attention in (self.layer_self_attn, self.layer_cross_attn):
+                    if attention is not None:
+                        yield field.name, f"{attention}.{value}"
+
+    @staticmethod
+    def _named(module: nn.Module, field: str, path: str, where: str) -> nn.Module:
+        names = [name for name, _ in module.named_modules()]
+        if path not in names:
+            raise ConfigError(
+                f"AdapterModelInterface({field}={path!r}): there is no such module in the "
+                f"{where}. It has {listing(name for name in names[1:] if name.count('.') < 2)}. "
+                f"Write one of its paths."
+            )
+        return module.get_submodule(path)
+
+    def check_roles(self, anatomy: Anatomy) -> None:
+        """Check that anatomy does not know a layer as something else.
+
+        Args:
+            anatomy: what was found in the base model without the interface.
+
+        Raises:
+            ConfigError: it does.
+        """
+        roles = self.roles()
+        for block in anatomy.blocks:
+            if block.stack != self.model_layers:
+                continue
+            for site in block.sites:
+                asked = roles.get(site.path.removeprefix(f"{block.path}."))
+                if asked is not None and site.role not in ("other", asked):
+                    path = next((p for p, role in _paths(block) if role == asked), "another layer")
+                    raise ConfigError(
+                        f"AdapterModelInterface: {site.path!r} is given as {asked!r}, and it is "
+                        f"{site.role!r} in this model, which has {path!r} for that. Write its "
+                        f"path, or leave the interface out."
+                    )
+
+    def check_method(self, config: AdapterConfig) -> None:
+        """Check that the interface allows an adapter.
+
+        Args:
+            config: of the adapter.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        wrong = [m for m in AdapterMethod.get_from_config(config) if m not in self.adapter_methods]
+        if wrong:
+            raise ConfigError(
+                f"{type(config).__name__} needs {listing(wrong)}, and the interface of the model "
+                f"allows {listing(self.adapter_methods)}. Add {wrong[0]!r} to its adapter_methods, "
+                f"or leave the interface out."
+            )
+
+
+def _paths(block: Any) -> Iterator[tuple[str, Role]]:
+    """Yield the path and the role of each layer of a block."""
+    return ((site.path, site.role) for site in block.sites)

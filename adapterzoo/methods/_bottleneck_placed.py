@@ -1,0 +1,118 @@
+"""Bottlenecks at a declared place, in the formula of `adapters` 1.3 (`_bottleneck_places`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from adapterzoo.anatomy import Anatomy, Block, Site, SubLayer
+from adapterzoo.contracts import BaseLayer
+from adapterzoo.errors import SiteError
+
+from ._bottleneck_fields import BottleneckFields
+from ._bottleneck_layer import Added, BottleneckLayer
+from ._bottleneck_places import PLACES
+from ._sublayers import stream_site
+
+
+def placed_site(anatomy: Anatomy, block: Block, sub: SubLayer, row: str) -> Site | None:
+    """Return the site that a row declares for a sub-layer; None: the documented one.
+
+    Args:
+        anatomy: of the model.
+        block: of the sub-layer.
+        sub: the sub-layer.
+        row: name of the row, or "paper".
+
+    Raises:
+        SiteError: the block has no such layer.
+    """
+    place = PLACES[row].sublayers.get(sub.kind) if row in PLACES else None
+    if place is None:
+        return None
+    last = next(b for b in reversed(anatomy.blocks) if b.stack == block.stack)
+
+    def full(path: str) -> str | None:
+        owner = last if path.startswith("last:") else block
+        return f"{owner.path}.{path.removeprefix('last:')}" if path else None
+
+    out = full(place.out) or sub.out
+    if place.out and not any(site.path == out for site in block.sites):
+        raise SiteError(
+            f"placement={row!r}: the block at {block.path!r} has no layer {place.out!r}, where "
+            f"adapters puts a bottleneck. Write placement='paper'."
+        )
+    return dataclasses.replace(
+        stream_site(block, sub, "output", captures=True),
+        path=out,
+        source=full(place.inp) or sub.source,
+        also=full(place.also),
+        norm=full(place.norm),
+        factor=full(place.factor),
+        is_placed=True,
+        is_swapped=place.swapped,
+    )
+
+
+def moved_entry(anatomy: Anatomy, row: str) -> Site | None:
+    """Return the site of the invertible function that a row declares; None: the documented one.
+
+    Args:
+        anatomy: of the model.
+        row: name of the row, or "paper".
+    """
+    if row not in PLACES or not PLACES[row].moves_entry:
+        return None
+    path = PLACES[row].entry
+    tokens = anatomy.tokens
+    embeds = tokens is not None and path == tokens.embeddings
+    width = tokens.width if tokens is not None and embeds else anatomy.blocks[0].d_model
+    scale = "embed_scale" if PLACES[row].is_unscaled else None
+    stack = anatomy.blocks[0].stack
+    return Site(path, "other", -1, stack, "entry", width, width, is_placed=True, factor=scale)
+
+
+class PlacedBottleneck(BottleneckLayer):
+    """R in the place of h, with h, inp, n and R of `_bottleneck_places`."""
+
+    def __init__(
+        self, config: BottleneckFields, site: Site, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make the parameters, and keep the place."""
+        super().__init__(config, site, device, dtype)
+        reads_sum = config.original_ln_before and not config.is_parallel
+        self.norm = site.norm if reads_sum else None
+        self.reads_sum, self.is_parallel = reads_sum, config.is_parallel
+        self.factor_path, self.is_swapped = site.factor, site.is_swapped
+        self.reads_call |= self.norm is not None or site.factor is not None
+
+    @classmethod
+    def supports_batching(cls, adapters: Sequence[Self]) -> bool:
+        """Return whether they read the same modules too."""
+        places = {(a.norm, a.factor_path, a.reads_sum, a.is_parallel) for a in adapters}
+        return len(places) == 1 and super().supports_batching(adapters)
+
+    def changed(self, x: Tensor, y: Tensor, base: BaseLayer, add: Added) -> Tensor:
+        """Return the output. `x` is the input, `y` the plain output `[*batch, d_model]`."""
+        # 1.0 where a config of the model has no such parameter
+        factor = 1.0 if self.factor_path is None else base.part(self.factor_path)
+        h, inp = factor * y, base.residual
+        if self.is_swapped:
+            h, inp = inp, h
+        s = h + inp
+        n = inp if self.is_parallel else h
+        to = h
+        if self.reads_sum:
+            n = s if self.norm is None else base.part(self.norm)(s)
+            to = {True: h, False: n, "post_add": s}[self.residual_before_ln]
+        r = add(n, to)
+        if not self.original_ln_after:
+            r = r - inp
+        if self.is_swapped:
+            # the model adds its own inp, which is h here
+            r = r + (inp - h)
+        return (r / factor).to(y.dtype)

@@ -1,0 +1,1 @@
+"""What users of `adapters` find at a model under its names there."""

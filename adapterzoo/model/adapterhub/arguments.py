@@ -1,0 +1,122 @@
+"""Arguments of `adapters` for saving and loading: what they mean here."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import ConfigError
+from adapterzoo.model.heads.interface import LoadOptions
+
+
+def chosen_format(
+    format: str, use_safetensors: bool | None, loaders: Sequence[Any] | None = None
+) -> str:
+    """Return the format that a user means.
+
+    Args:
+        format: that was given, or the default.
+        use_safetensors: given, the files of `adapters` are meant: in safetensors, or pickled.
+        loaders: must be empty.
+
+    Raises:
+        ConfigError: the two contradict each other.
+    """
+    refuse_loaders(loaders)
+    if use_safetensors is None:
+        return format
+    meant = "adapterhub-safetensors" if use_safetensors else "adapterhub"
+    if not isinstance(use_safetensors, bool) or format not in ("native", "adapterhub", meant):
+        raise ConfigError(
+            f"use_safetensors={use_safetensors!r} chooses among the files of adapters, and "
+            f"format={format!r} is another format. Write only format={format!r}."
+        )
+    return meant
+
+
+def refuse_loaders(loaders: Sequence[Any] | None) -> None:
+    """Refuse `custom_weights_loaders`.
+
+    Raises:
+        ConfigError: there are any.
+    """
+    if loaders:
+        raise ConfigError(
+            f"custom_weights_loaders={loaders!r}: an adapter is saved and loaded with its head and "
+            f"embeddings, and with no other modules. Save these with safetensors, and leave "
+            f"custom_weights_loaders out."
+        )
+
+
+def labels(id2label: Mapping[int, str] | None, count: int | None) -> Mapping[int, str] | None:
+    """Return the names of labels, of which only the number may be given.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    if count is None:
+        return id2label
+    if id2label is not None:
+        raise ConfigError(
+            f"num_labels={count} and id2label={id2label!r} are both given. Write only id2label."
+        )
+    return {number: f"LABEL_{number}" for number in range(count)}
+
+
+def overwriting(
+    asked: LoadOptions, name: str, **there: Container[str]
+) -> tuple[LoadOptions, Callable[[], None]]:
+    """Return whether things of a name may be replaced, and the warning for those that were.
+
+    Args:
+        asked: of the user; None as `overwrite_ok` means yes, with a warning.
+        name: of what is loaded.
+        **there: the kinds of things that are loaded, with the names of those that are there.
+    """
+    taken = [kind for kind, names in there.items() if name in names]
+    if asked.overwrite_ok is not None or not taken:
+        return asked, lambda: None
+    text = (
+        f"the {' and the '.join(taken)} {name!r} of the model has been replaced by the one that "
+        f"was loaded. Write overwrite_ok=True if that is meant, or load_as='another_name'."
+    )
+    return dataclasses.replace(asked, overwrite_ok=True), lambda: _warn(text)
+
+
+def compare(asked: LoadOptions, config: AdapterConfig, model_name: object) -> None:
+    """Warn where a checkpoint has another config or base model than the user names.
+
+    Args:
+        asked: of the user.
+        config: in the checkpoint.
+        model_name: in the checkpoint.
+
+    Raises:
+        ConfigError: what the user gives is not a config.
+    """
+    if asked.config is not None:
+        wanted, found = AdapterConfig.load(asked.config).to_dict(), config.to_dict()
+        differing = {k: (wanted.get(k), found.get(k)) for k in wanted.keys() | found.keys()}
+        kept = {k: v for k, v in differing.items() if v[0] != v[1]}
+        if kept:
+            shown = ", ".join(f"{k}={v[1]!r} and not {v[0]!r}" for k, v in sorted(kept.items()))
+            _warn(f"config=…: the checkpoint has its own config, with {shown}. Leave config out.")
+    if asked.model_name is not None and model_name not in (None, asked.model_name):
+        _warn(
+            f"model_name={asked.model_name!r}: the checkpoint was saved from {model_name!r}. Leave "
+            f"model_name out."
+        )
+
+
+def report(asked: LoadOptions) -> None:
+    """Fill the dict in which `adapters` lists what did not fit; a difference is an error here."""
+    if asked.loading_info is not None:
+        for key in ("missing_keys", "unexpected_keys"):
+            asked.loading_info.setdefault(key, [])
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=2)

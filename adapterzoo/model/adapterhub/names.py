@@ -1,0 +1,151 @@
+"""Methods and properties of `adapters` that say in other words what a model here has anyway."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from adapterzoo.configs import AdapterConfig
+from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.interface import AdapterMethod, AdapterModelInterface
+from adapterzoo.model import fusion
+from adapterzoo.model.state import AdapterState, modules_of
+
+T = TypeVar("T")
+
+
+def with_names_of_adapters(cls: type[T]) -> type[T]:
+    """Decorate a class of models: it gets the members of `NamesOfAdapters`."""
+    for name, member in vars(NamesOfAdapters).items():
+        if not name.startswith("_"):
+            setattr(cls, name, member)
+    return cls
+
+
+class NamesOfAdapters:
+    """The members, in one place."""
+
+    _adapter_state: AdapterState
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def has_parallel_adapters(self) -> bool:
+        """Whether `Parallel` is active."""
+        setup = self.active_adapters
+        return setup is not None and setup.parallel_channels > 1
+
+    @property
+    def adapter_interface(self) -> AdapterModelInterface | None:
+        """The interface that `init` got, None without one."""
+        return self._adapter_state.interface
+
+    @property
+    def model_name(self) -> str | None:
+        """Where the base model was loaded from."""
+        name: str | None = self.config.name_or_path
+        return name
+
+    @property
+    def support_lora_delta_w_svd(self) -> bool:
+        """Always True: `average_adapter` has the strategy in every model."""
+        return True
+
+    @property
+    def support_prompt_tuning(self) -> bool:
+        """Whether adapters can add tokens to the model's input."""
+        return self.supports_adapter(AdapterMethod.prompt_tuning)
+
+    def supports_adapter(self, type_or_config: str | AdapterConfig) -> bool:
+        """Return whether the model has places for an adapter, and its interface allows it.
+
+        Args:
+            type_or_config: a config, a config string, or one of the kinds of `AdapterMethod`.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        config = AdapterConfig.load(AdapterMethod.examples.get(type_or_config, type_or_config))
+        try:
+            if self.adapter_interface is not None:
+                self.adapter_interface.check_method(config)
+        except ConfigError:
+            return False
+        try:
+            return bool(config.placements(self.anatomy))
+        except SiteError:
+            return False
+
+    @property
+    def invertible_adapters(self) -> dict[str, nn.Module]:
+        """The invertible functions at the embeddings, by adapter."""
+        entry = self.anatomy.entry
+        path = "" if entry is None else entry.path
+        found = {name: dict(modules_of(self, name)).get(path) for name in self.adapters_config}
+        return {name: module for name, module in found.items() if module is not None}
+
+    def get_invertible_adapter(self) -> nn.Module | None:
+        """Return the invertible function of the first active adapter, None without one."""
+        setup = self.active_adapters
+        return None if setup is None else self.invertible_adapters.get(setup.first())
+
+    def freeze_embeddings(self, freeze: bool = True) -> None:
+        """Freeze the table of tokens, or make it trainable.
+
+        Args:
+            freeze: False: its parameters get a gradient.
+        """
+        self.get_input_embeddings().requires_grad_(not freeze)
+
+    def adapter_fusion_to(
+        self,
+        adapter_names: fusion.FuseArgument,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move or cast fusion layers.
+
+        Args:
+            adapter_names: which fusion.
+            device: None: where each layer is.
+            dtype: None: what each layer has.
+
+        Raises:
+            UnknownNameError: the fusion is unknown.
+        """
+        for _, layer in self.fusion_modules(fusion.as_fuse(adapter_names, None).name):
+            layer.to(device=device, dtype=dtype)
+
+    def save_all_adapter_fusions(
+        self,
+        save_directory: str | os.PathLike[str],
+        meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: object = None,
+        use_safetensors: bool | None = None,
+        *,
+        format: str = "native",
+    ) -> None:
+        """Save each fusion to the sub-folder of its name.
+
+        Args:
+            save_directory: the folder of these; made when missing.
+            meta_dict: as in `save_adapter_fusion`.
+            custom_weights_loaders: the same.
+            use_safetensors: the same.
+            format: the same.
+
+        Raises:
+            CheckpointError: a folder cannot be written, or the format cannot express a fusion.
+        """
+        for name in self.adapters_config.fusions:
+            self.save_adapter_fusion(
+                Path(save_directory) / name, name, meta_dict, custom_weights_loaders,
+                use_safetensors=use_safetensors, format=format,
+            )  # fmt: skip

@@ -1,0 +1,114 @@
+"""The base model of a model with adapters: its methods for adapters are those of the whole model.
+
+`model.base_model.add_adapter(…)` would otherwise be that of transformers' mixin for PEFT.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from typing import Any, Self
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.peft import PeftAdapterMixin
+
+from adapterzoo.errors import StateError
+from adapterzoo.inject import set_class
+
+_OWNER = "_adapter_owner"
+
+
+class Owner:
+    """A weak reference to a model, which follows copies and pickles of the whole."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        """Refer to a model.
+
+        Args:
+            model: None: the base model was copied without it.
+        """
+        self.model = (lambda: None) if model is None else weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refer to the copy of the model, where it is copied too."""
+        return type(self)(memo.get(id(self.model())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the model with the base model."""
+        return type(self), (self.model(),)
+
+
+class OwnedType(type):
+    """The type of the classes of owned base models: pickled by what they are made from."""
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def names_of(mixin: type) -> tuple[str, ...]:
+    """Return the members of a mixin that a base model takes over.
+
+    Args:
+        mixin: its own public members, without those that every model of transformers has.
+    """
+    plain = {n for c in PreTrainedModel.__mro__ if c is not PeftAdapterMixin for n in vars(c)}
+    return tuple(name for name in vars(mixin) if not name.startswith("_") and name not in plain)
+
+
+def own(model: Any, names: tuple[str, ...]) -> None:
+    """Let a base model take the calls for adapters; a model that is its own has them anyway.
+
+    Args:
+        model: with adapters.
+        names: of its methods and properties.
+    """
+    base = model.base_model
+    if base is model or not isinstance(base, PreTrainedModel):
+        return
+    if _OWNER not in vars(base):
+        set_class(base, _owned(type(base), names))
+    vars(base)[_OWNER] = Owner(model)
+
+
+def disown(model: Any) -> None:
+    """Undo `own`.
+
+    Args:
+        model: without adapters.
+    """
+    base = model.base_model
+    if vars(base).pop(_OWNER, None) is not None:
+        set_class(base, type(base).__mro__[1])
+
+
+def _owned(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    if cls not in _classes:
+        made: Any = OwnedType(cls.__name__, (cls,), {name: _forwarded(name) for name in names})
+        made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
+        _classes[cls] = made
+    return _classes[cls]
+
+
+def _by_parts(made: OwnedType) -> tuple[Any, ...]:
+    names = tuple(name for name, member in vars(made).items() if isinstance(member, property))
+    return _owned, (made.__mro__[1], names)
+
+
+copyreg.pickle(OwnedType, _by_parts)
+
+
+def _forwarded(name: str) -> property:
+    def owner(base: nn.Module) -> Any:
+        model = vars(base)[_OWNER].model()
+        if model is None:
+            raise StateError(
+                f"base_model.{name}: the model around it is gone. Keep the whole model, and write "
+                f"model.{name}."
+            )
+        return model
+
+    def put(base: nn.Module, value: object) -> None:
+        setattr(owner(base), name, value)
+
+    return property(lambda base: getattr(owner(base), name), put)
