@@ -138,10 +138,11 @@ class AdapterConfig(Config):
         said = {**variant.fixed, **variant.constants, **(defaults if meant is not cls else {})}
         kept = {n: v for n, v in fields.items() if n in legal or n not in said or said[n] != v}
         if meant is not cls:
-            # the fields that were not given have the values of the class that was called
-            shared = legal.keys() - meant.training_fields
-            same = {name: value for name, value in defaults.items() if name in shared}
-            given = {n: v for n, v in kept.items() if n not in defaults or defaults[n] != v}
+            # the fields that were not given have the values of the class that was called, but for
+            # those of training: each method has initial values of its own
+            others = legal.keys() - meant.training_fields
+            same = {name: value for name, value in defaults.items() if name in others}
+            given = {n: v for n, v in kept.items() if n not in same or same[n] != v}
             kept = {**same, **variant.implied, **given}
         return meant, kept
 
@@ -336,16 +337,12 @@ class ConfigUnion(AdapterConfig):
         members = zip(*unions, strict=True)
         return cls(*(type(each[0]).combined(each, strategy, anatomy) for each in members))
 
-    def keys(self) -> tuple[str, ...]:
+    def field_names(self) -> tuple[str, ...]:
         """Return the names of the members' fields, "0.r" for `r` of the first."""
-        return tuple(f"{i}.{key}" for i, config in enumerate(self.configs) for key in config)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a field, the default if there is no such field."""
-        return self[key] if key in ("architecture", "configs", *self.keys()) else default
+        return tuple(f"{i}.{name}" for i, c in enumerate(self.configs) for name in c.field_names())
 
     def __getitem__(self, key: str | int) -> Any:
-        """Return a member by its number; or a field's value, of a member as "0.r".
+        """Return a member by its number, a field of one by `"0.r"`, or a field of the union.
 
         Raises:
             UnknownNameError: there is no such field.
@@ -355,7 +352,7 @@ class ConfigUnion(AdapterConfig):
             return self.configs[key]
         if key in ("architecture", "configs"):
             return getattr(self, key)
-        if key not in self.keys():
+        if key not in self.field_names():
             return super().__getitem__(key)
         number, _, name = key.partition(".")
         return self.configs[int(number)][name]

@@ -390,6 +390,18 @@ class PromptAdapter(Adapter):
         return y.scatter(1, at, self.prompt(base).to(y).expand(at.shape))
 
 
+class Ejectable(nn.Module, ABC):
+    """A shared module with values that a network computes while they are trained."""
+
+    @abstractmethod
+    def eject(self) -> Mapping[str, Any]:
+        """Replace the network by the values that it computes, in place.
+
+        Returns:
+            The fields of the config that change; empty if there is no network.
+        """
+
+
 class WeightAdapter(Adapter):
     """An adapter that equals a changed weight, so that it can be merged into the layer.
 

@@ -22,6 +22,7 @@ from adapterzoo.errors import (
     CheckpointError,
     ConfigError,
     DuplicateNameError,
+    HubError,
     UnknownNameError,
 )
 
@@ -131,7 +132,9 @@ def test_where_a_checkpoint_comes_from(model, monkeypatch):
     model.load_adapter(str(BERT), load_as="local", version="main", revision="main")
     with refused(model, ConfigError, "version='a'", "revision='b'", "Write only revision='b'"):
         model.load_adapter(BERT, load_as="other", version="a", revision="b")
-    with refused(model, ConfigError, "source='ah'", "Write source='hf'"):
+    with refused(
+        model, HubError, "is not an id of AdapterHub", "Write 'task/dataset@organization'"
+    ):
         model.load_adapter(BERT, load_as="other", source="ah")
     with pytest.raises(TypeError, match="use_safetensor"):
         model.load_adapter(BERT, load_as="other", use_safetensor=True)
@@ -281,7 +284,7 @@ def unsayable(model, *says, folder, name="a", **kwargs):
 @pytest.mark.parametrize(
     ("config", "says"),
     [("boft", ("is not a method of adapters", "format='native'")),
-     ("dora", ("which is convention='adapterhub'", "format='native'")),
+     ("dora", ("convention='adapterhub'", "format='native'")),
      ("lora[rank_pattern={'query': 4}]", ("rank_pattern={'query': 4}", "format='native'")),
      ("lora[attn_matrices=['q', 'o']]", ("attn_matrices=['o']", "format='native'")),
      ("lora[target_modules='all-linear']", ("of whole blocks", "format='native'")),
@@ -312,6 +315,27 @@ def test_heads_and_families_that_the_format_does_not_know(model, tiny, tmp_path)
     gpt2 = tiny("gpt2")
     gpt2.add_adapter("a", "dora[convention='adapterhub']")
     unsayable(gpt2, "DoRA in a fused layer", "format='native'", folder=tmp_path / "y")
+
+
+FORMATS = ("native", "adapterhub", "peft")
+
+
+@pytest.mark.parametrize("new", FORMATS)
+@pytest.mark.parametrize("old", FORMATS)
+def test_an_adapter_replaces_one_of_another_format(model, tmp_path, old, new):
+    model.add_adapter("old", "lora[r=2]")
+    model.add_adapter("new", "lora[r=3]")
+    model.add_classification_head("old", num_labels=2)
+    model.save_adapter(tmp_path / "x", "old", with_head=old == "adapterhub", format=old)
+    model.save_adapter(tmp_path / "x", "new", with_head=False, format=new)
+    model.save_adapter(tmp_path / "fresh", "new", with_head=False, format=new)
+    found, fresh = (
+        {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("x", "fresh")
+    )
+    # nothing of the old one is left
+    assert found == fresh
+    model.load_adapter(tmp_path / "x", load_as="again")
+    assert model.adapters_config["again"].r == 3
 
 
 def test_folders_are_not_mixed(model, tmp_path):

@@ -60,15 +60,16 @@ def inputs_of(expected, start=""):
 
 
 def gates(scores, model_type):
-    """Block and location to gates; the query's and value's are columns, in the order of calls."""
-    found = {}
-    # ViT of transformers 4 computed the query last
-    order = ("key", "value", "query") if model_type == "vit" else ("query", "key", "value")
-    for block, at in scores["golden"].items():
-        parts = [at.pop(role).view(2, -1) for role in order if role in at]
-        if parts:
-            at["selfattn_lora"] = torch.stack(parts, -1).flatten(1)
-        found |= {f"gating.{block}.{location}": value for location, value in at.items()}
+    """Block and location to gates."""
+    found = {
+        f"gating.{block}.{location}": value
+        for block, at in scores["golden"].items()
+        for location, value in at.items()
+    }
+    for key in found if model_type == "vit" else ():
+        if key.endswith("selfattn_lora"):
+            # ViT of transformers 4 computed the query last
+            found[key] = found[key].flip(1)
     return found
 
 

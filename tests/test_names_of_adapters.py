@@ -89,6 +89,11 @@ def test_the_maps_hold_what_load_takes():
     assert adapterzoo.ADAPTER_MODEL_MAPPING[BertConfig] is adapterzoo.BertAdapterModel
     assert T5Config in adapterzoo.ADAPTER_MODEL_MAPPING
     assert "bert" not in adapterzoo.ADAPTER_MODEL_MAPPING
+    types = {n: getattr(adapterzoo, f"{n}AdapterModel").head_types for n in ("Bert", "T5", "ViT")}
+    assert {"classification", "masked_lm", "dependency_parsing"} <= {*types["Bert"]}
+    assert "seq2seq_lm" in types["T5"]
+    assert "causal_lm" not in types["T5"]
+    assert types["ViT"] == ["image_classification"]
 
 
 # of AdapterHub's index
@@ -175,7 +180,7 @@ def tiny():
 
 CALLS = {
     "an unknown field": (TypeError, lambda m: AdapterConfig.load("seq_bn[no_such_field=2]")),
-    "a union in a union": (TypeError, lambda m: ConfigUnion(MAMConfig(), SeqBnConfig())),
+    "a class in a union": (TypeError, lambda m: ConfigUnion(MAMConfig(), SeqBnConfig)),
     "an unknown config": (ValueError, lambda m: AdapterConfig.load("lora[r=8]|no_such_name")),
     "an unknown adapter": (ValueError, lambda m: m.set_active_adapters("no_such_name")),
     "no composition": (TypeError, lambda m: m.set_active_adapters(5)),

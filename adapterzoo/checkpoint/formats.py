@@ -213,8 +213,9 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
         info: of the model that it was taken from.
 
     Raises:
-        CheckpointError: the format cannot express it, or the folder cannot be written; what was
-            there is still whole.
+        CheckpointError: the format cannot express it, files of another kind of checkpoint in
+            another format would be mixed with it, or the folder cannot be written; what was there
+            is still whole.
         UnknownNameError: there is no such format.
     """
     chosen = formats.find(name)
@@ -228,10 +229,11 @@ def write(folder: Path, checkpoint: Checkpoint, kind: Kind, name: str, info: Mod
             if there is None:
                 continue
             own = {*formats[there].owned(held)}
+            is_other = type(formats[there]) is not type(chosen)
             if held == kind:
                 stale |= own
-            # the other kind may lie beside it, where no file belongs to both
-            elif type(formats[there]) is not type(chosen) and own & touched - stale:
+            # the other kind may lie beside it, where no file belongs to both, or go with it
+            elif is_other and not own <= stale and own & (touched | stale):
                 what = "an adapter" if held == "adapter" else "a head"
                 raise CheckpointError(
                     f"the folder {str(folder)!r} holds {what} in the format {there!r}; files of "

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from adapterzoo.errors import CheckpointError
+from adapterzoo.errors import CheckpointError, StateError
 from adapterzoo.heads import HeadConfig
 from adapterzoo.model.hf.info import info_of
 from adapterzoo.model.hf.task_classes import class_for, is_task, task_class, with_labels
@@ -76,7 +76,7 @@ def convert(
     options: dict[str, Any] = {"with_head": with_head, "meta_dict": checkpoint.meta, "format": to}
     try:
         found.model.save_adapter(folder, found.name, **options)
-    except NotImplementedError:
+    except StateError:
         # the format needs values of weights that are on the meta device
         found = fitted(checkpoint, base, name=name, whole=True)
         found.model.save_adapter(folder, found.name, **options)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .card import CardText
     from .download import resolve
     from .search import AdapterInfo, adapter_info, list_adapters
+    from .setups import resolve_setup
     from .upload import push
 
 # imported on first use: the command line checks names before it imports huggingface_hub
@@ -22,9 +23,18 @@ _HOMES = {
     "list_adapters": "search",
     "push": "upload",
     "resolve": "download",
+    "resolve_setup": "setups",
 }
 
-__all__ = ["AdapterInfo", "CardText", "adapter_info", "list_adapters", "push", "resolve"]
+__all__ = [
+    "AdapterInfo",
+    "CardText",
+    "adapter_info",
+    "list_adapters",
+    "push",
+    "resolve",
+    "resolve_setup",
+]
 
 
 def __getattr__(name: str) -> Any:

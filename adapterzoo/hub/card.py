@@ -84,7 +84,9 @@ def check_card(text: CardText) -> None:
         )
 
 
-def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardText) -> ModelCard:
+def adapter_card(
+    folder: Path, repo_id: str, revision: str | None, text: CardText, setup: str | None = None
+) -> ModelCard:
     """Return the card for an adapter's folder.
 
     Args:
@@ -92,6 +94,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
         repo_id: the repository of the card.
         revision: the branch; None: the default one.
         text: the author's texts.
+        setup: the composition of which this is the first adapter; None: the adapter is alone.
 
     Raises:
         CheckpointError: the folder has no readable config.
@@ -123,7 +126,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
         ),
         **more,
     )  # fmt: skip
-    name = document.get("name") or repo_id.rpartition("/")[2]
+    name = setup or document.get("name") or repo_id.rpartition("/")[2]
     trained = f", trained on {' and '.join(map(_dataset, text.datasets))}" if text.datasets else ""
     kind = f" with a prediction head for {str(head_type).replace('_', ' ')}" if head_type else ""
     inner = document.get("config")
@@ -135,7 +138,7 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
         f"An adapter for {_model(base, document)}{kind}{trained}. Made with adapterzoo.",
         "## How to load it",
         f"```\n{_INSTALL}\n```",
-        f"```python\n{load_code(repo_id, base, head, revision)}\n```",
+        f"```python\n{load_code(repo_id, base, head, revision, '_setup' if setup else '')}\n```",
         "## Config",
         f"```json\n{json.dumps(config, indent=2, sort_keys=True)}\n```",
     ]
@@ -153,7 +156,11 @@ def adapter_card(folder: Path, repo_id: str, revision: str | None, text: CardTex
 
 
 def load_code(
-    repo_id: str, base: str | None, head: Mapping[str, Any] | None, revision: str | None
+    repo_id: str,
+    base: str | None,
+    head: Mapping[str, Any] | None,
+    revision: str | None,
+    what: str = "",
 ) -> str:
     """Return the lines that load an adapter from the Hub.
 
@@ -162,10 +169,11 @@ def load_code(
         base: name of the base model; None: unknown.
         head: description of the head.
         revision: the branch; None: the default one.
+        what: "_setup" for a composition.
     """
     name = json.dumps(base) if base else "base_model"
     where = json.dumps(repo_id) + ("" if revision is None else f", revision={json.dumps(revision)}")
-    load = f"model.load_adapter({where}, set_active=True)"
+    load = f"model.load_adapter{what}({where}, set_active=True)"
     if isinstance(head, Mapping) and head.get("static"):
         cls = str(head["static"])
         lines = [

@@ -173,7 +173,7 @@ class Cache:
 
     def folder(self) -> Path | None:
         """Return the folder in the cache if it is complete and its files have their digests."""
-        files = {name: f for name in known_files() if (f := self._find(name)) is not None}
+        files = {name: f for name in known_files() if (f := self.find(name)) is not None}
         if not is_complete(files):
             return None
         if not all(_is_intact(file, _digest_in_cache(file)) for file in files.values()):
@@ -201,14 +201,15 @@ class Cache:
     def remember(self, name: str, commit: str) -> None:
         """Record in the cache which commit the revision is, once all its files are there."""
         revision = self._client.revision or constants.DEFAULT_REVISION
-        known = self._find(name)
+        known = self.find(name)
         if _COMMIT.fullmatch(revision) or (known is not None and commit in known.parts):
             return
         # ignore failures: only a later load in offline mode needs this
         with contextlib.suppress(HubError):
             self._download(name, revision, False)
 
-    def _find(self, name: str) -> Path | None:
+    def find(self, name: str) -> Path | None:
+        """Return a file of the revision in the cache; None if it is not there."""
         found = try_to_load_from_cache(
             self._ref.repo_id,
             self._ref.path(name),

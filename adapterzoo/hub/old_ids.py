@@ -120,7 +120,8 @@ def _hash(config: Any) -> str:
     from adapterzoo.checkpoint.adapterhub.hashes import get_adapter_config_hash
     from adapterzoo.configs import AdapterConfig
 
-    return get_adapter_config_hash(AdapterConfig.load(config))
+    found: Any = AdapterConfig.load(config)
+    return get_adapter_config_hash(found)
 
 
 def _repository(address: str) -> str:

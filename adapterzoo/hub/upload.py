@@ -7,7 +7,9 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
-from adapterzoo.checkpoint import folders
+from adapterzoo.checkpoint import folders, setup_files
+from adapterzoo.checkpoint.setup_files import SETUP
+from adapterzoo.composition import fusions_of
 from adapterzoo.errors import CheckpointError, in_python, listing, names_call
 
 from .base_names import with_base_name
@@ -80,7 +82,10 @@ def push(
         ).siblings
         or ()
     }
-    stale = sorted(there & {*known_files()} - {*contents})
+    owned = {*known_files(), SETUP}
+    if SETUP in contents:
+        owned |= {path for path in there if path.count("/") == 1 and path.split("/")[1] in owned}
+    stale = sorted(there & owned - {*contents})
     if CARD in there and not overwrite_adapter_card:
         del contents[CARD]
 
@@ -105,6 +110,8 @@ def push(
 
 def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) -> dict[str, bytes]:
     """Return the files of an adapter by name, all from one save, with its card or a new one."""
+    if (folder / SETUP).is_file():
+        return _setup_contents(folder, repo_id, revision, text)
     # another process may save to the folder during the upload
     with folders.reading(folder):
         there = sorted(file.name for file in folder.glob("*") if file.is_file())
@@ -124,3 +131,29 @@ def _contents(folder: Path, repo_id: str, revision: str | None, text: CardText) 
                 f"Make it readable, or write another folder."
             ) from error
         return {CARD: card} | with_base_name(folder, contents, text.base_model)
+
+
+def _setup_contents(
+    folder: Path, repo_id: str, revision: str | None, text: CardText
+) -> dict[str, bytes]:
+    """Return the files of a composition, those of its parts in their sub-folders, with a card."""
+    setup, heads = setup_files.read(folder)
+    found: dict[str, bytes] = {}
+    parts = [*setup.flatten(), *(f.name for f in fusions_of(setup)), *setup_files.names_of(heads)]
+    for part in ["", *dict.fromkeys(parts)]:
+        inner = folder / part
+        with folders.reading(inner):
+            names = wanted(file.name for file in inner.glob("*") if file.is_file())
+            if part and not names:
+                raise CheckpointError(
+                    f"{str(inner)!r} holds no part of the setup {setup!r} in one file. Write the "
+                    f"folder that save_adapter_setup wrote."
+                )
+            contents = {name: (inner / name).read_bytes() for name in names}
+            contents = with_base_name(inner, contents, text.base_model)
+        found |= {f"{part}/{name}".lstrip("/"): content for name, content in contents.items()}
+    first = folder / setup.flatten()[0]
+    card = adapter_card(first, repo_id, revision, text, repr(setup)).content.encode()
+    own = folder / CARD
+    found[CARD] = own.read_bytes() if own.is_file() else card
+    return {**found, SETUP: (folder / SETUP).read_bytes()}

@@ -12,6 +12,7 @@ from torch.nn.functional import dropout, linear
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
+from adapterzoo.contracts import Ejectable
 
 from ._init import drawn, generator, kaiming, normal, uniform
 from ._products import Affine
@@ -79,3 +80,24 @@ class PrefixTable(nn.Module):
             weight, bias = self.up.weight, cast("Tensor", self.up.bias)
             columns = linear(inner, weight[start : start + size], bias[start : start + size])
         return dropout(columns, self.dropout, self.training)  # [P, size]
+
+    @torch.no_grad()
+    def eject(self) -> bool:
+        """Keep T instead of the MLP that computes it; False if there is none."""
+        if self.table is not None:
+            return False
+        inner = self.activation(self.down(self.wte))  # [P, m]
+        table = linear(inner, self.up.weight, self.up.bias)  # [P, width]
+        trained = self.up.weight.requires_grad
+        del self.wte, self.down, self.up
+        self.table = nn.Parameter(table, trained)
+        return True
+
+
+class PrefixTables(nn.ModuleDict, Ejectable):
+    """The table of each location."""
+
+    def eject(self) -> dict[str, bool]:
+        """Make all tables flat."""
+        done = [cast("PrefixTable", table).eject() for table in self.values()]
+        return {"flat": True} if any(done) else {}

@@ -122,17 +122,17 @@ class NiceAdapter(InvertibleKind, FusibleAdapter):
     block = NiceBlock
 
     def update(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return how the function changes the first block's input `x` `[*batch, d]`, same shape."""
-        return self._changed(x, base) - x
+        """Return how the function changes `x` `[*batch, d]`, same shape."""
+        return self._applied(x, base) - x
 
     def forward(
         self, x: Tensor, base: BaseLayer, instead: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """Return the first block's input `[*batch, d]`; `x` is the input of the module there."""
         y = base(x)
-        return self._changed(y, base) if instead is None else y + instead(y).to(y.dtype)
+        return self._applied(y, base) if instead is None else y + instead(y).to(y.dtype)
 
-    def _changed(self, y: Tensor, base: BaseLayer) -> Tensor:
+    def _applied(self, y: Tensor, base: BaseLayer) -> Tensor:
         block = self._block(y, base)
         if self.is_unscaled:
             return cast("Tensor", base.scale * block(y / base.scale))

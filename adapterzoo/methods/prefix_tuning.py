@@ -37,7 +37,7 @@ from adapterzoo.spelling import spelled
 from . import _prefix_tuning_peft, _prefix_tuning_spelling
 from ._gate import Gate
 from ._init import DTYPE, DTYPES, generator
-from ._prefix_table import PrefixTable
+from ._prefix_table import PrefixTable, PrefixTables
 
 
 @architectures.register("prefix_tuning")
@@ -129,10 +129,10 @@ class PrefixTuningConfig(AdapterConfig):
 
     def shared(
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
-    ) -> nn.ModuleDict:
+    ) -> PrefixTables:
         """Return the table of each location."""
         dtype = DTYPES[self.dtype] if self.dtype else dtype
-        tables = nn.ModuleDict()
+        tables = PrefixTables()
         for at in dict.fromkeys(p.location for p in placements if p.site.heads):
             own = [p.site for p in placements if p.location == at]
             tables[at] = PrefixTable(self, own, at, device, dtype)

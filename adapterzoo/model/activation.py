@@ -94,11 +94,11 @@ def make_plan(
     if len(parts) > 1 or has_tokens(setup):
         _refuse_routed(model, setup, acting)
     steps: dict[str, Step] = {}
+    entry = model.anatomy.entry
     names_of = (fuse.name for fuse in fusions_of(setup))
     first_acts = [n for n in names_of if state.fusions[n].config.invertible == "first"]
     for path, modules in present.items():
-        inverts = any(isinstance(m, InvertibleAdapter) for m in modules.values())
-        unfused = first_acts if inverts else []
+        unfused = first_acts if entry is not None and path == entry.path else []
         step = compile_rows(parts, modules, modules.__getitem__, unfused)
         if step is not None:
             steps[path] = step
@@ -111,12 +111,12 @@ def make_plan(
     shared = _shared_inputs(model, acting, steps, present)
     reads = any(state.records[name].reads_calls for name in acting)
     stacks = frozenset(("", *(path for path, _ in stacks_of(model)))) if reads else frozenset()
-    with_inverse = (
+    inverts = (
         path
         for path, modules in present.items()
         if path in steps and any(isinstance(m, InvertibleAdapter) for m in modules.values())
     )
-    leaving = next(with_inverse, None)
+    leaving = next(inverts, None)
     prompts = _prompts(model, parts, present)
     return Plan(setup, heads, steps, captures, shared, skip_layers, rows, stacks, leaving, prompts)
 

@@ -6,6 +6,7 @@ or replaces adapters with `bring_in`.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,8 +17,8 @@ from torch import nn
 from adapterzoo import inject
 from adapterzoo import methods as _methods  # noqa: F401  registers the config strings
 from adapterzoo.composition import fusion_key, parse
-from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter
+from adapterzoo.configs import AdapterConfig, ConfigUnion, Placement
+from adapterzoo.contracts import Adapter, Ejectable
 from adapterzoo.errors import ConfigError, StateError, listing, unknown_name
 from adapterzoo.fields import refuse_missing_layers
 from adapterzoo.inject.building import (
@@ -150,6 +151,35 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
         set_active(model, name)
     else:
         replan(model)
+
+
+def eject(model: AdaptedModel, name: str) -> None:
+    """Replace the network that computes an adapter's shared values by the values."""
+    record = model._adapter_state.find(name)
+    refuse_if_sharded(model, "Write it before fully_shard(model).")
+    refuse_used(model, name)
+    shared = dict(modules_of(model, name)).get("")
+    old, ejected = record.config.members, dict[int, AdapterConfig]()
+    is_union = len(old) > 1
+    for number, member in enumerate(old):
+        own = shared._modules.get(str(number)) if is_union and shared is not None else shared
+        changes = own.eject() if isinstance(own, Ejectable) else {}
+        ejected[id(member)] = member.replace(**changes) if changes else member
+    members = [ejected[id(member)] for member in old]
+    if members == list(old):
+        raise StateError(
+            f"the adapter {name!r} has no values that a network computes, which a prefix with "
+            f"flat=False has. Leave it out."
+        )
+    places = {
+        path: tuple(
+            dataclasses.replace(p, config=ejected.get(id(p.config), p.config)) for p in placements
+        )
+        for path, placements in record.places.items()
+    }
+    config = ConfigUnion(*members) if is_union else members[0]
+    model._adapter_state.records[name] = dataclasses.replace(record, config=config, places=places)
+    replan(model)
 
 
 # --- make, install, remove ---

@@ -71,6 +71,7 @@ def plan_of_call(
 
     Raises:
         BatchError: the rows do not fit the batch.
+        CompositionError: a row cannot have its composition.
         StateError: `adapter_names` with a merged adapter or inside an `AdapterSetup`.
         UnknownNameError: an adapter is unknown.
     """

@@ -97,22 +97,32 @@ def load_adapter(
     Raises:
         ConfigError: an argument is not legal.
     """
-    if version is not None and revision not in (None, version):
-        raise ConfigError(
-            f"version={version!r} and revision={revision!r} mean the same thing and differ. "
-            f"Write only revision={revision!r}."
-        )
+    revision = one_revision(version, revision)
     base = hub_options.get("model_name") or info_of(model).model_name
     options = {**hub_options, "model_name": base}
-    folder = hub.resolve(path, revision or version, source, **options)
+    folder = hub.resolve(path, revision, source, **options)
     name = None if folder == Path(path) else str(path)
-    name, enter = _fitting(model, folder, asked, name)
+    name, enter = fitting(model, folder, asked, name)
     enter()
     ties.share_equal(model, [name])
     return name
 
 
-def _fitting(
+def one_revision(version: str | None, revision: str | None) -> str | None:
+    """Return the revision, which has two names.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if version is not None and revision not in (None, version):
+        raise ConfigError(
+            f"version={version!r} and revision={revision!r} mean the same thing and differ. "
+            f"Write only revision={revision!r}."
+        )
+    return revision or version
+
+
+def fitting(
     model: AdaptedModel, path: StrPath, asked: LoadOptions, hub_name: str | None = None
 ) -> tuple[str, Callable[[], None]]:
     """Read and check an adapter; return its name and a function that puts it into the model."""
@@ -167,7 +177,7 @@ def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> 
         raise CheckpointError(
             "no sub-folder holds an adapter. Write the folder that save_all_adapters was given."
         )
-    loads = [_fitting(model, each, LoadOptions(with_head=with_head)) for each in found]
+    loads = [fitting(model, each, LoadOptions(with_head=with_head)) for each in found]
     names = [name for name, _ in loads]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DuplicateNameError(

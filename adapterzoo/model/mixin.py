@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.averaging import LINEAR_OF_PEFT
+from adapterzoo.checkpoint.setup_files import HeadSetup
 from adapterzoo.composition import Composition, Fuse, MultiTask
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import Adapter
@@ -28,7 +29,7 @@ from .heads import checkpoints as head_files
 from .heads import embeddings, ties
 from .heads.interface import HeadStrategy, LoadOptions
 from .heads.static import StaticHead
-from .hf import config_entry, embedding_files, owned, publishing, vocabularies
+from .hf import config_entry, embedding_files, owned, publishing, setups, vocabularies
 from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
 
@@ -296,6 +297,19 @@ class AdapterModelMixin:
             UnknownNameError: the adapter is unknown.
         """
         adapters.move(self, name, device, dtype)
+
+    def eject_prefix_tuning(self, name: str) -> None:
+        """Replace the MLP of a prefix by the keys and values that it computes.
+
+        The adapter becomes one with `flat=True`; what it computes does not change. Its parameters
+        are others, so that an optimizer must be made anew.
+
+        Raises:
+            StateError: the adapter has no such MLP, is fused, or is active in an `AdapterSetup`
+                of this thread; or the model is sharded.
+            UnknownNameError: the adapter is unknown.
+        """
+        adapters.eject(self, name)
 
     def share_parameters(
         self,
@@ -1008,6 +1022,68 @@ class AdapterModelMixin:
         chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
         checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, chosen, with_head)
 
+    def save_adapter_setup(
+        self,
+        save_directory: str | os.PathLike[str],
+        adapter_setup: object,
+        head_setup: HeadSetup = None,
+        meta_dict: Mapping[str, Any] | None = None,
+        format: str = "native",
+    ) -> None:
+        """Save a composition with its adapters, their heads and its fusions.
+
+        The folder has `adapter_setup.json`, and a sub-folder for each of them.
+
+        Args:
+            save_directory: the folder; created if missing.
+            adapter_setup: a name, a list of names or a composition.
+            head_setup: further heads: a name, a list of names or a composition; True: the head of
+                a task class. A head with the name of an adapter is saved with it in any case.
+            meta_dict: JSON values for every adapter and fusion; None: those that each adapter was
+                loaded with.
+            format: "native"; "adapterhub" for AdapterHub's `adapters`.
+
+        Raises:
+            CheckpointError: a folder cannot be written, or the format cannot express a part.
+            CompositionError: it is not a composition.
+            UnknownNameError: an adapter, a head, a fusion or the format is unknown.
+        """
+        setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, format)
+
+    def load_adapter_setup(
+        self,
+        adapter_setup_name_or_path: str | os.PathLike[str],
+        version: str | None = None,
+        *,
+        set_active: bool = False,
+        revision: str | None = None,
+        source: str | None = None,
+        **hub_kwargs: Any,
+    ) -> tuple[Composition, Any]:
+        """Load what `save_adapter_setup`, here or of `adapters`, wrote; all of it or nothing.
+
+        Args:
+            adapter_setup_name_or_path: the folder, or `user/repository` on the Hub.
+            version: the same as `revision`.
+            set_active: whether to activate the composition, and the heads of its `head_setup`.
+            revision: branch, tag or commit on the Hub.
+            source: as in `load_adapter`.
+            **hub_kwargs: as in `load_adapter`.
+
+        Returns:
+            The composition, and the `head_setup` that was saved with it.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or does not fit the model.
+            ConfigError: an argument is not legal.
+            DuplicateNameError: a name is taken.
+            HubError: the files cannot be downloaded.
+            StateError: the model is sharded.
+        """
+        return setups.load(
+            self, adapter_setup_name_or_path, version, revision, source, hub_kwargs, set_active
+        )
+
     def load_adapter_fusion(
         self,
         adapter_fusion_name_or_path: str | os.PathLike[str],
@@ -1109,6 +1185,39 @@ class AdapterModelMixin:
             commit_message=commit_message, saving=kwargs, private=private, token=token,
             revision=revision, create_pr=create_pr, commit_description=commit_description,
             overwrite_adapter_card=overwrite_adapter_card,
+        )  # fmt: skip
+
+    def push_adapter_setup_to_hub(
+        self,
+        repo_id: str,
+        adapter_setup: object,
+        head_setup: HeadSetup = None,
+        datasets_tag: str | None = None,
+        local_path: str | os.PathLike[str] | None = None,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        overwrite_adapter_card: bool = False,
+        create_pr: bool = False,
+        revision: str | None = None,
+        commit_description: str | None = None,
+        adapter_card_kwargs: Mapping[str, Any] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        base_model: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Publish a composition with its adapters, heads and fusions, with a model card.
+
+        Arguments and errors are those of `push_adapter_to_hub`, and for the composition and its
+        heads those of `save_adapter_setup`, which takes `**kwargs`.
+        """
+        return publishing.push(
+            self, repo_id, adapter_setup, datasets_tag=datasets_tag, local_path=local_path,
+            adapter_card_kwargs=adapter_card_kwargs, metrics=metrics, base_model=base_model,
+            commit_message=commit_message, saving={**kwargs, "head_setup": head_setup},
+            is_setup=True, private=private, token=token, revision=revision, create_pr=create_pr,
+            commit_description=commit_description, overwrite_adapter_card=overwrite_adapter_card,
         )  # fmt: skip
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:

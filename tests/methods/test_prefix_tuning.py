@@ -1,15 +1,26 @@
 """Prefix tuning: the formula, row by row, with caches and beams; files are in test_golden_zoo."""
 
 import copy
+import json
 
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
-from snapshots import stir
+from snapshots import output, refused, stir
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from adapterzoo import Average, BatchSplit, Parallel, Split, Stack, init
-from adapterzoo.errors import CompositionError, SiteError, StateError
+from adapterzoo import (
+    AdapterConfig,
+    AutoAdapterModel,
+    Average,
+    BatchSplit,
+    ConfigUnion,
+    Parallel,
+    Split,
+    Stack,
+    init,
+)
+from adapterzoo.errors import CompositionError, SiteError, StateError, UnknownNameError
 from adapterzoo.methods.prefix_tuning import PrefixTuningConfig
 
 GATED = PrefixTuningConfig(prefix_length=3, bottleneck_size=4, use_gating=True, shared_gating=False)
@@ -251,3 +262,53 @@ def test_a_sliding_window_that_would_hide_the_prefix_is_refused():
     with pytest.raises(StateError, match=r"12 tokens after a prefix of 5.*window of 16.*most 11"):
         hidden(model, {"input_ids": ids})
     hidden(model, {"input_ids": ids[:, 1:]})
+
+
+EJECTED = {
+    "bert": "prefix_tuning[prefix_length=3]", "gpt2": "unipelt", "t5": "mam",
+    # grouped queries, where adapters crashes
+    "llama": "prefix_tuning[prefix_length=3,non_linearity='relu',leave_out=[0]]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EJECTED)
+@pytest.mark.parametrize("format", ["native", "adapterhub"])
+def test_an_ejected_prefix_computes_the_same_and_is_saved_as_flat(family, format, tmp_path):
+    config = tiny_config(family)
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(config).double().eval()
+    asked = EJECTED[family]
+    if format == "adapterhub":
+        both = AdapterConfig.load(asked)
+        parts = [
+            c.replace(convention="adapterhub") if "flat" in c or c["use_gating"] else c
+            for c in both.members
+        ]
+        asked = ConfigUnion(*parts) if len(parts) > 1 else parts[0]
+    model.add_adapter("a", asked, set_active=True)
+    stir(model, "a", std=0.3)
+    before, plain = output(model), [p.requires_grad for p in model.parameters()]
+    model.eject_prefix_tuning("a")
+    torch.testing.assert_close(output(model), before, rtol=0, atol=1e-12)
+    assert plain[0] == next(model.parameters()).requires_grad
+    flat = [c for c in model.adapters_config["a"].members if c.architecture == "prefix_tuning"]
+    assert [c.flat for c in flat] == [True]
+    _, shared = next((path, m) for path, m in model.adapter_modules("a") if not path)
+    assert not any("wte" in key or "down" in key or "up." in key for key in shared.state_dict())
+    model.save_adapter(tmp_path, "a", format=format)
+    if format == "adapterhub":
+        written = json.loads((tmp_path / "adapter_config.json").read_text())["config"]
+        assert [c["flat"] for c in written.get("configs", [written]) if "flat" in c] == [True]
+    model.load_adapter(tmp_path, load_as="b", set_active=True)
+    assert torch.equal(output(model), output_of(model, "a"))
+    with refused(model, StateError, "'a'", "flat=False"):
+        model.eject_prefix_tuning("a")
+    model.train_adapter("a")
+    output_of(model, "a")
+    with refused(model, UnknownNameError, "'c'", "'a'"):
+        model.eject_prefix_tuning("c")
+
+
+def output_of(model, name):
+    model.eval().set_active_adapters(name)
+    return output(model)

@@ -76,8 +76,8 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
     """
     metadata = read_json(folder / CONFIG)
     names = _fused_names(metadata)
-    fused = [config_of(name) for name in names]
-    places = _places(info, fused)
+    configs = [config_of(name) for name in names]
+    places = _places(info, configs)
     config = metadata.get("config")
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{CONFIG} has no 'config' of a fusion. {AGAIN}.")
@@ -94,10 +94,12 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
         # adapters starts anew from the highest one too
         steps = torch.zeros((), dtype=torch.int64)
         tensors |= {f"{place.path}/steps": steps for _, place in places.values()}
+    # adapters fuses no functions of the embeddings
+    entry = {"invertible": "first"} if _at_entry(info, configs) else {}
     described = {
         "name": name,
         "adapter_names": names,
-        "config": {**config, **_conventions(fused), **_of_entry(info, fused)},
+        "config": {**config, **_conventions(configs), **entry},
         "meta": meta_in(metadata),
     }
     return Checkpoint(described, tensors)
@@ -119,7 +121,7 @@ def encode(
     """
     metadata = dict(checkpoint.metadata)
     config = dict(metadata["config"])
-    if config.pop("invertible", "fused") == "fused" and _of_entry(info, fused):
+    if config.pop("invertible", "fused") == "fused" and _at_entry(info, fused):
         raise inexpressible(
             "adapters fuses no functions of the embeddings: only that of the first adapter acts"
         )
@@ -156,18 +158,19 @@ def encode(
     }
 
 
-def _of_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[str, Any]:
-    """Return the field by which `adapters` fuses no functions of the embeddings."""
-    sites = (p.site for config in fused for p in config.placements(info.anatomy))
-    return {"invertible": "first"} if any(site.kind == "entry" for site in sites) else {}
-
-
 def _conventions(fused: Sequence[AdapterConfig]) -> dict[str, Any]:
     """Return the fields in which `adapters` computes a fusion; the last adapter decides."""
     found: dict[str, Any] = {}
     for member in fused[-1].members if fused else ():
         found |= spelling_of(member).fusion(member)
     return found
+
+
+def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
+    """Return whether any of the fused adapters has a function of the embeddings."""
+    entry = info.anatomy.entry
+    sites = (p.site for config in fused for p in config.placements(info.anatomy))
+    return entry is not None and any(site.path == entry.path for site in sites)
 
 
 def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple[Container, Place]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from adapterzoo.checkpoint.formats import Checkpoint, ModelInfo
 from adapterzoo.checkpoint.places import places_of, shared_tensors
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.errors import CheckpointError, argument, listing
+from adapterzoo.errors import CheckpointError, StateError, argument, listing
 from adapterzoo.spelling import Fields, PeftOutput, PeftPart, PeftSpelling, peft_spellings
 
 from .heads import TASKS, Task
@@ -130,7 +130,10 @@ def _output(
     def weight() -> Tensor | None:
         found = info.tensor(key)
         if found is not None and found.is_meta:
-            raise NotImplementedError(f"the weight {key!r} is on the meta device, without values")
+            raise StateError(
+                f"the format needs the values of {key!r}, which is on the meta device. "
+                f"Load the model with its weights."
+            )
         return found
 
     return PeftOutput(parts, spelling.join(parts, weight))

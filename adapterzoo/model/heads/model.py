@@ -21,6 +21,7 @@ from adapterzoo.model.batches import RowNames, TaskIds
 from adapterzoo.model.fusion import recorded
 from adapterzoo.model.hf.config_entry import restore
 from adapterzoo.model.hf.static_checkpoints import HUB_ARGUMENTS, keep_static_head
+from adapterzoo.model.hf.task_classes import HeadTypes
 from adapterzoo.model.mixin import AdapterModelMixin
 
 from . import forward, store
@@ -40,12 +41,14 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         input_names: arguments of the base model's forward, in order.
         heads: the heads by name.
         custom_heads: head types that were registered for this model alone.
+        head_types: the types for which transformers has a class of this family.
     """
 
     backbone_class: ClassVar[type[PreTrainedModel]]
     input_names: ClassVar[tuple[str, ...]]
     heads: AdapterDict
     custom_heads: dict[str, type[HeadConfig]]
+    head_types = HeadTypes()
 
     @property
     def _head_strategy(self) -> HeadStrategy:

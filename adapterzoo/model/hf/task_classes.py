@@ -117,6 +117,34 @@ def task_class(name: str) -> type[PreTrainedModel]:
     return cls
 
 
+class HeadTypes:
+    """A class attribute: the types of heads that transformers has for a family."""
+
+    def __get__(self, model: object, owner: Any) -> list[str]:
+        """Return the names of the types; other heads can be added too.
+
+        Args:
+            model: a model, or None for its class.
+            owner: the class.
+        """
+        name: str = owner.backbone_class.__name__
+        family = name.removesuffix("Model").removesuffix("Encoder")
+        found = {
+            head_type: config
+            for head_type, config in head_types.items()
+            if any(hasattr(transformers, f"{family}{end}") for end in config.task_classes)
+        }
+        if any(config.decoder_inputs_from == "labels" for config in found.values()):
+            # the decoder alone is another model
+            kept = {
+                n: c for n, c in found.items() if c.decoder_inputs_from or not c.scores_vocabulary
+            }
+            return [*kept]
+        tags = any(config.token_labels for config in found.values())
+        parsers = (name for name, config in head_types.items() if not config.task_classes)
+        return [*found, *(parsers if tags else ())]
+
+
 def class_for(
     stored: Checkpoint, info: ModelInfo, own: str | None
 ) -> tuple[str, Mapping[str, Tensor]]:
