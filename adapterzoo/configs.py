@@ -142,7 +142,7 @@ class AdapterConfig(Config):
             # those of training: each method has initial values of its own
             others = legal.keys() - meant.training_fields
             same = {name: value for name, value in defaults.items() if name in others}
-            given = {n: v for n, v in kept.items() if n not in same or same[n] != v}
+            given = {n: v for n, v in kept.items() if n not in defaults or defaults[n] != v}
             kept = {**same, **variant.implied, **given}
         return meant, kept
 

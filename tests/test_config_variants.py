@@ -63,7 +63,10 @@ def test_a_config_of_theirs_is_one_of_ours(case):
         (lambda: LoRAConfig(use_dora="yes"), r"use_dora='yes'.*'DoRAConfig'"),
         (lambda: LoRAConfig(use_dora=True, lora_bias=True), "no field 'lora_bias'"),
         (lambda: LoRAConfig(composition_mode="scale", r=1, dropout=0.5), r"dropout=0\.5.*Write"),
-        (lambda: VeraConfig(init_weights="bert"), "no field 'init_weights'"),
+        (
+            lambda: VeraConfig(init_weights="bert"),
+            r"init_weights='bert'.*Write init_weights='vera'",
+        ),
         (lambda: LoRAConfig(use_dorra=True), "no field 'use_dorra'"),
     ],
 )
