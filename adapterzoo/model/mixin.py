@@ -1028,6 +1028,8 @@ class AdapterModelMixin:
         adapter_setup: object,
         head_setup: HeadSetup = None,
         meta_dict: Mapping[str, Any] | None = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
+        use_safetensors: bool | None = None,
         *,
         format: str = "native",
     ) -> None:
@@ -1042,6 +1044,8 @@ class AdapterModelMixin:
                 a task class. A head with the name of an adapter is saved with it in any case.
             meta_dict: JSON values for every adapter and fusion; None: those that each adapter was
                 loaded with.
+            custom_weights_loaders: must be empty.
+            use_safetensors: as in `save_adapter`.
             format: "native"; "adapterhub" for AdapterHub's `adapters`.
 
         Raises:
@@ -1049,14 +1053,17 @@ class AdapterModelMixin:
             CompositionError: it is not a composition.
             UnknownNameError: an adapter, a head, a fusion or the format is unknown.
         """
-        setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, format)
+        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
 
     def load_adapter_setup(
         self,
         adapter_setup_name_or_path: str | os.PathLike[str],
         version: str | None = None,
-        *,
+        custom_weights_loaders: Sequence[Any] | None = None,
         set_active: bool = False,
+        use_safetensors: bool | None = None,
+        *,
         revision: str | None = None,
         source: str | None = None,
         **hub_kwargs: Any,
@@ -1066,7 +1073,9 @@ class AdapterModelMixin:
         Args:
             adapter_setup_name_or_path: the folder, or `user/repository` on the Hub.
             version: the same as `revision`.
+            custom_weights_loaders: must be empty.
             set_active: whether to activate the composition, and the heads of its `head_setup`.
+            use_safetensors: as in `load_adapter`.
             revision: branch, tag or commit on the Hub.
             source: as in `load_adapter`.
             **hub_kwargs: as in `load_adapter`.
@@ -1081,6 +1090,7 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
+        arguments.refuse_loaders(custom_weights_loaders)
         return setups.load(
             self, adapter_setup_name_or_path, version, revision, source, hub_kwargs, set_active
         )
