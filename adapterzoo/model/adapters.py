@@ -38,13 +38,7 @@ from .heads.ties import leave_groups, list_ties
 from .hf.continuous_batching import refuse_while_batching
 from .hf.texts import embedded_text
 from .sharding import refuse_if_sharded
-from .state import (
-    AdaptedModel,
-    AdapterRecord,
-    modules_of,
-    shared_inputs,
-    stacks_of,
-)
+from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
 
 # arguments of `forward` that an inner model would ignore as `**kwargs`
 _WHOLE = (

@@ -337,10 +337,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             StateError: the base model did not compute what a head needs.
             UnknownNameError: the head is unknown.
         """
-        given = dict(
-            kwargs, attention_mask=attention_mask, input_ids=input_ids,
-            logits_to_keep=logits_to_keep, num_items_in_batch=num_items_in_batch,
-        )  # fmt: skip
+        inputs = dict(kwargs, attention_mask=attention_mask, input_ids=input_ids)
+        given = dict(inputs, logits_to_keep=logits_to_keep, num_items_in_batch=num_items_in_batch)
         return forward.forward_head(self, all_outputs, head_name, return_dict, given)
 
     @property  # type: ignore[override]
@@ -355,8 +353,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the last layer of the first active language modeling head, None without one."""
-        heads = self._head_strategy.active_heads().values()
-        return next((layer for head in heads if (layer := head.output_embeddings)), None)
+        head = self._language_modeling_head()
+        return None if head is None else head.output_embeddings
 
     @names_call
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
@@ -365,11 +363,13 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
         Raises:
             ConfigError: it is not a linear layer.
         """
-        heads = self._head_strategy.active_heads().values()
-        head = next((head for head in heads if head.output_embeddings is not None), None)
-        if head is not None:
+        if (head := self._language_modeling_head()) is not None:
             head.replace_output(new_embeddings)
             list_ties(self)
+
+    def _language_modeling_head(self) -> PredictionHead | None:
+        heads = self._head_strategy.active_heads().values()
+        return next((head for head in heads if head.output_embeddings is not None), None)
 
     @names_call
     def resize_token_embeddings(
