@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from adapterzoo.checkpoint import formats
+from adapterzoo.checkpoint.formats import KINDS
 from adapterzoo.errors import CheckpointError, StateError
 from adapterzoo.heads import HeadConfig
 from adapterzoo.model.hf.info import info_of
@@ -68,6 +70,7 @@ def convert(
         CheckpointError: the format cannot express it, it does not fit the base model, or the
             folder cannot be written.
     """
+    _refuse_to_replace(Path(folder), to)
     base = base_of(checkpoint, model)
     found = fitted(checkpoint, base, name=name, writes=to)
     if checkpoint.kind == "head":
@@ -80,6 +83,18 @@ def convert(
         # the format needs values of weights that are on the meta device
         found = fitted(checkpoint, base, name=name, whole=True)
         found.model.save_adapter(folder, found.name, **options)
+
+
+def _refuse_to_replace(folder: Path, to: str) -> None:
+    """Refuse a folder that holds a checkpoint in another format: it may be the only copy."""
+    for kind in KINDS:
+        there = formats.of(folder, kind)
+        if there is not None and type(formats.formats[there]) is not type(formats.formats[to]):
+            what = "an adapter" if kind == "adapter" else "a head"
+            raise CheckpointError(
+                f"the folder {str(folder)!r} holds {what} in the format {there!r}, which would be "
+                f"lost. Write another folder."
+            )
 
 
 def merge(

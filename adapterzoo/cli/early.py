@@ -11,7 +11,7 @@ from adapterzoo.hub.files import known_files, nearest
 from adapterzoo.hub.repo_ref import check_repo_id, is_repo_id, locate
 
 # copies of names in checkpoint.formats and heads.Pooling, which import torch; a test compares them
-FORMATS = ("native", "adapterhub", "peft")
+FORMATS = ("native", "adapterhub", "adapterhub-safetensors", "peft")
 POOLINGS = ("auto", "cls", "mean", "last", "eos", "pooler")
 # prefixes of folders left by a killed save or merge
 _HIDDEN = ".adapterzoo-"

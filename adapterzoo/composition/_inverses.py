@@ -47,7 +47,7 @@ def inverse_of(
         raise CompositionError(
             "a fusion of invertible functions has no inverse, which a language modeling head needs "
             "before its last layer. Write add_adapter_fusion(…, AdapterFusionConfig("
-            "invertible='first')), or use another head."
+            "entry='first')), or use another head."
         )
     if not isinstance(step, RowSteps) or rows is None:
         raise CompositionError(

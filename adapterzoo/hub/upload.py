@@ -147,7 +147,7 @@ def _setup_contents(
             if part and not names:
                 raise CheckpointError(
                     f"{str(inner)!r} holds no part of the setup {setup!r} in one file. Write the "
-                    f"folder that save_adapter_setup wrote."
+                    f"folder of a saved setup."
                 )
             contents = {name: (inner / name).read_bytes() for name in names}
             contents = with_base_name(inner, contents, text.base_model)

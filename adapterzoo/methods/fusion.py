@@ -52,7 +52,7 @@ class AdapterFusionConfig(Config):
         adds_input: whether x is added to the fused update once more, as adapters does where it
             fuses parallel bottlenecks.
         dropout_prob: of the scores; None: that of the model's attention.
-        invertible: of invertible functions at the embeddings. "fused": they are fused too, and
+        entry: of invertible functions at the embeddings. "fused": they are fused too, and
             there is no inverse; "first": that of the first adapter acts, as in adapters.
     """
 
@@ -70,7 +70,7 @@ class AdapterFusionConfig(Config):
     value_initialized: bool = True
     adds_input: bool = False
     dropout_prob: float | None = field(None, Maybe(Share(), "that of the model's attention"))
-    invertible: str = field("fused", Choice("fused", "first"), ours=True)
+    entry: str = field("fused", Choice("fused", "first"), ours=True)
 
 
 @fusion_configs.register("static")

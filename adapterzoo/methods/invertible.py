@@ -16,7 +16,7 @@ As in adapters, the head of a task class of transformers does not get the invers
 encoder-decoder the function acts in the encoder.
 Cost: 2 · width · (d_model + 1) + d_model parameters, once for all layers, where width is
 (d_model / 2) // inv_adapter_reduction_factor.
-A fusion attends to the changes f(x) − x, and has no inverse; with `invertible="first"` the function
+A fusion attends to the changes f(x) − x, and has no inverse; with `entry="first"` the function
 of the first adapter acts instead, as in adapters.
 Cannot do: merging; averages and splits; the logits of a fusion; "glow".
 """

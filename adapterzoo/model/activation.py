@@ -96,7 +96,7 @@ def make_plan(
     steps: dict[str, Step] = {}
     entry = model.anatomy.entry
     names_of = (fuse.name for fuse in fusions_of(setup))
-    first_acts = [n for n in names_of if state.fusions[n].config.invertible == "first"]
+    first_acts = [n for n in names_of if state.fusions[n].config.entry == "first"]
     for path, modules in present.items():
         unfused = first_acts if entry is not None and path == entry.path else []
         step = compile_rows(parts, modules, modules.__getitem__, unfused)

@@ -148,12 +148,17 @@ def bring_in(model: AdaptedModel, name: str, record: AdapterRecord, active: bool
 
 
 def eject(model: AdaptedModel, name: str) -> None:
-    """Replace the network that computes an adapter's shared values by the values."""
+    """Replace the network that computes an adapter's shared values by the values.
+
+    Raises:
+        StateError: the model is sharded, or another name uses the adapter.
+    """
     record = model._adapter_state.find(name)
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     refuse_used(model, name)
     shared = dict(modules_of(model, name)).get("")
-    old, ejected = record.config.members, dict[int, AdapterConfig]()
+    old = record.config.members
+    ejected: dict[int, AdapterConfig] = {}
     is_union = len(old) > 1
     for number, member in enumerate(old):
         own = shared._modules.get(str(number)) if is_union and shared is not None else shared

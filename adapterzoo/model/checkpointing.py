@@ -125,7 +125,12 @@ def one_revision(version: str | None, revision: str | None) -> str | None:
 def fitting(
     model: AdaptedModel, path: StrPath, asked: LoadOptions, hub_name: str | None = None
 ) -> tuple[str, Callable[[], None]]:
-    """Read and check an adapter; return its name and a function that puts it into the model."""
+    """Read and check an adapter; return its name and a function that puts it into the model.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the model.
+        ConfigError: an argument is not legal.
+    """
     sharding.refuse_if_sharded(model, "Load it before fully_shard(model).")
     info = info_of(model, asked.with_head)
     stored = formats.read(Path(path), "adapter", info)

@@ -117,7 +117,7 @@ def make(
             path
             for path, module in modules_of(model, name)
             if own.places[path]
-            and not (config.invertible == "first" and isinstance(module, InvertibleAdapter))
+            and not (config.entry == "first" and isinstance(module, InvertibleAdapter))
         ]
         for name, own in records.items()
     }

@@ -36,6 +36,7 @@ UNSAYABLE = {
     ("bert/lora", "peft"), ("bert/dora", "peft"), ("llama/lora_rslora_pattern", "adapterhub"),
     ("bert/ia3", "peft"), ("bert/vera", "peft"), ("bert/loreft", "peft"),
     ("bert/prefix_tuning", "peft"), ("bert/unipelt", "peft"), ("gpt2/seq_bn_inv", "peft"),
+    ("bert/adapter_plus", "peft"), ("bert/compacter", "peft"), ("bert/compacter_shared_w", "peft"),
 }  # fmt: skip
 
 

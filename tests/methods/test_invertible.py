@@ -457,7 +457,7 @@ def test_only_the_function_of_the_first_has_an_inverse(tmp_path):
         model.active_head = "head"
         inputs = tiny_inputs("bert")
         if invertible == "fused":
-            with pytest.raises(CompositionError, match=r"no inverse.*invertible='first'"):
+            with pytest.raises(CompositionError, match=r"no inverse.*entry='first'"):
                 model(**inputs)
             with pytest.raises(CheckpointError, match="only that of the first adapter acts"):
                 model.save_adapter_fusion(tmp_path / "x", fuse, format="adapterhub")
@@ -468,7 +468,7 @@ def test_only_the_function_of_the_first_has_an_inverse(tmp_path):
             model.save_adapter_fusion(tmp_path / form, fuse, format=form)
             model.delete_adapter_fusion(fuse)
             model.load_adapter_fusion(tmp_path / form, set_active=True)
-            assert model._adapter_state.fusions["a,b"].config.invertible == "first"
+            assert model._adapter_state.fusions["a,b"].config.entry == "first"
             model.active_head = "head"
             with torch.no_grad():
                 assert torch.equal(model(**inputs).logits, expected)

@@ -108,7 +108,7 @@ def test_what_a_model_cannot_have_is_refused(family, config, error, value, hint)
     model = made(family)
     with pytest.raises(AdapterZooError) as raised:
         model.add_adapter("a", config)
-    assert type(raised.value) is error
+    assert isinstance(raised.value, error)
     for part in ("add_adapter('a'", value, hint):
         assert part in str(raised.value)
     assert str(raised.value).count("add_adapter") == 1

@@ -432,7 +432,7 @@ def test_names_that_do_not_fit_are_refused_before_anything_happens():
         ("ab", CompositionError, "adapter_names='ab'", "Write adapter_names=['a', None, 'b']"),
         ([Parallel("a", "b"), None], CompositionError, "Parallel('a', 'b') divides", "Write a"),
         ([Stack("a", "z"), None], UnknownNameError, "'z'", "Known adapters"),
-        ([Fuse("a", "b"), None], CompositionError, "Fuse('a', 'b') cannot be", "Write a name"),
+        ([Fuse("a", "b"), None], StateError, "no fusion layers 'a,b'", "Write add_adapter_fusion"),
         ([{"a": 1}, None], UnknownNameError, "{'a': 1}", "Known adapters"),
     ]
     for names, error, *says in cases:

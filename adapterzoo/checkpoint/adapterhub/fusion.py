@@ -95,7 +95,7 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
         steps = torch.zeros((), dtype=torch.int64)
         tensors |= {f"{place.path}/steps": steps for _, place in places.values()}
     # adapters fuses no functions of the embeddings
-    entry = {"invertible": "first"} if _at_entry(info, configs) else {}
+    entry = {"entry": "first"} if _at_entry(info, configs) else {}
     described = {
         "name": name,
         "adapter_names": names,
@@ -121,7 +121,7 @@ def encode(
     """
     metadata = dict(checkpoint.metadata)
     config = dict(metadata["config"])
-    if config.pop("invertible", "fused") == "fused" and _at_entry(info, fused):
+    if config.pop("entry", "fused") == "fused" and _at_entry(info, fused):
         raise inexpressible(
             "adapters fuses no functions of the embeddings: only that of the first adapter acts"
         )
