@@ -1,7 +1,8 @@
 """The figures by which the structure of the package is judged, and their limits.
 
-`python -m tests.figures` prints them beside the limits of `figures.toml`. A limit is never raised:
-`--lower` writes the figures that have become smaller.
+`python -m tests.figures` prints them beside the limits of `figures.toml`. A limit of code lines is
+raised by hand, with the feature that needs it, and no other one is; `--lower` writes the figures
+that have become smaller.
 
 A code line holds a token that is not part of a comment or a docstring. Import cycles count what
 annotations import too.
@@ -32,6 +33,14 @@ LATER = (
     "composition._inverses", "composition._prefixes", "composition._prompts", "inject.attention",
     "inject.embeddings", "inject.entry", "inject.inline", "inject.joining", "inject.positions",
     "model.hf.texts",
+)  # fmt: skip
+# what only code written for adapters needs: its names, files and old ids, named embeddings
+MIGRATION = (
+    "checkpoint.adapterhub.hashes", "checkpoint.setup_files", "configuration", "context",
+    "hub.old_ids", "hub.setups", "interface", "model.adapterhub", "model.adapterhub.arguments",
+    "model.adapterhub.config", "model.adapterhub.names", "model.heads.embeddings",
+    "model.hf.embedding_files", "model.hf.owned", "model.hf.plugin", "model.hf.setups",
+    "model.hf.vocabularies", "models", "training", "utils", "wrappers",
 )  # fmt: skip
 # where no method may be named, and no type of head
 BLIND_TO_METHODS = ("checkpoint", "cli", "model")
@@ -271,9 +280,12 @@ def figures(modules: Mapping[str, Module], known: Registered) -> dict[str, int]:
     """The figures by name."""
     # a new method adds its file and nothing else: the files of methods have a limit each
     later = [x for x in modules.values() if x.name.partition(".")[2] in LATER]
-    other = [x for x in modules.values() if x.area != "methods" and x not in later]
+    names = [x for x in modules.values() if x.name.partition(".")[2] in MIGRATION]
+    apart = [*later, *names]
+    other = [x for x in modules.values() if x.area != "methods" and x not in apart]
     return {
         "code lines of the later contracts": sum(x.code_lines for x in later),
+        "code lines for the names and files of adapters": sum(x.code_lines for x in names),
         "code lines without methods": sum(x.code_lines for x in other),
         "code lines of the core without methods": sum(
             x.code_lines for x in other if x.area not in EDGES

@@ -75,9 +75,11 @@ OTHER = {
         for name in (
             "load_adapter",
             "load_adapter_fusion",
+            "load_adapter_setup",
             "load_head",
             "save_adapter",
             "save_adapter_fusion",
+            "save_adapter_setup",
             "save_all_adapter_fusions",
             "save_all_adapters",
             "save_all_heads",

@@ -32,7 +32,10 @@ def resolve_setup(
 ) -> Path:
     """Return the folder of an adapter setup; download it to the cache if it is on the Hub.
 
-    Arguments and errors are those of `resolve`, without old ids.
+    Arguments are those of `resolve`, without old ids.
+
+    Raises:
+        HubError: the files cannot be downloaded.
     """
     ref = locate(adapter_setup_name_or_path, source)
     if isinstance(ref, Path):

