@@ -166,7 +166,7 @@ class MultiTask(Node):
 
     @property
     def tasks(self) -> tuple[str | None, ...]:
-        """The names of the tasks: that of each child, or of the adapter that acts last in it."""
+        """The name of each task, that of the adapter that acts last in each child."""
         return tuple(c.last() if isinstance(c, Node) else c for c in self.children)
 
 

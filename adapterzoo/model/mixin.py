@@ -353,7 +353,7 @@ class AdapterModelMixin:
 
     @property
     def active_adapters(self) -> Composition | None:
-        """The active composition in the calling thread; None: the base model alone."""
+        """The active composition in the calling thread, or None if the base model runs alone."""
         return self._active.plan.setup
 
     @active_adapters.setter

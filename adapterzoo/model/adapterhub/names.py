@@ -14,6 +14,7 @@ from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.interface import AdapterMethod, AdapterModelInterface
 from adapterzoo.model import fusion
+from adapterzoo.model.fusion import FuseArgument
 from adapterzoo.model.state import AdapterState, modules_of
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class NamesOfAdapters:
 
     @property
     def support_lora_delta_w_svd(self) -> bool:
-        """Always True: `average_adapter` has the strategy in every model."""
+        """True, as `average_adapter` has the strategy in every model."""
         return True
 
     @property
@@ -106,7 +107,7 @@ class NamesOfAdapters:
 
     def adapter_fusion_to(
         self,
-        adapter_names: fusion.FuseArgument,
+        adapter_names: FuseArgument,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

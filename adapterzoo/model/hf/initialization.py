@@ -19,6 +19,7 @@ from adapterzoo.model.sharding import peft_layer
 from . import plugin
 from .config_entry import format_of
 from .factory import INTERFACE, own_config, with_adapters
+from .plugin import Interface
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -26,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 def init(
     model: M,
     adapters_config: Mapping[str, AdapterConfig] | None = None,
-    interface: plugin.Interface = None,
+    interface: Interface = None,
 ) -> M:
     """Give a model that exists the methods of `AdapterModelMixin`; its head stays as it is.
 
@@ -99,7 +100,7 @@ def _refuse_init(model: Any) -> None:
 def load_model(
     path: str | os.PathLike[str],
     model_class: type[M],
-    interface: plugin.Interface = None,
+    interface: Interface = None,
     **kwargs: Any,
 ) -> M:
     """Load a model that was saved with its adapters.
