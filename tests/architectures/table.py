@@ -29,7 +29,7 @@ from .tiny_models import NoTinyModelError, tiny_model
 
 GREEN, RED = "✓", "✗"
 # of one core, for all methods on one model
-SECONDS = 60
+SECONDS = 100
 _BATCH = 20
 
 Cells = dict[str, str]

@@ -87,7 +87,7 @@ ALWAYS: dict[str, Callable[[Any, Any], Any]] = {
     "Split, sizes": lambda m, w: m.set_active_adapters(Split("a", "b", splits=[0, 1])),
     "BatchSplit, sizes": lambda m, w: BatchSplit("a", "b", batch_sizes=[1]),
     "Average, weights": lambda m, w: Average("a", "b", weights=[1.0, -1.0]),
-    "Parallel, nesting": lambda m, w: Parallel("a", Split("b", None, splits=2)),
+    "Parallel, nesting": lambda m, w: Parallel("a", Parallel("b", "c")),
 }
 # what is wrong with an adapter that is there
 WITH_ADAPTER: dict[str, Callable[[Any, Any, str], Any]] = {
@@ -104,7 +104,7 @@ WITH_ADAPTER: dict[str, Callable[[Any, Any, str], Any]] = {
     "save_adapter, meta": lambda m, w, n: m.save_adapter(w.new_folder(), n, meta_dict={"x": m}),
     "save_adapter, a file": lambda m, w, n: m.save_adapter(w.a_file(), n),
     "load_adapter, name": lambda m, w, n: m.load_adapter(w.saved_adapter(n), load_as=w.illegal),
-    "load_adapter, taken": lambda m, w, n: m.load_adapter(w.saved_adapter(n)),
+    "load_adapter, taken": lambda m, w, n: m.load_adapter(w.saved_adapter(n), overwrite_ok=False),
     "load_adapter, leave_out": lambda m, w, n: m.load_adapter(
         w.saved_adapter(n), load_as="new", leave_out=[99]
     ),

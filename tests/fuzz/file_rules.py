@@ -45,7 +45,9 @@ class FileRules(World):
         if into in book.adapters or (head and into in book.heads):
             self.refused(
                 f"load_adapter {form} over another",
-                lambda: model.load_adapter(folder, load_as=into, with_head=with_head),
+                lambda: model.load_adapter(
+                    folder, load_as=into, with_head=with_head, overwrite_ok=False
+                ),
             )
             return
         if not self.attempt(

@@ -132,7 +132,9 @@ class HeadRules(World):
             return
         values, config = book.head_values[name], book.heads[name]
         if into in book.heads:
-            self.refused("load_head over another", lambda: model.load_head(folder, into))
+            self.refused(
+                "load_head over another", lambda: model.load_head(folder, into, overwrite_ok=False)
+            )
             return
         self.must(f"load_head {form}", lambda: model.load_head(folder, into))
         self.head_entered(into)
