@@ -66,6 +66,10 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         """Return A `[*experts, rank, d_in]` and B `[*experts, d_out, rank]` of the update."""
 
     @abstractmethod
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return A x `[*batch, rank]`, with dropout, and B `[d_out, rank]`."""
+
+    @abstractmethod
     def gain_at(self, base: BaseLayer) -> Tensor:
         """Return g `[*experts, d_out]`, in float32 or float64, kept in evaluation."""
 
@@ -89,16 +93,10 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         a, b = w.new_zeros((*w.shape[:-2], 1, w.shape[-1])), w.new_zeros((*w.shape[:-1], 1))
         return {"m": row_norm(w, a, b, 1.0)}
 
-    def composed(self, y: Tensor, plain: Tensor, t: Tensor, b: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer with the change.
-
-        Args:
-            y: output of the layer with the adapters before this one, `[*batch, d_out]`.
-            plain: that of the untouched layer.
-            t: A x, `[*batch, rank]`.
-            b: B `[d_out, rank]`.
-            base: the layer.
-        """
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
+        y, plain = base(x), base.original(x)  # [*batch, d_out]
+        t, b = self.projected(x, base)
         gain = self.gain_at(base)
         bias = None if self.adapterhub else base.bias
         if plain is y:
@@ -107,7 +105,7 @@ class Magnitudes(KeepInFP32, WeightAdapter):
         return (y + (whole - plain)).to(y.dtype)
 
     @classmethod
-    def composed_batched(
+    def forward_batched(
         cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
     ) -> Tensor:
         """Return each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""

@@ -29,7 +29,6 @@ from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.fields import Choice, field
 from adapterzoo.kernels.dora import row_norm
-from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _dora_spelling
@@ -107,28 +106,17 @@ class DoRA(Magnitudes, LowRank):
         norm = row_norm(base.weight, self.lora_A, self.lora_B, self.scaling)
         strategy.fill(self.m, c * norm, "m")
 
-    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer with the change; in an embedding `x` is token numbers `[*batch]`.
-
-        `x` `[*batch, d_in]` → `[*batch, d_out]`.
-        """
-        y, plain = base(x), base.original(x)  # [*batch, d_out]
-        looks_up = self.looks_up
-        t = self.looked_up(x, base) * base.scale if looks_up else base.from_input(self, x)
-        return self.composed(y, plain, t, self.lora_B, base)
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return A x and B; in an embedding `x` is token numbers `[*batch]`."""
+        if self.looks_up:
+            return self.looked_up(x, base) * base.scale, self.lora_B
+        return base.from_input(self, x), self.lora_B
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether they are of the same dtypes, dropout and convention, on features."""
         kinds = {(a.lora_A.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
         return len(kinds) == 1 and not any(a.looks_up or a.m.dim() > 1 for a in adapters)
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Return each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
-        return cls.composed_batched(adapters, groups, x, base)
 
     def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return A and B."""

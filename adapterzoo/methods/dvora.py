@@ -27,7 +27,6 @@ from adapterzoo.anatomy import Site
 from adapterzoo.configs import architectures, config_strings
 from adapterzoo.contracts import BaseLayer
 from adapterzoo.kernels.exact import exactly
-from adapterzoo.kernels.grouped import Groups
 from adapterzoo.spelling import spelled
 
 from . import _dvora_spelling
@@ -79,25 +78,17 @@ class DvoRA(Magnitudes, Projected):
         shape = (site.experts, site.d_out) if site.experts else (site.d_out,)
         self.make_magnitudes(shape, config.convention, device, dtype)
 
-    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
-        """Return the layer with the change. `x` `[*batch, d_in]` → `[*batch, d_out]`."""
-        y, plain = base(x), base.original(x)  # [*batch, d_out]
+    def projected(self, x: Tensor, base: BaseLayer) -> tuple[Tensor, Tensor]:
+        """Return Λ_d A x and Λ_b B."""
         a, _ = self.projections(base, self.lambda_d)
         _, b = self.low_rank(base)
-        return self.composed(y, plain, self.shrunk(x, a), b, base)
+        return self.shrunk(x, a), b
 
     @classmethod
     def supports_batching(cls, adapters: Sequence[Self]) -> bool:
         """Return whether they are of the same dtypes, dropout and convention, without experts."""
         kinds = {(a.lambda_d.dtype, a.m.dtype, a.dropout, a.adapterhub) for a in adapters}
         return len(kinds) == 1 and not any(a.m.dim() > 1 for a in adapters)
-
-    @classmethod
-    def forward_batched(
-        cls, adapters: Sequence[Self], groups: Groups, x: Tensor, base: BaseLayer
-    ) -> Tensor:
-        """Return each row of the batch with its own change. `x` `[rows, *tokens, d_in]`."""
-        return cls.composed_batched(adapters, groups, x, base)
 
     def low_rank(self, base: BaseLayer) -> tuple[Tensor, Tensor]:
         """Return Λ_d A and Λ_b B."""
