@@ -80,18 +80,6 @@ RULES = (
     # --- documented ---
     Rule(
         "documented",
-        "parameters are named `….adapters.<name>.…` for every method "
-        "(the peer: `loras`, `prefix_tunings`, …)",
-        line=r"assertTrue\(has_weights\)",
-    ),
-    Rule(
-        "documented",
-        "parameters are named `….adapters.<name>.…` for every method "
-        "(the peer: `loras`, `prefix_tunings`, …)",
-        error=r"True is not false : \S+\.adapters\.\w+\.",
-    ),
-    Rule(
-        "documented",
         '`save_adapter` writes safetensors; `format="adapterhub"` writes the peer\'s files',
         error=r"FileNotFoundError.*\.bin|'int' object has no attribute 'replace'|"
         r"UnpicklingError: Weights only load failed|differs from the tensors' file",
