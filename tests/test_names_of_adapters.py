@@ -52,6 +52,7 @@ PATHS = {
     "models": ("ADAPTER_MODEL_MAPPING", "AutoAdapterModel", "BertAdapterModel"),
     "models.auto.adapter_model": ("ADAPTER_MODEL_MAPPING", "AutoAdapterModel"),
     "trainer": ("AdapterTrainer", "Seq2SeqAdapterTrainer"),
+    "loading": ("WeightsLoader",),
     "training": ("AdapterArguments", "setup_adapter_training"),
     "utils": ("ADAPTERFUSION_WEIGHTS_NAME", "SAFE_HEAD_WEIGHTS_NAME", "WEIGHTS_NAME"),
     "wrappers": ("init", "load_model"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -132,7 +132,7 @@ class NamesOfAdapters:
         self,
         save_directory: str | os.PathLike[str],
         meta_dict: Mapping[str, Any] | None = None,
-        custom_weights_loaders: object = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
         use_safetensors: bool | None = None,
         *,
         format: str = "native",
