@@ -136,8 +136,13 @@ class _ImageProcessor:
     def __call__(self, images: Any, return_tensors: str = "pt") -> dict[str, Any]:
         import numpy as np
         import torch
+        from PIL import Image
+
+        def to_pil_image(pixels: Any) -> Any:
+            return Image.fromarray(pixels.permute(1, 2, 0).numpy())  # [height, width, 3]
 
         images = images if isinstance(images, list) else [images]
+        images = [to_pil_image(i) if isinstance(i, torch.Tensor) else i for i in images]
         scaled = [np.asarray(image.resize((224, 224)), dtype=np.float32) for image in images]
         pixels = torch.from_numpy(np.stack(scaled)) / 127.5 - 1
         return {"pixel_values": pixels.permute(0, 3, 1, 2)}  # [batch, 3, 224, 224]

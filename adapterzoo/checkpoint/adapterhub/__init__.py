@@ -91,6 +91,8 @@ class AdapterHubFormat:
             "head": head[0],
             "meta": meta_in(metadata),
         }
+        if head[0] is not None and name not in (None, described["name"]):
+            described["head_name"] = name
         return Checkpoint(described, adapter, head[1])
 
     def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:
