@@ -251,7 +251,7 @@ class AdapterTrainer(Trainer):
         heads = self._heads()
         if heads and (self.label_smoother is not None or self.compute_loss_func is not None):
             # Trainer removes the labels, from which the decoder inputs are made
-            if (labels := decoder_labels(heads.values(), inputs)) is not None:
+            if (labels := decoder_labels(heads, inputs, 1)) is not None:
                 shift_labels(self._adapted, inputs, labels)
             if self.compute_loss_func is None:
                 inputs["labels"] = self._smoothed_labels(inputs)

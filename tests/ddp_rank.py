@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from families import tiny_config, tiny_inputs
 from ranks import METHODS
+from snapshots import of_adapter
 from torch.nn.parallel import DistributedDataParallel
 
 from adapterzoo import AutoAdapterModel
@@ -67,7 +68,7 @@ def main(rank, world, rendezvous):
             model.verify_replicas()
         before = dict(build(method).named_parameters())
         moved = {k for k, p in model.named_parameters() if not torch.equal(p, before[k])}
-        wanted = {k for k in before if ".adapters." in k or k.startswith("heads.")}
+        wanted = {k for k in before if of_adapter(k) or k.startswith("heads.")}
         heads = {k.split(".")[1] for k in moved if k.startswith("heads.")}
         if not moved <= wanted or heads != {"a", "b"}:
             raise RuntimeError(f"{method}: moved {sorted(moved - wanted)[:3]}")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from families import tiny_config
 from ranks import METHODS
+from snapshots import of_adapter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -293,7 +294,7 @@ def mixed_dtypes(rank):
     model = shard(half(DoRAConfig(dtype="float32")))
     # the failed forward has left nothing behind
     model(**mine).loss.backward()
-    kinds = {p.grad.dtype for key, p in model.named_parameters() if ".adapters." in key}
+    kinds = {p.grad.dtype for key, p in model.named_parameters() if of_adapter(key)}
     check(kinds == {torch.float32}, kinds)
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import first_output, tiny_config
-from snapshots import adapter_bits, bits, stir
+from snapshots import adapter_bits, bits, of_adapter, stir
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -151,7 +151,7 @@ def base_bits(model):
         f"{path}.{key}": [bits(leaf) for leaf in leaves(tensor)]
         for path, state in states.items()
         for key, tensor in state.items()
-        if ".adapters." not in f".{path}"
+        if not of_adapter(path)
     }
 
 
@@ -300,7 +300,7 @@ def test_quantised_in_place_by_torchao(saved):
         model.train_adapter(name)
         own = {n: p for n, p in model.named_parameters() if p.requires_grad}
         assert set(own) == set(gradients(model))
-        assert set(own) == {n for n, _ in model.named_parameters() if f".adapters.{name}." in n}
+        assert set(own) == {n for n, _ in model.named_parameters() if of_adapter(n, name)}
         assert {(p.dtype, type(p)) for p in own.values()} == {(torch.float32, nn.Parameter)}
 
 
@@ -355,7 +355,7 @@ def test_training_changes_the_adapter_and_no_bit_of_the_base(method, scheme, loa
     model.train_adapter("a")
     stir(model, "a", std=0.05)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert set(trained) == {n for n, _ in model.named_parameters() if ".adapters.a." in n}
+    assert set(trained) == {n for n, _ in model.named_parameters() if of_adapter(n, "a")}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     losses = []
     for _ in range(4):
@@ -546,7 +546,7 @@ def test_a_dequantised_model_keeps_its_adapters_and_merges(scheme, method, evalu
         run(model)
 
     def state():
-        trained = {n: p.requires_grad for n, p in model.named_parameters() if ".adapters." in n}
+        trained = {n: p.requires_grad for n, p in model.named_parameters() if of_adapter(n)}
         modes = {path: m.training for path, m in model.named_modules()}
         return modes, trained, adapter_bits(model, "a"), adapter_bits(model, "b")
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY, Site, part_names
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter
+from adapterzoo.contracts import Adapter, SharedModules
 from adapterzoo.errors import ConfigError
 
-from .adapted import AdapterDict
+from .containers import SHARED, AdapterDict, container_of
 from .parts import ExpertAdapters, FusedAdapters, mergeable
 from .quantised import is_quantised
 
@@ -112,13 +112,15 @@ def build_shared(
     Raises:
         ConfigError: a config does not fit its sites.
     """
-    listed, found = list(placements), nn.ModuleDict()
+    listed, found = list(placements), SharedModules()
     for number, member in enumerate(config.members):
         own = [p for p in listed if p.config is member]
         if (shared := member.shared(own, device, dtype)) is not None:
             if member is config:
                 return shared, {id(member): None}
             found[str(number)] = shared
+    if len(containers := {container_of(shared, SHARED) for shared in found.values()}) == 1:
+        found.container = containers.pop()
     return found or None, {id(config.members[int(number)]): int(number) for number in found}
 
 

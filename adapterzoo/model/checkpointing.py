@@ -31,7 +31,7 @@ from adapterzoo.names import check_name
 
 from . import adapters, fusion, sharding
 from .activation import check_layers, refuse_taken
-from .adapterhub import arguments
+from .adapterhub import arguments, loaders
 from .heads import checkpoints, tables, ties
 from .heads.interface import LoadOptions
 from .hf import documents
@@ -105,6 +105,7 @@ def load_adapter(
     name, enter = fitting(model, folder, asked, name)
     enter()
     ties.share_equal(model, [name])
+    loaders.load(asked, folder, name)
     return name
 
 
@@ -333,4 +334,5 @@ def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str
         enter_head()
     warn()
     arguments.report(asked)
+    loaders.load(asked, Path(folder), fuse.name)
     return fuse.name

@@ -233,7 +233,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         StateError: a merged value is not finite.
     """
     layer = model._backbone.get_submodule(path)
-    there = cast("Any", layer).adapters
+    there = inject.adapters_of(layer)
     adapters = [there[name] for name in names if name in there]
     kept = model._adapter_state.originals[path]
     # the model may have been moved after copying
