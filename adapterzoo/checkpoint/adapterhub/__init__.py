@@ -60,7 +60,7 @@ class AdapterHubFormat:
         """
         self._safe = safe
 
-    def recognises(self, folder: Path, kind: Kind) -> bool:
+    def recognizes(self, folder: Path, kind: Kind) -> bool:
         """Return whether a folder has tensors under AdapterHub's names, or its config."""
         config, safe, pickled = _ADAPTER if kind == "adapter" else _HEAD
         if (folder / safe).is_file() or (folder / pickled).is_file():
