@@ -27,7 +27,7 @@ from .adapterhub.config import AdaptersConfig
 from .adapterhub.names import with_names_of_adapters
 from .heads import checkpoints as head_files
 from .heads import embeddings, ties
-from .heads.interface import HeadStrategy, LoadOptions
+from .heads.interface import HeadNames, HeadStrategy, LoadOptions
 from .heads.static import StaticHead
 from .hf import config_entry, embedding_files, owned, publishing, setups, vocabularies
 from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
@@ -380,7 +380,7 @@ class AdapterModelMixin:
     def make_plan(
         self,
         setup: Composition | None,
-        head_setup: str | list[str] | None = None,
+        head_setup: HeadNames = None,
         skip_layers: tuple[int, ...] = (),
     ) -> Plan:
         """Compile a composition for this model without activating it.

@@ -111,7 +111,7 @@ def load(
         if set_active:
             activate(model, setup)
             if strategy.is_named and names_of(heads):
-                cast("Any", model).active_head = names_of(heads)
+                cast("Any", model).active_head = heads
     except AdapterZooError:
         for step in reversed(undo):
             step()
