@@ -1291,6 +1291,11 @@ class AdapterModelMixin:
         cast("Any", super()).__setstate__(state)
         setup.announce(self)
 
+    def __del__(self) -> None:
+        """Let the model live on if its base model is still used, whose methods are those here."""
+        if owned.outlive(cast("Any", self)):
+            setup.announce(self)
+
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Restore the adapters of a quantized model: its layers exist only now."""
