@@ -85,7 +85,7 @@ class Default:
         """
         self.plan = Plan() if plan is None else plan
         # modules that layers of one adapter share, by its name; they are modules of the model
-        self.shared: nn.ModuleDict | None = None
+        self.shared: dict[str, nn.Module] = {}
         # the innermost block of the calling thread and task
         self.block: ContextVar[Block | None] = ContextVar("block", default=None)
         # every block that some context still holds, and whether there is one
@@ -281,7 +281,7 @@ class CallContext:
             self.generation = outer
 
 
-def shared_by(modules: nn.Module | None, key: tuple[str, int | None]) -> nn.Module:
+def shared_by(modules: Mapping[str, nn.Module], key: tuple[str, int | None]) -> nn.Module:
     """Return the module that the layers of an adapter share.
 
     Args:
@@ -289,7 +289,7 @@ def shared_by(modules: nn.Module | None, key: tuple[str, int | None]) -> nn.Modu
         key: name of the adapter, and in a union the number of its config.
     """
     name, member = key
-    own: Any = cast("nn.Module", modules)._modules[name]
+    own: Any = modules[name]
     return cast("nn.Module", own if member is None else own._modules[str(member)])
 
 
@@ -298,13 +298,13 @@ class Frame(NamedTuple):
 
     Attributes:
         call: its recorded arguments.
-        shared: the shared modules of all adapters, if the module holds them.
+        shared: the shared modules of all adapters by name, if the module holds them.
         module: the encoder or decoder.
         joined: its sequences with the tokens that adapters add; None if none are added.
     """
 
     call: RecordedCall
-    shared: nn.Module | None
+    shared: Mapping[str, nn.Module] | None
     module: nn.Module
     joined: Joined | None = None
 

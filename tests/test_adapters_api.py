@@ -204,25 +204,6 @@ def test_arguments_that_are_gone_are_not_taken_for_others():
     }
 
 
-def test_weights_loaders_are_refused(tmp_path, tiny):
-    model = tiny("bert")
-    model.add_adapter("a")
-    model.add_tagging_head("a")
-    model.add_adapter_fusion(["a"])
-    loaders = [object()]
-    for call in (
-        lambda: model.save_adapter(tmp_path, "a", True, None, loaders),
-        lambda: model.save_all_adapters(tmp_path, True, None, loaders),
-        lambda: model.save_adapter_fusion(tmp_path, "a", None, loaders),
-        lambda: model.save_all_adapter_fusions(tmp_path, None, loaders),
-        lambda: model.load_adapter(tmp_path, custom_weights_loaders=loaders),
-        lambda: model.load_adapter_fusion(tmp_path, custom_weights_loaders=loaders),
-    ):
-        with pytest.raises(AdapterZooError, match=r"custom_weights_loaders.*safetensors"):
-            call()
-    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
-
-
 # of theirs: config, tensors in safetensors, pickled tensors
 NAMES = {
     "adapter": (utils.CONFIG_NAME, utils.SAFE_WEIGHTS_NAME, utils.WEIGHTS_NAME),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from peer import programs, renames, rules, shim, suite, table, tiny
+from peer import programs, rules, shim, suite, table, tiny
 
 import adapterzoo
 from adapterzoo import LoRAConfig
@@ -94,12 +94,8 @@ def failure(error: str, line: str = "") -> dict[str, str]:
     [
         (failure("peer.shim.MissingNameError: adapters.X"), "missing"),
         (failure("AttributeError: 'BertModel' object has no attribute 'x'"), "missing"),
-        (
-            failure("AssertionError: False is not true", "self.assertTrue(has_weights)"),
-            "documented",
-        ),
         (failure("AssertionError: False is not true", "self.assertTrue(same)"), "bug"),
-        (failure("FileNotFoundError: …/audio_datasets/common_voice_encoded"), "environment"),
+        (failure("peer.tiny.NotAtHandError: no such model"), "environment"),
     ],
 )
 def test_a_failure_is_explained(found: dict[str, str], kind: str) -> None:
@@ -110,20 +106,6 @@ def test_the_gravest_failure_of_a_test_counts() -> None:
     mild, grave = failure("peer.shim.MissingNameError: adapters.X"), failure("ValueError: 1")
     assert rules.explain({"id": "t", "failures": [grave, mild]}).kind == "bug"
     assert rules.explain({"id": "t", "failures": [mild]}).kind == "missing"
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("loras.a.", "adapters.a."),
-        ("adapters.a.", "adapters.a."),
-        ("prefix_tunings.a.", "adapters.a."),
-        ("invertible_adapters.a.", "adapters.a."),
-        ("adapter_fusion_layer", "adapters.fusion:"),
-    ],
-)
-def test_parameter_names_are_translated(theirs: str, ours: str) -> None:
-    assert renames.parameter_name(theirs) == ours
 
 
 def test_cells_run_without_shell_commands() -> None:

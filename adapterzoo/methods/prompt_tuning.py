@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy, Site, token_site
 from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
-from adapterzoo.contracts import BaseLayer, Joins, PromptAdapter
+from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Range, Text, field
 from adapterzoo.spelling import spelled
@@ -144,8 +144,10 @@ class PromptTuningConfig(AdapterConfig):
         return PromptTuning(self)
 
 
-class Prompt(nn.Module):
+class Prompt(Contained):
     """E `[P, d]`."""
+
+    container = "prompt_tunings"
 
     def __init__(
         self, config: PromptTuningConfig, width: int, device: torch.device, dtype: torch.dtype
@@ -183,12 +185,10 @@ class Prompt(nn.Module):
 class PromptTuning(PromptAdapter):
     """Inserts the rows of E among the tokens."""
 
-    def __init__(self, config: PromptTuningConfig) -> None:
-        """Record the number of rows and where they join.
+    container = Prompt.container
 
-        Args:
-            config: of the adapter.
-        """
+    def __init__(self, config: PromptTuningConfig) -> None:
+        """Record the number of rows and where they join."""
         super().__init__()
         self.length = config.prompt_length
         self.after_first = config.combine == "prefix_after_bos"

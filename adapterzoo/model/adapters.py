@@ -205,8 +205,6 @@ def make(
         by_path.setdefault(inject_path(placement.site), []).append(placement)
     refuse_own_size(model, "it", by_path)
     layers = {path: layer_at(model._backbone, path) for path in by_path}
-    for path, layer in layers.items():
-        inject.check_put(layer, path)
     listed = [placement for placements in by_path.values() for placement in placements]
     at, dtype = device or device_of(next(iter(layers.values()))), model.dtype
     shared, sharing = build_shared(config, listed, at, dtype)
@@ -214,6 +212,8 @@ def make(
         path: build(layers[path], path, placements, dtype, device, sharing)
         for path, placements in by_path.items()
     }
+    for path, module in modules.items():
+        inject.check_put(layers[path], path, inject.container_of(module))
     if shared is not None:
         modules[""], by_path[""] = shared, []
     places = {path: tuple(placements) for path, placements in by_path.items()}
@@ -391,7 +391,8 @@ def refuse_at_embedding(model: AdaptedModel) -> None:
     """
     embedding = model.get_input_embeddings()
     if isinstance(embedding, inject.Adapted):
+        names = listing(inject.adapters_of(embedding))
         raise StateError(
-            f"the adapters {listing(embedding.adapters)} adapt the embedding and have its size. "
+            f"the adapters {names} adapt the embedding and have its size. "
             f"Delete them first: delete_adapter(…)."
         )

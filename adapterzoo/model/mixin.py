@@ -22,7 +22,7 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
 from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
-from .adapterhub import arguments
+from .adapterhub import arguments, loaders
 from .adapterhub.config import AdaptersConfig
 from .adapterhub.names import with_names_of_adapters
 from .heads import checkpoints as head_files
@@ -766,7 +766,8 @@ class AdapterModelMixin:
                 the only active one; or the adapter's copy of a static head.
             meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
                 adapter was loaded with.
-            custom_weights_loaders: None; other modules are not saved.
+            custom_weights_loaders: save weights of other modules to the same folder; see
+                `adapterzoo.loading.WeightsLoader`.
             use_safetensors: True or False: the files of `adapters`, in safetensors or pickled;
                 None: as `format` says, which is safe in any case.
             format: "native"; "adapterhub" and "adapterhub-safetensors" for `adapters`; "peft" for
@@ -778,8 +779,10 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express this
                 adapter.
         """
-        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        chosen = arguments.chosen_format(format, use_safetensors)
+        beside = loaders.check(self, custom_weights_loaders)
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
+        loaders.save(beside, save_directory, adapter_name)
 
     def load_adapter(
         self,
@@ -817,7 +820,8 @@ class AdapterModelMixin:
                 checkpoint of another model is loaded with a warning.
             load_as: the name to give it; None: the name it was saved under.
             with_head: whether to load a head in the checkpoint, under the adapter's name.
-            custom_weights_loaders: None; other modules are not loaded.
+            custom_weights_loaders: load weights of other modules from the same folder, after the
+                adapter; see `adapterzoo.loading.WeightsLoader`.
             leave_out: numbers of blocks that get no adapter, besides those of its config.
             id2label: other labels for the head.
             set_active: whether to activate the adapter and the head.
@@ -847,12 +851,11 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
-        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
             load_as=load_as, with_head=with_head, leave_out=leave_out,
             id2label=arguments.labels(id2label, num_labels), set_active=set_active,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
-            loading_info=loading_info,
+            loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub_kwargs, "config": config, "model_name": model_name}
         return checkpointing.load_adapter(
@@ -1019,8 +1022,10 @@ class AdapterModelMixin:
             ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        chosen = arguments.chosen_format(format, use_safetensors)
+        beside = loaders.check(self, custom_weights_loaders)
         checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, chosen, with_head)
+        loaders.save(beside, save_directory, fusion.as_fuse(adapter_names, None).name)
 
     def save_adapter_setup(
         self,
@@ -1044,7 +1049,7 @@ class AdapterModelMixin:
                 a task class. A head with the name of an adapter is saved with it in any case.
             meta_dict: JSON values for every adapter and fusion; None: those that each adapter was
                 loaded with.
-            custom_weights_loaders: must be empty.
+            custom_weights_loaders: as in `save_adapter`, under the name of the last adapter.
             use_safetensors: as in `save_adapter`.
             format: "native"; "adapterhub" for AdapterHub's `adapters`.
 
@@ -1053,8 +1058,10 @@ class AdapterModelMixin:
             CompositionError: it is not a composition.
             UnknownNameError: an adapter, a head, a fusion or the format is unknown.
         """
-        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        chosen = arguments.chosen_format(format, use_safetensors)
+        beside = loaders.check(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
+        loaders.save(beside, save_directory, setups.names_in(adapter_setup)[-1])
 
     def load_adapter_setup(
         self,
@@ -1073,7 +1080,7 @@ class AdapterModelMixin:
         Args:
             adapter_setup_name_or_path: the folder, or `user/repository` on the Hub.
             version: the same as `revision`.
-            custom_weights_loaders: must be empty.
+            custom_weights_loaders: as in `load_adapter`.
             set_active: whether to activate the composition, and the heads of its `head_setup`.
             use_safetensors: as in `load_adapter`.
             revision: branch, tag or commit on the Hub.
@@ -1090,10 +1097,10 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
-        arguments.refuse_loaders(custom_weights_loaders)
         return setups.load(
-            self, adapter_setup_name_or_path, version, revision, source, hub_kwargs, set_active
-        )
+            self, adapter_setup_name_or_path, version, revision, source, hub_kwargs, set_active,
+            loaders.check(self, custom_weights_loaders),
+        )  # fmt: skip
 
     def load_adapter_fusion(
         self,
@@ -1133,10 +1140,10 @@ class AdapterModelMixin:
             SiteError: the adapters have different sites.
             UnknownNameError: the model lacks one of the fused adapters.
         """
-        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
             load_as=load_as, with_head=with_head, set_active=set_active, overwrite_ok=overwrite_ok,
             dtype=dtype, loading_info=loading_info,
+            loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         return checkpointing.load_fusion(self, adapter_fusion_name_or_path, asked)
 
@@ -1299,7 +1306,7 @@ class AdapterModelMixin:
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Restore the adapters of a quantized model: its layers exist only now."""
-        config_entry.restore(model, quantised=True)
+        config_entry.restore(model, quantized=True)
         return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
 
     @classmethod

@@ -167,9 +167,9 @@ def test_it_is_fused_with_other_bottlenecks():
 
 def test_what_layers_share_is_there_once_and_is_trained():
     model = made("bert", torch.float32, a=ALL_SHARED)
-    keys = [key for key in model.state_dict() if key.startswith("adapters.a.")]
+    keys = [key for key in model.state_dict() if key.startswith("shared_parameters.a.")]
     assert keys == [
-        f"adapters.a.phm.{key}"
+        f"shared_parameters.a.phm.{key}"
         for key in ("phm_rule_left", "phm_rule_right", "W_down_left", "W_down_right", "W_up_left",
                     "W_up_right")
     ]  # fmt: skip

@@ -33,7 +33,7 @@ def of_layer(model, path, name="a"):
     """The layer, the adapter, and its part of the update B A without the factor s."""
     layer, module = model.get_submodule(path), dict(model.adapter_modules(name))[path]
     weight = layer.weight.T if "c_" in path else layer.weight
-    shared = model.adapters[name]
+    shared = model.shared_parameters[name]
     A, B = shared.lora_A[:, : weight.shape[1]], shared.lora_B[: weight.shape[0]]
     d, b = (t if t.dim() == 2 else torch.diag(t) for t in (module.lambda_d, module.lambda_b))
     return layer, module, weight, b @ B @ d @ A

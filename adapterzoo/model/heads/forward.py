@@ -52,7 +52,7 @@ def forward(
     labels = _take_labels(model, inputs, used)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
-    _prepare_inputs(model, inputs, labels, used)
+    _prepare_inputs(model, inputs, labels, used, times)
 
     def run(inputs: dict[str, Any], labels: dict[str, Any]) -> Any:
         outputs = model.base_model(**inputs, return_dict=True)
@@ -179,7 +179,7 @@ def _take_labels(model: Any, inputs: dict[str, Any], used: Heads) -> dict[str, A
 
 
 def _prepare_inputs(
-    model: Any, inputs: dict[str, Any], labels: dict[str, Any], used: Heads
+    model: Any, inputs: dict[str, Any], labels: dict[str, Any], used: Heads, times: int
 ) -> None:
     """Convert the base model's arguments to the form that it and the heads need, in place."""
     for each in used.values():
@@ -189,7 +189,7 @@ def _prepare_inputs(
         given = inputs.get("decoder_input_ids")
         if given is not None and (ids is None or given.shape != ids.shape):
             ids = given
-        shift_labels(model, inputs, decoder_labels(used.values(), labels))
+        shift_labels(model, inputs, decoder_labels(used, labels, times))
     if used:
         labels["input_ids"] = ids
 

@@ -43,6 +43,7 @@ class LoadOptions:
     config: Any = None
     model_name: str | None = None
     loading_info: dict[str, Any] | None = None
+    loaders: Sequence[Any] = ()
 
 
 class HeadStrategy:
