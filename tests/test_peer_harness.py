@@ -95,7 +95,7 @@ def failure(error: str, line: str = "") -> dict[str, str]:
         (failure("peer.shim.MissingNameError: adapters.X"), "missing"),
         (failure("AttributeError: 'BertModel' object has no attribute 'x'"), "missing"),
         (failure("AssertionError: False is not true", "self.assertTrue(same)"), "bug"),
-        (failure("FileNotFoundError: …/audio_datasets/common_voice_encoded"), "environment"),
+        (failure("peer.tiny.NotAtHandError: no such model"), "environment"),
     ],
 )
 def test_a_failure_is_explained(found: dict[str, str], kind: str) -> None:

@@ -260,7 +260,7 @@ def test_sharded_models_are_refused(tmp_path):
         Sharded(named(), args(tmp_path))
 
 
-def test_a_quantised_model_is_taken_and_keeps_its_mark(tmp_path):
+def test_a_quantized_model_is_taken_and_keeps_its_mark(tmp_path):
     model = named()
     model.is_quantized = True
     with pytest.raises(ValueError, match="purely quantized"):

@@ -1301,7 +1301,7 @@ class AdapterModelMixin:
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Restore the adapters of a quantized model: its layers exist only now."""
-        config_entry.restore(model, quantised=True)
+        config_entry.restore(model, quantized=True)
         return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
 
     @classmethod

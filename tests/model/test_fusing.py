@@ -190,10 +190,10 @@ def test_the_fusion_and_the_head_are_trained_and_nothing_else():
     assert all(".adapter_fusion_layer.a,b." in n or n.startswith("heads.task.") for n in trained)
     assert sum("adapter_fusion_layer.a,b" in n for n in trained) == 2 * 5
     before = {n: bits(p) for n, p in model.named_parameters()}
-    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     loss = model(**tiny_inputs("bert"), labels=torch.tensor([0, 1])).loss
     (loss + model.get_fusion_regularization_loss()).backward()
-    optimiser.step()
+    optimizer.step()
     changed = {n for n, p in model.named_parameters() if bits(p) != before[n]}
     assert changed == trained
     model.train_adapter_fusion(AB, unfreeze_adapters=True)
@@ -221,10 +221,10 @@ def test_the_trainer_adds_the_regularisation(tmp_path, monkeypatch):
     start = copy.deepcopy(model.state_dict())
     rows = [{"input_ids": list(range(3, 9)), "labels": i % 2} for i in range(4)]
 
-    def gradient(penalised):
+    def gradient(penalized):
         model.load_state_dict(start)
         with monkeypatch.context() as patch:
-            if not penalised:
+            if not penalized:
                 patch.setattr(type(model), "get_fusion_regularization_loss", lambda self: None)
             arguments = TrainingArguments(
                 tmp_path, max_steps=1, learning_rate=1.0, optim="sgd", max_grad_norm=0.0,

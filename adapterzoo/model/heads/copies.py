@@ -23,7 +23,7 @@ from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
 from adapterzoo.contracts import Contained, upcast
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters
-from adapterzoo.inject.quantised import packing_of
+from adapterzoo.inject.quantized import packing_of
 from adapterzoo.model.activation import replan
 from adapterzoo.model.state import AdaptedModel
 

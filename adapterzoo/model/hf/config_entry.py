@@ -59,18 +59,18 @@ def enter(model: AdaptedModel) -> None:
     } | ({} if others is None else {"loaded_embeddings": others})
 
 
-def restore(model: AdaptedModel, quantised: bool = False) -> None:
+def restore(model: AdaptedModel, quantized: bool = False) -> None:
     """Recreate the adapters in the config of a saved model; their values are loaded later.
 
     Args:
         model: that is being loaded.
-        quantised: whether its layers have been quantized already.
+        quantized: whether its layers have been quantized already.
 
     Raises:
         CheckpointError: they cannot be recreated.
     """
     config = model.config
-    if getattr(config, "quantization_config", None) is not None and not quantised:
+    if getattr(config, "quantization_config", None) is not None and not quantized:
         # its library will replace layers, but only those of a plain class
         return
     document = vars(config).get("adapters")
