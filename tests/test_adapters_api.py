@@ -28,7 +28,6 @@ from adapterzoo import (
     AdapterConfig,
     AdapterFusionConfig,
     AdapterSetup,
-    AdapterZooError,
     BertAdapterModel,
     Fuse,
     LoRAConfig,
