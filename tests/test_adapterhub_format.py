@@ -181,8 +181,9 @@ def test_the_static_head_of_a_task_class(tmp_path):
     assert document["model_class"] == "BertForSequenceClassification"
     assert document["num_labels"] == 3
     assert sorted(pickled(tmp_path / "x" / TENSORS[1])) == ["classifier.bias", "classifier.weight"]
-    with refused(task, CheckpointError, "one static head", "with_head=False"):
+    with pytest.warns(UserWarning, match=r"'other' has been loaded without its head"):
         task.load_adapter(LORA, load_as="other")
+    task.delete_adapter("other")
     expected = load_file(LORA / "expected.safetensors")
     inputs = {key: expected[key] for key in ("input_ids", "attention_mask")}
     with torch.no_grad():
