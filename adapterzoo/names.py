@@ -9,6 +9,9 @@ from torch import nn
 
 from .errors import ConfigError
 
+FUSION = "fusion:"
+"""Precedes the name of a fusion among those of adapters; no adapter can have such a name."""
+
 _LENGTH = 128
 # file systems count bytes, 255 of them, and a temporary sibling has a longer name
 _BYTES = 200

@@ -83,4 +83,4 @@ def _of(folder: Path) -> str | None:
     # a folder with both was mixed by hand: prefer the file that cannot hold code
     if (folder / _NATIVE[0]).is_file():
         return "native"
-    return "adapterhub" if adapterhub.recognises(folder) else None
+    return "adapterhub" if adapterhub.recognizes(folder) else None

@@ -35,7 +35,7 @@ _WIDTH, _LINES = 60, 3
 class NativeFormat:
     """Our format, as `formats` sees it."""
 
-    def recognises(self, folder: Path, kind: Kind) -> bool:
+    def recognizes(self, folder: Path, kind: Kind) -> bool:
         """Return whether the folder has the file, ours or a damaged one."""
         file = folder / f"{kind}.safetensors"
         try:

@@ -13,7 +13,7 @@ from torch import nn
 
 from adapterzoo.activations import ActivationName
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import InvertibleAdapter
+from adapterzoo.contracts import InvertibleAdapter, SharedModules
 from adapterzoo.errors import ConfigError, MissingEntryError, listing
 from adapterzoo.fields import (
     FACTOR,
@@ -45,6 +45,7 @@ class InvertibleKind(InvertibleAdapter):
         is_unscaled: whether the function reads the output of a table without its scale.
     """
 
+    container = "invertible_adapters"
     block: ClassVar[type[nn.Module]]
     is_unscaled: bool = False
 
@@ -186,11 +187,12 @@ class BottleneckFields(HypercomplexFields, PlainFields):
         self, placements: Sequence[Placement], device: torch.device, dtype: torch.dtype
     ) -> nn.Module | None:
         """Return the shared modules: "invertible" and "phm", if there are such."""
-        parts = nn.ModuleDict()
+        parts = SharedModules()
         if self.inv_adapter is not None:
             width = next(p.site.d_in for p in placements if p.site.kind == "entry")
             made = invertible_adapters[self.inv_adapter].block
             parts["invertible"] = made(self, width, device, dtype)
+            parts.container = InvertibleKind.container
         if self.shares_matrices:
             sites = [p.site for p in placements if p.site.kind != "entry"]
             parts["phm"] = projections["phm"].shared(

@@ -36,6 +36,8 @@ class LowRank(SharedInputAdapter, WeightAdapter):
         looks_up: whether the layer is an embedding, whose input is token numbers.
     """
 
+    container = "loras"
+
     def __init__(
         self,
         config: LowRankConfig,

@@ -117,6 +117,8 @@ class IA3(WeightAdapter):
         alpha: a factor.
     """
 
+    container = "loras"
+
     def __init__(
         self, config: IA3Config, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:

@@ -149,11 +149,9 @@ config_strings.register("prefix_tuning_flat")(partial(PrefixTuningConfig, flat=T
 
 
 class PrefixTuning(AttentionAdapter):
-    """The keys and values of one attention, from the adapter's table.
+    """The keys and values of one attention, from the adapter's table."""
 
-    Attributes:
-        gate: of `use_gating`, or None.
-    """
+    container = "prefix_gates"
 
     def __init__(
         self, config: PrefixTuningConfig, site: Site, device: torch.device, dtype: torch.dtype

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import Anatomy, Site, token_site, usual_joins, why_no_token_site
 from adapterzoo.configs import AdapterConfig, Placement, architectures, config_strings
-from adapterzoo.contracts import BaseLayer, Joins, PromptAdapter
+from adapterzoo.contracts import BaseLayer, Contained, Joins, PromptAdapter
 from adapterzoo.errors import ConfigError, SiteError
 from adapterzoo.fields import MAX_WIDTH, SEED, Choice, Maybe, Range, Text, field
 from adapterzoo.spelling import spelled
@@ -142,8 +142,10 @@ class PromptTuningConfig(AdapterConfig):
         return PromptTuning(self, "inputs" if site.role == "embedding" else "embeddings")
 
 
-class Prompt(nn.Module):
+class Prompt(Contained):
     """E `[P, d]`."""
+
+    container = "prompt_tunings"
 
     def __init__(
         self, config: PromptTuningConfig, width: int, device: torch.device, dtype: torch.dtype
@@ -181,13 +183,10 @@ class Prompt(nn.Module):
 class PromptTuning(PromptAdapter):
     """Inserts the rows of E among the tokens."""
 
-    def __init__(self, config: PromptTuningConfig, joins: Joins) -> None:
-        """Record the number of rows and where they join.
+    container = Prompt.container
 
-        Args:
-            config: of the adapter.
-            joins: what the rows join.
-        """
+    def __init__(self, config: PromptTuningConfig, joins: Joins) -> None:
+        """Record the number of rows, and what they join."""
         super().__init__()
         self.length = config.prompt_length
         self.after_first = config.combine == "prefix_after_bos"

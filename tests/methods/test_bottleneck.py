@@ -492,6 +492,9 @@ def test_gradients_are_exact():
 def test_the_width_is_d_model_over_the_reduction_factor(factor, layer, width):
     adapter = built(SeqBnConfig(reduction_factor=factor), layer, 768)
     assert tuple(adapter.adapter_up.weight.shape) == (768, width)
+    # as code for `adapters` reads it
+    down = adapter.adapter_down[0]
+    assert (down.in_features, down.out_features) == (768, width)
 
 
 def test_a_width_that_does_not_exist_or_fit_is_an_error():

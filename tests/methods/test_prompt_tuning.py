@@ -70,7 +70,7 @@ def made(family, auto=AutoModel, active=None, **configs):
 
 
 def rows_of(model, name="a"):
-    return model.base_model.adapters[name].prompt_embedding.detach().double()
+    return model.base_model.prompt_tunings[name].prompt_embedding.detach().double()
 
 
 def insert(t, rows, at):
@@ -457,7 +457,7 @@ def test_a_training_step_compiles_once_whatever_the_weights(family, joins):
         return graph
 
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    rows = model.adapters["a"].prompt_embedding
+    rows = model.prompt_tunings["a"].prompt_embedding
     for _ in range(2):
         found = compiled(input_ids=IDS, attention_mask=RIGHT, use_cache=False)[0]
         expected = model(input_ids=IDS, attention_mask=RIGHT, use_cache=False)[0]
@@ -475,12 +475,12 @@ def test_the_rows_alone_are_trained():
     before = {name: p.clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model(input_ids=IDS, attention_mask=RIGHT, labels=IDS).loss.backward()
-    rows = model.base_model.adapters["a"].prompt_embedding
+    rows = model.base_model.prompt_tunings["a"].prompt_embedding
     assert (rows.grad != 0).any(1).all()
     optimizer.step()
     changed = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
     assert [name for name in changed if "lm_head" not in name] == [
-        "transformer.adapters.a.prompt_embedding"
+        "transformer.prompt_tunings.a.prompt_embedding"
     ]
 
 

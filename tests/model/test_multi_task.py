@@ -278,7 +278,7 @@ def test_parallel_runs_a_fusion_beside_its_adapters():
     model.add_adapter_fusion(fuse)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "fusion:" in name:
+            if "adapter_fusion_layer" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     inputs = tiny_inputs("bert", batch=2)
     model.set_active_adapters(Parallel("a", "b", fuse))

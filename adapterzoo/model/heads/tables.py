@@ -37,8 +37,8 @@ from .ties import LOCATION, tables_of
 def table_of(model: AdaptedModel, name: str) -> nn.Parameter | None:
     """Return the table of an adapter; None if it has none or the adapter is unknown."""
     for path in tables_of(model, name):
-        layer = cast("inject.Adapted", layer_at(model._backbone, path))
-        return cast("nn.Parameter", cast("Table", layer.adapters[name]).table.weight)
+        found = inject.adapters_of(layer_at(model._backbone, path))
+        return cast("nn.Parameter", cast("Table", found[name]).table.weight)
     return None
 
 
