@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from made import hidden, made
 from safetensors.torch import load_file
-from snapshots import refused, stir
+from snapshots import refused
 from transformers import AutoModel
 
 from adapterzoo import (
@@ -17,7 +18,6 @@ from adapterzoo import (
     MTLLoRAConfig,
     MultiTask,
     MultiTaskConfig,
-    init,
     load_model,
 )
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, StateError
@@ -31,22 +31,8 @@ TASKS = ("a", "b", "c")
 INPUTS = ("input_ids", "attention_mask", "decoder_input_ids", "pixel_values")
 
 
-def made(family="bert", dtype=torch.float64, **configs):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).to(dtype).eval())
-    for number, (name, config) in enumerate(configs.items()):
-        model.add_adapter(name, config)
-        stir(model, name, number)
-    return model
-
-
 def of_tasks(config=PLAIN, **more):
     return made(**dict.fromkeys(TASKS, config), **more)
-
-
-def hidden(model, **inputs):
-    with torch.no_grad():
-        return model(**(inputs or tiny_inputs(model.config.model_type)))[0]
 
 
 def at(model, name, path=QUERY):

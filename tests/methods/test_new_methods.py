@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from families import tiny_config, tiny_inputs
-from snapshots import refused, same_bits, snapshot, stir
-from transformers import AutoModel
+from families import tiny_inputs
+from made import made
+from snapshots import refused, same_bits, snapshot
 
-from adapterzoo import BatchSplit, Stack, init
+from adapterzoo import BatchSplit, Stack
 from adapterzoo.errors import CheckpointError, StateError
 
 METHODS = {
@@ -27,15 +27,6 @@ OTHERS = {
     "seq_bn": "seq_bn[reduction_factor=4]",
     "unipelt": "unipelt",
 }
-
-
-def made(family, **configs):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).double().eval())
-    for number, (name, config) in enumerate(configs.items()):
-        model.add_adapter(name, config)
-        stir(model, name, number)
-    return model
 
 
 def hidden(model, inputs, **kwargs):

@@ -120,7 +120,7 @@ def test_what_adapters_writes_is_read(model, tmp_path):
     setup, heads = again.load_adapter_setup(tmp_path, set_active=True)
     assert setup == BatchSplit("c", "a", batch_sizes=[1, 1])
     assert heads == BatchSplit("c", "tags", batch_sizes=[1, 1])
-    assert again.active_head == ["c", "tags"]
+    assert again.active_head == heads
     assert again.adapter_fingerprint("a") == model.adapter_fingerprint("a")
 
 

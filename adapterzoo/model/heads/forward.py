@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo import inject
-from adapterzoo.composition import RowMap
-from adapterzoo.errors import StateError, listing, unknown_name
+from adapterzoo.composition import ActiveHeads, RowMap, last_adapter, parts_of
+from adapterzoo.errors import (
+    BatchError,
+    CompositionError,
+    StateError,
+    listing,
+    unknown_name,
+)
 from adapterzoo.heads import Logits, PredictionHead, head_types
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.state import anatomy_of
@@ -42,6 +48,7 @@ def forward(
     """
     used = model._head_strategy.active_heads(head)
     _check_exit(model, used)
+    _check_batch(model, model._head_strategy.chosen(head), batch_size(inputs) * times)
     labels = _take_labels(model, inputs, used)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
@@ -101,6 +108,40 @@ def _check_exit(model: Any, used: Heads) -> None:
                 f"invertible adapters of {plan.setup!r} have {width}: those of the blocks. Write "
                 f"inv_adapter=None in their config, or use a head of the model's own width."
             )
+
+
+def _check_batch(model: Any, heads: ActiveHeads, count: int) -> None:
+    """Check that a batch has the rows that a `BatchSplit` of heads divides.
+
+    Raises:
+        BatchError: it has others.
+    """
+    legal = len(heads.rows or ())
+    # in `generate` each row may stand for several beams
+    rest = count % legal if legal and model._active.call.generation is not None else count - legal
+    if legal and rest:
+        raise BatchError(
+            f"the heads are {heads.setup!r}: the batch has {count} rows, legal are {legal}. Write "
+            f"other sizes."
+        )
+
+
+def _check_owner(model: Any, names: tuple[str, ...]) -> None:
+    """Refuse the head of one adapter of a `Parallel` for the copies of the others.
+
+    Raises:
+        CompositionError: there is one head, and it has the name of one of several adapters.
+    """
+    plan = model._active.plan
+    if len(names) > 1 or plan.rows is None or plan.rows.copies < 2:
+        return
+    owners = {last_adapter(part) for part in parts_of(plan.setup)[0]} - {None}
+    if names[0] in owners and len(owners) > 1:
+        raise CompositionError(
+            f"{plan.setup!r}: {names[0]!r} is the only active head, and the others have none. Add "
+            f"heads with their names, or write active_head = {[*names] * plan.rows.copies!r} to "
+            f"use it for all."
+        )
 
 
 def label_arguments() -> tuple[str, ...]:
@@ -169,11 +210,12 @@ def forward_head(
         return_dict: False for tuples.
         given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
-    strategy, rows = model._head_strategy, model._active.plan.rows
-    names = strategy.active_names(head)
+    heads, rows = model._head_strategy.chosen(head), model._active.plan.rows
+    names = heads.names
     if not names:
         return outputs if return_dict is not False else outputs.to_tuple()
-    found = head_rows(names, rows)
+    _check_owner(model, names)
+    found = head_rows(heads, rows, model._active.call.generation is not None)
     results: list[ModelOutput] | MultiHeadOutput
     if found is not None:
         results = _run_on_rows(model, *found, outputs, given)
@@ -219,7 +261,7 @@ def _run_on_rows(
     heads = [store.find(model, name) for name in names]
     batch = len(rows.index) // rows.copies
     labelled = {n for h in heads for n in (*h.config.label_names, *h.config.inputs)}
-    whole = cast("RowMap", model._active.plan.rows)
+    whole = model._active.plan.rows
     logits: list[Logits] = []
     losses: list[Tensor | None] = []
     for i, name in enumerate(names):
@@ -229,7 +271,7 @@ def _run_on_rows(
             has_rows = isinstance(value, Tensor) and key not in _COMMON
             mine[key] = rows.take(i, value) if has_rows else value
         part = outputs_of(i, rows, outputs, False)
-        scores, loss = _run(model, name, part, mine, whole.of(rows, i))
+        scores, loss = _run(model, name, part, mine, None if whole is None else whole.of(rows, i))
         logits.append(scores)
         losses.append(loss)
     if rows.together:

@@ -113,7 +113,7 @@ def load(
         if set_active:
             activate(model, setup)
             if strategy.is_named and names_of(heads):
-                cast("Any", model).active_head = names_of(heads)
+                cast("Any", model).active_head = heads
         loaders.load(LoadOptions(loaders=beside), folder, setup.flatten()[-1])
     except AdapterZooError:
         for step in reversed(undo):
