@@ -73,7 +73,7 @@ class Facts:
         holds = len(first) == len(self.scores) > 0
         holds &= all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
         self._check(holds, f"loaded: scores {self.scores[:4]}, in the first run {first[:4]}")
-        self.seen["loaded"].append(f"a second run: the same {len(first)} scores")
+        self.seen["loaded"].append(f"by a second run: the same {len(first)} scores")
 
     def summary(self) -> dict[str, str]:
         """Each fact in a few words."""
@@ -98,7 +98,7 @@ class Facts:
         result = train(*given, **options)
         after = dict(trainer.model.named_parameters())
         changed = {name for name, p in before.items() if not same(p, after[name])}
-        adapters = {name for name in changed if ".adapters." in name}
+        adapters = changed & own_names(trainer.model)
         self._check(math.isfinite(result.training_loss), f"trained: loss {result.training_loss}")
         self._check(bool(adapters), "trained: no parameter of an adapter changed")
         self._check(not changed & frozen, f"trained: frozen, but changed: {changed & frozen}")
@@ -158,7 +158,9 @@ class Facts:
     def _load(self, load: Any, model: Any, *given: Any, **options: Any) -> Any:
         name = load(*given, **options)
         if not self._reloading:
-            self.seen["loaded"].append(f"the adapter {name}")
+            path = str(given[0] if given else "")
+            known = "" if Path(path).is_dir() else "from the Hub: "
+            self.seen["loaded"].append(f"{known}{name}")
         return name
 
     def _reload(self, model: Any, folders: list[Path], whole: bool = False) -> None:
@@ -173,8 +175,10 @@ class Facts:
             load_any(fresh, folder)
         self._reloading = False
         theirs, tensors = dict(model.named_parameters()), dict(fresh.named_parameters())
-        own = [name for name in tensors if ".adapters." in name or name.startswith("heads.")]
-        wrong = [name for name in own if not same(tensors[name], theirs[name])]
+        own = sorted(own_names(fresh) | {name for name in tensors if name.startswith("heads.")})
+        # a head in an adapter's file has the adapter's name
+        both = [name for name in own if name in theirs]
+        wrong = [name for name in both if not same(tensors[name], theirs[name])]
         wrong += sorted(set(theirs) - set(tensors)) if whole else []
         self._check(bool(own) and not wrong, f"loaded: {len(own)} tensors, not the same: {wrong}")
         comparable = set(theirs) == set(tensors) and self._batch is not None
@@ -208,6 +212,14 @@ def same(first: Any, second: Any) -> bool:
 
     second = second.detach()
     return first.shape == second.shape and bool(torch.allclose(first.detach(), second, 0, 0, True))
+
+
+def own_names(model: Any) -> set[str]:
+    """The names of all parameters of adapters and fusions."""
+    from adapterzoo.model.state import own_parameters_of
+
+    own = {id(parameter) for parameter in own_parameters_of(model)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
 def floats(outputs: Any) -> list[Any]:

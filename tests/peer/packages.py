@@ -21,16 +21,37 @@ def install(transformers: Any) -> None:
             sys.modules[name] = _STUBS.get(name, ModuleType)(name)
     # the bars of notebooks need widgets
     sys.modules["tqdm.notebook"] = importlib.import_module("tqdm.std")
-    importlib.import_module("datasets").load_metric = _Evaluate.load
+    datasets: Any = importlib.import_module("datasets")
+    datasets.load_metric = _Evaluate.load
+    # sounds of `tiny` are decoded, and sampled as Whisper reads them
+    datasets.DatasetDict.cast_column = lambda self, *_: self
+    # datasets 5 gives a column where it gave a tensor
+    datasets.arrow_dataset.Column.squeeze = lambda self, *given: self[:].squeeze(*given)
+    transformers.WhisperFeatureExtractor.from_pretrained = _feature_extractor
+    transformers.WhisperProcessor.from_pretrained = _Processor
     transformers.QuestionAnsweringPipeline = _QuestionAnswering
     transformers.SummarizationPipeline = _Summarization
-    for name in ("DataCollatorForCompletionOnlyLM",):
-        trl = importlib.import_module("trl")
-        if not hasattr(trl, name):
-            setattr(trl, name, _completions)
+    importlib.import_module("trl").DataCollatorForCompletionOnlyLM = _completions
 
 
-# --- pipelines and collators ---
+# --- pipelines, processors and collators ---
+
+
+def _feature_extractor(*_: Any, **__: Any) -> Any:
+    import transformers
+
+    return transformers.WhisperFeatureExtractor()
+
+
+class _Processor:
+    def __init__(self, name: str, **_: Any) -> None:
+        import transformers
+
+        self.feature_extractor = _feature_extractor()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+
+    def get_decoder_prompt_ids(self, **_: Any) -> None:
+        """None are forced: the tiny vocabulary has no languages."""
 
 
 class _Pipeline:

@@ -80,7 +80,9 @@ def _child(
     peer: Path, what: str, step: tuple[str, bool], scratch: Path, seconds: int
 ) -> dict[str, Any]:
     name, again = step
-    command = [sys.executable, "-m", "peer.programs", str(peer), what, name, str(scratch)]
+    # the names of a notebook are those of a bare module __main__, which data sets can pickle
+    command = [sys.executable, "-c", "from peer.programs import main; main()"]
+    command += [str(peer), what, name, str(scratch)]
     variables = {**environment("strict"), "HF_HOME": str(scratch / "cache")}
     outcome = scratch / "outcome.json"
     outcome.unlink(missing_ok=True)
@@ -103,6 +105,11 @@ def _failure(error: str, line: str, frames: str) -> dict[str, str]:
 
 
 # --- in the process of a program ---
+
+
+def main() -> None:
+    """Run one program; the arguments are those that `_child` gives."""
+    _main(Path(sys.argv[1]), *sys.argv[2:4], Path(sys.argv[4]), "again" in sys.argv[5:])
 
 
 def _main(peer: Path, what: str, name: str, scratch: Path, again: bool) -> None:
@@ -150,7 +157,7 @@ def _script(peer: Path, script: Script, hub: Any, scratch: Path, again: bool) ->
 def _cells(path: Path) -> None:
     """Run the code cells of a notebook, without shell commands, in one namespace."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = vars(sys.modules["__main__"])
     for number, source in enumerate(_sources(notebook)):
         exec(compile(local_source(source), f"{path.stem}, cell {number}", "exec"), names)
 
@@ -170,7 +177,3 @@ def _described(error: BaseException, peer: Path) -> dict[str, str]:
     kind = type(error)
     text = f"{kind.__module__}.{kind.__qualname__}: {error}".removeprefix("builtins.")
     return _failure(text[:1200], line, " < ".join(reversed(places))[:600])
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), *sys.argv[2:4], Path(sys.argv[4]), "again" in sys.argv[5:])
