@@ -137,7 +137,26 @@ class BaseLayer(ABC):
         return type(adapter).from_input((adapter,), x)[0]
 
 
-class Adapter(nn.Module, ABC):
+class Contained(nn.Module):
+    """A module that a layer, or the base model, keeps under the name of an adapter or fusion.
+
+    Attributes:
+        container: name of the submodule that holds it, `<layer>.<container>.<name>`: a part of the
+            names of its parameters, as in AdapterHub's `adapters`.
+        prefix: precedes its name in compositions, where adapters and fusions meet.
+    """
+
+    container: str = "adapters"
+    prefix: ClassVar[str] = ""
+
+
+class SharedModules(nn.ModuleDict, Contained):
+    """Modules that the layers of an adapter share, by name."""
+
+    container = "shared_parameters"
+
+
+class Adapter(Contained, ABC):
     """Base of all adapters: `forward(x, base)` is the adapted layer.
 
     Every tensor of an adapter is a parameter or a buffer, so that moves, copies and files include

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Generation, RecordedCall
-from .composition import Composition, Joined, Prompts, RowMap, Step
+from .composition import ActiveHeads, Composition, Joined, Prompts, RowMap, Step
 from .contracts import Adapter, Prefix, SharedInputAdapter
 from .errors import StateError
 from .kernels import mode
@@ -42,7 +42,7 @@ class Plan:
 
     Attributes:
         setup: the composition it was compiled from; None for the base model.
-        heads: the heads that run; empty if the plan selects none.
+        heads: the heads that run; without names if the plan selects none.
         steps: path of a site → what it evaluates; sites without active adapters are absent.
         captures: path of a module → the sites that read its input.
         shared_inputs: path of a module → those of its layers that read one input.
@@ -57,7 +57,7 @@ class Plan:
     """
 
     setup: Composition | None = None
-    heads: tuple[str, ...] = ()
+    heads: ActiveHeads = field(default_factory=ActiveHeads)
     steps: Mapping[str, Step] = field(default_factory=dict)
     captures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared_inputs: Mapping[str, SharedLayers] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Default:
         """
         self.plan = Plan() if plan is None else plan
         # modules that layers of one adapter share, by its name; they are modules of the model
-        self.shared: nn.ModuleDict | None = None
+        self.shared: dict[str, nn.Module] = {}
         # the innermost block of the calling thread and task
         self.block: ContextVar[Block | None] = ContextVar("block", default=None)
         # every block that some context still holds, and whether there is one
@@ -281,7 +281,7 @@ class CallContext:
             self.generation = outer
 
 
-def shared_by(modules: nn.Module | None, key: tuple[str, int | None]) -> nn.Module:
+def shared_by(modules: Mapping[str, nn.Module], key: tuple[str, int | None]) -> nn.Module:
     """Return the module that the layers of an adapter share.
 
     Args:
@@ -289,7 +289,7 @@ def shared_by(modules: nn.Module | None, key: tuple[str, int | None]) -> nn.Modu
         key: name of the adapter, and in a union the number of its config.
     """
     name, member = key
-    own: Any = cast("nn.Module", modules)._modules[name]
+    own: Any = modules[name]
     return cast("nn.Module", own if member is None else own._modules[str(member)])
 
 
@@ -298,13 +298,13 @@ class Frame(NamedTuple):
 
     Attributes:
         call: its recorded arguments.
-        shared: the shared modules of all adapters, if the module holds them.
+        shared: the shared modules of all adapters by name, if the module holds them.
         module: the encoder or decoder.
         joined: its sequences with the tokens that adapters add; None if none are added.
     """
 
     call: RecordedCall
-    shared: nn.Module | None
+    shared: Mapping[str, nn.Module] | None
     module: nn.Module
     joined: Joined | None = None
 
@@ -360,7 +360,7 @@ class ActiveState(threading.local):
         return held.plan
 
     @property
-    def heads(self) -> tuple[str, ...]:
+    def heads(self) -> ActiveHeads:
         """The active heads, even if an adapter of the block was deleted."""
         held = self._held() if self.override is None else None
         return self.plan.heads if held is None else held.plan.heads

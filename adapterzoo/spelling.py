@@ -32,8 +32,7 @@ peft_spellings.register("ia3")(
 )
 ```
 
-`@spelled(adapterhub, peft)` above the config class registers the spellings that these functions
-return.
+`@spelled(adapterhub, peft)` above a config class registers the spellings that these return.
 
 Functions in a spelling raise `CheckpointError` without naming their caller. A file may lack any
 tensor: a `KeyError` in `Container.read` leaves the file's names unchanged, and the comparison with
@@ -128,10 +127,6 @@ class AdapterHubFile:
         return number < release or (number == release and bool(match[4]))
 
 
-def _as_they_are(fields: Fields, _file: AdapterHubFile) -> Fields:
-    return fields
-
-
 def _as_asked(config: AdapterConfig, _sites: Sequence[Site], _anatomy: Anatomy) -> AdapterConfig:
     return config
 
@@ -188,7 +183,7 @@ class AdapterHubSpelling:
     omitted: tuple[str, ...] = ()
     fused: str | None = None
     feed_forward: tuple[str, str] | None = None
-    read_fields: Callable[[Fields, AdapterHubFile], Fields] = _as_they_are
+    read_fields: Callable[[Fields, AdapterHubFile], Fields] = lambda fields, _file: fields
     place: Callable[[AdapterConfig, Sequence[Site], Anatomy], AdapterConfig] = _as_asked
     unsayable: Callable[[AdapterConfig], str | None] = lambda _config: None
     joins: Callable[[AdapterConfig, AdapterConfig], bool] = lambda _config, _other: False
@@ -197,6 +192,18 @@ class AdapterHubSpelling:
     quirk: Callable[[str, Placement], str | None] = lambda _model_type, _placement: None
     convention: Callable[[str, AdapterConfig], AdapterConfig] = lambda _model_type, config: config
     fusion: Callable[[AdapterConfig], Fields] = lambda _config: {}
+
+    @property
+    def strictness(self) -> tuple[int, int]:
+        """Of several methods that a file may belong to, it belongs to the strictest."""
+        return len(self.required), len(self.fixed)
+
+    def differing(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the fields by which a file's config belongs to another method."""
+        there = {k: v for k, v in self.fixed.items() if k in values}
+        # True equals 1
+        wrong = [k for k, v in there.items() if (type(values[k]), values[k]) != (type(v), v)]
+        return [*wrong, *(k for k in self.required if values.get(k) is None)]
 
 
 # --- PEFT ---
@@ -340,6 +347,15 @@ class PeftSpelling:
     def prefix(self) -> str:
         """The prefix of keys of the model's own tensors; with adapted layers PEFT wraps twice."""
         return "base_model.model." if self.has_layers else "base_model."
+
+    def differing(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the fields by which a file's config belongs to another method."""
+        return [k for k, v in self.fixed.items() if (values.get(k) or False) != (v or False)]
+
+    @property
+    def strictness(self) -> tuple[int, int]:
+        """As that of AdapterHub's spelling."""
+        return 0, len(self.fixed)
 
 
 adapterhub_spellings: Registry[AdapterHubSpelling] = Registry("AdapterHub spelling")

@@ -22,7 +22,7 @@ from .model import snapshot
 from .model.heads.inputs import decoder_labels, shift_labels
 from .model.mixin import AdapterModelMixin
 from .model.state import fusion_modules, parameters_of
-from .model.training import trainable_when_quantised
+from .model.training import trainable_when_quantized
 
 # outputs of base models besides the scores of a head
 _OUTPUTS = frozenset(
@@ -95,7 +95,7 @@ class AdapterTrainer(Trainer):
         self._usual_count: float | None = None
         if model is not None:
             self._take(model)
-        with trainable_when_quantised(model):
+        with trainable_when_quantized(model):
             cast("Any", super()).__init__(
                 model, args, data_collator, train_dataset, eval_dataset,
                 processing_class=processing_class, model_init=model_init, **kwargs,
@@ -252,7 +252,7 @@ class AdapterTrainer(Trainer):
         heads = self._heads()
         if heads and (self.label_smoother is not None or self.compute_loss_func is not None):
             # Trainer removes the labels, from which the decoder inputs are made
-            if (labels := decoder_labels(heads.values(), inputs)) is not None:
+            if (labels := decoder_labels(heads, inputs, 1)) is not None:
                 shift_labels(self._adapted, inputs, labels)
             if self.compute_loss_func is None:
                 inputs["labels"] = self._smoothed_labels(inputs)
@@ -265,10 +265,10 @@ class AdapterTrainer(Trainer):
         elif share != 1.0:
             loss = loss * share
         if model.training:
-            loss = self._regularised(loss, num_items_in_batch is not None)
+            loss = self._regularized(loss, num_items_in_batch is not None)
         return (loss, outputs) if return_outputs else loss
 
-    def _regularised(self, loss: Tensor, is_share: bool) -> Tensor:
+    def _regularized(self, loss: Tensor, is_share: bool) -> Tensor:
         """Return the loss with the penalty on the V of fusions, once for each step."""
         penalty = self._adapted.get_fusion_regularization_loss()
         if penalty is None:

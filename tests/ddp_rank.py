@@ -2,6 +2,7 @@
 
 For each method: the gradients of the first step against those of one process on the whole batch,
 then 20 steps, half of them with another adapter, after which all ranks must hold the same bits.
+The same for tasks, of which each process has only some.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import torch
 import torch.distributed as dist
 from families import tiny_config, tiny_inputs
 from ranks import METHODS
+from snapshots import of_adapter
 from torch.nn.parallel import DistributedDataParallel
 
-from adapterzoo import AutoAdapterModel
+from adapterzoo import AutoAdapterModel, MultiTask
 
 STEPS = 10
+TASKS = {
+    # mixed batches of one method compute with all adapters, so that none is unused
+    False: dict.fromkeys("abc", "mtl_lora[r=4,n_up_projection=2]"),
+    True: {"a": "lora", "b": "seq_bn", "c": "dora"},
+}
 
 
 def build(method):
@@ -40,6 +47,39 @@ def train(model, name):
     model.train_adapter(name)
     model.eval()
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def of_tasks(configs):
+    torch.manual_seed(0)
+    model = AutoAdapterModel.from_config(tiny_config("bert"))
+    for name, config in configs.items():
+        model.add_adapter(name, config)
+    if len({*configs.values()}) == 1:
+        model.share_parameters([*configs])
+    model.add_classification_head("h", num_labels=3)
+    model.double()
+    trained = train(model, MultiTask(*configs))
+    model.active_head = "h"
+    return model, trained
+
+
+def trains_tasks(rank, world):
+    everything = batch(4 * world)
+    ids = torch.tensor([[0, 1, 1, 0], [2, 1, 2, 1]] * (world // 2)).flatten()
+    mine = {k: v[4 * rank : 4 * rank + 4] for k, v in {**everything, "task_ids": ids}.items()}
+    for some_are_unused, configs in TASKS.items():
+        (alone, expected), (model, trained) = of_tasks(configs), of_tasks(configs)
+        alone(**everything, task_ids=ids).loss.backward()
+        parallel = DistributedDataParallel(model, find_unused_parameters=some_are_unused)
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            parallel(**mine).loss.backward()
+            for key, parameter in expected.items() if step == 0 else ():
+                torch.testing.assert_close(trained[key].grad, parameter.grad, rtol=0, atol=1e-12)
+            optimizer.step()
+        model.verify_replicas()
+    print("tasks")  # noqa: T201  the test reads it
 
 
 def main(rank, world, rendezvous):
@@ -67,11 +107,12 @@ def main(rank, world, rendezvous):
             model.verify_replicas()
         before = dict(build(method).named_parameters())
         moved = {k for k, p in model.named_parameters() if not torch.equal(p, before[k])}
-        wanted = {k for k in before if ".adapters." in k or k.startswith("heads.")}
+        wanted = {k for k in before if of_adapter(k) or k.startswith("heads.")}
         heads = {k.split(".")[1] for k in moved if k.startswith("heads.")}
         if not moved <= wanted or heads != {"a", "b"}:
             raise RuntimeError(f"{method}: moved {sorted(moved - wanted)[:3]}")
         print(method)  # noqa: T201  the test reads it
+    trains_tasks(rank, world)
     # see examples/distributed.py: no DDP module may own the group when Python ends
     del parallel
     gc.collect()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from families import tiny_config, tiny_inputs
-from snapshots import same_bits, stir
+from snapshots import of_adapter, same_bits, stir
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -144,7 +144,7 @@ class Step:
 
 def is_trained(name: str) -> bool:
     """Whether a parameter of this name belongs to the adapter or the head that is trained."""
-    return ".adapters.a." in name or name.startswith("heads.a.")
+    return of_adapter(name, "a") or name.startswith("heads.a.")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def require_same(
     largest = max(g.abs().max().item() for g in expected.gradients.values())
     for name, gradient in expected.gradients.items():
         # the order in which layers add to what they share is not promised
-        shared = name.startswith("bert.adapters.")
+        shared = of_adapter(".".join(name.split(".")[:2]))
         near = max(tolerance, 4 * torch.finfo(dtype).eps) if shared else tolerance
         _near(name, found.gradients[name], gradient, near, SMALLEST * largest)
 

@@ -37,8 +37,9 @@ LATER = (
 # what only code written for adapters needs: its names, files and old ids, named embeddings
 MIGRATION = (
     "checkpoint.adapterhub.hashes", "checkpoint.setup_files", "configuration", "context",
-    "hub.old_ids", "hub.setups", "interface", "model.adapterhub", "model.adapterhub.arguments",
-    "model.adapterhub.config", "model.adapterhub.names", "model.heads.embeddings",
+    "hub.old_ids", "hub.setups", "interface", "loading", "model.adapterhub",
+    "model.adapterhub.arguments", "model.adapterhub.config", "model.adapterhub.loaders",
+    "model.adapterhub.names", "model.heads.embeddings",
     "model.hf.embedding_files", "model.hf.owned", "model.hf.plugin", "model.hf.setups",
     "model.hf.vocabularies", "models", "training", "utils", "wrappers",
 )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from families import tiny_config
 from ranks import METHODS
+from snapshots import of_adapter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BertForSequenceClassification, BertModel
 
 import adapterzoo
-from adapterzoo import AutoAdapterModel, DoRAConfig
+from adapterzoo import AutoAdapterModel, DoRAConfig, MultiTask
 from adapterzoo.errors import CheckpointError, StateError
 
 WORLD = 2
@@ -190,6 +191,27 @@ def a_head_inverts_what_acts_on_the_embeddings(rank):
     close(model.state_dict(), alone.state_dict(), "after training")
 
 
+def tasks_train_what_they_share(rank):
+    """Each process has rows of some tasks of MTL-LoRA only."""
+
+    def made():
+        torch.manual_seed(0)
+        model = AutoAdapterModel.from_config(tiny_config("bert"))
+        for name in "abc":
+            model.add_adapter(name, "mtl_lora[r=4,n_up_projection=2]")
+        model.share_parameters(["a", "b", "c"])
+        model.add_classification_head("h", num_labels=3)
+        return model.double()
+
+    everything = batch(4 * WORLD)
+    everything["task_ids"] = torch.tensor([0, 1, 1, 0, 2, 1, 2, 1])
+    mine = {key: value[4 * rank : 4 * rank + 4] for key, value in everything.items()}
+    alone, model = made(), shard(made())
+    setup = MultiTask("a", "b", "c")
+    close(train(model, setup, mine), train(alone, setup, everything), "gradient")
+    close(model.state_dict(), alone.state_dict(), "after training")
+
+
 def what_is_fixed_is_refused(rank, folder):
     saved = folder.parent / "bert" / "lora" / "sharded" / "a"
     head = folder.parent / "bert" / "lora" / "sharded_head" / "a"
@@ -293,7 +315,7 @@ def mixed_dtypes(rank):
     model = shard(half(DoRAConfig(dtype="float32")))
     # the failed forward has left nothing behind
     model(**mine).loss.backward()
-    kinds = {p.grad.dtype for key, p in model.named_parameters() if ".adapters." in key}
+    kinds = {p.grad.dtype for key, p in model.named_parameters() if of_adapter(key)}
     check(kinds == {torch.float32}, kinds)
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -338,6 +360,7 @@ def main(rank, rendezvous, folder, cases):
         trains_gathers_and_reloads(family, method, rank, folder / family / method)
         print(case, flush=True)  # noqa: T201  the test reads it
     a_head_inverts_what_acts_on_the_embeddings(rank)
+    tasks_train_what_they_share(rank)
     what_is_fixed_is_refused(rank, folder / "refused")
     static_and_tied_heads_are_saved_as_unsharded(rank, folder / "heads")
     replicas_of_shards_are_compared(rank)

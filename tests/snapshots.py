@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -109,3 +110,15 @@ def refused(model: Any, error: type[AdapterZooError], *says: str) -> Iterator[No
     assert not lost, f"{lost} not in: {text}"
     assert len(says) >= 2, "name the value and the hint"
     assert not changes(before, snapshot(model))
+
+
+_CONTAINERS = (
+    "adapters|loras|prefix_tunings|prefix_gates|prompt_tunings|refts|invertible_adapters|"
+    "shared_parameters|adapter_fusion_layer"
+)
+
+
+def of_adapter(key: str, name: str | None = None) -> bool:
+    """Whether a key of a state dict, or a path, is of an adapter: of this one, or of any."""
+    inside = "" if name is None else rf"\.{re.escape(name)}"
+    return re.search(rf"(^|\.)({_CONTAINERS}){inside}(\.|$)", key) is not None

@@ -151,6 +151,22 @@ def test_a_head_alone(model, tmp_path):
     assert all(torch.equal(tensor, ours[key]) for key, tensor in theirs.items())
 
 
+def test_the_head_of_an_adapter_keeps_its_own_name(model, tmp_path):
+    """As `ner/conll2003@ukp` has it: the adapter "ner", and the head "ner_head"."""
+    model.load_head(BERT, load_as="ner_head")
+    model.save_head(tmp_path / "h", "ner_head", format="adapterhub")
+    shutil.copytree(BERT, tmp_path / "x")
+    shutil.copytree(tmp_path / "h", tmp_path / "x", dirs_exist_ok=True)
+    other = base_of(BERT)
+    assert other.load_adapter(tmp_path / "x") == "golden"
+    assert [name for name in other.heads if name != "default"] == ["ner_head"]
+    other.delete_adapter("golden")
+    with pytest.warns(UserWarning, match="the head 'ner_head' of the model has been replaced"):
+        other.load_adapter(tmp_path / "x")
+    other.load_adapter(tmp_path / "x", load_as="mine")
+    assert "mine" in other.heads
+
+
 def test_the_static_head_of_a_task_class(tmp_path):
     def static_model():
         base = BERT.parent / "base"

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_inputs
-from snapshots import adapter_bits, refused, same_bits
+from snapshots import adapter_bits, of_adapter, refused, same_bits
 from test_conformance import CONFIGS as REGISTERED
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from adapterzoo import BnConfig, BOFTConfig, ConfigUnion, ReftConfig
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.contracts import compute_dtype
 from adapterzoo.errors import CheckpointError, StateError
+from adapterzoo.inject import adapters_of
 from adapterzoo.model.state import parameters_of, tensors_of
 from adapterzoo.testing import cases
 
@@ -181,7 +182,7 @@ def require_gradients(model):
         assert grad is not None, name
         assert grad.dtype is model.get_parameter(name).dtype, name
         assert grad.isfinite().all(), name
-    assert any(".adapters." in name for name in found)
+    assert any(of_adapter(name) for name in found)
     return found
 
 
@@ -217,11 +218,11 @@ def check_step(model):
         assert same_bits(parameter, before[name]) != parameter.requires_grad, name
 
 
-def check_dtypes(model, of_adapter, of_base):
+def check_dtypes(model, adapter_dtype, base_dtype):
     """As documented: parameters of adapters have their dtype, magnitudes are never a half."""
     for name, tensor in model.state_dict().items():
-        expected = of_adapter if ".adapters." in name else of_base
-        if ".adapters." in name and name.endswith(".m"):
+        expected = adapter_dtype if of_adapter(name) else base_dtype
+        if of_adapter(name) and name.endswith(".m"):
             expected = compute_dtype(tensor.dtype)
         assert tensor.dtype is expected, name
 
@@ -362,7 +363,7 @@ def layers_of(model):
     handles = [
         module.register_forward_hook(keep(path))
         for path, module in model.base_model.named_modules()
-        if ".adapters" not in f".{path}"
+        if not of_adapter(path)
     ]
     yield found
     for handle in handles:
@@ -606,7 +607,7 @@ def test_a_merge_in_float16_of_a_large_weight_does_not_overflow(base, text, fami
         layer.bias.copy_(60000 * torch.sign(layer.bias))
     before = {k: t.clone() for k, t in model.state_dict().items()}
     model.add_adapter("a", AdapterConfig.load(text).replace(init_weights_seed=0))
-    for part in layer.adapters["a"].modules():
+    for part in adapters_of(layer)["a"].modules():
         if "m" in part._parameters:
             assert part.m.isfinite().all()
             near = 4 * torch.finfo(torch.float32).eps
@@ -620,7 +621,7 @@ def test_a_merge_in_float16_of_a_large_weight_does_not_overflow(base, text, fami
         for parameter in parameters_of(model, "a"):
             # half a step of float16 at 60000 is 16, that of LoRA's change shall be larger
             parameter.mul_(20)
-        for part in layer.adapters["a"].modules():
+        for part in adapters_of(layer)["a"].modules():
             # nothing may grow above 65504
             if "boft_s" in part._parameters:
                 part.boft_s.copy_(0.4)

@@ -24,6 +24,7 @@ from adapterzoo import AdapterConfig, BatchSplit, Stack, init
 from adapterzoo.anatomy import find
 from adapterzoo.configs import Placement, architectures
 from adapterzoo.contracts import Adapter
+from adapterzoo.inject import adapters_of
 
 PLACES = {
     "bert": "encoder.layer.0",
@@ -89,7 +90,7 @@ def test_the_first_block_gets_what_the_adapter_makes(family, shift):
         run(model, inputs)
     model.add_adapter("a", shift, set_active=True)
     found = run(model, inputs)
-    v = model.get_submodule(f"{PLACES[family]}.entry").adapters["a"].v
+    v = adapters_of(model.get_submodule(f"{PLACES[family]}.entry"))["a"].v
     model.set_active_adapters(None)
     with block.register_forward_pre_hook(lambda _, args: (args[0] + v, *args[1:])):
         expected = run(model, inputs)
@@ -132,9 +133,9 @@ def test_embeddings_given_by_the_caller_pass_the_entry(shift):
 def test_an_overwritten_adapter_is_replaced_at_the_entry(shift):
     model = model_of("bert")
     model.add_adapter("a", shift, set_active=True)
-    before = model.encoder.layer[0].entry.adapters["a"]
+    before = adapters_of(model.encoder.layer[0].entry)["a"]
     model.add_adapter("a", shift, overwrite_ok=True)
-    assert model.encoder.layer[0].entry.adapters["a"] is not before
+    assert adapters_of(model.encoder.layer[0].entry)["a"] is not before
 
 
 ALBERT = {"embedding_size": 8, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 20}

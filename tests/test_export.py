@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 from families import first_output, tiny_config, tiny_inputs
-from snapshots import stir
+from snapshots import of_adapter, stir
 from variants import VARIANTS
 
 from adapterzoo import AdapterSetup, AutoAdapterModel
@@ -66,10 +66,10 @@ def test_a_program_gives_the_eager_output(variant):
     model, inputs = model_with(VARIANTS[variant]), inputs_of("bert")
     program = exported(model, inputs, strict=False)
     check(model, program, inputs)
-    own = {name: t for name, t in model.state_dict().items() if ".adapters." in name}
-    mine = {name for name in program.state_dict if ".adapters.a." in name}
+    own = {name: t for name, t in model.state_dict().items() if of_adapter(name)}
+    mine = {name for name in program.state_dict if of_adapter(name, "a")}
     # the names of the model, for the adapter that acts and no other
-    assert mine == {name for name in own if ".adapters.a." in name}
+    assert mine == {name for name in own if of_adapter(name, "a")}
     signature = program.graph_signature
     taken = (signature.inputs_to_parameters | signature.inputs_to_buffers).values()
     assert set(taken) >= mine
@@ -116,4 +116,4 @@ def test_a_program_is_saved_unflattened_and_takes_other_batches():
     for run in (loaded.module(), torch.export.unflatten(loaded)):
         close(outputs(run, others), expected)
     names = {n for n, _ in torch.export.unflatten(loaded).named_parameters()}
-    assert {n for n, _ in model.named_parameters() if ".adapters.a." in n} <= names
+    assert {n for n, _ in model.named_parameters() if of_adapter(n, "a")} <= names

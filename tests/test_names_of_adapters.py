@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny_config
+from snapshots import of_adapter
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -51,10 +52,14 @@ PATHS = {
     "models": ("ADAPTER_MODEL_MAPPING", "AutoAdapterModel", "BertAdapterModel"),
     "models.auto.adapter_model": ("ADAPTER_MODEL_MAPPING", "AutoAdapterModel"),
     "trainer": ("AdapterTrainer", "Seq2SeqAdapterTrainer"),
+    "loading": ("WeightsLoader",),
     "training": ("AdapterArguments", "setup_adapter_training"),
-    "utils": ("ADAPTERFUSION_WEIGHTS_NAME", "SAFE_HEAD_WEIGHTS_NAME", "WEIGHTS_NAME"),
+    "utils": (
+        "ADAPTERFUSION_WEIGHTS_NAME", "INTERFACE_CONFIG_NAME", "SAFE_HEAD_WEIGHTS_NAME",
+        "SETUP_CONFIG_NAME", "WEIGHTS_NAME",
+    ),
     "wrappers": ("init", "load_model"),
-}
+}  # fmt: skip
 
 # exported there, and absent here: the reasons are in docs/from-adapters.md
 ABSENT = {
@@ -236,9 +241,10 @@ def test_a_script_trains_an_adapter(tmp_path):
     assert adapterzoo.setup_adapter_training(model, asked, "task") == ("task", "de")
     assert model.active_adapters == Stack("de", "task")
     trained = {
-        n.split(".adapters.")[1].split(".")[0]
+        name
+        for name in ("task", "de")
         for n, p in model.named_parameters()
-        if p.requires_grad and ".adapters." in n
+        if p.requires_grad and of_adapter(n, name)
     }
     assert trained == {"task"}
 
@@ -397,7 +403,7 @@ def test_an_interface_names_what_anatomy_does_not_find(tmp_path):
     again = load_model(tmp_path, OwlModel).eval()
     torch.testing.assert_close(again(ids)[0], model.eval()(ids)[0])
     plain = OwlModel(OwlConfig())
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "adapters" not in k})
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if not of_adapter(k)})
     assert not torch.allclose(plain(ids)[0], model(ids)[0])
 
 

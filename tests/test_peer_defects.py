@@ -16,7 +16,7 @@ import pytest
 import torch
 from families import tiny_config, tiny_inputs
 from safetensors.torch import load_file
-from snapshots import adapter_bits, output, same_bits, stir
+from snapshots import adapter_bits, of_adapter, output, same_bits, stir
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
@@ -28,7 +28,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.checkpoint import files
-from adapterzoo.inject import Adapted
+from adapterzoo.inject import Adapted, adapters_of
 
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 
@@ -42,7 +42,7 @@ def static(auto, family, seed=0):
 def adapted_paths(model):
     # a module that only helps its layers is of a changed class too, and holds no adapter
     modules = model.base_model.named_modules()
-    return {p for p, m in modules if isinstance(m, Adapted) and "adapters" in m._modules}
+    return {p for p, m in modules if isinstance(m, Adapted) and adapters_of(m)}
 
 
 # --- adapters 1.3.0 ---
@@ -79,7 +79,11 @@ def test_each_bottleneck_uses_the_parts_of_its_own_layer(tiny, family):
     plan = model._active.plan
     for path, module in (*model.adapter_modules("a"), *model.adapter_modules("p")):
         own = {id(m) for m in module.modules()}
-        others = {id(m) for p, m in model.base_model.named_modules() if f"{path}.adapters" not in p}
+        others = {
+            id(m)
+            for p, m in model.base_model.named_modules()
+            if not (p.startswith(path) and of_adapter(p))
+        }
         assert not own & others
     for source, readers in plan.captures.items():
         block = source.split(".")[:3]

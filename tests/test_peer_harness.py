@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from peer import programs, renames, rules, shim, suite, table, tiny
+import torch
+from peer import facts, programs, rules, shim, suite, table, tiny
+from transformers import BertConfig
 
 import adapterzoo
-from adapterzoo import LoRAConfig
+from adapterzoo import AutoAdapterModel, LoRAConfig
 
 # what a checkout of the peer looks like to the harness
 OF_A_PEER = """
@@ -94,12 +100,8 @@ def failure(error: str, line: str = "") -> dict[str, str]:
     [
         (failure("peer.shim.MissingNameError: adapters.X"), "missing"),
         (failure("AttributeError: 'BertModel' object has no attribute 'x'"), "missing"),
-        (
-            failure("AssertionError: False is not true", "self.assertTrue(has_weights)"),
-            "documented",
-        ),
         (failure("AssertionError: False is not true", "self.assertTrue(same)"), "bug"),
-        (failure("FileNotFoundError: …/audio_datasets/common_voice_encoded"), "environment"),
+        (failure("peer.tiny.NotAtHandError: no such model"), "environment"),
     ],
 )
 def test_a_failure_is_explained(found: dict[str, str], kind: str) -> None:
@@ -110,20 +112,6 @@ def test_the_gravest_failure_of_a_test_counts() -> None:
     mild, grave = failure("peer.shim.MissingNameError: adapters.X"), failure("ValueError: 1")
     assert rules.explain({"id": "t", "failures": [grave, mild]}).kind == "bug"
     assert rules.explain({"id": "t", "failures": [mild]}).kind == "missing"
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("loras.a.", "adapters.a."),
-        ("adapters.a.", "adapters.a."),
-        ("prefix_tunings.a.", "adapters.a."),
-        ("invertible_adapters.a.", "adapters.a."),
-        ("adapter_fusion_layer", "adapters.fusion:"),
-    ],
-)
-def test_parameter_names_are_translated(theirs: str, ours: str) -> None:
-    assert renames.parameter_name(theirs) == ours
 
 
 def test_cells_run_without_shell_commands() -> None:
@@ -181,6 +169,93 @@ def test_a_run_is_recorded_explained_and_counted(tmp_path: Path) -> None:
     assert found["test_skips"]["why"].endswith("not now")
     page = table.render(tmp_path / "out")
     assert "| strict | toy | 1 | 3 | 33.3 | 0 | 0 | 0 | 1 | 1 | 1 |" in page
+
+
+@pytest.fixture
+def watched() -> tuple[facts.Facts, Any]:
+    fields = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    config = BertConfig(num_hidden_layers=1, **fields)
+    model = AutoAdapterModel.from_config(config)
+    model.add_adapter("a", "seq_bn[reduction_factor=2]")
+    model.add_classification_head("a")
+    model.train_adapter("a")
+    return facts.Facts(), model
+
+
+@pytest.mark.parametrize(
+    ("touched", "loss", "error"),
+    [
+        ("adapters.a", 1.0, None),
+        ("adapters.a", float("nan"), "trained: loss nan"),
+        ("heads.a", 1.0, "no parameter of an adapter changed"),
+        (".a.", 1.0, None),
+        ("bert", 1.0, "frozen, but changed"),
+    ],
+)
+def test_what_was_trained(
+    watched: tuple[facts.Facts, Any], touched: str, loss: float, error: str | None
+) -> None:
+    seen, model = watched
+
+    def train() -> Any:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if touched in name:
+                    parameter += 1
+        return SimpleNamespace(training_loss=loss)
+
+    seen._train(train, SimpleNamespace(model=model))
+    failures = [str(failure) for failure in seen.failures]
+    assert error is None if not failures else error in failures[0]
+
+
+def test_what_was_saved_comes_back(watched: tuple[facts.Facts, Any], tmp_path: Path) -> None:
+    seen, model = watched
+    save = functools.partial(type(model).save_adapter, model)
+    seen._save_one(save, model, tmp_path / "a", "a")
+    assert not seen.failures
+    assert "into a fresh model" in seen.summary()["loaded"]
+    seen.expect(("saved", "loaded"))
+    assert not seen.failures
+
+    def save_another(folder: Path, name: str) -> None:
+        save(folder, name)
+        with torch.no_grad():
+            next(model.heads["a"].parameters()).add_(1)
+
+    seen._save_one(save_another, model, tmp_path / "b", "a")
+    assert "not the same: ['heads.a." in str(seen.failures[0])
+
+
+def test_scores_of_a_second_run_are_compared(tmp_path: Path) -> None:
+    for scores, holds in (([0.5, 0.25], True), ([0.5, 0.26], False), ([0.5], False)):
+        first, second = facts.Facts(), facts.Facts()
+        first.scores, second.scores = [0.5, 0.25], scores
+        first.compare_scores(tmp_path / "scores", again=False)
+        second.compare_scores(tmp_path / "scores", again=True)
+        assert bool(second.failures) is not holds
+
+
+def test_a_fact_that_is_missing_is_a_failure() -> None:
+    seen = facts.Facts()
+    seen.expect(("trained", "saved"))
+    assert str(seen.failures[0]) == "not trained, not saved"
+
+
+def test_programs_are_in_the_table(tmp_path: Path) -> None:
+    lines = [
+        {"id": "scripts::glue", "outcome": "passed", "failures": [],
+         "facts": {"trained": "loss 1", "loaded": "by a second run: the same 2 scores"}},
+        {"id": "scripts::udp", "outcome": "failed", "failures": [failure("ValueError: 1")],
+         "facts": {}},
+    ]  # fmt: skip
+    file = tmp_path / "strict" / "scripts.jsonl"
+    file.parent.mkdir()
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    page = table.render(tmp_path)
+    assert "scripts: 1 of 2 run to their end" in page
+    assert "| glue | yes | yes | – | – | by a second run |  |" in page
+    assert "| udp | no | – | – | – | – | bug: ValueError: 1 |" in page
 
 
 def test_a_family_that_the_peer_does_not_test_is_refused(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_prefix_that_moves_no_positions_is_written_where_there_are_none(tmp_pa
     model.set_active_adapters("a")
     with pytest.raises(CheckpointError, match=r"layers 0 and 1 of a decoder.*format='native'"):
         model.save_adapter(tmp_path / "t5", "a", format="peft")
-    table = model.base_model.adapters["a"]["self_prefix"].table
+    table = model.base_model.prefix_tunings["a"]["self_prefix"].table
     with torch.no_grad():
         table[:, table.shape[1] // 2 :] = table[:, : table.shape[1] // 2]
     model.save_adapter(tmp_path / "t5", "a", format="peft")

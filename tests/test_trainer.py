@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from families import VOCABULARY, tiny_config
 from safetensors.torch import load_file
+from snapshots import of_adapter
 from torch import Tensor
 from transformers import (
     AutoModel,
@@ -246,7 +247,7 @@ def test_a_loss_of_ones_own_needs_no_head(tmp_path):
     model.active_head = None
     before = trained(model)
     Own(model, args(tmp_path, max_steps=1), train_dataset=rows(4)).train()
-    assert any(not torch.equal(p, before[n]) for n, p in trained(model).items() if "adapters" in n)
+    assert any(not torch.equal(p, before[n]) for n, p in trained(model).items() if of_adapter(n))
 
 
 def test_sharded_models_are_refused(tmp_path):
@@ -259,7 +260,7 @@ def test_sharded_models_are_refused(tmp_path):
         Sharded(named(), args(tmp_path))
 
 
-def test_a_quantised_model_is_taken_and_keeps_its_mark(tmp_path):
+def test_a_quantized_model_is_taken_and_keeps_its_mark(tmp_path):
     model = named()
     model.is_quantized = True
     with pytest.raises(ValueError, match="purely quantized"):
@@ -280,7 +281,7 @@ def test_training_changes_the_adapter_and_its_head_and_nothing_else(tmp_path):
     AdapterTrainer(model, args(tmp_path, max_steps=2), train_dataset=rows(8)).train()
     changed = {key for key, value in bits(model).items() if not torch.equal(value, before[key])}
     assert changed == names
-    assert all(".adapters.task." in n or n.startswith("heads.task.") for n in names)
+    assert all(of_adapter(n, "task") or n.startswith("heads.task.") for n in names)
 
 
 HEADS = [
@@ -465,7 +466,7 @@ def test_a_checkpoint_loads_by_load_adapter_and_load_head(tmp_path):
     torch.manual_seed(0)
     fresh = AutoAdapterModel.from_config(model.config)
     missing, unexpected = fresh.base_model.load_state_dict(
-        {k: v for k, v in model.base_model.state_dict().items() if ".adapters." not in k},
+        {k: v for k, v in model.base_model.state_dict().items() if not of_adapter(k)},
         strict=False,
     )
     assert not missing

@@ -16,9 +16,9 @@ NORM_NAME = re.compile(r"(norm|(^|_)ln)(_?\d+)?$|^ln_|^norm|layer_?norm", re.IGN
 
 # the place of a norm: before its sub-layer, on the sub-layer's output, or after the addition;
 # "at": before or after, depending on the style of the block; "after": depending on other norms
-Place = Literal["pre", "branch", "post", "at", "after"]
+NormPosition = Literal["pre", "branch", "post", "at", "after"]
 
-NORM_PLACES: tuple[tuple[re.Pattern[str], Place, SubLayerKind], ...] = (
+NORM_PLACES: tuple[tuple[re.Pattern[str], NormPosition, SubLayerKind], ...] = (
     (
         tail(
             "input_layernorm", "input_rmsnorm", "layernorm_before", "layer_norm_before",

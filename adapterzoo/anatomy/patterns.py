@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .names import tail
-from .norms import Place
+from .norms import NormPosition
 from .sites import Role, SubLayerKind
 
 # layers that steer, gate, route or encode positions: they have no role, whatever their last name
@@ -144,7 +144,7 @@ class Row:
     experts: Mapping[str, Role] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     post_norm: bool | str | None = None
-    norms: Mapping[str, tuple[Place, SubLayerKind] | None] = field(default_factory=dict)
+    norms: Mapping[str, tuple[NormPosition, SubLayerKind] | None] = field(default_factory=dict)
     outs: Mapping[str, str] = field(default_factory=dict)
     lists: tuple[str, ...] = ()
     mixed: frozenset[SubLayerKind] = frozenset()
@@ -189,7 +189,7 @@ _GROUNDING = Row(
     note=_QUERIES.note,
 )
 _XLM_LISTS = ("attentions", "layer_norm1", "ffns", "layer_norm2")
-_XLM_NORMS: Mapping[str, tuple[Place, SubLayerKind] | None] = {
+_XLM_NORMS: Mapping[str, tuple[NormPosition, SubLayerKind] | None] = {
     r"layer_norm1\.\d+": ("at", "attention"),
     r"layer_norm2\.\d+": ("at", "mlp"),
 }

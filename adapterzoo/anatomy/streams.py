@@ -20,14 +20,14 @@ from .norms import (
     SCALES,
     WIDENED,
     WIDENING,
-    Place,
+    NormPosition,
 )
 from .patterns import Row
 from .sites import MLP_ROLES, Site, SubLayer, SubLayerKind
 from .tree import Branch
 
 # path of a norm, its place, and its sub-layer
-_Placed: TypeAlias = tuple[str, Place, SubLayerKind]
+_Placed: TypeAlias = tuple[str, NormPosition, SubLayerKind]
 
 
 class Streams(NamedTuple):
@@ -50,7 +50,7 @@ class _Part:
     root: str
     place: int = 0
     scale: str | None = None
-    norms: dict[Place, str] = field(default_factory=dict)
+    norms: dict[NormPosition, str] = field(default_factory=dict)
 
     def sublayer(self, post_norm: bool, outs: Mapping[str, str]) -> SubLayer:
         """Return the sub-layer, once the block's style is known."""
@@ -167,7 +167,7 @@ def _by_owner(name: str, parts: list[_Part]) -> list[_Placed]:
     own = [part for part in parts if part.root and owner in (parent(part.root), part.root)]
     if not own or not owner or INNER_NORM.search(leaf(name)):
         return []
-    places: dict[str, Place] = {"pre": "pre", "post": "branch"}
+    places: dict[str, NormPosition] = {"pre": "pre", "post": "branch"}
     return [(name, places.get(leaf(name).partition("_")[0], "at"), own[0].kind)]
 
 

@@ -7,10 +7,10 @@ them, so that a checkpoint that it cannot express is an error before the disk ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from torch import Tensor
 from adapterzoo.anatomy import Anatomy
 from adapterzoo.errors import CheckpointError, argument, in_python, listing
 from adapterzoo.registry import Registry
+from adapterzoo.spelling import AdapterHubSpelling, PeftSpelling
 
 from . import folders
+
+S = TypeVar("S", AdapterHubSpelling, PeftSpelling)
 
 Kind = Literal["adapter", "head"]
 KINDS: tuple[Kind, ...] = ("adapter", "head")
@@ -106,7 +109,7 @@ class ModelInfo:
 class Format(Protocol):
     """The interface of a format."""
 
-    def recognises(self, folder: Path, kind: Kind) -> bool:
+    def recognizes(self, folder: Path, kind: Kind) -> bool:
         """Return whether a folder holds an adapter, or only a head, of this format.
 
         Look only at file names and a config; recognize damaged files too, so that `read` can
@@ -143,9 +146,38 @@ def inexpressible(why: str, *hints: str) -> CheckpointError:
     return CheckpointError(f"{why}. Nothing has been written. Write {hint}.")
 
 
+def method_of(values: Mapping[str, Any], key: str, named: Sequence[S], legal: str) -> S:
+    """Return the spelling of the method that a config in a file of a peer belongs to.
+
+    Args:
+        values: the config in the file.
+        key: the field with the name of the method.
+        named: the spellings with that name.
+        legal: the methods that exist here, and what to do about another one.
+
+    Raises:
+        CheckpointError: it belongs to no method.
+    """
+    differing = [spelling.differing(values) for spelling in named]
+    if [] in differing:
+        fitting = [s for s, wrong in zip(named, differing, strict=True) if not wrong]
+        return max(fitting, key=lambda s: s.strictness)
+    nearest: list[str] = min(differing, key=len, default=[])
+    shown = ", ".join(f"{name}={short(values.get(name))}" for name in (key, *nearest))
+    raise CheckpointError(
+        f"there is no such method here: adapter_config.json says {shown}. Methods of {legal}"
+    )
+
+
+def short(value: object) -> str:
+    """Return a value of a file as a message shows it."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
 def of(folder: Path, kind: Kind) -> str | None:
     """Return the name of the first format that recognizes a folder."""
-    return next((name for name, f in formats.items() if f.recognises(folder, kind)), None)
+    return next((name for name, f in formats.items() if f.recognizes(folder, kind)), None)
 
 
 def read(folder: Path, kind: Kind, info: ModelInfo) -> Checkpoint:

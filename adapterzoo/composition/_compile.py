@@ -7,6 +7,7 @@ from typing import Literal
 
 from adapterzoo.contracts import Adapter, FusibleAdapter, can_batch
 from adapterzoo.errors import CompositionError
+from adapterzoo.names import FUSION
 
 from ._node import Child, Node
 from ._steps import BatchedAdapters, Chain, Fused, Mean, Nest, RowSteps, Step, Tokens, Tree
@@ -91,7 +92,7 @@ def _fused(setup: Fuse, steps: Sequence[Step | None], adapter_of: AdapterOf) -> 
 
 def fusion_key(name: str) -> str:
     """Return the key under which a site keeps a fusion layer; no adapter can have this name."""
-    return f"fusion:{name}"
+    return FUSION + name
 
 
 def compile_rows(

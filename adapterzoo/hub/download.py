@@ -11,7 +11,9 @@ import functools
 import logging
 import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 from huggingface_hub import HfApi, ModelInfo, constants, hf_hub_download, try_to_load_from_cache
 
@@ -24,6 +26,9 @@ from .repo_ref import RepoRef, locate
 
 _LOG = logging.getLogger(__name__)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+# of each file of a repository; None where the Hub gives none
+Digests: TypeAlias = dict[str, str | None]
 
 
 @names_call
@@ -80,28 +85,26 @@ def resolve(
         return ref
     client = Client(ref.repo_id, revision, token, cached=True, no_folder=source is None)
     cache = Cache(client, ref, cache_dir)
-    if local_files_only or constants.HF_HUB_OFFLINE:
-        if (found := cache.folder()) is None:
-            raise client.not_cached(str(cache_dir or constants.HF_HUB_CACHE))
-        return found
-    found = None if force_download else cache.folder()
-    if found is not None and revision is not None and _COMMIT.fullmatch(revision):
-        return found
-    try:
-        commit, digests = _listing(client, ref)
-    except HubError as error:
-        failure = error
-    else:
+
+    def download(commit: str, digests: Digests) -> Path:
         names = wanted(digests)
         files = [cache.fetch(name, commit, digests[name], force_download) for name in names]
         cache.remember(names[-1], commit)
         return files[-1].parent
-    if found is not None:
-        _LOG.warning("%s Using the files in the cache.", failure)
-        return found
-    if source == "hf" or ref.subfolder or not says_missing(failure) or not has_index(model_name):
-        raise failure
-    # a name such as "sentiment/sst-2" can be either
+
+    try:
+        return cache.newest(
+            cache.folder(),
+            lambda: _listing(client, ref),
+            download,
+            local_files_only,
+            force_download,
+        )
+    except HubError as error:
+        # a name such as "sentiment/sst-2" can be either
+        if source == "hf" or ref.subfolder or not says_missing(error) or not has_index(model_name):
+            raise
+        failure = error
     try:
         repo_id = old_id()
     except HubError as error:
@@ -116,7 +119,7 @@ def _only_old(name: object) -> bool:
     return is_old_id(name) and not Path(str(name)).is_dir()
 
 
-def repository(client: Client, repo_id: str) -> tuple[ModelInfo, dict[str, str | None]]:
+def repository(client: Client, repo_id: str) -> tuple[ModelInfo, Digests]:
     """Return the Hub's facts about a repository at the client's revision, and each file's digest.
 
     Raises:
@@ -138,7 +141,7 @@ def repository(client: Client, repo_id: str) -> tuple[ModelInfo, dict[str, str |
     return info, digests
 
 
-def _listing(client: Client, ref: RepoRef) -> tuple[str, dict[str, str | None]]:
+def _listing(client: Client, ref: RepoRef) -> tuple[str, Digests]:
     """Return the commit of a revision, and the digests of the adapter's files there."""
     info, files = repository(client, ref.repo_id)
     digests = {name: files[path] for name in known_files() if (path := ref.path(name)) in files}
@@ -171,14 +174,50 @@ class Cache:
         self._ref = ref
         self._dir = None if cache_dir is None else Path(cache_dir)
 
+    def newest(
+        self,
+        cached: Path | None,
+        list_files: Callable[[], tuple[str, Digests]],
+        download: Callable[[str, Digests], Path],
+        local_files_only: bool,
+        force_download: bool,
+    ) -> Path:
+        """Return the folder of the revision, from the Hub if it can be asked.
+
+        Args:
+            cached: the folder in the cache, if it is complete.
+            list_files: return the commit of the revision, and the digests of the files.
+            download: download the files of a commit, and return their folder.
+            local_files_only: whether to use the cache only.
+            force_download: whether to download cached files again.
+
+        Raises:
+            HubError: the Hub cannot be asked and the cache lacks the folder, or a download fails.
+        """
+        revision = self._client.revision
+        if local_files_only or constants.HF_HUB_OFFLINE:
+            if cached is None:
+                raise self._client.not_cached(str(self._dir or constants.HF_HUB_CACHE))
+            return cached
+        if force_download:
+            cached = None
+        if cached is not None and revision is not None and _COMMIT.fullmatch(revision):
+            return cached
+        try:
+            commit, digests = list_files()
+        except HubError as error:
+            if cached is None:
+                raise
+            _LOG.warning("%s Using the files in the cache.", error)
+            return cached
+        return download(commit, digests)
+
     def folder(self) -> Path | None:
         """Return the folder in the cache if it is complete and its files have their digests."""
         files = {name: f for name in known_files() if (f := self.find(name)) is not None}
         if not is_complete(files):
             return None
-        if not all(_is_intact(file, _digest_in_cache(file)) for file in files.values()):
-            return None
-        return next(iter(files.values())).parent
+        return next(iter(files.values())).parent if are_intact(files.values()) else None
 
     def fetch(self, name: str, commit: str, digest: str | None, force: bool = False) -> Path:
         """Return a file of a commit, from the cache or the Hub, compared with its digest.
@@ -232,6 +271,11 @@ class Cache:
             )
         )
         return Path(file)
+
+
+def are_intact(files: Iterable[Path]) -> bool:
+    """Return whether files in the cache have their digests."""
+    return all(_is_intact(file, _digest_in_cache(file)) for file in files)
 
 
 def _is_intact(file: Path, digest: str | None) -> bool:

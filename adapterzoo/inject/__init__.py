@@ -27,7 +27,6 @@ from adapterzoo.runtime import ActiveState
 from .adapted import (
     Adapted,
     AdaptedStack,
-    AdapterDict,
     base_of,
     below_wrappers,
     discard,
@@ -39,6 +38,16 @@ from .adapted import (
     swap,
 )
 from .attention import AdaptedAttention
+from .containers import (
+    SHARED,
+    AdapterDict,
+    SharedDict,
+    adapters_of,
+    container_of,
+    hold,
+    release,
+    shared_of,
+)
 from .embeddings import AdaptedEmbeddings
 from .entry import close_entry, leave, place_at
 from .parts import ExpertAdapters, FusedAdapters, is_additive, mergeable
@@ -50,12 +59,14 @@ __all__ = [
     "AdapterDict",
     "ExpertAdapters",
     "FusedAdapters",
+    "adapters_of",
     "base_of",
     "below_wrappers",
     "capture_input",
     "check_put",
     "close_entry",
     "combine",
+    "container_of",
     "discard",
     "init_from_layer",
     "is_additive",
@@ -72,6 +83,7 @@ __all__ = [
     "recorded",
     "release_input",
     "set_class",
+    "shared_of",
     "stores_transposed",
     "take",
     "take_shared",
@@ -91,7 +103,7 @@ def put(
 
     Args:
         layer: any module of the model; its class changes to a subclass of itself.
-        name: its key in `layer.adapters`.
+        name: its key in `adapters_of(layer)`.
         adapter: on its final device and in its dtype; or the module that adapters there share.
         active: the model's.
         path: of the layer, as plans name it.
@@ -99,11 +111,10 @@ def put(
 
     Raises:
         DuplicateNameError: the layer has an adapter of this name.
-        StateError: the layer already has an attribute `adapters`.
+        StateError: the layer already has an attribute with the name of the container.
     """
-    check_put(layer, path)
-    there = layer._modules.get("adapters")
-    if isinstance(there, AdapterDict) and name in there:
+    check_put(layer, path, container_of(adapter))
+    if isinstance(layer, Adapted) and name in adapters_of(layer):
         raise DuplicateNameError(
             f"put({name!r}): there is one at {path!r} already. Write take(layer, {name!r}) "
             f"first, or another name."
@@ -111,10 +122,7 @@ def put(
     parameters = tuple(adapter._modules) if isinstance(adapter, ExpertAdapters) else ()
     swap(layer, active, path, parameters, kind=_kind_for(adapter))
     cast("Adapted", layer)._link.overwritten |= overwritten
-    adapters = cast(
-        "AdapterDict", layer._modules.setdefault("adapters", AdapterDict().train(layer.training))
-    )
-    adapters[name] = adapter.train(layer.training)
+    hold(layer, name, adapter.train(layer.training))
 
 
 def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
@@ -126,14 +134,19 @@ def _kind_for(adapter: nn.Module) -> type[Adapted] | None:
     return AdaptedEmbeddings if any(m.joins == "embeddings" for m in prompts) else None
 
 
-def check_put(layer: nn.Module, path: str) -> None:
+def check_put(layer: nn.Module, path: str, container: str) -> None:
     """Check that an adapter can be added to the layer.
 
+    Args:
+        layer: any module of the model.
+        path: of the layer.
+        container: of the adapter.
+
     Raises:
-        StateError: the layer already has an attribute `adapters`.
+        StateError: the layer already has an attribute with the name of the container.
     """
-    adapters = layer._modules.get("adapters")
-    if isinstance(adapters, AdapterDict):
+    # a model with adapters may have a property of this name, which returns a container too
+    if isinstance(getattr(layer, container, None), AdapterDict):
         return
     places = (
         *map(vars, plain_class(layer).__mro__),
@@ -141,9 +154,9 @@ def check_put(layer: nn.Module, path: str) -> None:
         layer._modules,
         layer._parameters,
     )
-    if any("adapters" in place for place in places):
+    if any(container in place for place in places):
         raise StateError(
-            f"adapter at {path!r}: {type(layer).__name__} already has an attribute 'adapters', "
+            f"adapter at {path!r}: {type(layer).__name__} already has an attribute {container!r}, "
             f"which adapters need. Write exclude_modules=[{path!r}]."
         )
 
@@ -154,20 +167,13 @@ def take(layer: nn.Module, name: str) -> Adapter:
     Raises:
         StateError: the layer has no adapter of this name.
     """
-    adapters = layer._modules.get("adapters")
-    if (
-        not isinstance(layer, Adapted)
-        or not isinstance(adapters, AdapterDict)
-        or name not in adapters
-    ):
-        there = sorted(adapters) if isinstance(adapters, AdapterDict) else []
+    there = adapters_of(layer) if isinstance(layer, Adapted) else {}
+    if not isinstance(layer, Adapted) or name not in there:
         raise StateError(
             f"take({name!r}): {plain_class(layer).__name__} has no adapter of this name. Adapters "
-            f"there: {listing(there)}. Write one of these."
+            f"there: {listing(sorted(there))}. Write one of these."
         )
-    adapter = cast("Adapter", adapters._modules.pop(name))
-    if not adapters:
-        del layer._modules["adapters"]
+    adapter = cast("Adapter", release(layer, name))
     restore(layer)
     return adapter
 
@@ -213,13 +219,14 @@ def put_shared(model: nn.Module, name: str, shared: nn.Module, active: ActiveSta
         active: the model's.
 
     Raises:
-        StateError: the base model already has an attribute `adapters`.
+        StateError: the base model already has an attribute with the name of the container.
     """
-    check_put(model, "")
-    new = AdapterDict().train(model.training)
-    adapters = cast("AdapterDict", model._modules.setdefault("adapters", new))
-    adapters[name] = shared.train(model.training)
-    active.default.shared = adapters
+    container = container_of(shared, SHARED)
+    check_put(model, "", container)
+    new = SharedDict().train(model.training)
+    held = cast("SharedDict", model._modules.setdefault(container, new))
+    held[name] = shared.train(model.training)
+    active.default.shared[name] = shared
 
 
 def take_shared(model: nn.Module, name: str, active: ActiveState) -> None:
@@ -230,12 +237,13 @@ def take_shared(model: nn.Module, name: str, active: ActiveState) -> None:
         name: of the adapter.
         active: the model's.
     """
-    adapters = model._modules.get("adapters")
-    if isinstance(adapters, AdapterDict) and name in adapters:
-        del adapters._modules[name]
-        if not adapters:
-            del model._modules["adapters"]
-            active.default.shared = None
+    shared = shared_of(model).get(name)
+    if shared is not None:
+        container = container_of(shared, SHARED)
+        held = cast("SharedDict", model._modules[container])
+        del held._modules[name], active.default.shared[name]
+        if not held:
+            del model._modules[container]
 
 
 def release_input(module: nn.Module, reader: str, name: str) -> None:

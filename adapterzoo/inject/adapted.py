@@ -22,17 +22,10 @@ from adapterzoo.composition import Copies, Step, evaluate, fold
 from adapterzoo.contracts import BaseLayer, compute_dtype
 from adapterzoo.runtime import ActiveState, Frame, SharedInput
 
+from .containers import adapters_of, shared_of
 from .joining import check_called, entered, join, places_in
 from .parts import ExpertAdapters
 from .views import LayerCall, matrix, own, stores_transposed
-
-
-class AdapterDict(nn.ModuleDict):
-    """The adapters of one layer, by name; any name is legal, also `train` or `type`."""
-
-    def __setitem__(self, key: str, module: nn.Module) -> None:
-        """Add the module; `add_module` would reject the names of its own methods."""
-        self._modules[key] = module
 
 
 @dataclass(slots=True)
@@ -41,6 +34,8 @@ class _Link:
 
     active: ActiveState
     path: str
+    # names of the submodules that hold its adapters
+    containers: list[str] = field(default_factory=list)
     # sites and names of the adapters that need the module
     helps: set[tuple[str, str]] = field(default_factory=set)
     # whether the model writes into the layer's output in place
@@ -55,7 +50,6 @@ class Adapted(nn.Module):
     _read: tuple[str, ...] = ()
     # arguments of the forward that can be given by position
     _positions: tuple[str, ...] = ()
-    adapters: AdapterDict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward with the active adapters; the plain one if none is active."""
@@ -73,15 +67,14 @@ class Adapted(nn.Module):
         if step is None:
             return forward(*args, **kwargs)
         if isinstance(step, Copies):
-            copies = cast("Any", self._modules["adapters"])._modules
-            return step.call(copies, forward, args, kwargs, plan.rows)
+            return step.call(adapters_of(self), forward, args, kwargs, plan.rows)
         residual = active.call.captures.pop(link.path, None)
         if residual is not None:
             also = active.call.captures.pop(f"+{link.path}", None)
             residual = residual if also is None else residual + also
         base = LayerCall(self, forward, args, kwargs, residual, active.call)
         x = args[0] if args else next(iter(kwargs.values()))
-        adapters = cast("Any", self._modules["adapters"])._modules
+        adapters = adapters_of(self)
         if not self._read:
             y = evaluate(step, adapters, x, base, plan.rows)
             # an adapter may keep its output for the backward
@@ -108,8 +101,8 @@ class Adapted(nn.Module):
         members = []
         # looked up in each call, because replicas and copies have their own
         for layer, names in active.plan.shared_inputs[self._link.path]:
-            adapters = cast("Any", below_wrappers(self._modules[layer])._modules["adapters"])
-            members += [adapters._modules[name] for name in names]
+            adapters = adapters_of(below_wrappers(self._modules[layer]))
+            members += [adapters[name] for name in names]
         outer, active.call.shared_input = active.call.shared_input, SharedInput(members)
         try:
             return super().forward(*args, **kwargs)
@@ -192,7 +185,7 @@ def recorded(
         joined, changed = join(plan.prompts, plan.rows, path, given, context.generation)
         if joined is not None:
             args, kwargs, given = (), changed, changed
-    shared = module._modules.get("adapters") if not path else None
+    shared = None if path else shared_of(module) or None
     places = None if joined is None else places_in(joined, path)
     call = RecordedCall(path, given, context.generation, places)
     context.stacks.append(Frame(call, shared, module, joined))
@@ -220,7 +213,7 @@ def below_wrappers(layer: Any) -> Adapted:
     Args:
         layer: the module now at the layer's path.
     """
-    while "adapters" not in layer._modules and "base_layer" in layer._modules:
+    while not isinstance(layer, Adapted) and "base_layer" in layer._modules:
         layer = layer._modules["base_layer"]
     return cast("Adapted", layer)
 
@@ -282,7 +275,7 @@ def swap(
 
 def restore(layer: Adapted) -> None:
     """Restore a layer's own class, unless an adapter still needs the other."""
-    if "adapters" not in layer._modules and not layer._link.helps:
+    if not layer._link.containers and not layer._link.helps:
         del layer._link
         set_class(layer, plain_class(layer))
 
@@ -293,7 +286,9 @@ def discard(layer: Adapted) -> None:
     Args:
         layer: a copy.
     """
-    del layer._modules["adapters"], layer._link
+    for container in layer._link.containers:
+        del layer._modules[container]
+    del layer._link
     set_class(layer, plain_class(layer))
 
 
@@ -360,12 +355,12 @@ def _changed(layer: Adapted, parameter: str) -> Tensor | None:
 def _build(layer: Adapted, parameter: str, plain: Tensor, step: Step) -> Tensor:
     """Return a parameter with the change of a step's adapters, in the layer's layout."""
     own_weight = matrix(layer, parameter)
-    base = base_of(layer, own_weight)
+    base, adapters = base_of(layer, own_weight), adapters_of(layer)
     # the sum of all changes is rounded once
     w = own_weight.to(compute_dtype(own_weight.dtype))
 
     def change(name: str, w: Tensor) -> Tensor:
-        adapter = layer.adapters._modules[name]
+        adapter = adapters[name]
         return adapter.changed(parameter, w, base) if isinstance(adapter, ExpertAdapters) else w
 
     w = fold(step, w, change).to(plain.dtype)

@@ -23,6 +23,7 @@ from adapterzoo.contracts import Prefix
 from adapterzoo.errors import CompositionError, StateError
 
 from .adapted import Adapted, plain_class
+from .containers import adapters_of
 from .inline import causal_mask, extended, fit, with_prefix
 from .views import LayerCall
 
@@ -67,7 +68,7 @@ class AdaptedAttention(Adapted):
         if step is None:
             return super().forward(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
-        adapters = cast("Any", self._modules["adapters"])._modules
+        adapters = adapters_of(self)
         base = LayerCall(self, super(Adapted, self).forward, args, kwargs, context=active.call)
         forward = super(Adapted, self).forward
         if link.path in plan.shared_inputs:

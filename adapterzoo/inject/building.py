@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from adapterzoo.anatomy import ENTRY, Site, part_names
 from adapterzoo.configs import AdapterConfig, Placement
-from adapterzoo.contracts import Adapter
+from adapterzoo.contracts import Adapter, SharedModules
 from adapterzoo.errors import ConfigError
 
-from .adapted import AdapterDict
+from .containers import SHARED, AdapterDict, container_of
 from .parts import ExpertAdapters, FusedAdapters, mergeable
-from .quantised import is_quantised
+from .quantized import is_quantized
 
 
 def layer_at(model: nn.Module, path: str) -> nn.Module:
@@ -112,13 +112,15 @@ def build_shared(
     Raises:
         ConfigError: a config does not fit its sites.
     """
-    listed, found = list(placements), nn.ModuleDict()
+    listed, found = list(placements), SharedModules()
     for number, member in enumerate(config.members):
         own = [p for p in listed if p.config is member]
         if (shared := member.shared(own, device, dtype)) is not None:
             if member is config:
                 return shared, {id(member): None}
             found[str(number)] = shared
+    if len(containers := {container_of(shared, SHARED) for shared in found.values()}) == 1:
+        found.container = containers.pop()
     return found or None, {id(config.members[int(number)]): int(number) for number in found}
 
 
@@ -136,18 +138,18 @@ def at_hand(layer: nn.Module) -> Iterator[None]:
         hook.post_forward(layer, None)
 
 
-def own_parameters(layer: nn.Module, with_quantised: bool = True) -> Iterator[nn.Parameter]:
+def own_parameters(layer: nn.Module, with_quantized: bool = True) -> Iterator[nn.Parameter]:
     """Yield the parameters of the base model only: earlier adapters must not affect a new one.
 
     Args:
         layer: any module of the model.
-        with_quantised: whether to include those of quantized layers.
+        with_quantized: whether to include those of quantized layers.
     """
-    if with_quantised or not is_quantised(layer):
+    if with_quantized or not is_quantized(layer):
         yield from (p for p in layer._parameters.values() if p is not None)
     for child in layer.children():
         if not isinstance(child, AdapterDict):
-            yield from own_parameters(child, with_quantised)
+            yield from own_parameters(child, with_quantized)
 
 
 def device_of(layer: nn.Module) -> torch.device:
@@ -190,6 +192,6 @@ def give_memory(adapter: nn.Module, device: torch.device) -> bool:
 
 def _dtype(layer: nn.Module, model_dtype: torch.dtype) -> torch.dtype:
     # bitsandbytes casts the bias to its compute dtype at the first forward
-    plain = own_parameters(layer, with_quantised=False)
+    plain = own_parameters(layer, with_quantized=False)
     wide = (t.dtype for t in plain if t.is_floating_point() and t.element_size() >= 2)
     return next(wide, model_dtype)

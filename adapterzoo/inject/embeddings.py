@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from adapterzoo.composition import Joined, evaluate
 from adapterzoo.errors import StateError
 
 from .adapted import Adapted
+from .containers import adapters_of
 from .views import LayerCall
 
 
@@ -39,8 +40,7 @@ class AdaptedEmbeddings(Adapted):
             self, functools.partial(_own, plain, joined), args, kwargs, None, active.call
         )
         x = args[0] if args else next(iter(kwargs.values()))
-        adapters = cast("Any", self._modules["adapters"])._modules
-        return base.pack(evaluate(step, adapters, x, base, plan.rows))
+        return base.pack(evaluate(step, adapters_of(self), x, base, plan.rows))
 
 
 def _own(plain: Callable[..., Any], joined: Joined, *args: Any, **kwargs: Any) -> Any:

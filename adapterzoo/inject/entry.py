@@ -17,6 +17,7 @@ from adapterzoo.runtime import ActiveState, Plan, shared_by
 
 from .adapted import Adapted, restore, swap
 from .building import layer_at
+from .containers import adapters_of, shared_of
 from .views import LayerCall
 
 
@@ -83,7 +84,7 @@ class _ExitCall(LayerCall):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, model.forward)
-        self._shared = model._modules.get("adapters")
+        self._shared = shared_of(model)
 
     def shared(self, adapter: Adapter) -> nn.Module:
         """Return the module that the adapter's layers share."""
@@ -101,5 +102,5 @@ def leave(model: nn.Module, plan: Plan, y: Tensor, rows: RowMap | None) -> Tenso
         rows: of the batch, those of `y`.
     """
     path = cast("str", plan.exit)
-    adapters = cast("Any", layer_at(model, path)._modules["adapters"])._modules
+    adapters = adapters_of(layer_at(model, path))
     return inverse_of(plan.steps[path], adapters, y, _ExitCall(model), rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from adapterzoo.contracts import PromptAdapter
 from adapterzoo.errors import CompositionError, StateError
 from adapterzoo.runtime import CallContext
 
+from .containers import adapters_of
 from .views import LayerCall
 
 _IGNORED = -100
@@ -239,7 +240,7 @@ def entered(
     if prompts.joins != "inputs" or table is None or not at_stack:
         return given
     layer = module.get_submodule(table.removeprefix(f"{path}.") if path else table)
-    adapters = cast("Any", layer._modules["adapters"])._modules
+    adapters = adapters_of(layer)
     base = LayerCall(layer, functools.partial(_as_it_is), context=context)
     embeds = given["inputs_embeds"]
     for key in dict.fromkeys(added.key for part in prompts.parts for added in part):

@@ -38,6 +38,7 @@ class FusedAdapters(WeightAdapter):
         for label, _, adapter in parts:
             self.add_module(label, adapter)
         self.is_additive = all(is_additive(adapter) for _, _, adapter in parts)
+        self.container = _common_container([adapter for _, _, adapter in parts])
 
     def init_from_layer(self, base: BaseLayer) -> None:
         """Initialize each child from its slice of the layer."""
@@ -146,6 +147,7 @@ class ExpertAdapters(Adapter):
         super().__init__()
         for parameter, adapters in parts.items():
             self.add_module(parameter, adapters)
+        self.container = _common_container([*parts.values()])
 
     def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
         """Return the module's output, computed with the weights from `changed`."""
@@ -176,6 +178,12 @@ def mergeable(adapter: nn.Module | None) -> WeightAdapter:
         f"a {type(adapter).__name__} adapter is not a change of a weight and cannot be merged. "
         f"Keep it active instead; adapters that can be merged derive from WeightAdapter."
     )
+
+
+def _common_container(adapters: Sequence[Adapter]) -> str:
+    """Return the container of the adapters; that of adapters in general if they have several."""
+    containers = {adapter.container for adapter in adapters}
+    return containers.pop() if len(containers) == 1 else Adapter.container
 
 
 def _by_label(parts: Sequence[FusedAdapters]) -> dict[str, list[Adapter]]:

@@ -14,6 +14,7 @@ from adapterzoo.runtime import Plan
 
 from .adapted import Adapted
 from .building import layer_at
+from .containers import adapters_of
 from .views import LayerCall
 
 _NUMBERS = "position_ids"
@@ -42,9 +43,8 @@ class AdaptedPositions(Adapted):
             return plain(self._checked(numbers)) if is_table else numbers
 
         is_table = isinstance(self, nn.Embedding)
-        adapters = cast("Any", self._modules["adapters"])._modules
         base = LayerCall(self, read, context=active.call)
-        found = evaluate(step, adapters, numbers, base, plan.rows)
+        found = evaluate(step, adapters_of(self), numbers, base, plan.rows)
         return found if is_table else plain(**{**given, name: found})
 
     def _checked(self, numbers: Tensor) -> Tensor:
@@ -88,6 +88,6 @@ def check_positions(model: nn.Module, plan: Plan, tokens: int, legal: int) -> No
             return torch.zeros_like(numbers)
 
         base = LayerCall(table, read, context=table._link.active.call)
-        adapters = cast("Any", table._modules["adapters"])._modules
+        adapters = adapters_of(table)
         if all(isinstance(adapter, PositionAdapter) for adapter in adapters.values()):
             evaluate(step, adapters, numbers, base, plan.rows)

@@ -20,7 +20,7 @@ from adapterzoo.contracts import Adapter, BaseLayer, SharedInputAdapter
 from adapterzoo.errors import StateError
 from adapterzoo.runtime import CallContext, SharedInput
 
-from .quantised import packing_of
+from .quantized import packing_of
 
 
 class LayerCall(BaseLayer):

@@ -12,7 +12,7 @@ from torch.nn.functional import dropout, linear
 from adapterzoo.activations import activation
 from adapterzoo.anatomy import Site
 from adapterzoo.configs import AdapterConfig
-from adapterzoo.contracts import Ejectable
+from adapterzoo.contracts import Ejectable, SharedModules
 
 from ._init import drawn, generator, kaiming, normal, uniform
 from ._products import Affine
@@ -94,8 +94,10 @@ class PrefixTable(nn.Module):
         return True
 
 
-class PrefixTables(nn.ModuleDict, Ejectable):
+class PrefixTables(SharedModules, Ejectable):
     """The table of each location."""
+
+    container = "prefix_tunings"
 
     def eject(self) -> dict[str, bool]:
         """Make all tables flat."""

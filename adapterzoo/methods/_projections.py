@@ -112,6 +112,8 @@ class Projected(WeightAdapter):
         dropout: probability on the way to A.
     """
 
+    container = "loras"
+
     def __init__(
         self, config: ProjectedConfig, site: Site, device: torch.device, dtype: torch.dtype
     ) -> None:

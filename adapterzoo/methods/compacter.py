@@ -56,15 +56,11 @@ class CompacterConfig(BnConfig):
 
 @config_strings.register("compacter++")
 @dataclass(frozen=True, kw_only=True)
-class CompacterPlusPlusConfig(BnConfig):
+class CompacterPlusPlusConfig(CompacterConfig):
     """Mahabadi et al. 2021: behind the feed-forward part alone."""
 
     mh_adapter: bool = False
-    output_adapter: bool = True
-    reduction_factor: float | Mapping[str, float] = 32
-    non_linearity: str = "gelu"
     original_ln_before: bool = True
-    phm_layer: bool = True
 
 
 @projections.register("phm")

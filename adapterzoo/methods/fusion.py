@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import dropout
 
 from adapterzoo.config_base import Config
+from adapterzoo.contracts import Contained
 from adapterzoo.fields import Choice, Maybe, Share, field
 from adapterzoo.kernels.exact import is_autocast
+from adapterzoo.names import FUSION
 from adapterzoo.registry import Registry
 
 from ._init import constant, drawn, normal
@@ -89,7 +91,7 @@ class DynamicAdapterFusionConfig(AdapterFusionConfig):
     """With V, which starts as the identity and is kept near it."""
 
 
-class Fusion(nn.Module):
+class Fusion(Contained):
     """Σ o_i V z_i with o = softmax(Q x · K z_i).
 
     Attributes:
@@ -100,6 +102,8 @@ class Fusion(nn.Module):
             integer, so that casts of the model do not round it.
     """
 
+    container = "adapter_fusion_layer"
+    prefix = FUSION
     steps: Tensor | None
 
     def __init__(

@@ -84,8 +84,8 @@ class PrefixTuningConfig(AdapterConfig):
 
     @property
     def averages_shared(self) -> bool:
-        """Whether T is trained directly: the average of two MLPs does not give the average T."""
-        return self.flat
+        """True: T is averaged if it is flat, otherwise the parameters of the MLP."""
+        return True
 
     @property
     def starts_as_identity(self) -> bool:
@@ -149,11 +149,9 @@ config_strings.register("prefix_tuning_flat")(partial(PrefixTuningConfig, flat=T
 
 
 class PrefixTuning(AttentionAdapter):
-    """The keys and values of one attention, from the adapter's table.
+    """The keys and values of one attention, from the adapter's table."""
 
-    Attributes:
-        gate: of `use_gating`, or None.
-    """
+    container = "prefix_gates"
 
     def __init__(
         self, config: PrefixTuningConfig, site: Site, device: torch.device, dtype: torch.dtype

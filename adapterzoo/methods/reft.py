@@ -163,7 +163,7 @@ class ReftUnit(nn.Module):
 class Reft(Adapter):
     """The edit of a block's output; `units` has "0" for the prefix or both ends, "1" otherwise."""
 
-    reads_call = True
+    container, reads_call = "refts", True
 
     def __init__(
         self, config: ReftConfig, site: Site, device: torch.device, dtype: torch.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,12 +32,21 @@ from adapterzoo.names import check_name
 
 from . import adapters, fusion, sharding
 from .activation import check_layers, refuse_taken
-from .adapterhub import arguments
+from .adapterhub import arguments, loaders
 from .heads import checkpoints, tables, ties
 from .heads.interface import LoadOptions
 from .hf import documents
 from .hf.info import info_of
-from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
+from .state import (
+    DEFAULT_EMBEDDINGS,
+    AdaptedModel,
+    AdapterRecord,
+    fusion_modules,
+    modules_of,
+    named_tensors,
+    tensors_of,
+    token_table,
+)
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -52,7 +62,28 @@ def save_adapter(
     meta: Mapping[str, Any] | None = None,
     format: str = "native",
 ) -> None:
-    """Save an adapter and its head to a folder."""
+    """Save an adapter and its head to a folder; warn if embeddings beside it are trained too."""
+    embeddings = model._adapter_state.embeddings
+    table = token_table(model) if embeddings != DEFAULT_EMBEDDINGS else None
+    own = (p for _, module in modules_of(model, name) for p in module.parameters())
+    if table is not None and table.weight.requires_grad and any(p.requires_grad for p in own):
+        warnings.warn(
+            f"the embeddings {embeddings!r} are trained with {name!r}, and are not in its file. "
+            f"Write save_embeddings(folder, {embeddings!r}) too.",
+            stacklevel=2,
+        )
+    write_adapter(model, folder, name, with_head, meta, format)
+
+
+def write_adapter(
+    model: AdaptedModel,
+    folder: StrPath,
+    name: str,
+    with_head: bool = True,
+    meta: Mapping[str, Any] | None = None,
+    format: str = "native",
+) -> None:
+    """Write an adapter and its head to a folder."""
     strategy = model._head_strategy
     record = model._adapter_state.find(name)
     documents.check_meta(meta)
@@ -105,6 +136,7 @@ def load_adapter(
     name, enter = fitting(model, folder, asked, name)
     enter()
     ties.share_equal(model, [name])
+    loaders.load(asked, folder, name)
     return name
 
 
@@ -136,16 +168,18 @@ def fitting(
     stored = formats.read(Path(path), "adapter", info)
     name = documents.name_in(asked.load_as, stored, hub_name or path)
     with_head = asked.with_head and stored.metadata.get("head") is not None
-    heads = model._head_strategy.names() if with_head else ()
-    asked, warn = arguments.overwriting(
-        asked, name, adapter=model._adapter_state.records, head=heads
-    )
+    head_name = _head_name(model, stored, asked, name)
+    records, heads = model._adapter_state.records, model._head_strategy.names()
+    there = {"adapter": records, **({"head": heads} if with_head and head_name == name else {})}
+    of_head, warn_of_head = arguments.overwriting(asked, head_name, head=heads)
+    asked, warn = arguments.overwriting(asked, name, **there)
     refuse_taken(model, name, bool(asked.overwrite_ok), argument("load_as", "another_name"))
     left_out = check_layers(asked.leave_out, len(model.anatomy.blocks), "leave_out")
     record = _filled(model, stored, left_out, asked.dtype)
     enter_head = None
     if with_head:
-        enter_head = model._head_strategy.fitting(checkpoints.head_in(stored), name, asked)
+        record_of_head = checkpoints.head_in(stored)
+        enter_head = model._head_strategy.fitting(record_of_head, head_name, of_head)
     elif asked.id2label is not None:
         raise ConfigError(
             f"id2label={asked.id2label!r} names the labels of a head, but no head is loaded. "
@@ -157,11 +191,21 @@ def fitting(
         adapters.bring_in(model, name, record, asked.set_active)
         if enter_head is not None:
             enter_head()
+            if head_name != name:
+                warn_of_head()
         warn()
         arguments.compare(asked, record.config, stored.metadata.get("model_name"))
         arguments.report(asked)
 
     return name, enter
+
+
+def _head_name(model: AdaptedModel, stored: Checkpoint, asked: LoadOptions, name: str) -> str:
+    """Return the name of an adapter's head: the adapter's, unless its file gives another one."""
+    own = stored.metadata.get("head_name")
+    if asked.load_as is not None or own is None or not model._head_strategy.is_named:
+        return name
+    return check_name(own)
 
 
 def load_all_adapters(model: AdaptedModel, folder: StrPath, with_head: bool) -> list[str]:
@@ -333,4 +377,5 @@ def load_fusion(model: AdaptedModel, folder: StrPath, asked: LoadOptions) -> str
         enter_head()
     warn()
     arguments.report(asked)
+    loaders.load(asked, Path(folder), fuse.name)
     return fuse.name

@@ -12,7 +12,7 @@ from adapterzoo import inject
 from adapterzoo.composition import Stack, parse
 from adapterzoo.contracts import Adapter, BaseLayer, compute_dtype
 from adapterzoo.errors import StateError, listing
-from adapterzoo.inject.quantised import is_quantised
+from adapterzoo.inject.quantized import is_quantized
 
 from .activation import refuse_merged, refuse_merged_part, refuse_mixed, refuse_overridden, replan
 from .hf.continuous_batching import refuse_while_batching
@@ -183,7 +183,7 @@ def _refuse_unwritable(model: AdaptedModel, path: str) -> None:
             f"the weights at {path!r} are offloaded and cannot be written. Load the model without "
             f"device_map, or merge before accelerate dispatches it."
         )
-    if is_quantised(layer):
+    if is_quantized(layer):
         raise StateError(
             f"the weights at {path!r} are quantized, and merged ones would be rounded again. Write "
             f"model.dequantize() first, or load the adapter into the model that is not quantized "
@@ -233,7 +233,7 @@ def write(model: AdaptedModel, path: str, names: tuple[str, ...]) -> None:
         StateError: a merged value is not finite.
     """
     layer = model._backbone.get_submodule(path)
-    there = cast("Any", layer).adapters
+    there = inject.adapters_of(layer)
     adapters = [there[name] for name in names if name in there]
     kept = model._adapter_state.originals[path]
     # the model may have been moved after copying

@@ -22,14 +22,22 @@ from adapterzoo.methods.fusion import AdapterFusionConfig, Fusion
 from adapterzoo.runtime import ActiveState, Default, Plan
 
 from . import activation, adapters, averaging, checkpointing, fusion, merging, setup, training
-from .adapterhub import arguments
+from .adapterhub import arguments, loaders
 from .adapterhub.config import AdaptersConfig
 from .adapterhub.names import with_names_of_adapters
 from .heads import checkpoints as head_files
 from .heads import embeddings, ties
-from .heads.interface import HeadStrategy, LoadOptions
+from .heads.interface import HeadNames, HeadStrategy, LoadOptions
 from .heads.static import StaticHead
-from .hf import config_entry, embedding_files, owned, publishing, setups, vocabularies
+from .hf import (
+    config_entry,
+    embedding_files,
+    owned,
+    publishing,
+    recompute,
+    setups,
+    vocabularies,
+)
 from .state import AdapterState, anatomy_of, backbone_of, fusion_modules, modules_of
 
 
@@ -249,31 +257,12 @@ class AdapterModelMixin:
     ) -> None:
         """Add a combination of adapters as PEFT does: `average_adapter` with weights as given.
 
-        "linear" is PEFT's, `combine_strategy="lora_linear_sqrt"`; all other names are the same.
+        `combination_type` is `combine_strategy` there, but "linear" is PEFT's, "lora_linear_sqrt".
+        Other arguments and all errors are those of `average_adapter`.
 
         Differs from PEFT: DoRA's magnitudes are combined too; with `use_rslora` the result is not
         √r times too large; a single adapter is combined as `combination_type` says; a name that is
         taken is an error; with `rank_pattern` each layer keeps its rank.
-
-        Args:
-            adapters: the adapters.
-            weights: one for each, of any sign.
-            adapter_name: of the result.
-            combination_type: see `average_adapter`.
-            svd_rank: the same.
-            svd_clamp: the same.
-            svd_full_matrices: the same.
-            svd_driver: the same.
-            density: the same.
-            majority_sign_method: the same.
-            seed: the same.
-
-        Raises:
-            CompositionError: as `average_adapter`.
-            ConfigError: the same.
-            DuplicateNameError: the same.
-            StateError: the same.
-            UnknownNameError: the same.
         """
         # PEFT's meaning of the word has another name here
         strategy = LINEAR_OF_PEFT if combination_type == "linear" else combination_type
@@ -328,7 +317,8 @@ class AdapterModelMixin:
             reference_adapter_name: the adapter whose values they get; None: the first.
 
         Raises:
-            ConfigError: a method shares nothing, or the adapters' parameters differ in shape.
+            FieldError: a method shares nothing.
+            ConfigError: the adapters' parameters differ in shape.
             StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
             UnknownNameError: an adapter is unknown.
         """
@@ -380,7 +370,7 @@ class AdapterModelMixin:
     def make_plan(
         self,
         setup: Composition | None,
-        head_setup: str | list[str] | None = None,
+        head_setup: HeadNames = None,
         skip_layers: tuple[int, ...] = (),
     ) -> Plan:
         """Compile a composition for this model without activating it.
@@ -766,7 +756,8 @@ class AdapterModelMixin:
                 the only active one; or the adapter's copy of a static head.
             meta_dict: JSON values to keep in the checkpoint's `meta`; None: those that the
                 adapter was loaded with.
-            custom_weights_loaders: None; other modules are not saved.
+            custom_weights_loaders: save weights of other modules to the same folder; see
+                `adapterzoo.loading.WeightsLoader`.
             use_safetensors: True or False: the files of `adapters`, in safetensors or pickled;
                 None: as `format` says, which is safe in any case.
             format: "native"; "adapterhub" and "adapterhub-safetensors" for `adapters`; "peft" for
@@ -778,8 +769,10 @@ class AdapterModelMixin:
             CheckpointError: the folder cannot be written, or the format cannot express this
                 adapter.
         """
-        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        chosen = arguments.chosen_format(format, use_safetensors)
+        beside = loaders.check(self, custom_weights_loaders)
         checkpointing.save_adapter(self, save_directory, adapter_name, with_head, meta_dict, chosen)
+        loaders.save(beside, save_directory, adapter_name)
 
     def load_adapter(
         self,
@@ -817,7 +810,8 @@ class AdapterModelMixin:
                 checkpoint of another model is loaded with a warning.
             load_as: the name to give it; None: the name it was saved under.
             with_head: whether to load a head in the checkpoint, under the adapter's name.
-            custom_weights_loaders: None; other modules are not loaded.
+            custom_weights_loaders: load weights of other modules from the same folder, after the
+                adapter; see `adapterzoo.loading.WeightsLoader`.
             leave_out: numbers of blocks that get no adapter, besides those of its config.
             id2label: other labels for the head.
             set_active: whether to activate the adapter and the head.
@@ -847,12 +841,11 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
-        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
             load_as=load_as, with_head=with_head, leave_out=leave_out,
             id2label=arguments.labels(id2label, num_labels), set_active=set_active,
             overwrite_ok=overwrite_ok, dtype=dtype, config=config, model_name=model_name,
-            loading_info=loading_info,
+            loading_info=loading_info, loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         options = {**hub_kwargs, "config": config, "model_name": model_name}
         return checkpointing.load_adapter(
@@ -869,19 +862,7 @@ class AdapterModelMixin:
         *,
         format: str = "native",
     ) -> None:
-        """Save each adapter to the sub-folder of its name.
-
-        Args:
-            save_directory: the parent folder; created if missing.
-            with_head: as in `save_adapter`.
-            meta_dict: JSON values for every adapter; None: those that each was loaded with.
-            custom_weights_loaders: as in `save_adapter`.
-            use_safetensors: the same.
-            format: the same.
-
-        Raises:
-            CheckpointError: a folder cannot be written, or the format cannot express an adapter.
-        """
+        """Save each adapter to the sub-folder of its name; arguments as of `save_adapter`."""
         for name in self.adapters_config:
             self.save_adapter(
                 Path(save_directory) / name, name, with_head, meta_dict, custom_weights_loaders,
@@ -978,16 +959,7 @@ class AdapterModelMixin:
         *,
         format: str = "native",
     ) -> None:
-        """Save each head to the sub-folder of its name.
-
-        Args:
-            save_directory: the parent folder; created if missing.
-            use_safetensors: as in `save_adapter`.
-            format: as in `save_head`.
-
-        Raises:
-            CheckpointError: a folder cannot be written, or the format cannot express a head.
-        """
+        """Save each head to the sub-folder of its name; arguments as of `save_head`."""
         for name in self.known_heads():
             self.save_head(Path(save_directory) / name, name, use_safetensors, format=format)
 
@@ -1019,8 +991,10 @@ class AdapterModelMixin:
             ConfigError: `meta_dict` is not JSON.
             CheckpointError: the folder cannot be written, or the format cannot express it.
         """
-        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        chosen = arguments.chosen_format(format, use_safetensors)
+        beside = loaders.check(self, custom_weights_loaders)
         checkpointing.save_fusion(self, save_directory, adapter_names, meta_dict, chosen, with_head)
+        loaders.save(beside, save_directory, fusion.as_fuse(adapter_names, None).name)
 
     def save_adapter_setup(
         self,
@@ -1044,7 +1018,7 @@ class AdapterModelMixin:
                 a task class. A head with the name of an adapter is saved with it in any case.
             meta_dict: JSON values for every adapter and fusion; None: those that each adapter was
                 loaded with.
-            custom_weights_loaders: must be empty.
+            custom_weights_loaders: as in `save_adapter`, under the name of the last adapter.
             use_safetensors: as in `save_adapter`.
             format: "native"; "adapterhub" for AdapterHub's `adapters`.
 
@@ -1053,8 +1027,10 @@ class AdapterModelMixin:
             CompositionError: it is not a composition.
             UnknownNameError: an adapter, a head, a fusion or the format is unknown.
         """
-        chosen = arguments.chosen_format(format, use_safetensors, custom_weights_loaders)
+        chosen = arguments.chosen_format(format, use_safetensors)
+        beside = loaders.check(self, custom_weights_loaders)
         setups.save(self, save_directory, adapter_setup, head_setup, meta_dict, chosen)
+        loaders.save(beside, save_directory, setups.names_in(adapter_setup)[-1])
 
     def load_adapter_setup(
         self,
@@ -1073,7 +1049,7 @@ class AdapterModelMixin:
         Args:
             adapter_setup_name_or_path: the folder, or `user/repository` on the Hub.
             version: the same as `revision`.
-            custom_weights_loaders: must be empty.
+            custom_weights_loaders: as in `load_adapter`.
             set_active: whether to activate the composition, and the heads of its `head_setup`.
             use_safetensors: as in `load_adapter`.
             revision: branch, tag or commit on the Hub.
@@ -1090,10 +1066,10 @@ class AdapterModelMixin:
             HubError: the files cannot be downloaded.
             StateError: the model is sharded.
         """
-        arguments.refuse_loaders(custom_weights_loaders)
         return setups.load(
-            self, adapter_setup_name_or_path, version, revision, source, hub_kwargs, set_active
-        )
+            self, adapter_setup_name_or_path, version, revision, source, hub_kwargs, set_active,
+            loaders.check(self, custom_weights_loaders),
+        )  # fmt: skip
 
     def load_adapter_fusion(
         self,
@@ -1133,10 +1109,10 @@ class AdapterModelMixin:
             SiteError: the adapters have different sites.
             UnknownNameError: the model lacks one of the fused adapters.
         """
-        arguments.refuse_loaders(custom_weights_loaders)
         asked = LoadOptions(
             load_as=load_as, with_head=with_head, set_active=set_active, overwrite_ok=overwrite_ok,
             dtype=dtype, loading_info=loading_info,
+            loaders=loaders.check(self, custom_weights_loaders),
         )  # fmt: skip
         return checkpointing.load_fusion(self, adapter_fusion_name_or_path, asked)
 
@@ -1291,10 +1267,15 @@ class AdapterModelMixin:
         cast("Any", super()).__setstate__(state)
         setup.announce(self)
 
+    def __del__(self) -> None:
+        """Let the model live on if its base model is still used, whose methods are those here."""
+        if owned.outlive(cast("Any", self)):
+            setup.announce(self)
+
     @classmethod
     def _load_pretrained_model(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Restore the adapters of a quantized model: its layers exist only now."""
-        config_entry.restore(model, quantised=True)
+        config_entry.restore(model, quantized=True)
         return cast("Any", super())._load_pretrained_model(model, *args, **kwargs)
 
     @classmethod
@@ -1312,34 +1293,5 @@ class AdapterModelMixin:
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any
     ) -> None:
-        # the backward pass recomputes blocks in threads of its own on CUDA, where the override
-        # of the thread that ran the forward is not seen
-        func = functools.partial(_checkpointed, self._active, gradient_checkpointing_func)
+        func = functools.partial(recompute.checkpointed, self._active, gradient_checkpointing_func)
         cast("Any", super())._set_gradient_checkpointing(enable, func, **kwargs)
-
-
-def _checkpointed(active: ActiveState, checkpoint: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-    if getattr(checkpoint, "keywords", {}).get("use_reentrant", True):
-        args = _differentiable(args)
-    resume = active.resumable()
-    if resume is None:
-        return checkpoint(run, *args, **kwargs)
-
-    def run_again(*inputs: Any, **named: Any) -> Any:
-        with resume():
-            return run(*inputs, **named)
-
-    return checkpoint(run_again, *args, **kwargs)
-
-
-def _differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the inputs of a block; one of them requires a gradient.
-
-    Reentrant checkpointing gives a block no gradients if none of its inputs requires one, as above
-    frozen layers; transformers handles this for token embeddings only.
-    """
-    floating = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
-    if not floating or any(args[i].requires_grad for i in floating) or not torch.is_grad_enabled():
-        return args
-    first = floating[0]
-    return (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])

@@ -101,6 +101,8 @@ class AdapterState:
         sharing: name of a group of adapters that share parameters → the adapters.
         plans: cached plans of mixed batches, by the compositions of their rows; cleared when
             adapters are added, removed or moved.
+        tied: keys of shared parameters → keys of those that they share, as last told to
+            transformers.
         is_base: whether the model is its own base model; None: not known yet.
         embeddings: name of the active embeddings.
         coming_embeddings: those to activate once a model that is being loaded has its values.
@@ -117,6 +119,7 @@ class AdapterState:
     head: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     sharing: dict[str, tuple[str, ...]] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
     is_base: bool | None = None
     embeddings: str = DEFAULT_EMBEDDINGS
     coming_embeddings: str | None = None
@@ -225,8 +228,22 @@ def modules_of(model: AdaptedModel, name: str) -> Iterator[tuple[str, Adapter]]:
     backbone, record = backbone_of(model), model._adapter_state.find(name)
     if record.coming:
         return iter(record.coming.items())
-    layers = ((path, inject.below_wrappers(backbone.get_submodule(path))) for path in record.places)
-    return ((path, cast("Adapter", layer.adapters[name])) for path, layer in layers)
+    return ((path, cast("Adapter", _held_at(backbone, path)[name])) for path in record.places)
+
+
+def _held_at(backbone: nn.Module, path: str) -> Mapping[str, Any]:
+    """Return the adapters of a layer; for the path of the base model, the modules they share."""
+    if not path:
+        return inject.shared_of(backbone)
+    return inject.adapters_of(inject.below_wrappers(backbone.get_submodule(path)))
+
+
+def prefixes_of(model: AdaptedModel, name: str) -> dict[str, str]:
+    """Return what precedes the keys of an adapter's tensors below the base model, by path."""
+    return {
+        path: f"{path}.{inject.container_of(module)}.{name}.".removeprefix(".")
+        for path, module in modules_of(model, name)
+    }
 
 
 def shareable_of(model: AdaptedModel, name: str) -> dict[tuple[str, str], nn.Parameter]:
@@ -268,8 +285,9 @@ def fusion_modules(model: AdaptedModel, name: str) -> Iterator[tuple[str, Fusion
         UnknownNameError: there is no fusion of this name.
     """
     backbone, paths = backbone_of(model), model._adapter_state.find_fusion(name).paths
-    layers = ((path, cast("inject.Adapted", backbone.get_submodule(path))) for path in paths)
-    return ((path, cast("Fusion", layer.adapters[fusion_key(name)])) for path, layer in layers)
+    layers = ((path, backbone.get_submodule(path)) for path in paths)
+    key = fusion_key(name)
+    return ((path, cast("Fusion", inject.adapters_of(layer)[key])) for path, layer in layers)
 
 
 def own_parameters_of(model: AdaptedModel) -> Iterator[nn.Parameter]:

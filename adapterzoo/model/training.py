@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from adapterzoo.checkpoint.digest import digests, fingerprint
 from adapterzoo.composition import fusions_of, parse
 from adapterzoo.errors import StateError, listing
-from adapterzoo.inject import quantised
-from adapterzoo.inject.quantised import packing_of
+from adapterzoo.inject import quantized
+from adapterzoo.inject.quantized import packing_of
 from adapterzoo.methods._table import Table
 
 from . import adapters
@@ -99,7 +99,7 @@ def _train(model: AdaptedModel, trained: Iterable[nn.Parameter], train_embedding
     """Set training mode; train only these parameters and the active heads."""
     module: Any = model
     module.train()
-    quantised.unpack(module)
+    quantized.unpack(module)
     freeze(model, True)
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -140,9 +140,9 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
     """
     module: Any = model
     # transformers would misread weights that were reordered for inference
-    quantised.unpack(module)
+    quantized.unpack(module)
     modes = {path: each.training for path, each in module.named_modules()}
-    packed = [path for path, each in module.named_modules() if quantised.is_quantised(each)]
+    packed = [path for path, each in module.named_modules() if quantized.is_quantized(each)]
     records = {
         name: dataclasses.replace(record, coming=dict(modules_of(model, name)))
         for name, record in model._adapter_state.records.items()
@@ -162,19 +162,19 @@ def dequantize(model: AdaptedModel, run: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def trainable_when_quantised(model: Any) -> Iterator[None]:
+def trainable_when_quantized(model: Any) -> Iterator[None]:
     """Let Trainer accept a quantized model, which it allows only with PEFT adapters.
 
     Args:
         model: in the context, it does not report that it is quantized.
     """
-    quantised_before = getattr(model, "is_quantized", False)
-    if quantised_before:
+    quantized_before = getattr(model, "is_quantized", False)
+    if quantized_before:
         model.is_quantized = False
     try:
         yield
     finally:
-        if quantised_before:
+        if quantized_before:
             model.is_quantized = True
 
 
@@ -259,7 +259,7 @@ def summary(model: AdaptedModel) -> list[dict[str, Any]]:
         if name in active and plan.skip_layers:
             rows[-1]["skip_layers"] = list(plan.skip_layers)
     own = [p for p in model._backbone.parameters() if id(p) not in adapters_own]
-    total = sum(map(quantised.count, own))
+    total = sum(map(quantized.count, own))
     for row in rows:
         row["%param"] = 100.0 * row["#param"] / total
     trained = any(p.requires_grad for p in own)

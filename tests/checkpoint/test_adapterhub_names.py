@@ -14,10 +14,10 @@ from adapterzoo.checkpoint.adapterhub.names import (
     LAYOUTS,
     find_block,
     find_layer,
-    find_spot,
+    find_location,
     find_sublayer,
+    location_of,
     name_of,
-    spot_of,
 )
 from adapterzoo.checkpoint.adapterhub.read import take_apart
 from adapterzoo.checkpoint.places import places_of
@@ -56,11 +56,11 @@ def test_the_names_of_the_peer_lead_to_all_places_and_back(family):
                 key = take_apart(f"{path}.a.w", "a", [container])
                 assert key is not None
                 assert key.parameter == "w"
-                spot = find_spot(info, container, key.path)
-                assert spot is not None, path
-                found.add(spot)
+                location = find_location(info, container, key.path)
+                assert location is not None, path
+                found.add(location)
         assert len(found) == len(theirs[kind])
-        assert found == {spot_of(container, place) for place in places}
+        assert found == {location_of(container, place) for place in places}
         if family in LAYOUTS:
             names = {
                 f"{name_of(info, container, place, LAYOUTS[family])}.{container.name}"

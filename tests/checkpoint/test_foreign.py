@@ -104,9 +104,9 @@ def test_other_things_than_tensors_by_name(tmp_path, content):
 
 # torch says that it will remove them
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_quantised_tensors_are_refused(tmp_path):
-    quantised = torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8)
-    torch.save({"w": quantised}, tmp_path / "x.bin")
+def test_quantized_tensors_are_refused(tmp_path):
+    quantized = torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8)
+    torch.save({"w": quantized}, tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=r"plain tensors.*Copy the checkpoint"):
         files.read_tensors(tmp_path / "x.bin")
 

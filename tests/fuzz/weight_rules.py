@@ -11,7 +11,7 @@ import torch
 from head_rules import LANGUAGE, add
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from snapshots import bits
+from snapshots import bits, of_adapter
 from torch import Tensor
 from world import (
     World,
@@ -63,13 +63,12 @@ class WeightRules(World):
             return
         book.activate(Stack(*some))
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
-        owners = [f".adapters.{name}." for name in some]
         heads = tuple(f"heads.{name}." for name in book.answering)
         for key in trained:
-            own = any(owner in key for owner in owners) or key.startswith(heads)
+            own = any(of_adapter(key, name) for name in some) or key.startswith(heads)
             assert own, f"train_adapter({some}): {key} is trained"
         for key, p in model.named_parameters():
-            if any(owner in key for owner in owners):
+            if any(of_adapter(key, name) for name in some):
                 assert p.requires_grad, f"train_adapter({some}): {key} is not trained"
         for name in book.answering:
             if book.heads[name]["head_type"] in LANGUAGE:
@@ -190,7 +189,7 @@ class WeightRules(World):
         book.dtype, self._base = dtype, None
         self._read_values()
         for key, tensor in self.model.state_dict().items():
-            if ".adapters." in key or key.startswith("heads."):
+            if of_adapter(key) or key.startswith("heads."):
                 assert tensor.dtype in (dtype, torch.float32), (
                     f"{key} is {tensor.dtype} after .to({dtype})"
                 )

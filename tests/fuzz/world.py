@@ -19,7 +19,7 @@ from families import tiny_config, tiny_inputs
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from ledger import Bits, Ledger
-from snapshots import bits, changes, state
+from snapshots import bits, changes, of_adapter, state
 from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.utils import logging
@@ -209,12 +209,11 @@ class World(RuleBasedStateMachine):
             assert fusion_values(model, name) == values, f"values of the fusion {name!r}"
 
     def the_state_dict_holds_what_is_there_and_nothing_else(self) -> None:
-        owners = [f"adapters.{name}." for name in self.ledger.adapters]
-        owners += [f"adapters.{fusion}." for fusion in self._fusion_keys()]
+        owners = (*self.ledger.adapters, *self.ledger.fusions, *self._fusion_keys())
         heads = tuple(f"heads.{name}." for name in self.ledger.heads)
         plain = []
         for key in self.model.state_dict():
-            if any(f".{owner}" in key for owner in owners) or (heads and key.startswith(heads)):
+            if any(of_adapter(key, owner) for owner in owners) or (heads and key.startswith(heads)):
                 continue
             plain.append(key)
         assert plain == self.plain_keys, f"left over: {sorted(set(plain) ^ set(self.plain_keys))}"

@@ -16,7 +16,7 @@ import adapterzoo
 from adapterzoo import DoRAConfig, Stack
 from adapterzoo.composition import evaluate
 from adapterzoo.errors import ConfigError
-from adapterzoo.inject import base_of
+from adapterzoo.inject import adapters_of, base_of
 from adapterzoo.kernels import use
 from adapterzoo.methods import _magnitudes
 from adapterzoo.testing import report
@@ -209,7 +209,7 @@ def test_a_row_of_zeros_is_the_identity_forward_and_backward(tiny, convention, d
         layer.weight[3].zero_()
     model.add_adapter("a", DoRAConfig(convention=convention))
     model.train_adapter("a")
-    module = layer.adapters["a"]
+    module = adapters_of(layer)["a"]
     x = torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
     leaves = [x, module.lora_A, module.lora_B, module.m]
     y = module(x, base_of(layer))
@@ -352,8 +352,8 @@ def test_a_stack_adds_changes_of_the_original_weight(tiny, family, convention):
         base = base_of(layer)
         x = torch.randn(3, module.lora_A.shape[1], dtype=torch.float64)
         plain = base.original(x)
-        alone = [layer.adapters[n](x, base_of(layer)) - plain for n in ("a", "b")]
-        both = evaluate(("a", "b"), dict(layer.adapters.items()), x, base)
+        alone = [adapters_of(layer)[n](x, base_of(layer)) - plain for n in ("a", "b")]
+        both = evaluate(("a", "b"), adapters_of(layer), x, base)
         torch.testing.assert_close(both, plain + alone[0] + alone[1], rtol=1e-12, atol=1e-12)
     model.set_active_adapters(Stack("a", "b"))
     stacked = output(model, **doubled(model))

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from families import tiny_config, tiny_inputs
-from snapshots import stir
-from transformers import AutoModel
+from made import hidden, made
 
-from adapterzoo import DvoRAConfig, init
+from adapterzoo import DvoRAConfig
 from adapterzoo.errors import CompositionError, ConfigError
 
 PAPER = DvoRAConfig(r=4, vera_b=0.3, attn_matrices=("q", "k", "v", "o"), intermediate_lora=True)
@@ -15,25 +13,11 @@ DENSE = DvoRAConfig(r=4, convention="adapterhub", alpha=6, vera_b=0.3)
 CONFIGS = pytest.mark.parametrize("config", [WIDE, DENSE], ids=["paper", "adapterhub"])
 
 
-def made(family, dtype=torch.float64, **configs):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).to(dtype).eval())
-    for number, (name, config) in enumerate(configs.items()):
-        model.add_adapter(name, config)
-        stir(model, name, number)
-    return model
-
-
-def hidden(model, **inputs):
-    with torch.no_grad():
-        return model(**(inputs or tiny_inputs(model.config.model_type)))[0]
-
-
 def of_layer(model, path, name="a"):
     """The layer, the adapter, and its part of the update B A without the factor s."""
     layer, module = model.get_submodule(path), dict(model.adapter_modules(name))[path]
     weight = layer.weight.T if "c_" in path else layer.weight
-    shared = model.adapters[name]
+    shared = model.shared_parameters[name]
     A, B = shared.lora_A[:, : weight.shape[1]], shared.lora_B[: weight.shape[0]]
     d, b = (t if t.dim() == 2 else torch.diag(t) for t in (module.lambda_d, module.lambda_b))
     return layer, module, weight, b @ B @ d @ A

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
-from snapshots import adapter_bits, same_bits, stir
+from snapshots import adapter_bits, of_adapter, same_bits, stir
 from transformers import AutoModel, AutoModelForCausalLM
 
 from adapterzoo import (
@@ -26,6 +26,7 @@ from adapterzoo import (
     init,
 )
 from adapterzoo.errors import CheckpointError, CompositionError, ConfigError, SiteError, StateError
+from adapterzoo.inject import adapters_of
 from adapterzoo.methods.invertible import NiceBlock
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data/golden_adapterhub/gpt2/seq_bn_inv"
@@ -267,7 +268,7 @@ def test_half_precision_stays_half(dtype):
 def test_its_parameters_are_there_once(tmp_path):
     model = made("t5", a=INV)
     keys = [key for key in model.state_dict() if ".F.0.weight" in key]
-    assert keys == ["transformer.adapters.a.invertible.F.0.weight"]
+    assert keys == ["transformer.invertible_adapters.a.invertible.F.0.weight"]
     model.save_adapter(tmp_path, "a")
     other = copy.deepcopy(model)
     other.load_adapter(tmp_path, load_as="b")
@@ -279,7 +280,7 @@ def test_its_parameters_are_there_once(tmp_path):
         found.append(logits(each, inputs, head="head"))
     assert torch.equal(*found)
     model.delete_adapter("a")
-    assert not any("adapters" in key for key in model.state_dict())
+    assert not any(of_adapter(key) for key in model.state_dict())
 
 
 def test_it_is_averaged_as_bottlenecks_are():
@@ -357,7 +358,7 @@ def test_files_of_the_peer_hold_what_was_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "words"), [("vit", "inv_adapter=None"), ("electra", "placement='electra'")]
+    ("family", "words"), [("vit", "inv_adapter=None"), ("electra", "site_convention='electra'")]
 )
 def test_families_whose_files_mean_another_place_are_not_written(family, words, tmp_path):
     model = init(AutoModel.from_config(tiny_config(family)))
@@ -397,7 +398,7 @@ def fused(invertible, family="bert"):
     model.add_adapter_fusion(Fuse("a", "b"), AdapterFusionConfig(entry=invertible))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "fusion:" in name:
+            if "adapter_fusion_layer" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
 
@@ -427,7 +428,7 @@ def test_a_fusion_attends_to_the_changes_of_invertible_functions():
     model.set_active_adapters(Fuse("a", "b"))
     paths = model._adapter_state.fusions["a,b"].paths
     entry = next(path for path in paths if path == model.anatomy.entry.path)
-    fusion = model.base_model.get_submodule(entry).adapters["fusion:a,b"]
+    fusion = adapters_of(model.base_model.get_submodule(entry))["fusion:a,b"]
     z = torch.stack(changes, -2)  # [rows, tokens, 2, d]
     with torch.no_grad():
         scores = torch.einsum("rtd,rtnd->rtn", fusion.query(x), fusion.key(z)).softmax(-1)

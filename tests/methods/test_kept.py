@@ -459,7 +459,7 @@ def test_pretend_tensors_are_not_kept(one):
 
 
 class Hidden(torch.Tensor):
-    """A subclass, as quantised weights are: what is inside may change unseen."""
+    """A subclass, as quantized weights are: what is inside may change unseen."""
 
 
 def test_nothing_is_kept_of_tensors_that_hide_their_memory(one):

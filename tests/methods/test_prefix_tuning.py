@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
-from snapshots import output, refused, stir
+from snapshots import of_adapter, output, refused, stir
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from adapterzoo import (
@@ -61,7 +61,7 @@ def test_keys_and_values_stand_before_those_of_the_layer(attention, flat):
     )
     hidden(model, {"input_ids": tiny_inputs("llama", batch=2)["input_ids"]})
     attn, x = layer.self_attn, seen["hidden_states"]
-    table = model.adapters["a"]["self_prefix"]
+    table = model.prefix_tunings["a"]["self_prefix"]
     T = table.table
     if not flat:
         inner = torch.tanh(table.wte @ table.down.weight.T + table.down.bias)
@@ -145,7 +145,7 @@ def test_shifted_positions_are_those_behind_the_prefix(family):
     """As if the caller had numbered the tokens from P on; behind two prefixes of a stack twice."""
     kept = FLAT.replace(positions="kept")
     model = made(family, a=SHIFTED, b=SHIFTED, kept_a=kept, kept_b=kept)
-    tables = {name: model.adapters[name]["self_prefix"] for name in model.adapters}
+    tables = {name: model.prefix_tunings[name]["self_prefix"] for name in model.prefix_tunings}
     for name in "ab":
         tables[f"kept_{name}"].load_state_dict(tables[name].state_dict())
     ids = tiny_inputs(family, batch=2)["input_ids"]
@@ -164,7 +164,7 @@ def test_a_stack_concatenates():
         "llama", a=FLAT, b=FLAT.replace(prefix_length=2), both=FLAT.replace(prefix_length=7)
     )
     inputs = tiny_inputs("llama", batch=2)
-    one, two, both = (model.adapters[n]["self_prefix"].table for n in ("a", "b", "both"))
+    one, two, both = (model.prefix_tunings[n]["self_prefix"].table for n in ("a", "b", "both"))
     with torch.no_grad():
         both.copy_(torch.cat([one, two]))
     found = []
@@ -174,16 +174,20 @@ def test_a_stack_concatenates():
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("config", [FLAT, SHIFTED], ids=["kept", "shifted"])
-def test_flat_tables_are_averaged(config):
-    model = made("llama", a=config, b=config, mlp=GATED, other=GATED)
+@pytest.mark.parametrize("config", [FLAT, SHIFTED, GATED], ids=["kept", "shifted", "an MLP, gated"])
+def test_parameters_are_averaged(config):
+    """Those of an MLP too, as in `adapters`; the prefixes themselves after ejecting them."""
+    model = made("llama", a=config, b=config)
     model.average_adapter("c", ["a", "b"], weights=[0.25, 0.75])
-    one, two, found = (model.adapters[n]["self_prefix"].table for n in "abc")
-    torch.testing.assert_close(found, 0.25 * one + 0.75 * two, rtol=0, atol=1e-12)
+    assert model.adapters_config["c"] == model.adapters_config["a"]
+    every = dict(model.named_parameters())
+    keys = [key for key in every if ".c." in key]
+    assert len(keys) == len([key for key in every if ".a." in key])
+    for key in keys:
+        one, two, parameter = (every[key.replace(".c.", f".{n}.")] for n in "abc")
+        torch.testing.assert_close(parameter, 0.25 * one + 0.75 * two, rtol=0, atol=1e-12)
     model.set_active_adapters("c")
     assert hidden(model, tiny_inputs("llama", batch=2)).isfinite().all()
-    with pytest.raises(CompositionError, match=r"average_adapter\('d'\).*share.*differ"):
-        model.average_adapter("d", ["mlp", "other"])
 
 
 def test_parallel_answers_one_after_the_other():
@@ -214,17 +218,20 @@ def test_checkpointed_gradients_are_the_gradients():
 def test_the_table_is_there_once():
     model = made("bert", a=GATED)
     keys = [key for key in model.state_dict() if "wte" in key]
-    assert keys == ["adapters.a.self_prefix.wte"]
+    assert keys == ["prefix_tunings.a.self_prefix.wte"]
     other = copy.deepcopy(model)
-    assert other.adapters["a"]["self_prefix"].wte is not model.adapters["a"]["self_prefix"].wte
+    assert (
+        other.prefix_tunings["a"]["self_prefix"].wte
+        is not model.prefix_tunings["a"]["self_prefix"].wte
+    )
     model.set_active_adapters("a")
     other.set_active_adapters("a")
     with torch.no_grad():
-        other.adapters["a"]["self_prefix"].wte.add_(1.0)
+        other.prefix_tunings["a"]["self_prefix"].wte.add_(1.0)
     inputs = tiny_inputs("bert")
     assert not torch.equal(hidden(model, inputs), hidden(other, inputs))
     model.delete_adapter("a")
-    assert not any("adapters" in key for key in model.state_dict())
+    assert not any(of_adapter(key) for key in model.state_dict())
 
 
 def test_what_cannot_be_is_refused():

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
+from made import hidden, made
 from peft import VeraConfig as PeftVeraConfig
 from peft import get_peft_model
-from snapshots import stir
+from snapshots import of_adapter
 from transformers import AutoModel
 
-from adapterzoo import BatchSplit, Stack, VeraConfig, init
+from adapterzoo import BatchSplit, Stack, VeraConfig
 from adapterzoo.errors import CompositionError, ConfigError
 
 PAPER = VeraConfig(r=4, vera_b=0.3, attn_matrices=("q", "k", "v", "o"), intermediate_lora=True)
@@ -16,22 +17,8 @@ WIDE = PAPER.replace(output_lora=True)
 DENSE = VeraConfig(r=4, convention="adapterhub", alpha=6, vera_b=0.3)
 
 
-def made(family, dtype=torch.float64, **configs):
-    torch.manual_seed(0)
-    model = init(AutoModel.from_config(tiny_config(family)).to(dtype).eval())
-    for number, (name, config) in enumerate(configs.items()):
-        model.add_adapter(name, config)
-        stir(model, name, number)
-    return model
-
-
-def hidden(model, **inputs):
-    with torch.no_grad():
-        return model(**(inputs or tiny_inputs(model.config.model_type)))[0]
-
-
 def shared(model, name="a"):
-    return model.adapters[name].lora_A, model.adapters[name].lora_B
+    return model.shared_parameters[name].lora_A, model.shared_parameters[name].lora_B
 
 
 def adapter(model, path, name="a"):
@@ -89,8 +76,8 @@ def test_the_shared_matrices_are_there_once_and_are_never_trained():
     model = made("bert", a=WIDE)
     model.train_adapter("a")
     assert [k for k in model.state_dict() if "lora_" in k] == [
-        "adapters.a.lora_A",
-        "adapters.a.lora_B",
+        "shared_parameters.a.lora_A",
+        "shared_parameters.a.lora_B",
     ]
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained
@@ -171,7 +158,7 @@ def test_one_layer_that_is_adapted_twice_keeps_one_copy():
     model = made("albert", a=PAPER)
     assert len([k for k in model.state_dict() if "lora_A" in k]) == 1
     model.delete_adapter("a")
-    assert not any("adapters" in key for key in model.state_dict())
+    assert not any(of_adapter(key) for key in model.state_dict())
 
 
 @pytest.mark.parametrize(

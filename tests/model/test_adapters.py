@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from families import tiny_config, tiny_inputs
-from snapshots import adapter_bits, changes, output, same_bits, snapshot, stir
+from snapshots import adapter_bits, changes, of_adapter, output, same_bits, snapshot, stir
 from transformers import AutoModelForSequenceClassification
 
 from adapterzoo import AdapterConfig, LoRAConfig, SeqBnConfig, Stack, init
 from adapterzoo.contracts import Adapter
+from adapterzoo.inject import adapters_of
 
 
 @pytest.fixture
@@ -86,16 +87,16 @@ def test_modules_are_found_by_block_and_location(model):
     found = model.get_adapter("b")
     assert {layer: set(at) for layer, at in found.items()} == {1: {"selfattn_lora", "output_lora"}}
     dense = model.base_model.encoder.layer[1].output.dense
-    assert found[1]["output_lora"] is dense.adapters["b"]
+    assert found[1]["output_lora"] is adapters_of(dense)["b"]
     attention = model.base_model.encoder.layer[1].attention.self
-    query_and_value = [attention.query.adapters["b"], attention.value.adapters["b"]]
+    query_and_value = [adapters_of(attention.query)["b"], adapters_of(attention.value)["b"]]
     assert [*found[1]["selfattn_lora"]] == query_and_value
     assert list(model.get_adapter("e")) == [-1]
     modules = dict(model.adapter_modules("b"))
-    assert modules["encoder.layer.1.output.dense"] is dense.adapters["b"]
+    assert modules["encoder.layer.1.output.dense"] is adapters_of(dense)["b"]
     assert all(isinstance(module, Adapter) for module in modules.values())
-    names = {n for n, _ in model.named_parameters() if ".adapters.b." in n}
-    assert "bert.encoder.layer.1.output.dense.adapters.b.lora_A" in names
+    names = {n for n, _ in model.named_parameters() if of_adapter(n, "b")}
+    assert "bert.encoder.layer.1.output.dense.loras.b.lora_A" in names
     assert len(names) == 6
     with pytest.warns(UserWarning, match=r"no adapter 'c'\. Known adapters: 'a', 'b', 'e'"):
         assert model.get_adapter("c") == {}
@@ -151,9 +152,7 @@ def test_only_the_adapter_and_its_head_are_trained(model, config):
     model.train_adapter("a")
     assert model.training
     assert (model.active_adapters, model.active_head) == (Stack("a"), "a")
-    own = {
-        n for n, _ in model.named_parameters() if ".adapters.a." in n or n.startswith("heads.a.")
-    }
+    own = {n for n, _ in model.named_parameters() if of_adapter(n, "a") or n.startswith("heads.a.")}
     assert {n for n, p in model.named_parameters() if p.requires_grad} == own
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.eval()
@@ -181,7 +180,7 @@ def test_embeddings_are_trained_on_request(model):
     model.train_adapter("a", train_embeddings=True)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     table = "bert.embeddings.word_embeddings.adapters.a.table.weight"
-    assert {n for n in trained if ".adapters.a.lora" not in n} == {table}
+    assert {n for n in trained if ".loras.a." not in n} == {table}
 
 
 def test_freezing_and_thawing_the_base_model(model):
@@ -190,7 +189,7 @@ def test_freezing_and_thawing_the_base_model(model):
     assert not any(p.requires_grad for p in model.parameters())
     model.freeze_model(False)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {n for n, _ in model.named_parameters() if ".adapters.a." in n}
+    assert frozen == {n for n, _ in model.named_parameters() if of_adapter(n, "a")}
 
 
 def test_the_labels_of_the_trained_head_are_shown(model):
@@ -229,7 +228,7 @@ def test_an_adapter_and_its_head_are_cast_alone(model):
     model.add_classification_head("a")
     model.adapter_to("a", dtype=torch.float64)
     wide = {n for n, p in model.named_parameters() if p.dtype is torch.float64}
-    assert wide == {n for n, _ in model.named_parameters() if ".adapters.a." in n or "heads.a" in n}
+    assert wide == {n for n, _ in model.named_parameters() if of_adapter(n, "a") or "heads.a" in n}
     places = [p for _, m in model.adapter_modules("a") for p in m.parameters()]
     kept = adapter_bits(model, "a")
     # adding another one does not touch it
@@ -276,4 +275,4 @@ def test_no_name_meets_another_or_a_path(tiny):
     model.delete_head(names[0])
     assert all(adapter_bits(model, name) == before[name] for name in names[1:])
     assert list(model.heads) == list(names[1:])
-    assert not [k for k in model.state_dict() if f"adapters.{names[0]}." in k]
+    assert not [k for k in model.state_dict() if of_adapter(k, names[0])]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import tiny_config
 from safetensors.torch import load_file
-from snapshots import changes, output, refused, snapshot
+from snapshots import changes, of_adapter, output, refused, snapshot
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn import functional as F
@@ -274,12 +274,12 @@ def test_training_trains_the_active_embeddings_alone(family, tmp_path):
     changed = {k for k, t in model.state_dict().items() if not torch.equal(t, before[k])}
     tied = {k for k, p in model.named_parameters(remove_duplicate=False) if p is table}
     assert tied <= changed
-    others = {
-        k for k in changed - tied if ".adapters.a." not in k and not k.startswith("heads.lm.")
-    }
+    others = {k for k in changed - tied if not of_adapter(k, "a") and not k.startswith("heads.lm.")}
     assert not others
     # and what was trained comes back from a file
     expected = output(model, **given)
+    with pytest.warns(UserWarning, match=r"'new' are trained with 'a'.*save_embeddings"):
+        model.save_adapter(tmp_path / "a", "a")
     model.save_embeddings(tmp_path / "new", "new", tokenizer(OTHER))
     known = model.load_embeddings(tmp_path / "new", "again")
     assert known.get_vocab() == OTHER

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from families import first_output, tiny_config, tiny_inputs
-from snapshots import bits, changes, refused, snapshot, stir
+from snapshots import bits, changes, of_adapter, refused, snapshot, stir
 from transformers import AutoModel
 
 from adapterzoo import (
@@ -187,19 +187,19 @@ def test_the_fusion_and_the_head_are_trained_and_nothing_else():
     model.train_adapter_fusion(AB)
     assert model.active_adapters == AB
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert all("adapters.fusion:a,b." in n or n.startswith("heads.task.") for n in trained)
-    assert sum("fusion:a,b" in n for n in trained) == 2 * 5
+    assert all(".adapter_fusion_layer.a,b." in n or n.startswith("heads.task.") for n in trained)
+    assert sum("adapter_fusion_layer.a,b" in n for n in trained) == 2 * 5
     before = {n: bits(p) for n, p in model.named_parameters()}
-    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     loss = model(**tiny_inputs("bert"), labels=torch.tensor([0, 1])).loss
     (loss + model.get_fusion_regularization_loss()).backward()
-    optimiser.step()
+    optimizer.step()
     changed = {n for n, p in model.named_parameters() if bits(p) != before[n]}
     assert changed == trained
     model.train_adapter_fusion(AB, unfreeze_adapters=True)
     also = {n for n, p in model.named_parameters() if p.requires_grad} - trained
     assert also
-    assert all(".adapters.a." in n or ".adapters.b." in n for n in also)
+    assert all(of_adapter(n, "a") or of_adapter(n, "b") for n in also)
     model.train_adapter("a")
     assert model.get_fusion_regularization_loss() is None
     assert not any(p.requires_grad for _, f in model.fusion_modules("a,b") for p in f.parameters())
@@ -221,10 +221,10 @@ def test_the_trainer_adds_the_regularisation(tmp_path, monkeypatch):
     start = copy.deepcopy(model.state_dict())
     rows = [{"input_ids": list(range(3, 9)), "labels": i % 2} for i in range(4)]
 
-    def gradient(penalised):
+    def gradient(penalized):
         model.load_state_dict(start)
         with monkeypatch.context() as patch:
-            if not penalised:
+            if not penalized:
                 patch.setattr(type(model), "get_fusion_regularization_loss", lambda self: None)
             arguments = TrainingArguments(
                 tmp_path, max_steps=1, learning_rate=1.0, optim="sgd", max_grad_norm=0.0,
@@ -236,7 +236,7 @@ def test_the_trainer_adds_the_regularisation(tmp_path, monkeypatch):
             AdapterTrainer(model, arguments, train_dataset=rows).train()
         return [f.value.weight.detach().clone() for _, f in model.fusion_modules("a,b")]
 
-    weights = [start[n] for n in start if n.endswith("fusion:a,b.value.weight")]
+    weights = [start[n] for n in start if n.endswith(".a,b.value.weight")]
     for with_it, without, weight in zip(gradient(True), gradient(False), weights, strict=True):
         expected = 0.01 * 2 * (weight - torch.eye(32))
         torch.testing.assert_close(without - with_it, expected, rtol=0, atol=1e-12)
@@ -280,6 +280,27 @@ def test_a_fusion_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "adapter_fusion.safetensors").unlink()
     with pytest.raises(CheckpointError, match="adapter_fusion"):
         wide.load_adapter_fusion(tmp_path, overwrite_ok=True)
+
+
+def test_names_with_commas_need_a_name_for_their_fusion(tiny, tmp_path):
+    model = tiny()
+    for name in ("a,b", "c", "a", "b,c"):
+        model.add_adapter(name)
+    for children in (("a,b", "c"), ("a", "b,c")):
+        with pytest.raises(
+            CompositionError, match=r"has a comma\. Write Fuse\(…, name='my_fusion'\)"
+        ):
+            model.add_adapter_fusion(list(children))
+    model.add_adapter_fusion(Fuse("a,b", "c", name="one"))
+    model.add_adapter_fusion(Fuse("a", "b,c", name="two"))
+    assert dict(model.adapters_config.fusion_name_map) == {"one": ["a,b", "c"], "two": ["a", "b,c"]}
+    fill(model, "one")
+    for format in ("native", "adapterhub"):
+        model.save_adapter_fusion(tmp_path / format, "one", format=format)
+        other = copy.deepcopy(model)
+        other.delete_adapter_fusion("one")
+        assert other.load_adapter_fusion(tmp_path / format) == "one"
+        assert fusion_bits(other, "one") == fusion_bits(model, "one")
 
 
 def test_models_are_saved_with_their_fusions(tmp_path):

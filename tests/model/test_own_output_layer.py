@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import tiny_config, tiny_inputs
 from safetensors.torch import load_file
+from snapshots import of_adapter
 from transformers import GPT2LMHeadModel, MT5Config, MT5ForConditionalGeneration
 
 from adapterzoo import AutoAdapterModel
@@ -111,7 +112,7 @@ def test_a_head_of_its_own_in_the_format_of_peft(tmp_path):
     model.save_adapter(tmp_path, "task", format="peft")
     base = GPT2LMHeadModel(model.config).eval()
     base.transformer.load_state_dict(
-        {k: v for k, v in model.base_model.state_dict().items() if ".adapters." not in k}
+        {k: v for k, v in model.base_model.state_dict().items() if not of_adapter(k)}
     )
     from peft import PeftModel
 

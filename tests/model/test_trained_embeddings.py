@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import tiny_config, tiny_inputs
 from safetensors.torch import load_file
-from snapshots import refused
+from snapshots import of_adapter, refused
 from transformers import (
     BertForSequenceClassification,
     GPT2LMHeadModel,
@@ -92,8 +92,8 @@ def test_the_base_model_keeps_its_embeddings(family):
     # which rows a step changes: those of the tokens that occur, and a tied output layer all
     table = table_of(model, "a")
     assert not torch.equal(table, model.get_input_embeddings().weight)
-    names = {n.rpartition(".adapters.")[2] for n, p in model.named_parameters() if p.requires_grad}
-    assert "a.table.weight" in names
+    names = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert any(n.endswith(".adapters.a.table.weight") for n in names)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -199,9 +199,9 @@ def test_a_model_of_a_task_class(family, tmp_path):
     assert torch.equal(whole.eval()(**inputs).logits, expected)
     keys = set(model.all_tied_weights_keys)
     model.unload()
-    assert keys - set(model.all_tied_weights_keys) == {k for k in keys if ".adapters." in k}
+    assert keys - set(model.all_tied_weights_keys) == {k for k in keys if of_adapter(k)}
     assert torch.equal(model(**inputs).logits, plain)
-    assert not any(".adapters." in key for key in model.state_dict())
+    assert not any(of_adapter(key) for key in model.state_dict())
 
 
 def test_a_deleted_adapter_takes_its_table_along():
@@ -223,6 +223,27 @@ def test_a_head_that_is_saved_alone_has_the_layer_that_it_shares(tmp_path):
         hidden = torch.randn(1, 2, model.config.hidden_size)
         assert torch.equal(again.get_head("a")(hidden), model.get_head("a")(hidden))
     assert again.get_head("a").config.tie_word_embeddings is False
+
+
+def test_embeddings_that_are_trained_later_leave_the_rest_of_the_adapter():
+    """An adapter gets its table after its copy of a static head and what it shares."""
+    model = adapterzoo.init(BertForSequenceClassification(tiny_config("bert"))).eval()
+    for name in "ab":
+        model.add_adapter(name, "mtl_lora")
+    model.share_parameters(["a", "b"])
+    model.train_adapter("a")
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.5)
+    model.eval()
+    inputs = tiny_inputs("bert")
+    with torch.no_grad():
+        before = model(**inputs).logits
+    model.train_adapter("a", train_embeddings=True)
+    assert list(model.adapters_config) == ["a", "b"]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).logits, before)
+    model.unshare_parameters(["a", "b"])
 
 
 def test_each_row_looks_up_in_its_own_table():

@@ -36,10 +36,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # each generated class is also reachable as `test_class`, the loop's variable
     items[:] = [item for item in items if "::test_class::" not in item.nodeid]
-    if os.environ.get("PEER_MODE") == "renames":
-        from . import renames
-
-        renames.install_in_tests()
 
 
 def pytest_runtest_logreport(report: Any) -> None:

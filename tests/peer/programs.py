@@ -1,7 +1,9 @@
 """Runs the peer's example scripts and notebooks, each in a process of its own, on tiny models.
 
 Only the import changes: `adapters` is adapterzoo, in the mode `strict`. A line of results has the
-name, the outcome, and where and why a program stopped, for the rules to explain.
+name, the outcome, where and why a program stopped, for the rules to explain, and its `facts`: what
+it trained, evaluated, saved and loaded. A script that trains runs twice: the second run loads the
+adapter that the first has saved, and must compute the same scores.
 """
 
 from __future__ import annotations
@@ -15,64 +17,12 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from .facts import Facts
+from .scripts import SCRIPTS, Script
 from .suite import environment
-
-
-class Script(NamedTuple):
-    """An example script with its arguments; `{data}` is the folder of the peer's samples."""
-
-    path: str
-    model: str
-    arguments: str
-
-
-_TRAIN = (
-    "--do_train --do_eval --train_adapter --per_device_train_batch_size 2 --max_steps 2 "
-    "--learning_rate 5e-4 --seed 42 --use_cpu --report_to none --output_dir {out} "
-)
-_BN = "--adapter_config double_seq_bn[reduction_factor=8] "
-_FILES = "--train_file {data}/%s --validation_file {data}/%s "
-
-
-def _files(name: str) -> str:
-    return _FILES % (name, name)
-
-
-SCRIPTS = {
-    "glue": Script("text-classification/run_glue.py", "bert", _TRAIN + _BN + "--max_seq_length 64 "
-                   "--train_file {data}/MRPC/train.csv --validation_file {data}/MRPC/dev.csv"),
-    "fusion": Script("adapterfusion/run_fusion_glue.py", "bert", _TRAIN + "--max_seq_length 64 "
-                     "--task_name mrpc --data_dir {data}/MRPC"),
-    "qa": Script("question-answering/run_qa.py", "bert", _TRAIN + _BN + _files("SQUAD/sample.json")
-                 + "--version_2_with_negative"),
-    "seq2seq_qa": Script("question-answering/run_seq2seq_qa.py", "t5", _TRAIN + _BN +
-                         _files("SQUAD/sample.json") + "--predict_with_generate "
-                         "--context_column context --question_column question "
-                         "--answer_column answers"),
-    "summarization": Script("summarization/run_summarization.py", "bart", _TRAIN + _BN +
-                            _files("xsum/sample.json") + "--predict_with_generate "
-                            "--max_target_length 16"),
-    "translation": Script("translation/run_translation.py", "bart", _TRAIN + _BN +
-                          _files("wmt16/sample.json") + "--predict_with_generate "
-                          "--max_target_length 16 --source_lang en --target_lang ro"),
-    "clm": Script("language-modeling/run_clm.py", "gpt2", _TRAIN + _BN + "--block_size 64 "
-                  "--train_file {data}/../sample_text.txt "
-                  "--validation_file {data}/../sample_text.txt"),
-    "mlm": Script("language-modeling/run_mlm.py", "roberta", _TRAIN + _BN + "--max_seq_length 64 "
-                  "--train_file {data}/../sample_text.txt "
-                  "--validation_file {data}/../sample_text.txt"),
-    "ner": Script("token-classification/run_ner.py", "bert", _TRAIN + _BN +
-                  _files("conll/sample.json")),
-    "swag": Script("multiple-choice/run_swag.py", "bert", _TRAIN + _BN +
-                   _files("swag/sample.json")),
-    "udp": Script("dependency-parsing/run_udp.py", "bert", _TRAIN + "--task_name en_ewt "
-                  "--evaluate_on train"),
-    "adapterdrop": Script("adapterdrop/drop_at_inference.py", "", ""),
-    "generation": Script("text-generation/run_generation.py", "gpt2", "--model_type gpt2 "
-                         "--prompt Hello --length 4 --seed 42"),
-}  # fmt: skip
+from .tiny import local_source
 
 
 def run(peer: Path, what: str, results: Path, names: Iterable[str], seconds: int) -> None:
@@ -99,27 +49,55 @@ def _notebooks(peer: Path) -> list[str]:
 
 def _run_one(peer: Path, what: str, name: str, seconds: int) -> dict[str, Any]:
     start = time.monotonic()
+    line: dict[str, Any] = {"id": f"{what}::{name}", "facts": {}, "failures": []}
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "tests").symlink_to(peer / "tests")
-        command = [sys.executable, "-m", "peer.programs", str(peer), what, name, scratch]
-        outcome = Path(scratch, "outcome.json")
-        try:
-            done = subprocess.run(
-                command, cwd=scratch, env=environment("strict"), timeout=seconds, check=False,
-                capture_output=True, text=True,
-            )  # fmt: skip
-            said = done.stderr.strip().split("\n")[-1]
-        except subprocess.TimeoutExpired:
-            said = f"TimeoutExpired: after {seconds} s"
-        failures = [_failure(said, "", "")]
-        if outcome.exists():
-            failures = json.loads(outcome.read_text(encoding="utf-8"))
-    return {
-        "id": f"{what}::{name}",
-        "outcome": "failed" if failures else "passed",
-        "seconds": round(time.monotonic() - start, 1),
-        "failures": failures,
-    }
+        steps = _steps(name) if what == "scripts" else [(name, False)]
+        for step in steps:
+            outcome = _child(peer, what, step, Path(scratch), seconds)
+            line["failures"] = outcome["failures"]
+            if step[0] == name:
+                _merge(line["facts"], outcome["facts"])
+            if outcome["failures"]:
+                break
+    outcome = "failed" if line["failures"] else "passed"
+    return {**line, "outcome": outcome, "seconds": round(time.monotonic() - start, 1)}
+
+
+def _steps(name: str) -> list[tuple[str, bool]]:
+    """The runs of a script: names, and whether it is the second run of that script."""
+    script = SCRIPTS[name]
+    before = [(script.first, False)] if script.first else []
+    return [*before, (name, False), *([(name, True)] if script.again else [])]
+
+
+def _merge(facts: dict[str, str], more: dict[str, str]) -> None:
+    for fact, words in more.items():
+        facts[fact] = "; ".join(dict.fromkeys(w for w in (facts.get(fact), words) if w))
+
+
+def _child(
+    peer: Path, what: str, step: tuple[str, bool], scratch: Path, seconds: int
+) -> dict[str, Any]:
+    name, again = step
+    # the names of a notebook are those of a bare module __main__, which data sets can pickle
+    command = [sys.executable, "-c", "from peer.programs import main; main()"]
+    command += [str(peer), what, name, str(scratch)]
+    variables = {**environment("strict"), "HF_HOME": str(scratch / "cache")}
+    outcome = scratch / "outcome.json"
+    outcome.unlink(missing_ok=True)
+    try:
+        done = subprocess.run(
+            [*command, *(["again"] if again else [])], cwd=scratch, env=variables,
+            timeout=seconds, check=False, capture_output=True, text=True,
+        )  # fmt: skip
+        said = done.stderr.strip().split("\n")[-1]
+    except subprocess.TimeoutExpired:
+        said = f"TimeoutExpired: after {seconds} s"
+    if not outcome.exists():
+        return {"failures": [_failure(said, "", "")], "facts": {}}
+    found: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
+    return found
 
 
 def _failure(error: str, line: str, frames: str) -> dict[str, str]:
@@ -129,7 +107,12 @@ def _failure(error: str, line: str, frames: str) -> dict[str, str]:
 # --- in the process of a program ---
 
 
-def _main(peer: Path, what: str, name: str, scratch: Path) -> None:
+def main() -> None:
+    """Run one program; the arguments are those that `_child` gives."""
+    _main(Path(sys.argv[1]), *sys.argv[2:4], Path(sys.argv[4]), "again" in sys.argv[5:])
+
+
+def _main(peer: Path, what: str, name: str, scratch: Path, again: bool) -> None:
     from . import offline, removed, shim, tiny
 
     shim.install("strict")
@@ -137,21 +120,34 @@ def _main(peer: Path, what: str, name: str, scratch: Path) -> None:
     hub = tiny.Hub(fixtures / "SiBERT" / "vocab.txt", Path(tempfile.mkdtemp(dir=scratch)))
     offline.install(fixtures)
     removed.install(hub)
-    failures: list[dict[str, str]] = []
+    facts = Facts()
+    facts.install()
+    errors: list[BaseException] = []
     try:
         if what == "scripts":
-            _script(peer, SCRIPTS[name], hub, scratch)
+            _script(peer, SCRIPTS[name], hub, scratch, again)
         else:
             _cells(peer / "notebooks" / f"{name}.ipynb")
     except BaseException as error:  # noqa: BLE001  a program may also exit
         if not (isinstance(error, SystemExit) and not error.code):
-            failures.append(_described(error, peer))
-    (scratch / "outcome.json").write_text(json.dumps(failures), encoding="utf-8")
+            errors.append(error)
+    if what == "scripts" and not errors:
+        facts.compare_scores(scratch / f"{name}.scores", again)
+        facts.expect(("evaluated", "loaded") if again else SCRIPTS[name].facts)
+    outcome = {
+        "failures": [_described(error, peer) for error in (*errors, *facts.failures)],
+        "facts": facts.summary(),
+    }
+    (scratch / "outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
 
 
-def _script(peer: Path, script: Script, hub: Any, scratch: Path) -> None:
+def _script(peer: Path, script: Script, hub: Any, scratch: Path, again: bool) -> None:
     path = peer / "examples" / "pytorch" / script.path
-    given = script.arguments.format(data=peer / "tests/fixtures/samples", out=scratch / "out")
+    given = (script.arguments_again if again else script.arguments).format(
+        data=peer / "tests/fixtures/samples",
+        out=scratch / ("again" if again else "out"),
+        adapter=next((f.parent for f in scratch.glob("out/*/adapter*.safetensors")), ""),
+    )
     model = ["--model_name_or_path", str(hub.model(script.model))] if script.model else []
     sys.argv = [str(path), *model, *given.split()]
     sys.path.insert(0, str(path.parent))
@@ -161,9 +157,9 @@ def _script(peer: Path, script: Script, hub: Any, scratch: Path) -> None:
 def _cells(path: Path) -> None:
     """Run the code cells of a notebook, without shell commands, in one namespace."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = vars(sys.modules["__main__"])
     for number, source in enumerate(_sources(notebook)):
-        exec(compile(source, f"{path.stem}, cell {number}", "exec"), names)
+        exec(compile(local_source(source), f"{path.stem}, cell {number}", "exec"), names)
 
 
 def _sources(notebook: dict[str, Any]) -> Iterator[str]:
@@ -181,7 +177,3 @@ def _described(error: BaseException, peer: Path) -> dict[str, str]:
     kind = type(error)
     text = f"{kind.__module__}.{kind.__qualname__}: {error}".removeprefix("builtins.")
     return _failure(text[:1200], line, " < ".join(reversed(places))[:600])
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4]))

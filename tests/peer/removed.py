@@ -1,4 +1,4 @@
-"""What programs of the peer use of transformers 4 and of packages that are not installed.
+"""What programs of the peer use of transformers 4 and of the Hub.
 
 Everything here stands for a change that its user makes for transformers 5, or for a download; none
 of it touches adapterzoo, except that an adapter on the Hub is one that `tiny` makes.
@@ -6,21 +6,20 @@ of it touches adapterzoo, except that an adapter on the Hub is one that `tiny` m
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
-import importlib.util
 import inspect
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from . import packages
 from .tiny import Hub
 
 # of TrainingArguments, under their names of today; what is in neither list is passed on
 _RENAMED = {"evaluation_strategy": "eval_strategy"}
 _SHORT = {
-    "max_steps": 2, "use_cpu": True, "report_to": "none", "fp16": False, "bf16": False,
+    "max_steps": 2, "use_cpu": True, "report_to": "none", "fp16": False,
     "dataloader_num_workers": 0, "push_to_hub": False, "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1, "logging_steps": 1, "save_strategy": "no",
     "load_best_model_at_end": False, "optim": "adamw_torch",
@@ -34,11 +33,7 @@ def install(hub: Hub) -> None:
     _names_of_four(transformers)
     _downloads(transformers, hub)
     _trainer(transformers)
-    for name in ("evaluate", "nltk", "seqeval", "jiwer", "librosa", "rouge_score", "sacrebleu"):
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = _STUBS.get(name, ModuleType)(name)
-    # the bars of notebooks need widgets
-    sys.modules["tqdm.notebook"] = importlib.import_module("tqdm.std")
+    packages.install(transformers)
 
 
 # --- transformers 4 ---
@@ -49,6 +44,12 @@ def _names_of_four(transformers: Any) -> None:
     for name in ("is_offline_mode", "is_torch_tpu_available", "is_torch_xla_available"):
         if not hasattr(utils, name):
             setattr(utils, name, lambda *_, **__: True)
+    # of models that it does not have any more; run_generation.py lists them
+    for name in ("BloomTokenizerFast", "TransfoXLLMHeadModel", "TransfoXLTokenizer"):
+        if not hasattr(transformers, name):
+            setattr(transformers, name, None)
+    # run_generation.py reads args.device, which it does not set
+    argparse.Namespace.device = "cpu"  # type: ignore[attr-defined]
     if not hasattr(utils, "send_example_telemetry"):
         utils.send_example_telemetry = lambda *_, **__: None
     if not hasattr(transformers, "glue_compute_metrics"):
@@ -63,12 +64,13 @@ def _trainer(transformers: Any) -> None:
     arguments = transformers.TrainingArguments
     # scripts read these
     arguments.overwrite_output_dir = True
+    arguments.use_legacy_prediction_loop = False
     arguments.logging_dir = property(lambda self: self.output_dir)
     for cls in (arguments, transformers.Seq2SeqTrainingArguments):
         cls.__init__ = _short(cls.__init__)
     trainer = transformers.Trainer
     for cls in (trainer, transformers.Seq2SeqTrainer):
-        cls.__init__ = _renamed(cls.__init__, tokenizer="processing_class")
+        cls.__init__ = _renamed(_positional(cls.__init__), tokenizer="processing_class")
     trainer.train = _without(trainer.train, "model_path")
 
 
@@ -82,6 +84,21 @@ def _short(init: Any) -> Any:
         init(self, *given, **(kept | _SHORT))
 
     return short
+
+
+# of Trainer, before transformers 4.46; run_udp.py passes them by position
+_POSITIONS = ("tokenizer", "model_init", "compute_metrics", "callbacks", "optimizers")
+
+
+def _positional(init: Any) -> Any:
+    @functools.wraps(init)
+    def named(self: Any, *given: Any, **options: Any) -> None:
+        # model, args, data_collator and the two data sets are where they were
+        five, rest = given[:5], dict(zip(_POSITIONS, given[5:], strict=False))
+        kept = {name: value for name, value in rest.items() if value is not None}
+        init(self, *five, **{**options, **kept})
+
+    return named
 
 
 def _renamed(function: Any, **names: str) -> Any:
@@ -118,7 +135,8 @@ def _downloads(transformers: Any, hub: Hub) -> None:
 
     def load(path: str, name: Any = None, **options: Any) -> Any:
         if path in ("json", "csv", "text"):
-            return load_dataset(path, name, **options)
+            # pandas 3 reads large strings, and datasets 5 keeps that type for what replaces them
+            return _plain_strings(load_dataset(path, name, **options))
         return hub.dataset(path, name, **options)
 
     datasets.load_dataset = load
@@ -137,6 +155,16 @@ def _downloads(transformers: Any, hub: Hub) -> None:
     hub_client.notebook_login = lambda *_, **__: None
 
 
+def _plain_strings(found: Any) -> Any:
+    import datasets
+
+    kinds = dict(next(iter(found.values())).features)
+    large = [name for name, kind in kinds.items() if getattr(kind, "dtype", "") == "large_string"]
+    for name in large:
+        found = found.cast_column(name, datasets.Value("string"))
+    return found
+
+
 def _local(function: Any, hub: Hub) -> Any:
     @functools.wraps(function)
     def local(cls: Any, name: Any = None, *given: Any, **options: Any) -> Any:
@@ -145,47 +173,3 @@ def _local(function: Any, hub: Hub) -> Any:
         return function(cls, hub.local(name), *given, **options)
 
     return local
-
-
-# --- packages that are not installed ---
-
-
-class _Metric:
-    """Computes accuracies, and zeros for every other number that is asked for."""
-
-    def compute(self, predictions: Any = (), references: Any = (), **_: Any) -> dict[str, Any]:
-        import collections
-
-        result: dict[str, Any] = collections.defaultdict(float)
-        for name in ("exact", "f1", "exact_match", "rouge1", "rougeL", "score"):
-            result[name] = 0.0
-        for name in ("precision", "recall", "f1", "accuracy"):
-            result[f"overall_{name}"] = 0.0
-        same = [bool(a == b) for a, b in zip(predictions, references, strict=False)
-                if not hasattr(a, "__len__")]  # fmt: skip
-        result["accuracy"] = sum(same) / len(same) if same else 0.0
-        return dict(result)
-
-    def add_batch(self, **_: Any) -> None:
-        """Forget the batch."""
-
-
-class _Evaluate(ModuleType):
-    def load(self, *_: Any, **__: Any) -> _Metric:
-        return _Metric()
-
-
-class _Nltk(ModuleType):
-    class data:  # noqa: N801
-        """Says that all data are there."""
-
-        find = staticmethod(lambda *_: True)
-
-    def download(self, *_: Any, **__: Any) -> bool:
-        return True
-
-    def sent_tokenize(self, text: str) -> list[str]:
-        return [text]
-
-
-_STUBS: dict[str, type[ModuleType]] = {"evaluate": _Evaluate, "nltk": _Nltk}

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from . import rules
+from .facts import FACTS
 
 HEAD = """# The peer's tests, scripts and notebooks on adapterzoo
 
 Written by `python -m tests.peer table`; `tests/peer` says how each row was made, and
 `tests/peer/rules.py` what the kinds of failures are.
 """
+
+
+PROGRAMS = ("scripts", "notebooks", "pages")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -28,13 +32,17 @@ def render(folder: Path) -> str:
         (file.parent.name, file.stem): read(file)
         for file in sorted(folder.glob("*/*.jsonl"), key=lambda file: (file.parent.name, file.stem))
     }
-    lines = [HEAD, *_counts(runs), "", *_reasons(runs)]
+    tests = {key: lines for key, lines in runs.items() if key[1] not in PROGRAMS}
+    lines = [HEAD, *_counts(tests), "", *_reasons(tests)]
+    for name in PROGRAMS:
+        if ("strict", name) in runs:
+            lines += ["", *_programs(name, runs["strict", name])]
     return "\n".join(lines) + "\n"
 
 
 def _counts(runs: Mapping[tuple[str, str], Sequence[dict[str, Any]]]) -> Iterator[str]:
-    yield "| mode | run | passed | of | % | " + " | ".join(rules.KINDS) + " | skipped |"
-    yield "| --- " * (6 + len(rules.KINDS)) + "|"
+    yield "| mode | run | passed | of | % | " + " | ".join(rules.KINDS[1:]) + " | skipped |"
+    yield "| --- " * (5 + len(rules.KINDS)) + "|"
     modes = dict.fromkeys(mode for mode, _ in runs)
     for mode in modes:
         tests = {name: lines for (of, name), lines in runs.items() if of == mode}
@@ -47,10 +55,11 @@ def _counts(runs: Mapping[tuple[str, str], Sequence[dict[str, Any]]]) -> Iterato
 def _row(mode: str, name: str, tests: Sequence[dict[str, Any]]) -> str:
     outcomes = Counter(test["outcome"] for test in tests)
     kinds = Counter(rules.explain(t).kind for t in tests if t["outcome"] == "failed")
-    passed, failed = outcomes["passed"], outcomes["failed"]
+    skipped = outcomes["skipped"] + kinds.pop("skipped", 0)
+    passed, failed = outcomes["passed"], kinds.total()
     share = f"{100 * passed / (passed + failed):.1f}" if passed + failed else "–"
     cells = [mode, name, passed, passed + failed, share]
-    cells += [kinds[kind] for kind in rules.KINDS] + [outcomes["skipped"]]
+    cells += [*(kinds[kind] for kind in rules.KINDS[1:]), skipped]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -69,3 +78,26 @@ def _reasons(runs: Mapping[tuple[str, str], Sequence[dict[str, Any]]]) -> Iterat
         cells = [kind, reason.replace("|", "\\|")]
         cells += [str(counts[kind, reason][mode]) for mode in modes]
         yield "| " + " | ".join(cells) + " |"
+
+
+def _programs(name: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    passed = sum(program["outcome"] == "passed" for program in found)
+    yield f"## The peer's {name}: {passed} of {len(found)} run to their end"
+    yield ""
+    yield "| | ran | trained | evaluated | saved | loaded | why not |"
+    yield "| --- " * 7 + "|"
+    for program in found:
+        facts = [_fact(program["facts"].get(fact, "")) for fact in FACTS]
+        ran, why = "yes", ""
+        if program["outcome"] == "failed":
+            rule = rules.explain(program)
+            ran, why = "no", f"{rule.kind}: {rule.reason}".replace("|", "\\|")
+        yield f"| {program['id'].partition('::')[2]} | {ran} | {' | '.join(facts)} | {why} |"
+
+
+def _fact(words: str) -> str:
+    """How a fact was seen, without its numbers."""
+    seen = [
+        how for how in ("by a second run", "into a fresh model", "from the Hub") if how in words
+    ]
+    return ", ".join(seen) or ("yes" if words else "–")

@@ -31,7 +31,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "vit": _BERT,
     "whisper": {"d_model": 32, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37,
                 "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-                "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 10020},
+                "encoder_layers": 2, "decoder_layers": 2},
 }  # fmt: skip
 
 # adapters of the old index that have another name than the last part of their id
@@ -41,6 +41,9 @@ _HEADS = {"ner/conll2003@ukp": "ner_head"}
 # columns of a data set: "text", "words", "image", or the number of labels
 _DATA: dict[str, dict[str, Any]] = {
     "amazon_polarity": {"label": 2, "title": "text", "content": "text"},
+    "common_voice": {"audio": "audio", "sentence": "text", "accent": "text", "age": "text",
+                     "client_id": "text", "down_votes": "text", "gender": "text",
+                     "locale": "text", "path": "text", "segment": "text", "up_votes": "text"},
     "cifar100": {"img": "image", "fine_label": 100, "coarse_label": 20},
     "conll2003": {"tokens": "words", "ner_tags": 9},
     "copa": {"premise": "text", "question": "text", "choice1": "text", "choice2": "text",
@@ -51,6 +54,7 @@ _DATA: dict[str, dict[str, Any]] = {
     "mnli": {"premise": "text", "hypothesis": "text", "label": 3, "idx": 8},
     "nli_zh": {"sentence1": "text", "sentence2": "text", "label": 2},
     "poem_sentiment": {"verse_text": "text", "label": 4},
+    "universal_dependencies": {"tokens": "words", "head": "heads", "deprel": "relations"},
     "rotten_tomatoes": {"text": "text", "label": 2},
     "rte": {"sentence1": "text", "sentence2": "text", "label": 2},
     "wikiann": {"tokens": "words", "ner_tags": 7},
@@ -61,6 +65,20 @@ _DATA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _ROWS = 8
 _SPLITS = ("train", "validation", "test", "validation_matched")
+
+
+# what notebooks write of a GPU, of the rows of a data set and of Qwen's vocabulary
+_HERE = {
+    '"cuda"': '"cpu"', "torch.cuda.amp.autocast()": "torch.autocast('cpu')",
+    "range(1000)": f"range({_ROWS})", "range(0,32)": f"range({_ROWS})", "151645": "1",
+}  # fmt: skip
+
+
+def local_source(source: str) -> str:
+    """The code of a cell, for tiny data and models on a CPU."""
+    for there, here in _HERE.items():
+        source = source.replace(there, here)
+    return source
 
 
 class NotAtHandError(OSError):
@@ -77,7 +95,11 @@ class Hub:
 
     def __init__(self, vocabulary: Path, folder: Path) -> None:
         """Keep the paths: of the vocabulary of all tokenizers, and of a folder for models."""
+        from adapterzoo import AdapterModelMixin
+
         self.vocabulary, self.folder = vocabulary, folder
+        # as it is before anything watches it
+        self._save_adapter = AdapterModelMixin.save_adapter
 
     def local(self, name: Any) -> Any:
         """A folder with the tiny model of a name; what is no name on the Hub stays as it is."""
@@ -109,7 +131,7 @@ class Hub:
         folder = self.folder / kind
         tokenizer = self.tokenizer(kind)
         fields = {"num_hidden_layers": 12, "vocab_size": len(tokenizer)} | _FIELDS[kind]
-        if kind not in ("vit", "whisper"):
+        if kind != "vit":
             fields |= {
                 f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
                 for name in ("pad", "bos", "eos")
@@ -145,7 +167,7 @@ class Hub:
         self._add_head(twin, name, known_as)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         with_head = known_as in twin.heads
-        twin.save_adapter(folder, known_as, with_head=with_head, format="adapterhub")
+        self._save_adapter(twin, folder, known_as, with_head=with_head, format="adapterhub")
         if name in _HEADS:
             _rename_head(folder, known_as, _HEADS[name])
         return folder
@@ -209,6 +231,17 @@ def _cell(column: str, kind: Any, words: list[str], draw: random.Random) -> tupl
         return " ".join(draw.sample(words, len(words))), datasets.Value("string")
     if kind == "words":
         return words, datasets.List(datasets.Value("string"))
+    if kind == "audio":
+        sound = {"array": [draw.uniform(-1, 1) for _ in range(1600)], "sampling_rate": 16000}
+        numbers = {"array": datasets.List(datasets.Value("float32"))}
+        return sound, numbers | {"sampling_rate": datasets.Value("int32")}
+    if kind == "heads":
+        return [str(number) for number in range(len(words))], datasets.List(
+            datasets.Value("string")
+        )
+    if kind == "relations":
+        names = [draw.choice(("root", "nsubj", "obj")) for _ in words]
+        return names, datasets.List(datasets.Value("string"))
     if kind == "image":
         return Image.effect_noise((32, 32), 64).convert("RGB"), datasets.Image()
     label = datasets.ClassLabel(num_classes=kind)

@@ -60,7 +60,7 @@ class AdapterHubFormat:
         """
         self._safe = safe
 
-    def recognises(self, folder: Path, kind: Kind) -> bool:
+    def recognizes(self, folder: Path, kind: Kind) -> bool:
         """Return whether a folder has tensors under AdapterHub's names, or its config."""
         config, safe, pickled = _ADAPTER if kind == "adapter" else _HEAD
         if (folder / safe).is_file() or (folder / pickled).is_file():
@@ -91,6 +91,8 @@ class AdapterHubFormat:
             "head": head[0],
             "meta": meta_in(metadata),
         }
+        if head[0] is not None and name not in (None, described["name"]):
+            described["head_name"] = name
         return Checkpoint(described, adapter, head[1])
 
     def encode(self, checkpoint: Checkpoint, kind: Kind, info: ModelInfo) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adapterzoo.checkpoint.files import AGAIN
-from adapterzoo.checkpoint.formats import inexpressible
+from adapterzoo.checkpoint.formats import inexpressible, method_of
 from adapterzoo.configs import AdapterConfig, ConfigUnion
 from adapterzoo.errors import AdapterZooError, CheckpointError, listing
 from adapterzoo.spelling import AdapterHubFile, AdapterHubSpelling, adapterhub_spellings
@@ -70,39 +70,18 @@ def _read(values: object, file: AdapterHubFile) -> AdapterConfig:
             f"the union in adapter_config.json has the member {values!r}, which is not an object. "
             f"{AGAIN}."
         )
-    spelling = _recognised(values)
+    name = values.get("architecture")
+    spelling = method_of(
+        values,
+        "architecture",
+        [s for s in adapterhub_spellings.values() if name in s.architecture],
+        f"AdapterHub that exist here: {listing(adapterhub_spellings, limit=40)}. Nothing has been "
+        f"loaded.",
+    )
     dropped = {*spelling.fixed, *spelling.constants, "architecture"}
     fields = {spelling.fields.get(k, str(k)): v for k, v in values.items() if k not in dropped}
     fields = {**spelling.read_fields(fields, file), **spelling.implied}
     return AdapterConfig.from_dict({**fields, "architecture": spelling.config.architecture})
-
-
-def _recognised(values: Mapping[str, Any]) -> AdapterHubSpelling:
-    """Return the spelling of the method to which a file's fields belong."""
-    name = values.get("architecture")
-    named = [s for s in adapterhub_spellings.values() if name in s.architecture]
-    others = [(_differing(spelling, values), spelling) for spelling in named]
-    found = [spelling for differing, spelling in others if not differing]
-    if not found:
-        nearest = min((differing for differing, _ in others), key=len, default=())
-        said = ", ".join(f"{key}={values.get(key)!r}" for key in ("architecture", *nearest))
-        raise CheckpointError(
-            f"there is no such method here: adapter_config.json has {said[:200]}. Methods of "
-            f"AdapterHub that exist here: {listing(adapterhub_spellings, limit=40)}. Nothing has "
-            f"been loaded."
-        )
-    return max(found, key=lambda spelling: (len(spelling.required), len(spelling.fixed)))
-
-
-def _differing(spelling: AdapterHubSpelling, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the fields in which a file differs from a method."""
-    wrong = [k for k, v in spelling.fixed.items() if k in values and not _equal(values[k], v)]
-    return (*wrong, *(k for k in spelling.required if values.get(k) is None))
-
-
-def _equal(one: object, other: object) -> bool:
-    # True equals 1
-    return type(one) is type(other) and one == other
 
 
 def write_config(config: AdapterConfig) -> dict[str, Any]:

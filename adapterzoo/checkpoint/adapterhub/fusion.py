@@ -29,7 +29,7 @@ from adapterzoo.spelling import Container
 
 from .config import VERSION, spelling_of
 from .meta import meta_for, meta_in
-from .names import Spot, find_spot, layout_of, name_of, spot_of
+from .names import BlockLocation, find_location, layout_of, location_of, name_of
 from .read import refuse_quirks
 from .write import check_convention
 
@@ -38,7 +38,7 @@ CONFIG = "adapter_fusion_config.json"
 TENSORS = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin")
 
 
-def recognises(folder: Path) -> bool:
+def recognizes(folder: Path) -> bool:
     """Return whether a folder holds fusion layers under AdapterHub's names."""
     return any((folder / name).is_file() for name in TENSORS)
 
@@ -68,7 +68,7 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
 
     Args:
         info: of the model.
-        folder: one that `recognises` accepts.
+        folder: one that `recognizes` accepts.
         config_of: the config of the adapter of a name.
 
     Raises:
@@ -87,8 +87,8 @@ def read(info: ModelInfo, folder: Path, config_of: Callable[[str], AdapterConfig
     tensors: dict[str, Tensor] = {}
     for key, tensor in read_tensors(file).items():
         path, _, parameter = key.partition(f".adapter_fusion_layer.{name}.")
-        spots = (find_spot(info, c, path) for c in containers.values() if parameter)
-        place = next((places[spot][1] for spot in spots if spot in places), None)
+        locations = (find_location(info, c, path) for c in containers.values() if parameter)
+        place = next((places[here][1] for here in locations if here in places), None)
         tensors[key if place is None else f"{place.path}/{parameter}"] = tensor
     if config.get("temperature"):
         # adapters starts anew from the highest one too
@@ -173,9 +173,11 @@ def _at_entry(info: ModelInfo, fused: Sequence[AdapterConfig]) -> bool:
     return entry is not None and any(site.path == entry.path for site in sites)
 
 
-def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple[Container, Place]]:
+def _places(
+    info: ModelInfo, fused: Sequence[AdapterConfig]
+) -> dict[BlockLocation, tuple[Container, Place]]:
     """Return the places of the fused adapters, which share them."""
-    found: dict[Spot, tuple[Container, Place]] = {}
+    found: dict[BlockLocation, tuple[Container, Place]] = {}
     for config in fused:
         places = places_of(config, info.anatomy)
         refuse_quirks(info, [place.placement for place in places])
@@ -183,6 +185,6 @@ def _places(info: ModelInfo, fused: Sequence[AdapterConfig]) -> dict[Spot, tuple
             check_convention(info, member)
         for place in places:
             for container in spelling_of(place.placement.config).containers:
-                if container.at == "sublayer" and (spot := spot_of(container, place)):
-                    found[spot] = container, place
+                if container.at == "sublayer" and (location := location_of(container, place)):
+                    found[location] = container, place
     return found

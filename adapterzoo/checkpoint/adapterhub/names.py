@@ -18,8 +18,8 @@ from adapterzoo.checkpoint.places import Place
 from adapterzoo.errors import listing
 from adapterzoo.spelling import Container
 
-Spot = tuple[int, str]
-"""A place in a model: number of the block and what it is there, or -1 and the path of a layer."""
+BlockLocation = tuple[int, str]
+"""The number of a block and the location in it; or -1 and the path of a layer."""
 
 PART_ORDER: tuple[Role, ...] = ("query", "key", "value")
 
@@ -124,8 +124,8 @@ def layout_of(info: ModelInfo) -> Layout:
     return layout
 
 
-def spot_of(container: Container, place: Place) -> Spot | None:
-    """Return the spot of a place of ours, where it is one of those that the container is for."""
+def location_of(container: Container, place: Place) -> BlockLocation | None:
+    """Return the location of a place; None if the container is not for such places."""
     site = place.placement.site
     match container.at:
         case "layer" if site.kind in ("linear", "embedding", "experts"):
@@ -137,8 +137,8 @@ def spot_of(container: Container, place: Place) -> Spot | None:
     return None
 
 
-def find_spot(info: ModelInfo, container: Container, path: str) -> Spot | None:
-    """Return the spot that a path of AdapterHub leads to; None where there is none in the model."""
+def find_location(info: ModelInfo, container: Container, path: str) -> BlockLocation | None:
+    """Return the location that a path of AdapterHub leads to; None if the model has none."""
     if container.at == "model":
         inside = path.removeprefix(info.prefix).removeprefix(".")
         return (-1, "") if inside == below_model(info, container) else None

@@ -20,7 +20,7 @@ from adapterzoo.errors import CheckpointError, argument
 from adapterzoo.spelling import AdapterHubFile, Container, Tensors, adapterhub_spellings
 
 from .config import joined, read_config, spelling_of
-from .names import PART_ORDER, Spot, find_layer_site, find_spot, spot_of
+from .names import PART_ORDER, BlockLocation, find_layer_site, find_location, location_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +81,20 @@ def read_adapter(
     members = config.members
     places = places_of(config, info.anatomy)
     refuse_quirks(info, [place.placement for place in places])
-    here: dict[tuple[str, Spot | None], list[Place]] = {}
+    here: dict[tuple[str, BlockLocation | None], list[Place]] = {}
     for place in places:
         for container in spelling_of(place.placement.config).containers:
-            if (spot := spot_of(container, place)) is not None:
-                here.setdefault((container.name, spot), []).append(place)
+            if (location := location_of(container, place)) is not None:
+                here.setdefault((container.name, location), []).append(place)
     groups: dict[tuple[str, str], list[Key]] = {}
     for key in keys:
         groups.setdefault((key.container.name, key.path), []).append(key)
     named = {text: tensors[text] for text, key in found.items() if key is None}
     for (container_name, path), own in groups.items():
-        spot = find_spot(info, own[0].container, path)
-        at = here.get((container_name, spot), [])
+        location = find_location(info, own[0].container, path)
+        at = here.get((container_name, location), [])
         try:
-            named |= _read_group(own, tensors, at, members, spot)
+            named |= _read_group(own, tensors, at, members, location)
         except CheckpointError as error:
             raise CheckpointError(f"at {path!r}: {error}") from error
     return config, named
@@ -113,7 +113,7 @@ def _read_group(
     tensors: Mapping[str, Tensor],
     places: Sequence[Place],
     members: Sequence[AdapterConfig],
-    spot: Spot | None,
+    location: BlockLocation | None,
 ) -> dict[str, Tensor]:
     """Return the tensors of one container at one path."""
     texts = {key.text: tensors[key.text] for key in keys}
@@ -121,7 +121,7 @@ def _read_group(
     container = keys[0].container
     if container.at == "model":
         holding = [(n, m) for n, m in enumerate(members) if _holds(m, container)]
-        if spot is None or not holding:
+        if location is None or not holding:
             return texts
         # the members of a union share them
         return {

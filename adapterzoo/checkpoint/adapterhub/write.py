@@ -15,7 +15,7 @@ from adapterzoo.errors import argument
 from adapterzoo.spelling import Container, Tensors
 
 from .config import joined, spelling_of, unsayable, write_config
-from .names import PART_ORDER, below_model, layout_of, name_of, spot_of
+from .names import PART_ORDER, below_model, layout_of, location_of, name_of
 from .read import check_fused, refuse_quirks
 
 
@@ -37,7 +37,7 @@ def write_adapter(
     by_path: dict[str, tuple[Container, list[Place]]] = {}
     for place in places:
         for container in spelling_of(place.placement.config).containers:
-            if spot_of(container, place) is not None:
+            if location_of(container, place) is not None:
                 path = _joined_path(info.prefix, name_of(info, container, place, layout))
                 by_path.setdefault(f"{path}.{container.name}", (container, []))[1].append(place)
     found: dict[str, Tensor] = {}

@@ -27,7 +27,7 @@ _PICKLE = "adapter_model.bin"
 class PeftFormat:
     """The format of PEFT, as `formats` sees it."""
 
-    def recognises(self, folder: Path, kind: Kind) -> bool:
+    def recognizes(self, folder: Path, kind: Kind) -> bool:
         """Return whether a folder has tensors under PEFT's name, or a config of PEFT."""
         if kind != "adapter":
             return False

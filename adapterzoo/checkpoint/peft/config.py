@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adapterzoo.checkpoint.formats import method_of, short
 from adapterzoo.errors import CheckpointError, listing
 from adapterzoo.fields import Check, Text
 from adapterzoo.spelling import PeftField, PeftSpelling, peft_spellings
@@ -54,11 +55,17 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
         CheckpointError: there is no such method here, or a value is not legal or cannot be
             reproduced.
     """
-    spelling = _recognised(metadata)
+    types = sorted({spelling.peft_type for spelling in peft_spellings.values()})
+    spelling = method_of(
+        metadata,
+        "peft_type",
+        [s for s in peft_spellings.values() if s.peft_type == metadata.get("peft_type")],
+        f"PEFT that exist here: {listing(types)} (as {listing(peft_spellings, limit=40)}). {MERGE}",
+    )
     for name, reason in spelling.refused.items():
         if metadata.get(name):
             raise CheckpointError(
-                f"{CONFIG} says {name}={_short(metadata[name])}: {reason}, which is not reproduced "
+                f"{CONFIG} says {name}={short(metadata[name])}: {reason}, which is not reproduced "
                 f"here. {MERGE}"
             )
     if (why := spelling.refuse(metadata)) is not None:
@@ -89,32 +96,6 @@ def checked(metadata: Mapping[str, Any]) -> PeftConfig:
     )
 
 
-def _recognised(metadata: Mapping[str, Any]) -> PeftSpelling:
-    """Return the spelling of the file's method."""
-    peft_type = metadata.get("peft_type")
-    named = [s for s in peft_spellings.values() if s.peft_type == peft_type]
-    others = [(_differing(spelling, metadata), spelling) for spelling in named]
-    found = [spelling for differing, spelling in others if not differing]
-    if found:
-        return max(found, key=lambda spelling: len(spelling.fixed))
-    nearest = min((differing for differing, _ in others), key=len, default=[])
-    said = ", ".join(f"{key}={_short(metadata.get(key))}" for key in ("peft_type", *nearest))
-    legal = listing(sorted({spelling.peft_type for spelling in peft_spellings.values()}))
-    raise CheckpointError(
-        f"there is no such method here: {CONFIG} says {said}. Methods of PEFT that exist here: "
-        f"{legal} (as {listing(peft_spellings, limit=40)}). {MERGE}"
-    )
-
-
-def _differing(spelling: PeftSpelling, metadata: Mapping[str, Any]) -> list[str]:
-    """Return the fields in which a file differs from a method; missing fields are off."""
-    return [
-        name
-        for name, value in spelling.fixed.items()
-        if (metadata.get(name) or False) != (value or False)
-    ]
-
-
 def _value(metadata: Mapping[str, Any], name: str, default: Any, check: Check) -> Any:
     value = metadata.get(name)
     if value is None:
@@ -141,11 +122,6 @@ def _check_names(metadata: Mapping[str, Any]) -> None:
 
 def _wrong(name: str, value: object, legal: str, hint: object) -> CheckpointError:
     return CheckpointError(
-        f"{CONFIG} says {name}={_short(value)}; legal is {legal}. If the tensors are right, write "
+        f"{CONFIG} says {name}={short(value)}; legal is {legal}. If the tensors are right, write "
         f"{name!r}: {hint} there; else copy the checkpoint again."
     )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Mapping
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError
 from adapterzoo.model.heads.interface import LoadOptions
 
 
-def chosen_format(
-    format: str, use_safetensors: bool | None, loaders: Sequence[Any] | None = None
-) -> str:
+def chosen_format(format: str, use_safetensors: bool | None) -> str:
     """Return the format that a user means.
 
     Args:
         format: that was given, or the default.
         use_safetensors: given, the files of `adapters` are meant: in safetensors, or pickled.
-        loaders: must be empty.
 
     Raises:
         ConfigError: the two contradict each other.
     """
-    refuse_loaders(loaders)
     if use_safetensors is None:
         return format
     meant = "adapterhub-safetensors" if use_safetensors else "adapterhub"
@@ -35,20 +30,6 @@ def chosen_format(
             f"format={format!r} is another format. Write only format={format!r}."
         )
     return meant
-
-
-def refuse_loaders(loaders: Sequence[Any] | None) -> None:
-    """Refuse `custom_weights_loaders`.
-
-    Raises:
-        ConfigError: there are any.
-    """
-    if loaders:
-        raise ConfigError(
-            f"custom_weights_loaders={loaders!r}: an adapter is saved and loaded with its head and "
-            f"embeddings, and with no other modules. Save these with safetensors, and leave "
-            f"custom_weights_loaders out."
-        )
 
 
 def labels(id2label: Mapping[int, str] | None, count: int | None) -> Mapping[int, str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from adapterzoo.configs import AdapterConfig
 from adapterzoo.errors import ConfigError, SiteError
+from adapterzoo.inject import AdapterDict
 from adapterzoo.interface import AdapterMethod, AdapterModelInterface
 from adapterzoo.model import fusion
 from adapterzoo.model.fusion import FuseArgument
@@ -85,17 +86,20 @@ class NamesOfAdapters:
             return False
 
     @property
-    def invertible_adapters(self) -> dict[str, nn.Module]:
+    def invertible_adapters(self) -> AdapterDict:
         """The invertible functions at the embeddings, by adapter."""
-        entry = self.anatomy.entry
-        path = "" if entry is None else entry.path
-        found = {name: dict(modules_of(self, name)).get(path) for name in self.adapters_config}
-        return {name: module for name, module in found.items() if module is not None}
+        # a module, since paths of parameters of a base model lead through this property
+        found, entry = AdapterDict(), self.anatomy.entry
+        for name in self.adapters_config:
+            modules: dict[str, nn.Module] = dict(modules_of(self, name))
+            if entry is not None and entry.path in modules:
+                found[name] = modules.get("", modules[entry.path])
+        return found
 
     def get_invertible_adapter(self) -> nn.Module | None:
         """Return the invertible function of the first active adapter, None without one."""
         setup = self.active_adapters
-        return None if setup is None else self.invertible_adapters.get(setup.first())
+        return None if setup is None else dict(self.invertible_adapters).get(setup.first())
 
     def freeze_embeddings(self, freeze: bool = True) -> None:
         """Freeze the table of tokens, or make it trainable.
@@ -128,7 +132,7 @@ class NamesOfAdapters:
         self,
         save_directory: str | os.PathLike[str],
         meta_dict: Mapping[str, Any] | None = None,
-        custom_weights_loaders: object = None,
+        custom_weights_loaders: Sequence[Any] | None = None,
         use_safetensors: bool | None = None,
         *,
         format: str = "native",

@@ -21,14 +21,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from adapterzoo import inject
 from adapterzoo.averaging import weighted_sum
 from adapterzoo.composition import Composition, Copies, Fuse, Stack, fusion_key, parts_of
-from adapterzoo.contracts import upcast
+from adapterzoo.contracts import Contained, upcast
 from adapterzoo.inject.building import at_hand, layer_at, own_parameters
-from adapterzoo.inject.quantised import packing_of
+from adapterzoo.inject.quantized import packing_of
 from adapterzoo.model.activation import replan
 from adapterzoo.model.state import AdaptedModel
 
 # in plans: no path of the base model starts with it
 _HEAD = "head//"
+# the submodule of a layer that holds the copies of it
+_HELD = Contained.container
 
 Layers = Mapping[str, nn.Module]
 
@@ -125,7 +127,7 @@ def _copied(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     if isinstance(layer, inject.Adapted):
         # leave out the other copies, and share the link to the model
-        memo = {id(layer._link): layer._link, id(layer._modules["adapters"]): inject.AdapterDict()}
+        memo = {id(layer._link): layer._link, id(layer._modules[_HELD]): inject.AdapterDict()}
     with at_hand(layer):
         twin = copy.deepcopy(layer, memo)
     for hook in ("_hf_hook", "_old_forward", "forward"):
@@ -173,8 +175,10 @@ def layers_with(model: AdaptedModel, owner: str | None) -> dict[str, nn.Module]:
         model: with adapters.
         owner: of the head.
     """
-    paths = () if owner is None else model._adapter_state.copies.get(owner, ())
-    return {path: cast("Any", _layer(model, path)).adapters[owner] for path in paths}
+    if owner is None:
+        return {}
+    paths = model._adapter_state.copies.get(owner, ())
+    return {path: inject.adapters_of(_layer(model, path))[owner] for path in paths}
 
 
 def trained(model: AdaptedModel, setup: Composition | None) -> Iterator[nn.Parameter]:
@@ -240,14 +244,14 @@ def _original(model: AdaptedModel) -> dict[str, Tensor]:
     if backbone is cast("nn.Module", model):
         return {}
     shared = shared_ids(model)
-    kept = {key: t for key, t in _tensors(cast("nn.Module", model)) if key != "adapters"}
+    kept = dict(_tensors(cast("nn.Module", model)))
     for name, child in model.named_children():
         if child is not backbone:
             kept |= child.state_dict(prefix=f"{name}.", keep_vars=True)
     # quantized layers make some entries anew each time, so compare names
     inside = [f"{model.base_model_prefix}."]
     inside += [
-        f"{path}.adapters." for paths in model._adapter_state.copies.values() for path in paths
+        f"{path}.{_HELD}." for paths in model._adapter_state.copies.values() for path in paths
     ]
     return {
         key: tensor
@@ -290,7 +294,7 @@ def reset(model: AdaptedModel) -> None:
 
 def _state(layer: nn.Module) -> dict[str, Tensor]:
     state = layer.state_dict(keep_vars=True)
-    return {key: t for key, t in state.items() if not key.startswith("adapters.")}
+    return {key: t for key, t in state.items() if not key.startswith(f"{_HELD}.")}
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from adapterzoo import inject
 from adapterzoo.configs import Placement
 from adapterzoo.errors import DuplicateNameError, StateError, listing, unknown_name
 from adapterzoo.inject.building import layer_at
-from adapterzoo.inject.quantised import packing_of
+from adapterzoo.inject.quantized import packing_of
 from adapterzoo.model.hf.backbone import text_config
 from adapterzoo.model.hf.continuous_batching import refuse_while_batching
 from adapterzoo.model.sharding import refuse_if_sharded

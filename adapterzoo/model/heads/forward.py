@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from adapterzoo import inject
-from adapterzoo.composition import RowMap
-from adapterzoo.errors import StateError, listing, unknown_name
+from adapterzoo.composition import ActiveHeads, RowMap, last_adapter, parts_of
+from adapterzoo.errors import (
+    BatchError,
+    CompositionError,
+    StateError,
+    listing,
+    unknown_name,
+)
 from adapterzoo.heads import Logits, PredictionHead, TaskHead, head_types
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.state import anatomy_of
@@ -42,21 +48,22 @@ def forward(
     """
     used = model._head_strategy.active_heads(head)
     _check_exit(model, used)
+    _check_batch(model, model._head_strategy.chosen(head), batch_size(inputs) * times)
     labels = _take_labels(model, inputs, used)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
     # the class of a static head prepares the inputs itself
     static = next((name for name, h in used.items() if isinstance(h, TaskHead)), None)
     if static is None:
-        _prepare_inputs(model, inputs, labels, used)
+        _prepare_inputs(model, inputs, labels, used, times)
 
     def run(inputs: dict[str, Any], labels: dict[str, Any]) -> Any:
         if static is None:
             outputs = model.base_model(**inputs, return_dict=True)
         else:
-            rows = model._active.plan.rows
-            names = model._head_strategy.active_names(head)
-            alone = len(used) == 1 and head_rows(names, rows) is None
+            heads, rows = model._head_strategy.chosen(head), model._active.plan.rows
+            _check_owner(model, heads.names)
+            alone = len(used) == 1 and head_rows(heads, rows, together=False) is None
             given = with_copies(rows, labels) if alone else {}
             answer, outputs = task_outputs.run(model, static, {**inputs, **given})
             if alone:
@@ -116,6 +123,40 @@ def _check_exit(model: Any, used: Heads) -> None:
             )
 
 
+def _check_batch(model: Any, heads: ActiveHeads, count: int) -> None:
+    """Check that a batch has the rows that a `BatchSplit` of heads divides.
+
+    Raises:
+        BatchError: it has others.
+    """
+    legal = len(heads.rows or ())
+    # in `generate` each row may stand for several beams
+    rest = count % legal if legal and model._active.call.generation is not None else count - legal
+    if legal and rest:
+        raise BatchError(
+            f"the heads are {heads.setup!r}: the batch has {count} rows, legal are {legal}. Write "
+            f"other sizes."
+        )
+
+
+def _check_owner(model: Any, names: tuple[str, ...]) -> None:
+    """Refuse the head of one adapter of a `Parallel` for the copies of the others.
+
+    Raises:
+        CompositionError: there is one head, and it has the name of one of several adapters.
+    """
+    plan = model._active.plan
+    if len(names) > 1 or plan.rows is None or plan.rows.copies < 2:
+        return
+    owners = {last_adapter(part) for part in parts_of(plan.setup)[0]} - {None}
+    if names[0] in owners and len(owners) > 1:
+        raise CompositionError(
+            f"{plan.setup!r}: {names[0]!r} is the only active head, and the others have none. Add "
+            f"heads with their names, or write active_head = {[*names] * plan.rows.copies!r} to "
+            f"use it for all."
+        )
+
+
 def label_arguments() -> tuple[str, ...]:
     """Return the arguments of `forward` that heads of the known types take, labels among them."""
     names = [n for cls in head_types.values() for n in (*cls.label_names, *cls.inputs)]
@@ -151,7 +192,7 @@ def _take_labels(model: Any, inputs: dict[str, Any], used: Heads) -> dict[str, A
 
 
 def _prepare_inputs(
-    model: Any, inputs: dict[str, Any], labels: dict[str, Any], used: Heads
+    model: Any, inputs: dict[str, Any], labels: dict[str, Any], used: Heads, times: int
 ) -> None:
     """Convert the base model's arguments to the form that it and the heads need, in place."""
     for each in used.values():
@@ -161,7 +202,7 @@ def _prepare_inputs(
         given = inputs.get("decoder_input_ids")
         if given is not None and (ids is None or given.shape != ids.shape):
             ids = given
-        shift_labels(model, inputs, decoder_labels(used.values(), labels))
+        shift_labels(model, inputs, decoder_labels(used, labels, times))
     if used:
         labels["input_ids"] = ids
 
@@ -182,11 +223,12 @@ def forward_head(
         return_dict: False for tuples.
         given: the other arguments of `AdapterModel.forward_head`, and labels.
     """
-    strategy, rows = model._head_strategy, model._active.plan.rows
-    names = strategy.active_names(head)
+    heads, rows = model._head_strategy.chosen(head), model._active.plan.rows
+    names = heads.names
     if not names:
         return outputs if return_dict is not False else outputs.to_tuple()
-    found = head_rows(names, rows)
+    _check_owner(model, names)
+    found = head_rows(heads, rows, model._active.call.generation is not None)
     results: list[ModelOutput] | MultiHeadOutput
     if found is not None:
         results = _run_on_rows(model, *found, outputs, given)
@@ -239,7 +281,7 @@ def _run_on_rows(
     heads = [store.find(model, name) for name in names]
     batch = len(rows.index) // rows.copies
     labelled = {n for h in heads for n in (*h.config.label_names, *h.config.inputs)}
-    whole = cast("RowMap", model._active.plan.rows)
+    whole = model._active.plan.rows
     # of a static head the whole output
     logits: list[Any] = []
     losses: list[Tensor | None] = []
@@ -256,7 +298,7 @@ def _run_on_rows(
             logits.append(task_outputs.on(model, name, part, mine))
             losses.append(logits[-1].get("loss"))
             continue
-        scores, loss = _run(model, name, part, mine, whole.of(rows, i))
+        scores, loss = _run(model, name, part, mine, None if whole is None else whole.of(rows, i))
         logits.append(scores)
         losses.append(loss)
     one = None

@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from adapterzoo.errors import ConfigError, StateError, argument, in_python
+from adapterzoo.errors import ConfigError, StateError, argument, in_python, listing
 from adapterzoo.heads import PredictionHead
 from adapterzoo.model.hf.backbone import pad_and_eos, text_config
 
 
-def decoder_labels(heads: Iterable[PredictionHead], given: Mapping[str, Any]) -> Tensor | None:
+def decoder_labels(
+    heads: Mapping[str, PredictionHead], given: Mapping[str, Any], copies: int
+) -> Tensor | None:
     """Return the labels from which a decoder's inputs are made; None if no head has any.
 
     Args:
-        heads: the active heads.
-        given: arguments of `forward`.
+        heads: the active heads by name.
+        given: arguments of `forward`; an argument may be a dict from names of heads to labels.
+        copies: how often the batch is repeated, once for each head if `Parallel` is active.
+
+    Returns:
+        `[copies · batch, tokens]`.
+
+    Raises:
+        ConfigError: heads that share rows have different labels.
     """
-    names = (head.config.decoder_inputs_from for head in heads)
-    found = (given.get(name) for name in names if name is not None)
-    return next((labels for labels in found if labels is not None), None)
+    found: list[Tensor] = []
+    for name, head in heads.items():
+        value = given.get(head.config.decoder_inputs_from or "")
+        value = value.get(name) if isinstance(value, Mapping) else value
+        found += [] if value is None else [value]
+    if not found:
+        return None
+    if len(found) == copies and len({labels.shape for labels in found}) == 1:
+        return torch.cat(found)
+    first, *others = found
+    if any(labels is not first and not torch.equal(labels, first) for labels in others):
+        raise ConfigError(
+            f"labels={{…}}: the decoder reads the labels, shifted by one, and {listing(heads)} "
+            f"have different ones for the same rows. Write the same labels for all, or "
+            f"decoder_input_ids=…."
+        )
+    return first.repeat(copies, *(1 for _ in first.shape[1:]))  # [copies · batch, tokens]
 
 
 def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> None:
@@ -32,7 +55,8 @@ def shift_labels(model: Any, inputs: dict[str, Any], labels: Tensor | None) -> N
     Args:
         model: an encoder–decoder.
         inputs: of the base model.
-        labels: of a sequence-to-sequence head; None: the encoder's tokens are shifted instead.
+        labels: `[rows, tokens]` of a sequence-to-sequence head; None: the encoder's tokens are
+            shifted instead.
     """
     if labels is not None:
         inputs.setdefault("use_cache", False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adapterzoo.checkpoint import fit
-from adapterzoo.composition import Composition, parts_of
+from adapterzoo.composition import ActiveHeads, Composition, heads_of_rows, parts_of
 from adapterzoo.errors import StateError, listing
 from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labels_from
 from adapterzoo.model.hf.info import Tasks
@@ -35,18 +35,20 @@ class NamedHeads(HeadStrategy):
         return tuple(self.model.heads)
 
     def for_setup(
-        self, setup: Composition | None, wanted: HeadNames, active: tuple[str, ...]
-    ) -> tuple[str, ...]:
+        self, setup: Composition | None, wanted: HeadNames, active: ActiveHeads
+    ) -> ActiveHeads:
         """Return the wanted heads, those named like the last adapters, or the active ones."""
         if wanted is not None:
-            return store.checked_names(self.model, wanted)
+            return store.checked(self.model, wanted)
         if setup is None:
             return active
-        return store.heads_of_parts(self.model, parts_of(setup)[0], active)
+        parts, rows = parts_of(setup)
+        names = store.heads_of_parts(self.model, parts, active.names)
+        return active if names is active.names else heads_of_rows(names, rows)
 
     def for_rows(
         self, parts: tuple[Any, ...], one_head: bool
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    ) -> tuple[ActiveHeads, tuple[str, ...]]:
         """Return the head of each part's adapter, or the active one for parts without a head.
 
         Raises:
@@ -54,26 +56,28 @@ class NamedHeads(HeadStrategy):
         """
         active = self.model._active.default.plan.heads
         own = store.own_heads(self.model, parts)
-        if None in own and any(own) and len(active) != 1 and not one_head:
+        if None in own and any(own) and len(active.names) != 1 and not one_head:
             raise StateError(
                 f"adapter_names=…: {parts[own.index(None)]!r} has no head of its name, and the "
-                f"active heads are {listing(active)}, not one for such rows. Write "
+                f"active heads are {listing(active.names)}, not one for such rows. Write "
                 f"model.active_head = {next(filter(None, own))!r}, or head=… for all rows."
             )
-        heads = store.heads_of_parts(self.model, parts, active)
-        return heads, heads if any(own) else ()
+        if not any(own):
+            return active, ()
+        names = store.heads_of_parts(self.model, parts, active.names)
+        return ActiveHeads(names), names
 
     def activated(self) -> None:
         """Write the labels of the active head to the config."""
         store.show_labels(self.model)
 
-    def active_names(self, names: HeadNames = None) -> tuple[str, ...]:
-        """Return the names, checked; None: the active ones, one for each part of a batch."""
-        return store.checked_names(self.model, names) if names else self.model._active.heads
+    def chosen(self, heads: HeadNames = None) -> ActiveHeads:
+        """Return the heads of a call, checked; None: the active ones."""
+        return store.checked(self.model, heads) if heads else self.model._active.heads
 
     def active_heads(self, names: HeadNames = None) -> dict[str, PredictionHead]:
         """Return the heads of these names; None: the active ones."""
-        return {name: store.find(self.model, name) for name in self.active_names(names)}
+        return {name: store.find(self.model, name) for name in self.chosen(names).names}
 
     def check_generation(self, given: Mapping[str, Any]) -> None:
         """Check that a head is active.
@@ -81,7 +85,7 @@ class NamedHeads(HeadStrategy):
         Raises:
             StateError: none is.
         """
-        if not (given.get("head") or self.model._active.heads):
+        if not (given.get("head") or self.model._active.heads.names):
             raise StateError(
                 f"generate(): no head is active, so nothing scores the next token. Heads: "
                 f"{listing(self.model.heads)}. Write add_causal_lm_head('my_task'), on an "
@@ -126,7 +130,7 @@ class NamedHeads(HeadStrategy):
     def train(self, train_embeddings: bool) -> None:
         """Train the active heads; embeddings that a head shares only where asked for."""
         backbone = {id(p) for p in self.model._backbone.parameters()}
-        active = self.model._active.default.plan.heads
+        active = self.model._active.default.plan.heads.names
         for name, head in self.model.heads.items():
             for parameter in head.parameters():
                 if id(parameter) not in backbone:
@@ -137,7 +141,7 @@ class NamedHeads(HeadStrategy):
 
     def missing_loss(self) -> str | None:
         """Return a hint where no head is active."""
-        if self.model._active.heads:
+        if self.model._active.heads.names:
             return None
         return (
             f"; there are {listing(self.model.heads)}. Write add_classification_head('my_task') "
@@ -174,7 +178,7 @@ class NamedHeads(HeadStrategy):
         """Return the head of the adapter's name, or the only active one."""
         if adapter in self.model.heads:
             return adapter
-        active = self.model._active.heads
+        active = self.model._active.heads.names
         return active[0] if len(active) == 1 else None
 
     def active_name(self) -> str | None:

@@ -11,10 +11,10 @@ from torch import nn
 
 from adapterzoo.composition import Composition
 from adapterzoo.configs import MultiTaskConfig
-from adapterzoo.errors import ConfigError, StateError, listing
+from adapterzoo.errors import ConfigError, FieldError, StateError, listing
 from adapterzoo.model.activation import refuse_merged, refuse_overridden
 from adapterzoo.model.sharding import refuse_if_sharded
-from adapterzoo.model.state import AdaptedModel, modules_of, shareable_of
+from adapterzoo.model.state import AdaptedModel, modules_of, prefixes_of, shareable_of
 
 LOCATION = "embeddings"
 """Where an adapter has a table of tokens of its own."""
@@ -33,12 +33,15 @@ def ties(model: AdaptedModel) -> dict[str, str]:
     start = "" if whole else f"{model.base_model_prefix}."
     found = {}
     for name in model._adapter_state.records:
-        first, *rest = tables_of(model, name) or ("",)
-        end = f"adapters.{name}.table.weight"
-        found.update({f"{start}{p}.{end}": f"{start}{first}.{end}" for p in rest})
+        if not (paths := tables_of(model, name)):
+            continue
+        prefixes = prefixes_of(model, name)
+        first, *rest = (f"{start}{prefixes[path]}table.weight" for path in paths)
+        found.update(dict.fromkeys(rest, first))
     for group in model._adapter_state.sharing.values():
+        alike = [prefixes_of(model, name) for name in group]
         for path, key in shareable_of(model, group[0]):
-            first, *others = (f"{start}{path}.adapters.{name}.{key}" for name in group)
+            first, *others = (f"{start}{prefixes[path]}{key}" for prefixes in alike)
             found.update(dict.fromkeys(others, first))
     return {**found, **model._head_strategy.ties()}
 
@@ -50,13 +53,11 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
         model: with adapters.
         name: of an adapter that was added or removed; None: something else has changed.
     """
-    own = cast("Any", model)
+    own, before = cast("Any", model), model._adapter_state.tied
     # absent until transformers has finished the constructor
     listed = vars(own).get("all_tied_weights_keys")
     if name is not None:
-        gone = any(
-            f".adapters.{name}." in f"{key} {other}" for key, other in (listed or {}).items()
-        )
+        gone = any(f".{name}." in f"{key} {other}" for key, other in before.items())
         # most adapters have no table, and the fiftieth must cost no more than the first
         shares = any(name in group for group in model._adapter_state.sharing.values())
         if not gone and not shares and not tables_of(model, name):
@@ -68,9 +69,10 @@ def list_ties(model: AdaptedModel, name: str | None = None) -> None:
         patterns = {re.escape(k): re.escape(v) for k, v in tied.items()}
         own._tied_weights_keys = {**(type(own)._tied_weights_keys or {}), **patterns}
     if listed is not None:
-        for key in [k for k in listed if k.startswith("heads.") or ".adapters." in k]:
-            del listed[key]
+        for key in before:
+            listed.pop(key, None)
         listed.update(tied)
+    model._adapter_state.tied = tied
 
 
 # --- parameters that several adapters share ---
@@ -85,14 +87,15 @@ def share(
     """Let adapters have the same parameters, with the values of one of them.
 
     Raises:
-        ConfigError: their method shares nothing, or their configs or the reference do not fit.
+        FieldError: their method shares nothing.
+        ConfigError: their configs or the reference do not fit.
     """
     names = _names(adapter_names)
     refuse_if_sharded(model, "Write it before fully_shard(model).")
     configs = [model._adapter_state.find(each).config for each in names]
     wrong = [n for n, c in zip(names, configs, strict=True) if not isinstance(c, MultiTaskConfig)]
     if wrong:
-        raise ConfigError(
+        raise FieldError(
             f"{wrong[0]!r} is of {type(configs[names.index(wrong[0])]).__name__}, whose adapters "
             f"share no parameters. Add it with a MultiTaskConfig: there, tasks share parameters."
         )
@@ -122,7 +125,7 @@ def _join(model: AdaptedModel, names: Sequence[str], first: str, group: str | No
     own = shareable_of(model, first)
     for each in names:
         _replace(model, each, lambda place, _: own[place])
-    model._adapter_state.sharing[group or ",".join(names)] = tuple(names)
+    model._adapter_state.sharing[group or _group_name(names)] = tuple(names)
     for each in names:
         list_ties(model, each)
 
@@ -180,8 +183,13 @@ def share_equal(model: AdaptedModel, names: Sequence[str]) -> None:
                 group = next((g for g, n in state.sharing.items() if other in n), None)
                 members = state.sharing.pop(group) if group is not None else (other,)
                 same = (*members, *(n for n in (name,) if n not in members))
-                _join(model, same, other, None if group == ",".join(members) else group)
+                _join(model, same, other, None if group == _group_name(members) else group)
                 break
+
+
+def _group_name(names: Sequence[str]) -> str:
+    """Return the name of a group that was given none; different groups have different ones."""
+    return repr([*names]) if any("," in name for name in names) else ",".join(names)
 
 
 def _pairs(

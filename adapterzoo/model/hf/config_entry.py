@@ -31,7 +31,7 @@ from . import plugin
 def enter(model: AdaptedModel) -> None:
     """Write the config entry from which a saved model's adapters are recreated."""
     state, plan = model._adapter_state, model._active.default.plan
-    heads = model._head_strategy.names()
+    heads, own = model._head_strategy.names(), plan.heads.setup
     vars(model.config).pop("adapters", None)
     others = _embeddings(model)
     nothing = not state.records and not heads and state.interface is None
@@ -52,25 +52,25 @@ def enter(model: AdaptedModel) -> None:
         ],
         "active": to_json(plan.setup),
         "skip_layers": list(plan.skip_layers),
-        "heads": list(plan.heads),
+        "heads": list(plan.heads.names) if own is None else to_json(own),
         "static_heads": list(state.copies),
         "known_heads": list(heads),
         "interface": None if state.interface is None else state.interface.to_dict(),
     } | ({} if others is None else {"loaded_embeddings": others})
 
 
-def restore(model: AdaptedModel, quantised: bool = False) -> None:
+def restore(model: AdaptedModel, quantized: bool = False) -> None:
     """Recreate the adapters in the config of a saved model; their values are loaded later.
 
     Args:
         model: that is being loaded.
-        quantised: whether its layers have been quantized already.
+        quantized: whether its layers have been quantized already.
 
     Raises:
         CheckpointError: they cannot be recreated.
     """
     config = model.config
-    if getattr(config, "quantization_config", None) is not None and not quantised:
+    if getattr(config, "quantization_config", None) is not None and not quantized:
         # its library will replace layers, but only those of a plain class
         return
     document = vars(config).get("adapters")
@@ -114,6 +114,8 @@ def _restore(model: AdaptedModel, document: Any) -> None:
     model._head_strategy.restore(document.get("static_heads", ()))
     _restore_embeddings(model, document.get("loaded_embeddings"))
     setup, heads = from_json(document["active"]), document["heads"]
+    if isinstance(heads, Mapping):
+        heads = from_json(heads)
     plan = make_plan(model, setup, heads, tuple(document["skip_layers"]))
     model._active.default.plan = plan
 

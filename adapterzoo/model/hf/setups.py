@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from adapterzoo.composition import Composition, fusions_of, parse
 from adapterzoo.errors import AdapterZooError, DuplicateNameError, StateError, unknown_name
 from adapterzoo.model import adapters, checkpointing, fusion
 from adapterzoo.model.activation import set_active as activate
+from adapterzoo.model.adapterhub import loaders
 from adapterzoo.model.heads import checkpoints as head_files
 from adapterzoo.model.heads.interface import LoadOptions
 from adapterzoo.model.state import AdaptedModel
@@ -74,6 +75,7 @@ def load(
     source: str | None,
     hub_options: Mapping[str, Any],
     set_active: bool,
+    beside: Sequence[Any] = (),
 ) -> tuple[Composition, HeadSetup]:
     """Load a composition with its adapters, heads and fusions, all or none.
 
@@ -106,12 +108,17 @@ def load(
         # those of adapters came with them
         for name in [n for n in names_of(heads) if n not in setup.flatten()]:
             head_files.load(model, folder / name, LoadOptions(load_as=name))
+        enter_head = None
         if heads is True:
-            head_files.load(model, folder, LoadOptions(set_active=True))
+            _, enter_head = head_files.fitting(model, folder, LoadOptions(set_active=True))
         if set_active:
             activate(model, setup)
             if strategy.is_named and names_of(heads):
-                cast("Any", model).active_head = names_of(heads)
+                cast("Any", model).active_head = heads
+        loaders.load(LoadOptions(loaders=beside), folder, setup.flatten()[-1])
+        # last: the head of a task class is filled in place
+        if enter_head is not None:
+            enter_head()
     except AdapterZooError:
         for step in reversed(undo):
             step()

@@ -1,6 +1,6 @@
-"""Adapters over quantised layers: bitsandbytes in 4 and 8 bits, torchao's weight-only kinds.
+"""Adapters over quantized layers: bitsandbytes in 4 and 8 bits, torchao's weight-only kinds.
 
-What a quantised layer computes is its library's affair; what the adapters add to it is compared
+What a quantized layer computes is its library's affair; what the adapters add to it is compared
 with formulas in float64, on the weight that the layer shows when it multiplies by the identity.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import first_output, tiny_config
-from snapshots import adapter_bits, bits, stir
+from snapshots import adapter_bits, bits, of_adapter, stir
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,7 +29,7 @@ from adapterzoo import AdapterTrainer, AutoAdapterModel, inject
 from adapterzoo.anatomy import find
 from adapterzoo.checkpoint import native
 from adapterzoo.errors import StateError
-from adapterzoo.inject import quantised
+from adapterzoo.inject import quantized
 
 # blocks of 64 numbers have one scale in bitsandbytes' 4 bits
 WIDTH = {
@@ -64,7 +64,7 @@ def _torchao(name, **settings):
 
 SCHEMES: dict[str, Callable[[], Any]] = {
     "bitsandbytes nf4": lambda: _four_bits("nf4"),
-    "bitsandbytes nf4, scales quantised": lambda: _four_bits("nf4", double=True),
+    "bitsandbytes nf4, scales quantized": lambda: _four_bits("nf4", double=True),
     "bitsandbytes fp4": lambda: _four_bits("fp4"),
     "bitsandbytes int8": lambda: _bnb(load_in_8bit=True),
     "torchao int8": lambda: _torchao("Int8WeightOnlyConfig"),
@@ -99,7 +99,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def load(saved):
-    """The base model of a family, quantised as it was loaded: each time an equal one."""
+    """The base model of a family, quantized as it was loaded: each time an equal one."""
     loaded = {}
 
     def from_disk(config, family, **settings):
@@ -151,7 +151,7 @@ def base_bits(model):
         f"{path}.{key}": [bits(leaf) for leaf in leaves(tensor)]
         for path, state in states.items()
         for key, tensor in state.items()
-        if ".adapters." not in f".{path}"
+        if not of_adapter(path)
     }
 
 
@@ -202,7 +202,7 @@ def adapted(method, adapter, layer, x):
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_the_anatomy_is_that_of_the_plain_model(scheme, family, load, saved):
     model = load(scheme, family)
-    assert any(map(quantised.is_quantised, model.modules()))
+    assert any(map(quantized.is_quantized, model.modules()))
     assert find(model.base_model) == find(AutoModel.from_pretrained(saved(family)))
 
 
@@ -258,7 +258,7 @@ def test_the_output_is_the_layers_own_with_the_change(method, scheme, load):
 
 
 @EACH
-def test_a_fresh_magnitude_is_the_norm_of_the_dequantised_row(scheme, load):
+def test_a_fresh_magnitude_is_the_norm_of_the_dequantized_row(scheme, load):
     model = load(scheme, "bert")
     base = copy.deepcopy(model.base_model)
     model.add_adapter("a", "dora")
@@ -278,9 +278,9 @@ def test_fused_layers_are_read_once_a_call(load, monkeypatch):
     model.add_adapter("b", "dora[attn_matrices=['q','k','v']]")
     model.set_active_adapters(["a", "b"])
     reads = []
-    read = quantised.FourBit.read
+    read = quantized.FourBit.read
     monkeypatch.setattr(
-        quantised.FourBit, "read", lambda self, *args: reads.append(1) or read(self, *args)
+        quantized.FourBit, "read", lambda self, *args: reads.append(1) or read(self, *args)
     )
     for count in (2, 4):
         run(model)
@@ -290,7 +290,7 @@ def test_fused_layers_are_read_once_a_call(load, monkeypatch):
     assert not any(isinstance(value, Tensor) for value in attributes)
 
 
-def test_quantised_in_place_by_torchao(saved):
+def test_quantized_in_place_by_torchao(saved):
     torchao = pytest.importorskip("torchao.quantization")
     model = AutoAdapterModel.from_pretrained(saved("llama"))
     model.add_adapter("before", "dora")
@@ -300,7 +300,7 @@ def test_quantised_in_place_by_torchao(saved):
         model.train_adapter(name)
         own = {n: p for n, p in model.named_parameters() if p.requires_grad}
         assert set(own) == set(gradients(model))
-        assert set(own) == {n for n, _ in model.named_parameters() if f".adapters.{name}." in n}
+        assert set(own) == {n for n, _ in model.named_parameters() if of_adapter(n, name)}
         assert {(p.dtype, type(p)) for p in own.values()} == {(torch.float32, nn.Parameter)}
 
 
@@ -318,7 +318,7 @@ def test_adapters_are_born_in_the_models_dtype(method, forwards, load):
     model.add_adapter("a", method)
     model.train_adapter("a")
     dtypes = {n: p.dtype for _, m in model.adapter_modules("a") for n, p in m.named_parameters()}
-    # magnitudes are wider than their layer, quantised or not
+    # magnitudes are wider than their layer, quantized or not
     assert dtypes.pop("m", torch.float32) is torch.float32
     assert set(dtypes.values()) == {torch.bfloat16}
     assert run(model).dtype is torch.bfloat16
@@ -355,7 +355,7 @@ def test_training_changes_the_adapter_and_no_bit_of_the_base(method, scheme, loa
     model.train_adapter("a")
     stir(model, "a", std=0.05)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert set(trained) == {n for n, _ in model.named_parameters() if ".adapters.a." in n}
+    assert set(trained) == {n for n, _ in model.named_parameters() if of_adapter(n, "a")}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     losses = []
     for _ in range(4):
@@ -407,7 +407,7 @@ def test_unfreezing_leaves_out_what_cannot_be_trained(scheme, load):
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                packed = quantised.packing_of(parameter) is not None
+                packed = quantized.packing_of(parameter) is not None
                 assert parameter.requires_grad is not packed, f"{path}.{name}"
 
 
@@ -443,12 +443,12 @@ def test_saved_loaded_copied_and_deleted(method, scheme, load, saved, tmp_path):
     expected = run(model)
     assert not torch.equal(expected, plain)
     model.save_adapter(tmp_path, "a")
-    # one file serves quantised and plain models
+    # one file serves quantized and plain models
     for other in (load(scheme).train(), AutoAdapterModel.from_pretrained(saved("llama"))):
         other.load_adapter(tmp_path, set_active=True)
         assert adapter_bits(other, "a") == adapter_bits(model, "a")
         assert other.adapter_fingerprint("a") == model.adapter_fingerprint("a")
-        packed = any(map(quantised.is_quantised, other.modules()))
+        packed = any(map(quantized.is_quantized, other.modules()))
         assert torch.equal(run(other), expected) == packed
     twin = copy.deepcopy(model)
     assert torch.equal(run(twin), expected)
@@ -465,7 +465,7 @@ def test_saved_loaded_copied_and_deleted(method, scheme, load, saved, tmp_path):
 
 @EACH
 @pytest.mark.parametrize("already", [False, True])
-def test_a_whole_model_saved_with_adapters_is_quantised_when_loaded(
+def test_a_whole_model_saved_with_adapters_is_quantized_when_loaded(
     already, scheme, load, saved, tmp_path
 ):
     model = load(scheme) if already else AutoAdapterModel.from_pretrained(saved("llama"))
@@ -477,8 +477,8 @@ def test_a_whole_model_saved_with_adapters_is_quantised_when_loaded(
     assert repr(loaded.active_adapters) == "Stack('a')"
     assert adapter_bits(loaded, "a") == adapter_bits(model, "a")
     for path, module in load(scheme).named_modules():
-        was = quantised.is_quantised(module)
-        assert quantised.is_quantised(loaded.get_submodule(path)) is was, path
+        was = quantized.is_quantized(module)
+        assert quantized.is_quantized(loaded.get_submodule(path)) is was, path
     if already:
         assert torch.equal(run(loaded.train()), run(model.train()))
 
@@ -490,7 +490,7 @@ def test_a_static_head_is_saved_without_the_base(scheme, saved, tmp_path):
             saved("bert"), quantization_config=SCHEMES[scheme](), num_labels=3
         )
     )
-    assert not quantised.is_quantised(model.classifier)
+    assert not quantized.is_quantized(model.classifier)
     model.add_adapter("a", "lora")
     model.save_adapter(tmp_path, "a")
     tensors = native.load(tmp_path, "adapter").head
@@ -523,12 +523,12 @@ def test_merging_is_refused_and_changes_nothing(scheme, load):
     [
         ("bitsandbytes nf4", "dora"),
         ("bitsandbytes nf4", "double_seq_bn"),
-        ("bitsandbytes nf4, scales quantised", "lora"),
+        ("bitsandbytes nf4, scales quantized", "lora"),
         ("bitsandbytes fp4", "boft"),
         ("bitsandbytes int8", "dora"),
     ],
 )
-def test_a_dequantised_model_keeps_its_adapters_and_merges(scheme, method, evaluated, load):
+def test_a_dequantized_model_keeps_its_adapters_and_merges(scheme, method, evaluated, load):
     def made():
         model = load(scheme, "bert")
         model.add_adapter("a", method)
@@ -546,13 +546,13 @@ def test_a_dequantised_model_keeps_its_adapters_and_merges(scheme, method, evalu
         run(model)
 
     def state():
-        trained = {n: p.requires_grad for n, p in model.named_parameters() if ".adapters." in n}
+        trained = {n: p.requires_grad for n, p in model.named_parameters() if of_adapter(n)}
         modes = {path: m.training for path, m in model.named_modules()}
         return modes, trained, adapter_bits(model, "a"), adapter_bits(model, "b")
 
     before = state()
     assert model.dequantize() is model
-    assert not any(map(quantised.is_quantised, model.modules()))
+    assert not any(map(quantized.is_quantized, model.modules()))
     assert state() == before
     near = 0.02 if evaluated else 1e-4
     torch.testing.assert_close(run(model), expected, rtol=0.0, atol=near)
@@ -565,7 +565,7 @@ def test_a_dequantised_model_keeps_its_adapters_and_merges(scheme, method, evalu
     model.reset_adapter()
 
 
-def test_where_transformers_cannot_dequantise_nothing_changes(load):
+def test_where_transformers_cannot_dequantize_nothing_changes(load):
     model = load("torchao int8").train()
     model.add_adapter("a", "dora", set_active=True)
     stir(model, "a")
@@ -626,22 +626,22 @@ def test_percentages_are_of_the_numbers_that_weights_stand_for(scheme, load, sav
 
 def test_plain_layers_need_no_library(tiny, monkeypatch):
     """Nor does a weight of a class that only bears the name of one."""
-    for packing in quantised.PACKINGS.values():
+    for packing in quantized.PACKINGS.values():
         monkeypatch.setattr(type(packing), "read", lambda *_: pytest.fail("read"))
 
     class Params4bit(nn.Parameter):
         pass
 
-    assert quantised.packing_of(Params4bit(torch.zeros(2, 2))) is None
+    assert quantized.packing_of(Params4bit(torch.zeros(2, 2))) is None
     model = tiny("bert")
     model.add_adapter("a", "dora", set_active=True)
-    assert not any(map(quantised.is_quantised, model.modules()))
+    assert not any(map(quantized.is_quantized, model.modules()))
     assert tiny_config("bert").hidden_size == run(model).shape[-1]
 
 
-def test_a_layer_that_is_not_quantised_yet_is_a_plain_one():
+def test_a_layer_that_is_not_quantized_yet_is_a_plain_one():
     bnb = pytest.importorskip("bitsandbytes")
     for layer in (bnb.nn.Linear4bit(64, 32), bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False)):
-        assert not quantised.is_quantised(layer)
+        assert not quantized.is_quantized(layer)
         assert inject.matrix(layer).shape == (32, 64)
         layer.to("cpu")

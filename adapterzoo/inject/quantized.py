@@ -112,7 +112,7 @@ def packing_of(weight: Tensor | None) -> Packing | None:
     return None
 
 
-def is_quantised(layer: nn.Module) -> bool:
+def is_quantized(layer: nn.Module) -> bool:
     """Return whether any parameter of the layer itself is packed.
 
     Args:

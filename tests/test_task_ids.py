@@ -1,0 +1,121 @@
+"""`task_ids` where a call is compiled, recomputed or divided over devices: MTL-LoRA and others."""
+
+from __future__ import annotations
+
+import importlib
+from unittest import mock
+
+import pytest
+import torch
+from families import tiny_config, tiny_inputs
+from snapshots import stir
+
+from adapterzoo import AdapterSetup, AutoAdapterModel, MultiTask
+
+replicate_module = importlib.import_module("torch.nn.parallel.replicate")
+IDS = [2, 0, 1, 0]
+METHODS = {
+    "mtl_lora": dict.fromkeys("abc", "mtl_lora[r=4,alpha=8,n_up_projection=2]"),
+    "others": {"a": "lora[r=4]", "b": "seq_bn", "c": "dora[r=4]"},
+}
+EACH = pytest.mark.parametrize("configs", METHODS.values(), ids=METHODS)
+
+
+def made(configs, family="bert"):
+    """Tasks a, b and c, trained; those of MTL-LoRA share A and B."""
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    model = AutoAdapterModel.from_config(config).double().eval()
+    for name, config in configs.items():
+        model.add_adapter(name, config)
+    if "mtl_lora" in configs["a"]:
+        model.share_parameters([*configs])
+    for seed, name in enumerate(configs):
+        stir(model, name, seed, std=0.3)
+    model.add_tagging_head("tags", num_labels=3)
+    model.train_adapter(MultiTask(*configs))
+    model.active_head = "tags"
+    return model.eval()
+
+
+def batch(family="bert"):
+    inputs = tiny_inputs(family, batch=len(IDS))
+    # of equal rows the mean of means is the mean
+    inputs["attention_mask"][:] = 1
+    return {**inputs, "labels": torch.ones_like(inputs["input_ids"])}
+
+
+def gradients(model, run, **inputs):
+    model.zero_grad()
+    loss = run(**batch(), **inputs).loss
+    loss.backward()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert all(p.grad is not None for p in trained.values())
+    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in trained.items()}}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class Counting:
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, example_inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+@EACH
+def test_a_call_with_tasks_compiles(configs):
+    torch._dynamo.reset()
+    model, backend = made(configs), Counting()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        for ids in (IDS, [0, 1, 2, 2]):
+            expected = gradients(model, model, task_ids=ids)
+            same(gradients(model, compiled, task_ids=ids), expected)
+    assert backend.graphs == 2
+    # the numbers in a tensor are known outside the graph only
+    expected = gradients(model, model, task_ids=torch.tensor(IDS))
+    compiled = torch.compile(model, backend=backend)
+    same(gradients(model, compiled, task_ids=torch.tensor(IDS)), expected)
+    torch._dynamo.reset()
+
+
+@EACH
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_are_recomputed_with_their_tasks(configs, reentrant):
+    model = made(configs)
+    expected = gradients(model, model, task_ids=IDS)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    same(gradients(model, model, task_ids=IDS), expected)
+    assert not model._active.call.captures
+    assert not model._active.call.reads
+
+
+@EACH
+def test_each_replica_has_the_tasks_of_its_rows(configs):
+    """DataParallel divides a tensor, and repeats a list."""
+    model = made(configs)
+    expected = gradients(model, model, task_ids=torch.tensor(IDS))
+
+    def parallel(**inputs):
+        with mock.patch.multiple(
+            replicate_module,
+            _broadcast_coalesced_reshape=lambda tensors, devices, detach=False: [
+                [(t.detach() if detach else t).clone() for t in tensors] for _ in devices
+            ],
+            _get_device_index=lambda device, *_: device,
+        ):
+            replicas = replicate_module.replicate(model, [0, 1])
+        parts = [{k: t[2 * i : 2 * i + 2] for k, t in inputs.items()} for i in range(2)]
+        outs = [replica(**part) for replica, part in zip(replicas, parts, strict=True)]
+        return type(outs[0])(loss=torch.stack([out.loss for out in outs]).mean())
+
+    same(gradients(model, parallel, task_ids=torch.tensor(IDS)), expected)
+    with AdapterSetup(MultiTask(*configs), head_setup="tags"):
+        same(gradients(model, parallel, task_ids=torch.tensor(IDS)), expected)
