@@ -328,7 +328,7 @@ class AdapterModel(AdapterModelMixin, PreTrainedModel):  # type: ignore[misc]  #
                 these positions; 0: for all.
             num_items_in_batch: divides the sum of the losses; None: the labels of this batch.
             **kwargs: labels and other arguments of heads: tensors, or dicts from names of heads to
-                tensors.
+                tensors; `inputs`, the arguments of `forward`, for a static head that reads them.
 
         Returns:
             The output class of the task; a `MultiHeadOutput` for several heads; `all_outputs`
