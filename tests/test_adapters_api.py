@@ -205,14 +205,44 @@ def test_arguments_that_are_gone_are_not_taken_for_others():
 
 # of theirs: config, tensors in safetensors, pickled tensors
 NAMES = {
-    "adapter": (utils.CONFIG_NAME, utils.SAFE_WEIGHTS_NAME, utils.WEIGHTS_NAME),
-    "head": (utils.HEAD_CONFIG_NAME, utils.SAFE_HEAD_WEIGHTS_NAME, utils.HEAD_WEIGHTS_NAME),
+    "adapter": ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin"),
+    "head": ("head_config.json", "model_head.safetensors", "pytorch_model_head.bin"),
     "fusion": (
-        utils.ADAPTERFUSION_CONFIG_NAME,
-        utils.SAFE_ADAPTERFUSION_WEIGHTS_NAME,
-        utils.ADAPTERFUSION_WEIGHTS_NAME,
+        "adapter_fusion_config.json",
+        "model_adapter_fusion.safetensors",
+        "pytorch_model_adapter_fusion.bin",
     ),
 }
+# what their scripts look for: by default, and with use_safetensors=True
+LOOKED_FOR = {
+    None: {
+        "adapter": (utils.CONFIG_NAME, utils.WEIGHTS_NAME),
+        "head": (utils.HEAD_CONFIG_NAME, utils.HEAD_WEIGHTS_NAME),
+        "fusion": (utils.ADAPTERFUSION_CONFIG_NAME, utils.ADAPTERFUSION_WEIGHTS_NAME),
+    },
+    True: {
+        "adapter": (utils.CONFIG_NAME, utils.SAFE_WEIGHTS_NAME),
+        "head": (utils.HEAD_CONFIG_NAME, utils.SAFE_HEAD_WEIGHTS_NAME),
+        "fusion": (utils.ADAPTERFUSION_CONFIG_NAME, utils.SAFE_ADAPTERFUSION_WEIGHTS_NAME),
+    },
+}
+
+
+@pytest.mark.parametrize("safe", [None, True])
+def test_the_constants_of_utils_name_the_files_that_are_written(tmp_path, tiny, safe):
+    model = tiny("bert")
+    for name in ("a", "b"):
+        model.add_adapter(name)
+    model.add_tagging_head("a")
+    model.add_adapter_fusion(["a", "b"])
+    options = {} if safe is None else {"use_safetensors": safe}
+    model.save_adapter(tmp_path / "adapter", "a", with_head=False, **options)
+    model.save_head(tmp_path / "head", "a", **options)
+    model.save_adapter_fusion(tmp_path / "fusion", "a,b", **options)
+    model.save_adapter_setup(tmp_path / "setup", Fuse("a", "b"), **options)
+    for kind, names in LOOKED_FOR[safe].items():
+        assert {p.name for p in (tmp_path / kind).iterdir()} == set(names)
+    assert (tmp_path / "setup" / utils.SETUP_CONFIG_NAME).is_file()
 
 
 @pytest.mark.parametrize("safe", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,7 +37,16 @@ from .heads import checkpoints, tables, ties
 from .heads.interface import LoadOptions
 from .hf import documents
 from .hf.info import info_of
-from .state import AdaptedModel, AdapterRecord, fusion_modules, named_tensors, tensors_of
+from .state import (
+    DEFAULT_EMBEDDINGS,
+    AdaptedModel,
+    AdapterRecord,
+    fusion_modules,
+    modules_of,
+    named_tensors,
+    tensors_of,
+    token_table,
+)
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -52,7 +62,28 @@ def save_adapter(
     meta: Mapping[str, Any] | None = None,
     format: str = "native",
 ) -> None:
-    """Save an adapter and its head to a folder."""
+    """Save an adapter and its head to a folder; warn if embeddings beside it are trained too."""
+    embeddings = model._adapter_state.embeddings
+    table = token_table(model) if embeddings != DEFAULT_EMBEDDINGS else None
+    own = (p for _, module in modules_of(model, name) for p in module.parameters())
+    if table is not None and table.weight.requires_grad and any(p.requires_grad for p in own):
+        warnings.warn(
+            f"the embeddings {embeddings!r} are trained with {name!r}, and are not in its file. "
+            f"Write save_embeddings(folder, {embeddings!r}) too.",
+            stacklevel=2,
+        )
+    write_adapter(model, folder, name, with_head, meta, format)
+
+
+def write_adapter(
+    model: AdaptedModel,
+    folder: StrPath,
+    name: str,
+    with_head: bool = True,
+    meta: Mapping[str, Any] | None = None,
+    format: str = "native",
+) -> None:
+    """Write an adapter and its head to a folder."""
     strategy = model._head_strategy
     record = model._adapter_state.find(name)
     documents.check_meta(meta)

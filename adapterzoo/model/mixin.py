@@ -317,7 +317,8 @@ class AdapterModelMixin:
             reference_adapter_name: the adapter whose values they get; None: the first.
 
         Raises:
-            ConfigError: a method shares nothing, or the adapters' parameters differ in shape.
+            FieldError: a method shares nothing.
+            ConfigError: the adapters' parameters differ in shape.
             StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
             UnknownNameError: an adapter is unknown.
         """

@@ -33,7 +33,8 @@ from adapterzoo.model.heads import copies
 FILE = "adapter.safetensors"
 # that contain each other, and words that stand in paths
 NAMES = ("lora", "lora_A", "lor", "mlp", "query", "adapters", "heads", "head", "bert", "0",
-         "weight", "a+b", "a$", "^a", "{2}", "%s", "任务", "my task")  # fmt: skip
+         "weight", "a+b", "a$", "^a", "{2}", "%s", "任务", "my task", "a,b", "it's",
+         "lora[r=8, alpha=16]", "a;b")  # fmt: skip
 
 
 def head_bits(model, name):
@@ -75,6 +76,20 @@ def test_names_that_contain_each_other_or_a_path_do_not_matter(tiny, tmp_path):
     assert not [k for k, found in info.items() if found]
     for name in NAMES:
         assert adapter_bits(whole, name) == adapter_bits(model, name)
+        assert head_bits(whole, name) == head_bits(model, name)
+
+
+def test_a_tied_head_with_the_name_of_a_config_string_comes_back(tiny, tmp_path):
+    model = tiny()
+    for name in ("lora[r=8, alpha=16]", "a,b"):
+        model.add_masked_lm_head(name)
+    tied = [h.get_output_embeddings().weight for h in model.heads.values()]
+    assert all(weight is model.get_input_embeddings().weight for weight in tied)
+    model.save_pretrained(tmp_path)
+    whole, info = AutoAdapterModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not [k for k, found in info.items() if found]
+    for name, head in whole.heads.items():
+        assert head.get_output_embeddings().weight is whole.get_input_embeddings().weight
         assert head_bits(whole, name) == head_bits(model, name)
 
 
