@@ -205,14 +205,44 @@ def test_arguments_that_are_gone_are_not_taken_for_others():
 
 # of theirs: config, tensors in safetensors, pickled tensors
 NAMES = {
-    "adapter": (utils.CONFIG_NAME, utils.SAFE_WEIGHTS_NAME, utils.WEIGHTS_NAME),
-    "head": (utils.HEAD_CONFIG_NAME, utils.SAFE_HEAD_WEIGHTS_NAME, utils.HEAD_WEIGHTS_NAME),
+    "adapter": ("adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin"),
+    "head": ("head_config.json", "model_head.safetensors", "pytorch_model_head.bin"),
     "fusion": (
-        utils.ADAPTERFUSION_CONFIG_NAME,
-        utils.SAFE_ADAPTERFUSION_WEIGHTS_NAME,
-        utils.ADAPTERFUSION_WEIGHTS_NAME,
+        "adapter_fusion_config.json",
+        "model_adapter_fusion.safetensors",
+        "pytorch_model_adapter_fusion.bin",
     ),
 }
+# what their scripts look for: by default, and with use_safetensors=True
+LOOKED_FOR = {
+    None: {
+        "adapter": (utils.CONFIG_NAME, utils.WEIGHTS_NAME),
+        "head": (utils.HEAD_CONFIG_NAME, utils.HEAD_WEIGHTS_NAME),
+        "fusion": (utils.ADAPTERFUSION_CONFIG_NAME, utils.ADAPTERFUSION_WEIGHTS_NAME),
+    },
+    True: {
+        "adapter": (utils.CONFIG_NAME, utils.SAFE_WEIGHTS_NAME),
+        "head": (utils.HEAD_CONFIG_NAME, utils.SAFE_HEAD_WEIGHTS_NAME),
+        "fusion": (utils.ADAPTERFUSION_CONFIG_NAME, utils.SAFE_ADAPTERFUSION_WEIGHTS_NAME),
+    },
+}
+
+
+@pytest.mark.parametrize("safe", [None, True])
+def test_the_constants_of_utils_name_the_files_that_are_written(tmp_path, tiny, safe):
+    model = tiny("bert")
+    for name in ("a", "b"):
+        model.add_adapter(name)
+    model.add_tagging_head("a")
+    model.add_adapter_fusion(["a", "b"])
+    options = {} if safe is None else {"use_safetensors": safe}
+    model.save_adapter(tmp_path / "adapter", "a", with_head=False, **options)
+    model.save_head(tmp_path / "head", "a", **options)
+    model.save_adapter_fusion(tmp_path / "fusion", "a,b", **options)
+    model.save_adapter_setup(tmp_path / "setup", Fuse("a", "b"), **options)
+    for kind, names in LOOKED_FOR[safe].items():
+        assert {p.name for p in (tmp_path / kind).iterdir()} == set(names)
+    assert (tmp_path / "setup" / utils.SETUP_CONFIG_NAME).is_file()
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -486,3 +516,29 @@ def test_the_comparison_bites():
     assert differences("f", theirs, [["name"], ["rank", "8"]]) == ["f(**kwargs): missing"]
     assert misread(theirs, ["name", "other"]) == ["rank is other"]
     assert misread(theirs, ["name"]) == []
+
+
+def test_the_labels_of_a_static_head():
+    labels = {0: "bad", 1: "good"}
+    config = tiny_config("bert")
+    config.id2label = labels
+    model = init(BertForSequenceClassification(config))
+    assert model.get_labels_dict() == labels
+    assert model.get_labels() == ["bad", "good"]
+
+
+@pytest.mark.parametrize("setup", ["a", Parallel("a", "b")], ids=repr)
+def test_tokens_without_a_batch_are_one_row(tiny, setup):
+    model = tiny("bert")
+    for name in "ab":
+        model.add_adapter(name, "lora")
+        stir(model, name)
+        model.add_classification_head(name)
+    model.set_active_adapters(setup)
+    row = {key: value[:1] for key, value in tiny_inputs("bert").items()}
+    flat = {key: value[0] for key, value in row.items()}
+    label = torch.tensor([1])
+    found, expected = model(**flat, labels=label), model(**row, labels=label)
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(model(flat["input_ids"]).logits, model(row["input_ids"]).logits)

@@ -317,7 +317,8 @@ class AdapterModelMixin:
             reference_adapter_name: the adapter whose values they get; None: the first.
 
         Raises:
-            ConfigError: a method shares nothing, or the adapters' parameters differ in shape.
+            FieldError: a method shares nothing.
+            ConfigError: the adapters' parameters differ in shape.
             StateError: one is merged or in use in an `AdapterSetup`, or the model is sharded.
             UnknownNameError: an adapter is unknown.
         """
@@ -1216,15 +1217,8 @@ class AdapterModelMixin:
             save_directory: the folder.
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
-        with embeddings.own_in_place(self) as replaced:
-            if replaced:
-                # of the embeddings that were active, as transformers' Trainer passes it
-                kwargs.pop("state_dict", None)
-            config_entry.enter(self)
-            try:
-                cast("Any", super()).save_pretrained(save_directory, **kwargs)
-            finally:
-                vars(self.config).pop("adapters", None)
+        with config_entry.entered(self, kwargs):
+            cast("Any", super()).save_pretrained(save_directory, **kwargs)
 
     # --- called by transformers and torch ---
 
