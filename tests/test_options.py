@@ -250,10 +250,10 @@ def seen_of_head(config: HeadConfig) -> list[Any]:
     return seen + [bits(p.grad) for p in model.parameters() if p.grad is not None]
 
 
+# a static head is the code of a task class: `tests/heads/test_static.py`
+TYPES = sorted(head_types.keys() - {"static"})
 HEAD_FIELDS = [
-    (name, field.name)
-    for name, cls in sorted(head_types.items())
-    for field in dataclasses.fields(cls)
+    (name, field.name) for name in TYPES for field in dataclasses.fields(head_types[name])
 ]
 
 
@@ -267,7 +267,7 @@ def test_each_field_of_a_head_acts_or_is_refused(name, field, plain):
     check_acts(field, seen_of_head, lambda: config.replace(**changes), config, plain)
 
 
-@pytest.mark.parametrize("name", sorted(head_types))
+@pytest.mark.parametrize("name", TYPES)
 def test_what_is_compared_is_the_same_for_the_same_head(name):
     config = HeadConfig.from_dict({"head_type": name})
     assert seen_of_head(config) == seen_of_head(config)

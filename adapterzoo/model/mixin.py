@@ -1217,15 +1217,8 @@ class AdapterModelMixin:
             save_directory: the folder.
             **kwargs: as `PreTrainedModel.save_pretrained` takes them.
         """
-        with embeddings.own_in_place(self) as replaced:
-            if replaced:
-                # of the embeddings that were active, as transformers' Trainer passes it
-                kwargs.pop("state_dict", None)
-            config_entry.enter(self)
-            try:
-                cast("Any", super()).save_pretrained(save_directory, **kwargs)
-            finally:
-                vars(self.config).pop("adapters", None)
+        with config_entry.entered(self, kwargs):
+            cast("Any", super()).save_pretrained(save_directory, **kwargs)
 
     # --- called by transformers and torch ---
 

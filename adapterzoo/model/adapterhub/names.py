@@ -112,6 +112,16 @@ class NamesOfAdapters:
         setup = self.active_adapters
         return None if setup is None else dict(self.invertible_adapters).get(setup.first())
 
+    def get_labels_dict(self) -> dict[int, str] | None:
+        """Return class numbers and names of the static head; None if the config has no classes."""
+        labels: dict[int, str] | None = getattr(self.config, "id2label", None)
+        return None if labels is None else dict(labels)
+
+    def get_labels(self) -> list[str] | None:
+        """Return the names of the classes of the static head; None if the config has none."""
+        labels = self.get_labels_dict()
+        return None if labels is None else list(labels.values())
+
     def freeze_embeddings(self, freeze: bool = True) -> None:
         """Freeze the table of tokens, or make it trainable.
 

@@ -17,11 +17,11 @@ from adapterzoo.errors import (
     listing,
     unknown_name,
 )
-from adapterzoo.heads import Logits, PredictionHead, head_types
+from adapterzoo.heads import Logits, PredictionHead, TaskHead, head_types
 from adapterzoo.model.batches import batch_size, repeated
 from adapterzoo.model.state import anatomy_of
 
-from . import store
+from . import store, task_outputs
 from .inputs import decoder_labels, head_input, shift_labels
 from .interface import HeadNames
 from .outputs import MultiHeadOutput, head_output
@@ -52,10 +52,23 @@ def forward(
     labels = _take_labels(model, inputs, used)
     if times > 1:
         inputs = repeated(inputs, times, batch_size(inputs))
-    _prepare_inputs(model, inputs, labels, used, times)
+    # the class of a static head prepares the inputs itself
+    static = next((name for name, h in used.items() if isinstance(h, TaskHead)), None)
+    if static is None:
+        _prepare_inputs(model, inputs, labels, used, times)
 
     def run(inputs: dict[str, Any], labels: dict[str, Any]) -> Any:
-        outputs = model.base_model(**inputs, return_dict=True)
+        if static is None:
+            outputs = model.base_model(**inputs, return_dict=True)
+        else:
+            heads, rows = model._head_strategy.chosen(head), model._active.plan.rows
+            _check_owner(model, heads.names)
+            alone = len(used) == 1 and head_rows(heads, rows, together=False) is None
+            given = with_copies(rows, labels) if alone else {}
+            answer, outputs = task_outputs.run(model, static, {**inputs, **given})
+            if alone:
+                return answer if return_dict is not False else answer.to_tuple()
+            labels = {"input_ids": inputs.get("input_ids"), **labels, "inputs": inputs}
         name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
         mask = inputs.get(name)
         return model.forward_head(
@@ -221,10 +234,7 @@ def forward_head(
         results = _run_on_rows(model, *found, outputs, given)
     else:
         extra = with_copies(rows, given)
-        results = []
-        for name in dict.fromkeys(names):
-            logits, loss = _run(model, name, outputs, extra, rows)
-            results.append(head_output(store.find(model, name).config, loss, logits, outputs))
+        results = [_output(model, name, outputs, extra, rows) for name in dict.fromkeys(names)]
     if return_dict is False:
         tuples = [a.to_tuple() for a in results]
         return tuples[0] if len(tuples) == 1 else tuple(tuples)
@@ -234,6 +244,16 @@ def forward_head(
         return results[0]
     loss = total([a.get("loss") for a in results])
     return MultiHeadOutput(head_outputs=results, loss=loss)
+
+
+def _output(
+    model: Any, name: str, outputs: ModelOutput, given: Mapping[str, Any], rows: RowMap | None
+) -> ModelOutput:
+    """Return the output of a head on some rows of the batch."""
+    if isinstance(head := store.find(model, name), TaskHead):
+        return task_outputs.on(model, name, outputs, given)
+    logits, loss = _run(model, name, outputs, given, rows)
+    return head_output(head.config, loss, logits, outputs)
 
 
 def _run(
@@ -262,24 +282,36 @@ def _run_on_rows(
     batch = len(rows.index) // rows.copies
     labelled = {n for h in heads for n in (*h.config.label_names, *h.config.inputs)}
     whole = model._active.plan.rows
-    logits: list[Logits] = []
+    # of a static head the whole output
+    logits: list[Any] = []
     losses: list[Tensor | None] = []
+    static = [isinstance(head, TaskHead) for head in heads]
     for i, name in enumerate(names):
         mine = given_to(i, name, rows, {k: v for k, v in given.items() if k in labelled}, batch)
         for key in given.keys() - labelled:
             value = given[key]
             has_rows = isinstance(value, Tensor) and key not in _COMMON
             mine[key] = rows.take(i, value) if has_rows else value
-        part = outputs_of(i, rows, outputs, False)
+        part = outputs_of(i, rows, outputs, static[i])
+        if static[i]:
+            mine["inputs"] = task_outputs.inputs_of(i, rows, given.get("inputs"))
+            logits.append(task_outputs.on(model, name, part, mine))
+            losses.append(logits[-1].get("loss"))
+            continue
         scores, loss = _run(model, name, part, mine, None if whole is None else whole.of(rows, i))
         logits.append(scores)
         losses.append(loss)
-    if rows.together:
+    one = None
+    if rows.together and all(static):
+        one = task_outputs.joined(logits, rows, total(losses))
+    elif rows.together and not any(static):
         one = joined(heads, rows, logits, total(losses), outputs)
-        if one is not None:
-            return [one]
+    if one is not None:
+        return [one]
     results = [
-        head_output(head.config, losses[i], logits[i], outputs_of(i, rows, outputs, True))
-        for i, head in enumerate(heads)
+        answer
+        if static[i]
+        else head_output(heads[i].config, losses[i], answer, outputs_of(i, rows, outputs, True))
+        for i, answer in enumerate(logits)
     ]
     return apart(results, rows)

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from adapterzoo.checkpoint import fit
 from adapterzoo.composition import ActiveHeads, Composition, heads_of_rows, parts_of
-from adapterzoo.errors import CheckpointError, StateError, argument, in_python, listing
-from adapterzoo.heads import IGNORED, PredictionHead, labels_from
+from adapterzoo.errors import StateError, listing
+from adapterzoo.heads import IGNORED, STATIC, PredictionHead, StaticConfig, labels_from
+from adapterzoo.model.hf.info import Tasks
+from adapterzoo.model.hf.task_heads import MODEL_CONFIG, other_fields, saved_fields
 from adapterzoo.model.hf.towers import refuse_unreadable
 
 from . import store, tables
 from .interface import HeadNames, HeadRecord, HeadStrategy, LoadOptions
-from .output_layers import FIELD, with_output, without_output
+from .output_layers import FIELD, OUTPUT_KEY, output_like, with_output, without_output
 from .plain import as_plain, head_to_keep
 
 
@@ -115,12 +117,13 @@ class NamedHeads(HeadStrategy):
         """Return the keys of the heads' parameters that are the base model's or an adapter's."""
         prefix = self.model.base_model_prefix
         names = {id(p): name for name, p in self.model._backbone.named_parameters(prefix=prefix)}
-        return {
-            f"heads.{name}.{key}": names[id(parameter)]
-            for name, head in self.model.heads.items()
-            for key, parameter in head.named_parameters()
-            if id(parameter) in names
-        }
+        found = {}
+        for name, head in self.model.heads.items():
+            for key, parameter in head.named_parameters(f"heads.{name}", remove_duplicate=False):
+                source = names.setdefault(id(parameter), key)
+                if source != key:
+                    found[key] = source
+        return found
 
     # --- train, merge ---
 
@@ -197,7 +200,10 @@ class NamedHeads(HeadStrategy):
         if table is not None and store.is_on(head, table):
             config = config.replace(tie_word_embeddings=False)
         tensors = store.own_tensors(self.model, head, table)
-        record = HeadRecord({"config": config.to_dict()}, tensors)
+        document: dict[str, Any] = {"config": config.to_dict()}
+        if isinstance(config, StaticConfig):
+            document[MODEL_CONFIG] = saved_fields(self.model.config, config)
+        record = HeadRecord(document, tensors)
         return without_output(head, record) if short else record
 
     def completed(
@@ -221,14 +227,12 @@ class NamedHeads(HeadStrategy):
         Raises:
             CheckpointError: it does not fit.
         """
-        values = record.document.get("config")
-        if not isinstance(values, Mapping):
-            raise CheckpointError(
-                f"the checkpoint has the head of a {record.document.get('static')}, this model "
-                f"has named heads. Write {argument('with_head', False)}"
-                f"{in_python(', or load it into that class')}."
-            )
-        config = store.config_from(self.model, values)
+        if not isinstance(record.document.get("config"), Mapping):
+            record = self._translated(record)
+        config = store.config_from(self.model, record.document["config"])
+        saved = record.document.get(MODEL_CONFIG)
+        if isinstance(config, StaticConfig) and isinstance(saved, Mapping):
+            config = config.replace(fields=other_fields(self.model.config, saved) or None)
         if asked.id2label is not None:
             config = config.replace(label2id=labels_from(asked.id2label))
         checked = store.free_name(self.model, name, bool(asked.overwrite_ok))
@@ -248,6 +252,27 @@ class NamedHeads(HeadStrategy):
         if asked.dtype is None:
             head.of_checkpoint = FIELD in record.document
         return lambda: store.enter(self.model, checked, head, asked.set_active)
+
+    def _translated(self, record: HeadRecord) -> HeadRecord:
+        """Return the head of a task class as a named one.
+
+        Raises:
+            CheckpointError: it cannot be one.
+        """
+        document, tensors = record.document, dict(record.tensors)
+        if (key := document.get(OUTPUT_KEY)) is not None:
+            tensors[key] = output_like(self.model.heads.values(), document[FIELD])
+        given = document.get("label2id")
+        labels = {str(k): int(v) for k, v in given.items()} if isinstance(given, Mapping) else None
+        saved = document.get(MODEL_CONFIG)
+        tasks = Tasks(self.model)
+        named = tasks.read(
+            str(document.get(STATIC)),
+            tensors,
+            labels,
+            saved if isinstance(saved, Mapping) else None,
+        )
+        return HeadRecord(*named)
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Return the own tensors of all heads."""
