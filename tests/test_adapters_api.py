@@ -37,6 +37,7 @@ from adapterzoo import (
     init,
     utils,
 )
+from adapterzoo.errors import StateError
 
 RECORD = json.loads((Path(__file__).parent / "data" / "adapters_signatures.json").read_text())
 
@@ -434,6 +435,8 @@ def test_smaller_methods_of_theirs(tmp_path, tiny):
     assert [*blocks] == [0, 1]
     assert blocks[1] is model.base_model.encoder.layer[1]
     assert {*model.invertible_adapters} == {"i"}
+    with pytest.raises(StateError, match=r"del invertible_adapters\['i'\].*delete_adapter\('i'\)"):
+        del model.invertible_adapters["i"]
     assert model.get_invertible_adapter() is None
     model.set_active_adapters(Stack("i", "a"))
     assert model.get_invertible_adapter() is model.invertible_adapters["i"]
